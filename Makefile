@@ -12,7 +12,8 @@ help:
 	@echo "sudo make test-aarch64   kernels, models and a daemon on an emulated aarch64 processor; docs/aarch64.md"
 	@echo "make chaos SECONDS=600   a node under load while its processes, disks and clients fail; SEED=N repeats an order"
 	@echo "make check   ruff, mypy, architecture and docs tests"
-	@echo "make gpu     the tests and figures of docs/gpu.md, on a machine with a CUDA device; OUT=folder for the results"
+	@echo "make gpu ONLY=correctness, ONLY=speed, ONLY=system   tests and figures of docs/gpu.md, on a machine with a CUDA device,"
+	@echo "             nine minutes each at most; OUT=folder for the results"
 	@echo "make gpu-dry    the same scripts, interpreted on the CPU at tiny sizes; make gpu-wheels gets what an offline machine may lack"
 	@echo "sudo make install     the service: /opt/hearthd, systemd units, /etc/hearthd; see docs/operations.md"
 	@echo "sudo make uninstall   takes it away; settings and models stay"
@@ -67,6 +68,7 @@ bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.run
 
 # On a CUDA machine, offline: its own python with torch and triton, and of .wheels (see gpu-wheels) only what that python lacks.
+# ONLY: correctness, speed or system, or names of their parts with commas between (benchmarks/gpu_parts.py).
 OUT ?= .gpu-results
 GPU_PYTHON ?= python3
 WHEELS := .wheels

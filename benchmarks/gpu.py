@@ -1,16 +1,16 @@
-"""Proves and measures the GPU path: the tests that need a GPU, then every GPU benchmark, each in a process of its own.
+"""Proves and measures the GPU path, in three commands: `correctness`, `speed` and `system` (benchmarks/gpu_parts.py), of at most
+nine minutes each whatever hangs.
 
-One part's failure, or its running out of time, costs no other part: each has its own seconds, all of them together no more than
---limit-s, and beside them those that the parts before it left. Results are on disk as they come: `gpu.jsonl` (every line), `gpu.md`
-(tables), `gpu.log` (what each part wrote). Exits 2 where there is no GPU, 1 if a part failed.
-usage: python -m benchmarks.gpu [--check] [--out FOLDER] [--only tests,kernels] [--limit-s 530] [--tiny]
+Each part is a process of its own, with seconds of its own and those that the parts before it left; one part's failure costs no
+other part. Between two parts the device is asked whether it still answers, so that one that hangs is waited for once. Results are
+on disk as they come. Exits 2 where there is no GPU, 1 if a part failed.
+usage: python -m benchmarks.gpu [--check] [--out FOLDER] [--only correctness|speed|system|PART,PART] [--limit-s 540] [--tiny]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -20,104 +20,39 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TextIO
 
+from benchmarks import gpu_aims
+from benchmarks.gpu_parts import ALL, COMMANDS, PARTS, Part, chosen
+from benchmarks.gpu_report import Report
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-
-
-@dataclass(slots=True, frozen=True)
-class Part:
-    """module and arguments; limit_s: the time that is its own, whatever the others do."""
-
-    name: str
-    arguments: tuple[str, ...]
-    limit_s: float
-
-
-PROCESSES = ("-n", "6") if importlib.util.find_spec("xdist") else ()
-# The most valuable first: where time does not suffice, that of the first is cut last.
-PARTS = (
-    Part("forward", ("benchmarks.gpu_forward",), 90),
-    Part("server", ("benchmarks.gpu_server", "--what", "serve"), 100),
-    # another torch's warnings are no failures; kernels are compiled in several processes where pytest can
-    Part("tests", ("pytest", "-q", "-ra", "-W", "default", "-p", "no:cacheprovider", *PROCESSES, "tests/gpu"), 70),
-    Part("kernels", ("benchmarks.gpu_kernels",), 45),
-    Part("cohost", ("benchmarks.gpu_server", "--what", "cohost"), 45),
-    Part("memory", ("benchmarks.gpu_memory",), 25),
-    Part("adoption", ("benchmarks.gpu_adoption",), 45),
-    Part("loading", ("benchmarks.gpu_loading",), 40),
-    Part("throughput", ("benchmarks.gpu_throughput", "--engine", "ours"), 30),
-    Part("peer", ("benchmarks.gpu_throughput", "--engine", "transformers"), 45),
-)
 LIMIT_S = 540.0
-LOG = "gpu.log"
+ABOUT_LIMIT_S = 45.0
 MIN_S = 10.0  # with less a part is not begun
 KILL_LIMIT_S = 5.0  # a process that waits for the driver may not end even then
+PROBE = ("-m", "benchmarks.gpu_probe")
+PROBE_S, PROBE_LIMIT_S, MOST_PROBES = 3.0, 6.0, 3  # of one that answers, of one that does not, and how often it is asked again
+RECOVERED = 0.9  # of the free memory at the beginning: what a killed process held takes seconds to come back
+TINY_FACTOR = 4  # interpreted on a CPU everything takes longer
 
 
 def about_gpu() -> dict[str, Any] | None:
-    """None: there is no GPU that torch can use."""
+    """None: there is no GPU that torch can use. Asked in a process of its own: one that has seen the device through torch may hold
+    half a GiB of it for as long as it lives."""
     try:
-        import torch
-    except ImportError:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.gpu_about"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=ABOUT_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
         return None
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(0)
-    line = {
-        "gpu": properties.name,
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "multiprocessors": properties.multi_processor_count,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
-        "cores": os.cpu_count(),
-    }
-    try:
-        import triton
-
-        line["triton"] = triton.__version__
-    except ImportError:
-        line["triton"] = None
-    return line
-
-
-class Report:
-    """The files in --out, brought up to date with every line."""
-
-    def __init__(self, out: pathlib.Path) -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        self.out, self.lines = out, list[dict[str, Any]]()
-        self._lock = threading.Lock()
-        (out / "gpu.jsonl").write_text("")
-        (out / LOG).write_text("")
-
-    def add(self, line: dict[str, Any]) -> None:
-        with self._lock:
-            self.lines.append(line)
-            with (self.out / "gpu.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            (self.out / "gpu.md").write_text(self.markdown())
-
-    def markdown(self) -> str:
-        parts = [" · ".join(f"{key} {value}" for key, value in self.lines[0].items())]
-        titles = list(dict.fromkeys(_title(line) for line in self.lines[1:]))
-        for title in titles:
-            rows = [
-                {k: v for k, v in line.items() if k not in ("benchmark", "what")}
-                for line in self.lines[1:]
-                if _title(line) == title
-            ]
-            columns = list(dict.fromkeys(key for row in rows for key in row))
-            head = "| " + " | ".join(column.replace("_", " ") for column in columns) + " |"
-            body = ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
-            parts.append("\n".join([f"### {title}", "", head, "|" + "---|" * len(columns), *body]))
-        return "\n\n".join(parts) + "\n"
-
-
-def _title(line: dict[str, Any]) -> str:
-    return " ".join(str(line[key]) for key in ("benchmark", "what") if key in line)
+    told: dict[str, Any] | None = json.loads(done.stdout or "null")
+    return told
 
 
 def run_part(part: Part, report: Report, limit_s: float, tiny: bool) -> bool:
@@ -126,13 +61,12 @@ def run_part(part: Part, report: Report, limit_s: float, tiny: bool) -> bool:
     environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     if tiny:
         environment["TRITON_INTERPRET"] = "1"
-        if part.arguments[0] != "pytest":
+        if not part.is_tests:
             arguments.append("--tiny")
     print(f"$ python -m {' '.join(arguments)}   # at most {limit_s:.0f} s", flush=True)
     began_s = time.monotonic()
-    log_path = report.out / LOG
-    begins_at = log_path.stat().st_size if log_path.exists() else 0
-    with log_path.open("a") as log:
+    begins_at = report.log.stat().st_size if report.log.exists() else 0
+    with report.log.open("a") as log:
         log.write(f"==== {part.name}\n")
         log.flush()
         process = subprocess.Popen(
@@ -144,7 +78,7 @@ def run_part(part: Part, report: Report, limit_s: float, tiny: bool) -> bool:
             text=True,
             start_new_session=True,  # so that what it starts ends with it
         )
-        printed = threading.Thread(target=_take_lines, args=(process, part, report, log), daemon=True)
+        printed = threading.Thread(target=_take_lines, args=(process, report, log), daemon=True)
         printed.start()
         ended = _end_of(process, limit_s)
         printed.join(KILL_LIMIT_S)
@@ -152,24 +86,26 @@ def run_part(part: Part, report: Report, limit_s: float, tiny: bool) -> bool:
             assert process.stdout is not None
             process.stdout.close()
     seconds = time.monotonic() - began_s
-    report.add({"benchmark": "gpu_parts", "part": part.name, "seconds": round(seconds, 1), "ended": ended})
+    report.add({"benchmark": "gpu_parts", "part": part.name, "seconds": round(seconds, 1), "limit_s": limit_s, "ended": ended})
     if ended != "well":
-        print(f"{part.name}: {ended}; the end of {log_path}:", flush=True)
-        own = log_path.read_bytes()[begins_at:].decode(errors="replace")
+        print(f"{part.name}: {ended}; the end of {report.log}:", flush=True)
+        own = report.log.read_bytes()[begins_at:].decode(errors="replace")
         print("".join(f"    {line}\n" for line in own.splitlines()[-25:]), flush=True)
     return ended == "well"
 
 
-def _take_lines(process: subprocess.Popen[str], part: Part, report: Report, log: TextIO) -> None:
+def _take_lines(process: subprocess.Popen[str], report: Report, log: TextIO) -> None:
     assert process.stdout is not None
     with contextlib.suppress(ValueError):  # the log is closed: the part was given up
         for text in process.stdout:
             log.write(text)
             log.flush()
-            if text.startswith("{"):
-                report.add(json.loads(text))
-                print(text, end="", flush=True)
-            elif part.arguments[0] == "pytest":
+            if text.startswith('{"benchmark"'):
+                try:
+                    line = json.loads(text)
+                except json.JSONDecodeError:  # cut off by the process's end
+                    continue
+                report.add(line)
                 print(text, end="", flush=True)
 
 
@@ -179,7 +115,14 @@ def _end_of(process: subprocess.Popen[str], limit_s: float) -> str:
         code = process.wait(limit_s)
         return "well" if code == 0 else f"exit {code}"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        return _killed(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # what it started and left behind holds the device, too
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _killed(process: subprocess.Popen[str]) -> str:
+    os.killpg(process.pid, signal.SIGKILL)
     try:
         process.wait(KILL_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -187,9 +130,86 @@ def _end_of(process: subprocess.Popen[str], limit_s: float) -> str:
     return "out of time"
 
 
+def answers(command: Sequence[str], least_gib: float) -> dict[str, Any] | None:
+    """What the probe tells of the device, once it has least_gib free or was asked MOST_PROBES times; None if it told nothing."""
+    told: dict[str, Any] | None = None
+    for number in range(MOST_PROBES):
+        if number:
+            time.sleep(1.0)
+        found = _probed([sys.executable, *command])
+        told = found if "free_gib" in found else told
+        if told is not None and told["free_gib"] >= least_gib:
+            break
+    return told
+
+
+def _probed(command: Sequence[str]) -> dict[str, Any]:
+    """Returns what one probe printed; {} if it printed nothing in time."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        told: dict[str, Any] = json.loads(process.communicate(timeout=PROBE_LIMIT_S)[0] or "{}")
+        return told
+    except json.JSONDecodeError:
+        return {}
+    except subprocess.TimeoutExpired:
+        process.kill()
+        assert process.stdout is not None
+        process.stdout.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for the driver may not end
+            process.wait(1.0)
+        return {}
+
+
+def kept_s(num_parts: int) -> float:
+    """Seconds that no part gets: a probe for each, one device that does not answer, and a process that does not end."""
+    return num_parts * PROBE_S + MOST_PROBES * (PROBE_LIMIT_S + 2) + KILL_LIMIT_S
+
+
 def seconds_for(parts: Sequence[Part], left_s: float) -> float:
     """What the first of these parts may take: all but what is the others' own; less where even that is not left."""
     return min(left_s, max(left_s - sum(part.limit_s for part in parts[1:]), parts[0].limit_s))
+
+
+def run_parts(parts: Sequence[Part], report: Report, limit_s: float, tiny: bool, probe: Sequence[str] = PROBE) -> list[str]:
+    """Runs the parts in turn, and returns the names of those that failed or were not begun. probe: () for none."""
+    end_s = time.monotonic() + limit_s
+    failed, free_gib = list[str](), 0.0
+    for number, part in enumerate(parts):
+        told = answers(probe, free_gib * RECOVERED) if probe else {}
+        if told is None:
+            for one in parts[number:]:
+                report.add(
+                    {"benchmark": "gpu_parts", "part": one.name, "seconds": 0, "ended": "not started: no answer from the GPU"}
+                )
+            return failed + [one.name for one in parts[number:]]
+        if told:
+            free_gib = free_gib or told["free_gib"]
+            report.add({"benchmark": "gpu_probe", "before": part.name} | told)
+        left_s = end_s - time.monotonic() - kept_s(len(parts) - number if probe else 0)
+        seconds = seconds_for(parts[number:], left_s)
+        if seconds < min(MIN_S, part.limit_s):
+            report.add({"benchmark": "gpu_parts", "part": part.name, "seconds": 0, "ended": "not started: no time left"})
+            failed.append(part.name)
+        elif not run_part(part, report, round(seconds, 1), tiny):
+            failed.append(part.name)
+    return failed
+
+
+def conclude(parts: Sequence[Part], failed: Sequence[str], report: Report) -> str:
+    """Adds the summary to the report, and returns it: aims with what was measured, what falls short, which parts failed."""
+    ended = {line["part"]: line["ended"] for line in report.lines if line["benchmark"] == "gpu_parts"}
+    table, missed, lacking = gpu_aims.summary({part.name for part in parts}, report.lines)
+    report.add({"benchmark": "gpu_summary", "failed": list(failed), "missed": missed, "not_measured": lacking})
+    lines = [f"{part.name}: {ended.get(part.name, '')}" for part in parts if part.name in failed]
+    told = [
+        f"- {kind}: {one}"
+        for kind, ones in (("failed", lines), ("short of its aim", missed), ("no figure", lacking))
+        for one in ones
+    ]
+    text = "\n".join(["## Summary", "", table, "", *(told or ["Every part ended well and every aim was met."])])
+    with report.md.open("a") as file:
+        file.write("\n" + text + "\n")
+    return text
 
 
 def main() -> int:
@@ -198,17 +218,12 @@ def main() -> int:
     )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(".gpu-results"), help="folder for the results")
     parser.add_argument("--check", action="store_true", help="only say whether there is a GPU")
-    parser.add_argument("--only", help=f"some of {','.join(part.name for part in PARTS)}")
+    parser.add_argument("--only", default="", help=f"a command ({', '.join(COMMANDS)}), or parts: {','.join(PARTS)}")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for all parts together")
     parser.add_argument(
         "--tiny", action="store_true", help="no GPU: everything on the CPU, interpreted, to show that the scripts run"
     )
     options = parser.parse_args()
-    wanted = options.only.split(",") if options.only else [part.name for part in PARTS]
-    unknown = set(wanted) - {part.name for part in PARTS}
-    if unknown:
-        parser.error(f"--only {','.join(sorted(unknown))}: the parts are {','.join(part.name for part in PARTS)}")
-    end_s = time.monotonic() + options.limit_s
     about = {"gpu": "none: interpreted on the CPU"} if options.tiny else about_gpu()
     if about is None:
         why = f"{sys.executable} has no torch that finds a CUDA device"
@@ -217,18 +232,19 @@ def main() -> int:
     if options.check:
         print(" · ".join(f"{key} {value}" for key, value in about.items()))
         return 0
-    report = Report(options.out)
+    if not options.only and not options.tiny:
+        parser.error(f"--only: one of {', '.join(COMMANDS)}, each nine minutes at most; or parts: {','.join(PARTS)}")
+    try:
+        parts = chosen(options.only or ALL)
+    except KeyError as error:
+        parser.error(f"--only {error.args[0]}: the commands are {', '.join(COMMANDS)}, the parts {','.join(PARTS)}")
+    report = Report(options.out, f"gpu-{options.only}" if options.only in COMMANDS else "gpu")
     report.add({"benchmark": "gpu"} | about)
-    failed = []
-    parts = [part for part in PARTS if part.name in wanted]
-    for number, part in enumerate(parts):
-        limit_s = seconds_for(parts[number:], end_s - time.monotonic() - KILL_LIMIT_S)
-        if limit_s < MIN_S:
-            report.add({"benchmark": "gpu_parts", "part": part.name, "seconds": 0, "ended": "not started: no time left"})
-            failed.append(part.name)
-        elif not run_part(part, report, limit_s, options.tiny):
-            failed.append(part.name)
-    print(f"\n{report.markdown()}\nwritten to {options.out}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    limit_s = TINY_FACTOR * sum(part.limit_s for part in parts) if options.tiny else options.limit_s
+    failed = run_parts(parts, report, limit_s, options.tiny, () if options.tiny else PROBE)
+    print(f"\n{report.markdown()}\n{conclude(parts, failed, report)}\n\nwritten to {options.out}")
+    if options.tiny:
+        print("Interpreted on the CPU no figure means anything, and most have none: what counts is that every part ended well.")
     return 1 if failed else 0
 
 

@@ -13,45 +13,35 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, host_to_device_bytes_per_s
+from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, give_back, host_to_device_bytes_per_s
+from benchmarks.gpu_pipeline import pipelined
 from benchmarks.gpu_shapes import Bench
 from engine.cuda.work_space import KEPT_BYTES
 from loader import dtypes, kv_layout
 from loader.gpu_sizing import gpu_work_space_bytes
+from scheduler.batch.plan import BatchPlan
 
-IN_FLIGHT = 2
+ROWS = (1, 64, 8, 128, 256)  # the most wanted first
+LENGTH = 2304  # tokens of a sequence
 
 
 def tell(**figures: Any) -> None:
     print(json.dumps({"benchmark": "gpu_forward"} | figures), flush=True)
 
 
-def drive(bench: Bench, num_rows: int, context: int, steps: int) -> tuple[float, float, float]:
-    """Decodes `steps` tokens a row with two steps under way. Returns seconds a step by the clock, device seconds, host seconds of
-    launching one."""
-    pending: list[Any] = []
-    host_s = device_s = 0.0
-    began_s = time.perf_counter()
-    for at in range(steps):
-        if len(pending) == IN_FLIGHT:
-            device_s += pending.pop(0).wait().seconds
-        launched_s = time.perf_counter()
-        pending.append(bench.model.launch(bench.plan(num_rows, context + at, 1, known=False), bench.table))
-        host_s += time.perf_counter() - launched_s
-    for step in pending:
-        device_s += step.wait().seconds
-    return (time.perf_counter() - began_s) / steps, device_s / steps, host_s / steps
-
-
 def decode(bench: Bench, num_rows: int, context: int, steps: int, copy: float) -> None:
-    drive(bench, num_rows, context, 4)
-    wall_s, device_s, host_s = drive(bench, num_rows, context, steps)
+    def plan(number: int) -> BatchPlan:
+        return bench.plan(num_rows, context + number, 1, known=False)
+
+    pipelined(bench, plan, 4)
+    wall_s, device_s, host_s = pipelined(bench, plan, steps)
     weights = bench.weights.num_bytes - bench.shape.vocab_size * bench.shape.hidden_size * dtypes.ITEM_BYTES[bench.dtype]
     kv = num_rows * (context + steps // 2) * kv_layout.kv_bytes_per_token(bench.shape, bench.dtype)
     floor_s = (weights + kv) / copy
     graph = bench.model.graphs.captured.get(bench.model.graphs.rows_for(num_rows))
     tell(
         what="decode",
+        model=bench.name,
         rows=num_rows,
         context=context,
         ms_per_token=round(wall_s * 1e3, 3),
@@ -80,6 +70,7 @@ def prefill(bench: Bench, num_tokens: int, gemm: float) -> None:
     flops = 2.0 * matrices * num_tokens + 2.0 * shape.vocab_size * shape.hidden_size + attention
     tell(
         what="prefill",
+        model=bench.name,
         tokens=num_tokens,
         ms=round(seconds * 1e3, 2),
         tflops=round(flops / seconds / 1e12, 1),
@@ -106,6 +97,7 @@ def swap(bench: Bench, rate: float) -> None:
     after = bench.model.execute(bench.plan(1, 8, 1), bench.table).ids.tolist()
     tell(
         what="reload",
+        model=bench.name,
         gib=round(len(host) / 2**30, 3),
         seconds=round(seconds, 4),
         of_bus=round(len(host) / seconds / rate, 3),
@@ -119,9 +111,12 @@ def work_space(bench: Bench, num_tokens: int) -> None:
     that, graphs and tables included, against what an engine lets it have."""
     kept = gpu_work_space_bytes(bench.shape, bench.dtype, num_tokens, 256)
     held = bench.weights.num_bytes + bench.num_blocks * bench.block_bytes
+    taken = torch.cuda.max_memory_allocated() - held
     tell(
         what="work_space",
-        taken_mib=round((torch.cuda.max_memory_allocated() - held) / 2**20),
+        model=bench.name,
+        taken_mib=round(taken / 2**20),
+        of_kept=round(taken / kept, 3),
         kept_mib=round(kept / 2**20),
         reserved_mib=round((torch.cuda.max_memory_reserved() - held) / 2**20),
         limit_mib=round((kept + KEPT_BYTES) / 2**20),
@@ -139,36 +134,36 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="interpreted on the CPU, at a size that only shows that this runs")
     options = parser.parse_args()
     device, tiny = ("cpu", True) if options.tiny else ("cuda", False)
+    model = "tiny" if tiny else options.model
+    copy, gemm, bus = copy_bytes_per_s(device, tiny), gemm_flops(device, tiny), host_to_device_bytes_per_s(device, tiny)
+    give_back(device)  # of what measuring the limits took
+    tell(what="limits", copy_gb_s=round(copy / 1e9, 1), gemm_tflops=round(gemm / 1e12, 1), bus_gb_s=round(bus / 1e9, 1))
     began_s = time.perf_counter()
-    bench = Bench("tiny" if tiny else options.model, device, 4 if tiny else 256, 64 if tiny else 2304, 0 if tiny else 256)
-    copy, gemm = copy_bytes_per_s(device, tiny), gemm_flops(device, tiny)
+    bench = Bench(model, device, 4 if tiny else max(ROWS), 64 if tiny else LENGTH, 0 if tiny else 256)
     tell(
         what="start",
-        model="tiny" if tiny else options.model,
+        model=model,
         weights_gib=round(bench.weights.num_bytes / 2**30, 2),
+        kv_gib=round(bench.num_blocks * bench.block_bytes / 2**30, 2),
         warm_s=round(bench.warm_s, 2),
         make_s=round(time.perf_counter() - began_s, 2),
-        copy_gb_s=round(copy / 1e9, 1),
-        gemm_tflops=round(gemm / 1e12, 1),
     )
-    if not tiny:
-        torch.cuda.empty_cache()  # of what measuring the limits took
-        torch.cuda.reset_peak_memory_stats()
     if tiny:
         decode(bench, 1, 20, 3, copy)
         decode(bench, 3, 20, 3, copy)
         prefill(bench, 40, gemm)
-        swap(bench, host_to_device_bytes_per_s(device, tiny))
+        swap(bench, bus)
         return
-    for num_rows, context in ((1, 1024), (64, 1024), (8, 1024), (256, 1024), (128, 1024)):
-        decode(bench, num_rows, context, 100, copy)
+    torch.cuda.reset_peak_memory_stats()
+    for num_rows in ROWS:
+        decode(bench, num_rows, 1024, 100, copy)
     prefill(bench, 2048, gemm)
     work_space(bench, 2048)
-    swap(bench, host_to_device_bytes_per_s(device, tiny))
-    bench.model.graphs.captured.clear()
+    swap(bench, bus)
     weights = bench.weights
     del bench
-    long = Bench(options.model, device, 4, 8704, 8, weights)
+    give_back(device)
+    long = Bench(model, device, 4, 8704, 8, weights)
     prefill(long, 8192, gemm)
     decode(long, 1, 8192, 100, copy)
 

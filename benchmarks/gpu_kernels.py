@@ -49,10 +49,12 @@ class Table:
             )
         )
 
-    def bytes(self, name: str, case: str, num_bytes: int, call: Callable[[], Any]) -> None:
+    def bytes(self, name: str, case: str, num_bytes: int, call: Callable[[], Any]) -> float:
+        """Returns the share of the copy's bandwidth."""
         seconds = seconds_of(call, self.device, 3 if self.tiny else 30)
         rate = num_bytes / seconds
         self._print(name, case, seconds, gb_s=round(rate / 1e9, 1), of_limit=round(rate / self.copy, 3))
+        return rate / self.copy
 
     def flops(self, name: str, case: str, num_flops: float, call: Callable[[], Any]) -> None:
         seconds = seconds_of(call, self.device, 3 if self.tiny else 20)
@@ -101,6 +103,7 @@ def decode(
     contexts = torch.full((rows,), context, dtype=torch.int32, device=device)
     out = torch.empty(rows, heads * head_dim, dtype=dtype, device=device)
     cores = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 2
+    case, best = f"{rows} x {context}, {about(heads, kv_heads, head_dim, kv_dtype)}{f', window {window}' if window else ''}", 0.0
     for per_core in (8,) if table.tiny else (4, 8, 16, 32):
         work = entry.split_contexts(contexts, window, max(1, cores * per_core // kv_heads))
         turn = [0]
@@ -111,9 +114,9 @@ def decode(
                 qkv, *kv, turn[0], heads, block_table, places, work, head_dim**-0.5, 0.0, None, entry.INTERPRETED, out
             )
 
-        of_heads = about(heads, kv_heads, head_dim, kv_dtype)
-        case = f"{rows} x {context}, {of_heads}{f', window {window}' if window else ''}, {per_core} a core"
-        table.bytes("decode attention", case, layer_bytes, call)
+        best = max(best, table.bytes("decode attention", f"{case}, {per_core} a core", layer_bytes, call))
+    best_line = {"benchmark": "gpu_kernels", "kernel": "decode attention", "case": case, "best_of_limit": round(best, 3)}
+    print(json.dumps(best_line), flush=True)
 
 
 def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_dim: int, kv_dtype: str = "") -> None:

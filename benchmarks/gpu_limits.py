@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import time
 from collections.abc import Callable
@@ -42,6 +43,13 @@ def seconds_of(call: Callable[[], Any], device: str, repeats: int = 20, warm_up:
     torch.cuda.synchronize()
     times = [begin.elapsed_time(end) / 1e3 / num_calls for begin, end in events]
     return sorted(times)[len(times) // 2]
+
+
+def give_back(device: str) -> None:
+    """Has torch give unused memory back to the device, what only reference cycles hold included."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def copy_bytes_per_s(device: str, tiny: bool) -> float:

@@ -1,8 +1,9 @@
 """How fast weights come from files on to a GPU: plain ones, packed ones decoded there, and packed ones decoded on the host, in
-turn, from the drive and from the page cache; beside them the raw read of the drive. One JSON line each, GB/s of weights.
+turn, from the drive and, with --warm, from the page cache; beside them the raw read of the drive. One JSON line each, GB/s of
+weights.
 
-usage: python -m benchmarks.gpu_loading [--layers 12] [--rounds 2] [--tiny]: without a GPU a small model, interpreted on the CPU, to
-show that the script runs.
+usage: python -m benchmarks.gpu_loading [--layers 12] [--rounds 2] [--warm] [--tiny]: without a GPU a small model,
+interpreted on the CPU, to show that the script runs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_node import checkpoints_folder
 from benchmarks.loading import MIB, make_checkpoint, raw, set_cache
 from benchmarks.packing import pack
 from engine.cuda.frames import DeviceFrames, device_frames
@@ -37,6 +38,7 @@ from loader.weight_stream import open_checkpoint, stream_weights
 
 CHUNK_BYTES = 16 << 20
 TINY_CHUNK_BYTES = 2 << 20
+LAYER_BYTES = 1 << 28  # of a layer's plain and packed files, at most
 RAW, PLAIN, ON_DEVICE, ON_HOST = "raw read of the plain files", "plain", "packed, decoded on the GPU", "packed, decoded on the host"
 
 
@@ -54,7 +56,7 @@ def device_memory(num_bytes: int, tiny: bool) -> ChunkMemory:
     return CudaMemory(-(-num_bytes // CHUNK_BYTES), CHUNK_BYTES)
 
 
-def measure(folder: Path, rounds: int, tiny: bool) -> None:
+def measure(folder: Path, rounds: int, warm: bool, tiny: bool) -> None:
     checkpoint = scan_one(folder)
     assert checkpoint.shape is not None
     with ExitStack() as stack:
@@ -90,7 +92,7 @@ def measure(folder: Path, rounds: int, tiny: bool) -> None:
     if frames is None:
         del kinds[ON_DEVICE]
     sums = set[int]()
-    for state in ("cold", "warm"):
+    for state in ("cold", "warm") if warm else ("cold",):
         told: dict[str, list[float]] = {}
         for _ in range(rounds):
             if state == "cold":
@@ -103,6 +105,9 @@ def measure(folder: Path, rounds: int, tiny: bool) -> None:
         for name, times in told.items():
             rates = [num_bytes / one / 1e9 for one in times]
             tell(what=f"load, {state}", read=name, gb_s=round(statistics.median(rates), 2), best_gb_s=round(max(rates), 2))
+        if ON_DEVICE in told:
+            faster = statistics.median(told[PLAIN]) / statistics.median(told[ON_DEVICE])
+            tell(what=state, packed_over_plain=round(faster, 2))
     tell(what="the same weights each time", right=len(sums) == 1, gb=round(num_bytes / 1e9, 2))
     weights.close()
     memory.close()
@@ -120,18 +125,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_loading", description=__doc__)
     parser.add_argument("--layers", type=int, default=12, help="of the checkpoint, 0.13 GB each")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--warm", action="store_true", help="from the page cache, too")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as made_in:
+    with checkpoints_folder(0 if options.tiny else options.layers * LAYER_BYTES) as made_in:
         if options.tiny:
             from benchmarks.gpu_checkpoints import make
 
-            folder = Path(made_in) / "tiny"
+            folder = made_in / "tiny"
             make(folder, "tiny", "cpu")
         else:
-            folder = make_checkpoint(Path(made_in) / "model", options.layers)
+            folder = make_checkpoint(made_in / "model", options.layers)
         tell(what="packing", gb_s=round(sum(info.size_bytes for info in scan_one(folder).files) / 1e9 / pack(folder), 2))
-        measure(folder, 1 if options.tiny else options.rounds, options.tiny)
+        measure(folder, 1 if options.tiny else options.rounds, options.warm, options.tiny)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,18 @@ from benchmarks.gpu_limits import CACHE_DIR
 from benchmarks.plain_memory import PlainRange
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
+from engine.cuda.work_space import KEPT_BYTES
 from engine.protocol import LoadModel
 from loader import kv_layout, layout
+from loader.gpu_sizing import gpu_work_space_bytes
 from loader.hf_config import parse_config
 from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table
 
 BLOCK_TOKENS = 16
 SPARE_BLOCKS = 64  # for a scheduler that reserves some
+MOST_STEP_TOKENS = 8192  # of the longest prompt step that a benchmark runs
+LIBRARIES_BYTES = 512 << 20  # what compiled kernels, libraries and graph executables take after a model was made
 CONFIGS: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "head_dim": 128},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64},
@@ -62,18 +66,35 @@ def random_weights(shape: ModelShape, dtype: str, device: str) -> PlainRange:
     return memory
 
 
+def kv_room_bytes(shape: ModelShape, dtype: str, num_rows: int) -> int:
+    """Returns what KV may take of the current GPU's free memory: the rest is for steps, graphs and libraries."""
+    work_bytes = gpu_work_space_bytes(shape, dtype, MOST_STEP_TOKENS, num_rows)
+    return int(torch.cuda.mem_get_info()[0]) - work_bytes - KEPT_BYTES - LIBRARIES_BYTES
+
+
 class Bench:
-    """A model of a shape with room for num_rows sequences of up to `length` tokens, and a table to step them with."""
+    """A model of a shape with a table of num_rows sequences of up to `length` tokens to step it with.
+
+    KV takes what fits on the device: where that is less than all sequences need, several share a block. Steps read as many bytes
+    then and take as long, but sample other tokens. num_blocks: how many there shall be; 0: as many as the sequences need."""
 
     def __init__(
-        self, name: str, device: str, num_rows: int, length: int, max_graph_rows: int, weights: PlainRange | None = None
+        self,
+        name: str,
+        device: str,
+        num_rows: int,
+        length: int,
+        max_graph_rows: int,
+        weights: PlainRange | None = None,
+        num_blocks: int = 0,
     ) -> None:
-        self.shape = shape_of(name)
+        self.name, self.device, self.shape = name, device, shape_of(name)
         self.dtype = "bfloat16" if device == "cuda" else "float32"
         self.weights = random_weights(self.shape, self.dtype, device) if weights is None else weights
         self.block_bytes = kv_layout.block_bytes(self.shape, self.dtype, BLOCK_TOKENS)
-        blocks = -(-length // BLOCK_TOKENS)
-        self.num_blocks = num_rows * blocks + SPARE_BLOCKS
+        self.num_blocks = num_blocks or num_rows * -(-length // BLOCK_TOKENS) + SPARE_BLOCKS
+        if device == "cuda":
+            self.num_blocks = min(self.num_blocks, kv_room_bytes(self.shape, self.dtype, num_rows) // self.block_bytes)
         arena = torch.zeros(self.num_blocks * self.block_bytes, dtype=torch.uint8, device=device)
         spec = LoadModel(1, name, "", self.dtype, "", 0, 0, 0, length, num_rows, [])
         self.model = CudaModel(CudaOps(CACHE_DIR), spec, self.shape, cast(Any, self.weights), arena, BLOCK_TOKENS, max_graph_rows)
@@ -83,21 +104,31 @@ class Bench:
         self.table = self.new_table(num_rows, length)
 
     def new_table(self, num_rows: int, length: int) -> SequenceTable:
-        """num_rows greedy sequences of random tokens whose blocks are scattered over the arena."""
+        """Returns num_rows greedy sequences of random tokens whose blocks are scattered over the arena. A sequence's own blocks
+        differ unless it has more than there are."""
         generator = np.random.default_rng(0)
         blocks = -(-length // BLOCK_TOKENS)
         table = make_sequence_table(num_rows, length, blocks)
         table.request_id[:] = np.arange(1, num_rows + 1)
         table.tokens[:] = generator.integers(0, self.shape.vocab_size, table.tokens.shape)
-        table.block_tables[0][:] = generator.permutation(num_rows * blocks).reshape(num_rows, blocks)
+        places = generator.permutation(self.num_blocks)
+        table.block_tables[0][:] = places[np.arange(num_rows * blocks) % self.num_blocks].reshape(num_rows, blocks)
         table.temperature[:] = 0.0
         table.max_total_tokens[:] = length
         return table
 
     def plan(self, num_rows: int, computed: int, num_new: int, known: bool = True) -> BatchPlan:
-        """The first num_rows sequences run num_new tokens from position `computed` on and sample. known: the host has these tokens;
-        else they are what the last steps sampled."""
+        """Returns a step in which the first num_rows sequences run num_new tokens from position `computed` on and sample. known:
+        the host has these tokens; else they are what the last steps sampled."""
         slots = np.arange(num_rows, dtype=np.int32)
         self.table.num_tokens[slots] = computed + num_new if known else computed
         full = np.full(num_rows, computed, np.int32)
         return BatchPlan(0, "bench", slots, full, np.full(num_rows, num_new, np.int32), np.ones(num_rows, np.bool_))
+
+    def mixed_plan(self, num_rows: int, computed: int, chunk: int) -> BatchPlan:
+        """Returns a step of num_rows sequences that decode at position `computed`, and one more that computes a piece of its
+        prompt, `chunk` tokens from its position `computed` on, and does not sample."""
+        plan = self.plan(num_rows + 1, computed, 1, known=False)
+        self.table.num_tokens[num_rows] = computed + chunk + 1
+        plan.num_new[num_rows], plan.samples[num_rows] = chunk, False
+        return plan

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_shapes import BLOCK_TOKENS, CONFIGS, LLAMA, Bench
+from benchmarks.gpu_shapes import BLOCK_TOKENS, CONFIGS, LLAMA, SPARE_BLOCKS, Bench
 from engine.protocol import SamplingParams
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.block_pool import BlockPool
@@ -35,9 +35,17 @@ def lengths(num_requests: int, mean_in: int, mean_out: int) -> list[tuple[int, i
     return list(zip(*(column.astype(int).tolist() for column in columns), strict=True))
 
 
+def bench_for(name: str, device: str, requests: list[tuple[int, int]]) -> Bench:
+    """Returns a model with room for all requests at a time, each at its own length: all at the longest one's would not fit beside
+    an 8B model."""
+    num, longest = len(requests), max(sum(pair) for pair in requests) + 2
+    num_blocks = sum(-(-sum(pair) // BLOCK_TOKENS) + 1 for pair in requests) + SPARE_BLOCKS
+    return Bench(name, device, num, longest, num if device == "cuda" else 0, num_blocks=num_blocks)
+
+
 def ours(name: str, device: str, requests: list[tuple[int, int]]) -> dict[str, Any]:
     num, longest = len(requests), max(sum(pair) for pair in requests) + 2
-    bench = Bench(name, device, num, longest, num if device == "cuda" else 0)
+    bench = bench_for(name, device, requests)
     num_chunks = bench.num_blocks // CHUNK_BLOCKS
     generator = np.random.default_rng(1)
     figures: dict[str, Any] = {}

@@ -11,7 +11,9 @@ from config.schema import DeviceBudget, NodeConfig
 
 DEFAULT_CPU_PERCENT = 50
 MIN_CHUNKS = 8
-CUDA_LEFT_BYTES = 1 << 30  # of a GPU, outside the default budget: for the CUDA context, torch itself and the libraries it loads
+# Of a GPU, outside the default budget: for the CUDA context (about 0.5 GiB), what torch keeps for graphs and block tables (0.5 GiB,
+# engine/cuda/work_space.py), and the modules and graph executables that the driver loads.
+CUDA_LEFT_BYTES = 3 << 29
 
 
 @dataclass(slots=True, frozen=True)

@@ -144,7 +144,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         list[str],
         key(
             "NAME=BUDGET, one entry a device: cpu=512MiB, cpu:1=25%, cuda:0=70GiB, cuda:GPU-3f1a (by UUID); "
-            "a cuda device's budget is all of its memory but 1 GiB if none is given"
+            "a cuda device's budget is all of its memory but 1.5 GiB if none is given"
         ),
     ] = []
     dtype: Annotated[str, key("auto (the checkpoint's), float32, bfloat16 or float16")] = "auto"

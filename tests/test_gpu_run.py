@@ -1,17 +1,34 @@
-"""`make gpu` ends in time and keeps what it has, whatever its parts do."""
+"""`make gpu` ends in time and keeps what it has, whatever its parts and the device do."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.gpu import KILL_LIMIT_S, LIMIT_S, PARTS, Part, Report, run_part, seconds_for
+from benchmarks import gpu_aims
+from benchmarks.gpu import (
+    LIMIT_S,
+    answers,
+    conclude,
+    kept_s,
+    run_part,
+    run_parts,
+    seconds_for,
+)
+from benchmarks.gpu_parts import COMMANDS, OTHERS, PARTS, Part, chosen
+from benchmarks.gpu_probe import NUM_BYTES, Refused, probe
+from benchmarks.gpu_report import Report
 
 LINE = json.dumps({"benchmark": "told", "value": 7})
 CALL_LIMIT_S = 600  # of a command on the machine that runs it
+FREE = ("-c", "print('{\"free_gib\": 70.0}')")
+HUNG = ("-c", "import time; time.sleep(60)")
 
 
 def part(code: str, limit_s: float = 60) -> Part:
@@ -22,33 +39,185 @@ def ends(report: Report) -> list[str]:
     return [line["ended"] for line in report.lines if line["benchmark"] == "gpu_parts"]
 
 
-def test_parts_that_hang_cost_no_other_its_time() -> None:
-    assert sum(one.limit_s for one in PARTS) + KILL_LIMIT_S <= LIMIT_S <= 540 < CALL_LIMIT_S
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    made = Report(tmp_path, "gpu-speed")
+    made.add({"benchmark": "gpu", "gpu": "none"})
+    return made
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_parts_of_a_command_take_nine_minutes_at_most(command: str) -> None:
+    """Each keeps its own seconds, whatever those before it do, and probes that hang are reckoned with."""
+    parts = COMMANDS[command]
+    assert sum(one.limit_s for one in parts) + kept_s(len(parts)) <= LIMIT_S <= 540 < CALL_LIMIT_S
     for seed in range(100):
-        hang, left_s, began = random.Random(seed), LIMIT_S - KILL_LIMIT_S, 0
-        for number, one in enumerate(PARTS):
-            limit_s = seconds_for(PARTS[number:], left_s)
+        hang, left_s, began = random.Random(seed), LIMIT_S - kept_s(len(parts)), 0
+        for number, one in enumerate(parts):
+            limit_s = seconds_for(parts[number:], left_s)
             assert limit_s >= one.limit_s
             left_s -= limit_s if hang.random() < 0.5 else hang.random() * one.limit_s
             began += 1
-        assert began == len(PARTS)
+        assert began == len(parts)
         assert left_s >= 0
-    assert seconds_for(PARTS, 20.0) == 20.0
+    assert seconds_for(parts, 20.0) == 20.0
 
 
-def test_a_part_that_hangs_is_ended_and_its_lines_are_kept(tmp_path: Path) -> None:
-    report = Report(tmp_path)
+def test_commands_and_parts_are_chosen_by_name() -> None:
+    assert [one.name for one in chosen("kernels,tests")] == ["kernels", "tests"]
+    assert chosen("system") == list(COMMANDS["system"])
+    assert [one.name for one in chosen("tests,correctness")] == ["tests", "cache", "soak", "sanitizer"]
+    assert {"forward", "server", "tests", "kernels", "cohost", "memory", "adoption", "loading", "throughput", "peer"} <= set(PARTS)
+    assert len(PARTS) == sum(map(len, COMMANDS.values())) + len(OTHERS), "two parts have one name"
+    with pytest.raises(KeyError, match="nothing"):
+        chosen("tests,nothing")
+
+
+def test_a_part_that_hangs_is_ended_and_its_lines_are_kept(report: Report) -> None:
     code = f"print({LINE!r}); import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
     assert not run_part(part(code, 2.0), report, 2.0, tiny=False)
     assert ends(report) == ["out of time"]
-    kept = [json.loads(text) for text in (tmp_path / "gpu.jsonl").read_text().splitlines()]
-    assert kept[0] == json.loads(LINE)
-    assert "told" in (tmp_path / "gpu.md").read_text()
+    kept = [json.loads(text) for text in report.jsonl.read_text().splitlines()]
+    assert kept[1] == json.loads(LINE)
+    assert "told" in report.md.read_text()
 
 
-def test_parts_end_well_or_say_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(tmp_path)
-    assert run_part(part(f"print({LINE!r})"), report, 60, tiny=False)
+def test_parts_end_well_or_say_how(report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = LINE[:-4]
+    assert run_part(part(f"print({cut!r}); print({LINE!r})"), report, 60, tiny=False)
     assert not run_part(part("raise ValueError('no such device')"), report, 60, tiny=False)
     assert ends(report) == ["well", "exit 1"]
     assert "no such device" in capsys.readouterr().out
+
+
+def test_a_device_that_does_not_answer_is_waited_for_once(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts after it are not begun, and their seconds are not spent."""
+    monkeypatch.setattr("benchmarks.gpu.PROBE_LIMIT_S", 0.3)
+    begun = [Part("one", part("pass").arguments, 5.0), Part("two", part("pass").arguments, 5.0)]
+    assert run_parts(begun, report, 300, False, HUNG) == ["one", "two"]
+    assert ends(report) == ["not started: no answer from the GPU"] * 2
+    monkeypatch.setattr("benchmarks.gpu.PROBE_LIMIT_S", 30.0)
+    assert run_parts(begun, report, 300, False, FREE) == []
+    assert [line["before"] for line in report.lines if line["benchmark"] == "gpu_probe"] == ["one", "two"]
+
+
+def test_the_probe_waits_for_memory_that_a_killed_process_held(tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    count.write_text("")
+    code = f"p = __import__('pathlib').Path({str(count)!r}); n = len(p.read_text()); p.write_text('x' * (n + 1));"
+    asked = ("-c", code + "print('{\"free_gib\": %d}' % (10 + 60 * n))")
+    assert answers(asked, 60.0) == {"free_gib": 70}
+    assert answers(("-c", 'print(\'{"error": "cuInit: CUDA error 999"}\')'), 0.0) is None
+
+
+class Driver:
+    """Stands in for libcuda. refused: the call that fails, and its code."""
+
+    def __init__(self, refused: str = "", writes: bool = True) -> None:
+        self._refused, self._writes, self._held = refused, writes, b""
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.called.append(name)
+            if name == self._refused:
+                return 999
+            if name == "cuMemsetD8_v2" and self._writes:
+                self._held = bytes([arguments[1].value]) * arguments[2].value
+            if name == "cuMemcpyDtoH_v2":
+                ctypes.memmove(arguments[0], self._held or bytes(NUM_BYTES), NUM_BYTES)
+            if name == "cuMemGetInfo_v2":
+                for argument, gib in zip(arguments, (70, 80), strict=True):
+                    argument._obj.value = gib << 30
+            return 0
+
+        return call
+
+
+def test_a_probe_writes_and_reads_back() -> None:
+    driver = Driver()
+    told = probe(driver)
+    assert (told["free_gib"], told["total_gib"]) == (70.0, 80.0)
+    assert driver.called[-1] == "cuMemFree_v2"
+    with pytest.raises(Refused, match="cuMemAlloc_v2: CUDA error 999"):
+        probe(Driver("cuMemAlloc_v2"))
+    with pytest.raises(Refused, match="read back"):
+        probe(Driver(writes=False))
+
+
+def decode_line(rows: int, of_floor: float) -> dict[str, Any]:
+    return {"benchmark": "gpu_forward", "what": "decode", "model": "8b", "rows": rows, "context": 1024, "of_floor": of_floor}
+
+
+def test_the_summary_names_what_falls_short_and_what_has_no_figure(report: Report) -> None:
+    for line in (decode_line(1, 0.80), decode_line(64, 0.61)):
+        report.add(line)
+    report.add({"benchmark": "gpu_parts", "part": "mixed", "seconds": 1, "ended": "out of time"})
+    text = conclude([PARTS["forward"], PARTS["mixed"]], ["mixed"], report)
+    assert "- short of its aim: forward: 8B, a decode step of 1 / 64 rows" in text
+    assert "0.8 / 0.61 ✗, aim ≥ 0.78 / 0.75" in text
+    assert "- failed: mixed: out of time" in text
+    assert "- no figure: mixed: 64 rows and a piece of a prompt" in text
+    summed = report.lines[-1]
+    assert summed["failed"] == ["mixed"]
+    assert len(summed["missed"]) == 1
+    assert text in report.md.read_text()
+
+
+def test_every_aim_is_of_a_part_and_of_lines_that_its_script_prints() -> None:
+    """A figure that was renamed would be looked for in vain, and each part but those that only tell has an aim."""
+    for one in gpu_aims.AIMS:
+        module = PARTS[one.part].arguments[0]
+        name = "benchmarks.gpu_failures" if module == "pytest" else module
+        source = (Path(__file__).parents[1] / (name.replace(".", "/") + ".py")).read_text()
+        assert f'"{one.aim.benchmark}"' in source, one.part
+        value = one.aim.value
+        known = source + (Path(__file__).parents[1] / "benchmarks" / "load.py").read_text()
+        assert f'"{value}"' in known or f"{value}=" in known or value.removeprefix("swap_in") in known, (one.part, value)
+    without = {one.name for parts in COMMANDS.values() for one in parts} - {one.part for one in gpu_aims.AIMS}
+    assert without == {"cache", "profile", "throughput", "ncu"}
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_failures_are_told_as_they_come(report: Report, tmp_path: Path, workers: Sequence[str]) -> None:
+    """Also those of a run that is ended before it can sum up."""
+    test = tmp_path / "test_it.py"
+    test.write_text(
+        "import time\ndef test_well(): pass\ndef test_wrong(): assert 1 == 2, 'one is not two'\ndef test_long(): time.sleep(60)\n"
+    )
+    tests = Part(
+        "tests",
+        (
+            "pytest",
+            "-q",
+            "-o",
+            "addopts=",
+            "-W",
+            "default",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "benchmarks.gpu_failures",
+            "-c",
+            "/dev/null",
+            *workers,
+            str(test),
+        ),
+        1,
+    )
+    assert not run_part(tests, report, 12.0, tiny=False)
+    assert ends(report) == ["out of time"]
+    (told,) = [line for line in report.lines if line["benchmark"] == "gpu_tests"]
+    assert "test_wrong" in told["test"]
+    assert "one is not two" in told["why"]
+
+
+def test_the_outcomes_are_told_at_the_end(report: Report, tmp_path: Path) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text("import pytest\ndef test_well(): pass\n@pytest.mark.skip\ndef test_not(): pass\ndef test_wrong(): assert 0\n")
+    tests = Part("tests", ("pytest", "-q", "-o", "addopts=", "-p", "benchmarks.gpu_failures", "-c", "/dev/null", str(test)), 60)
+    assert not run_part(tests, report, 60, tiny=False)
+    told = [line for line in report.lines if line["benchmark"] == "gpu_tests"][-1]
+    assert {key: told[key] for key in ("what", "passed", "failed", "skipped")} == {
+        "what": "outcomes", "passed": 1, "failed": 1, "skipped": 1,
+    }  # fmt: skip

@@ -1,0 +1,107 @@
+"""What `make gpu` holds its figures to. Aims are of an H100 or H200; none has been measured on one yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.aims import Aim
+
+Line = dict[str, Any]
+MISSED, NOT_THERE = "✗", "-"
+
+
+@dataclass(frozen=True, slots=True)
+class PartsAim:
+    """An aim for lines of one part."""
+
+    part: str
+    aim: Aim
+
+
+def _aim(
+    part: str,
+    what: str,
+    benchmark: str,
+    value: str,
+    wanted: Line,
+    least: tuple[float, ...] = (),
+    most: tuple[float, ...] = (),
+) -> PartsAim:
+    return PartsAim(part, Aim(what, benchmark, value, wanted, least, most))
+
+
+AIMS = (
+    _aim("tests", "tests that failed", "gpu_tests", "failed", {"what": "outcomes"}, most=(0,)),
+    _aim("tests", "tests that passed", "gpu_tests", "passed", {"what": "outcomes"}, least=(1,)),
+    _aim("soak", "greedy texts that changed while other models loaded for the first time", "gpu_soak", "differing",
+         {"what": "texts"}, most=(0,)),
+    _aim("sanitizer", "errors found by memcheck / racecheck", "gpu_sanitizer", "errors", {"what": "total"}, most=(0,)),
+    _aim("forward", "8B, a decode step of 1 / 64 rows: its floor (weights and KV at the copy's bandwidth) over the step",
+         "gpu_forward", "of_floor", {"what": "decode", "model": "8b", "rows": (1, 64), "context": 1024}, least=(0.78, 0.75)),
+    _aim("forward", "8B, 128 rows: launching a step, µs of the host", "gpu_forward", "launch_host_us",
+         {"what": "decode", "model": "8b", "rows": 128}, most=(350,)),
+    _aim("forward", "8B, capturing a graph, ms, 1 / 64 / 8 / 128 / 256 rows", "gpu_forward", "capture_ms",
+         {"what": "decode", "model": "8b", "context": 1024, "graph": True}, most=(30,)),
+    _aim("forward", "its MiB", "gpu_forward", "graph_mib", {"what": "decode", "model": "8b", "context": 1024, "graph": True},
+         most=(2,)),
+    _aim("forward", "8B, a prompt of 2,048 / 8,192 tokens: its operations over the matrix rate", "gpu_forward", "of_gemm",
+         {"what": "prefill", "model": "8b"}, least=(0.55,)),
+    _aim("forward", "8B, weights back from page-locked memory, over the bus", "gpu_forward", "of_bus",
+         {"what": "reload", "model": "8b"}, least=(0.85,)),
+    _aim("forward", "captures after that", "gpu_forward", "captures_after", {"what": "reload", "model": "8b"}, most=(0,)),
+    _aim("forward", "8B, memory that steps took over what is kept for them", "gpu_forward", "of_kept",
+         {"what": "work_space", "model": "8b"}, most=(1,)),
+    _aim("mixed", "64 rows and a piece of a prompt of 64 / 256 / 512 tokens, 8B: the host's time to launch over the step's",
+         "gpu_mixed", "host_share", {"model": "8b"}, most=(0.8,)),
+    _aim("mixed", "the same, 1B", "gpu_mixed", "host_share", {"model": "1b"}, most=(0.8,)),
+    _aim("forward-1b", "1B, a decode step of 1 / 64 rows over its floor", "gpu_forward", "of_floor",
+         {"what": "decode", "model": "1b", "rows": (1, 64), "context": 1024}, least=(0.6,)),
+    _aim("sampling", "1B, 64 rows: a step over the greedy one: temperature / top_p / top_k + top_p / min_p", "gpu_sampling",
+         "over_greedy", {"settings": ("temperature", "top_p", "top_k, top_p", "min_p"), "rows": 64}, most=(1.15,)),
+    _aim("kernels", "decode attention, 64 rows of 4,096 tokens, over the copy's bandwidth: the best cut", "gpu_kernels",
+         "best_of_limit", {"kernel": "decode attention", "case": "64 x 4096, 32/8 heads of 128"}, least=(0.75,)),
+    _aim("server", "loads whose weights came from where they should", "gpu_server", "as_asked", {"what": "load_from_host_memory"},
+         least=(1,)),
+    _aim("server", "200 streams: CPU µs a token, whole tree", "gpu_server", "cpu_us_per_out_token",
+         {"what": "streams", "confined": "no"}, most=(15,)),
+    _aim("server", "requests that failed", "gpu_server", "failed", {"what": "streams", "confined": "no"}, most=(0,)),
+    _aim("server", "default budget: GiB of the device left free", "gpu_server", "free_gib", {"what": "device"}, least=(0.1,)),
+    _aim("cohost", "three models where two have room: requests that failed", "gpu_server", "failed", {"what": "cohost"}, most=(0,)),
+    _aim("cohost", "texts that changed by swaps", "gpu_server", "differing", {"what": "texts"}, most=(0,)),
+    _aim("evictions", "a neighbour's longest gap beside evictions to nothing / to host memory / loads from there, ms",
+         "gpu_evictions", "longest_gap_ms", {"what": "gaps", "beside": ("evict", "evict to host", "load from host")}, most=(20,)),
+    _aim("adoption", "engine killed: bytes read by the next one's load, twice with its weights", "gpu_adoption", "bytes_read",
+         {"what": "engine killed", "adopted": True}, most=(0,)),
+    _aim("adoption", "the same text then: adopted twice, loaded, without adoption", "gpu_adoption", "same_text",
+         {"what": "engine killed"}, least=(1,)),
+    _aim("adoption", "streams lost by a kill", "gpu_adoption", "failed", {"what": "streams over a kill"}, most=(0,)),
+    _aim("memory", "swaps of 2 GiB in / out over the bus", "gpu_memory", "swap_in_of_bus", {"what": "swaps"}, least=(0.85,)),
+    _aim("loading", "packed files decoded on the GPU over plain ones, from the drive", "gpu_loading", "packed_over_plain",
+         {"what": "cold"}, least=(1,)),
+    _aim("confined", "200 streams with half a core over the free run", "gpu_server", "of_free",
+         {"what": "streams", "confined": "0.5 core, by control group"}, least=(0.95,)),
+)  # fmt: skip
+
+
+def summary(parts: Collection[str], lines: Iterable[Line]) -> tuple[str, list[str], list[str]]:
+    """Returns the table of the aims of these parts as Markdown, the aims that were missed, and those without a figure."""
+    lines, rows = list(lines), list[list[str]]()
+    missed, lacking = list[str](), list[str]()
+    for one in AIMS:
+        if one.part not in parts:
+            continue
+        found = one.aim.of(line for line in lines if line.get(one.aim.value) is not None)
+        rows.append([one.part, one.aim.what, one.aim.aim(), found])
+        if found == NOT_THERE:
+            lacking.append(f"{one.part}: {one.aim.what}")
+        elif MISSED in found:
+            missed.append(f"{one.part}: {one.aim.what}: {found}, aim {one.aim.aim()}")
+    head = ["part", "figure", "aim", "measured"]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    return table, missed, lacking
+
+
+if __name__ == "__main__":
+    print(summary({one.part for one in AIMS}, [])[0])

@@ -1,0 +1,103 @@
+"""What a daemon serves in a benchmark on one GPU, with what that asks of the machine: device memory, host memory, disk."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.gpu_shapes import BLOCK_TOKENS, shape_of
+from benchmarks.server import ROOT, Server
+from config.units import machine_memory_bytes
+from loader import kv_layout, layout
+from loader.gpu_sizing import gpu_work_space_bytes
+from loader.model_shape import ModelShape
+
+DTYPE, MAX_SEQUENCES = "bfloat16", 256
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are not on a drive
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """models: name -> shape (gpu_shapes.CONFIGS). num_resident: how many of them are on the device at a time. budget_bytes: of the
+    device; 0: the default. host_tier_bytes: 0: none."""
+
+    models: Mapping[str, str]
+    num_resident: int
+    max_model_len: int
+    max_num_batched_tokens: int = 4096
+    budget_bytes: int = 0
+    host_tier_bytes: int = 0
+
+    @property
+    def device(self) -> str:
+        return "cuda:0" + (f"={self.budget_bytes}" if self.budget_bytes else "")
+
+    def flags(self, folder: pathlib.Path) -> list[str]:
+        flags = ["--max-num-batched-tokens", str(self.max_num_batched_tokens)]
+        return [*flags, *host_tier(self.host_tier_bytes), *settings(folder, self.models, self.max_model_len)]
+
+    def device_bytes(self) -> int:
+        """Returns what the device must have room for: weights of the largest models that are there at a time, a sequence of full
+        length of each, and one step's work space."""
+        shapes = sorted(map(shape_of, self.models.values()), key=_weights_bytes)[-self.num_resident :]
+        kv_bytes = sum(
+            -(-self.max_model_len // BLOCK_TOKENS) * kv_layout.block_bytes(shape, DTYPE, BLOCK_TOKENS) for shape in shapes
+        )
+        work_bytes = max(gpu_work_space_bytes(shape, DTYPE, self.max_num_batched_tokens, MAX_SEQUENCES) for shape in shapes)
+        return sum(map(_weights_bytes, shapes)) + kv_bytes + work_bytes
+
+    def disk_bytes(self) -> int:
+        return sum(map(_weights_bytes, map(shape_of, self.models.values())))
+
+
+def _weights_bytes(shape: ModelShape) -> int:
+    return layout.weights_bytes(shape, DTYPE)
+
+
+def settings(folder: pathlib.Path, models: Mapping[str, Any] | str | list[str], max_model_len: int) -> list[str]:
+    """Returns flags for a file with the longest context of each model: by default a quarter of the device is kept for one such
+    request."""
+    path = folder / "node.toml"
+    path.write_text("".join(f'[models."{name}"]\nmax_model_len = {max_model_len}\n' for name in models))
+    return ["--config", str(path)]
+
+
+def host_tier(wanted_bytes: int) -> list[str]:
+    """Returns the flags of a host tier: a smaller one on a machine that has less memory now. A virtual one may get its memory as it
+    is used, and the daemon refuses what it does not see."""
+    return ["--host-tier-bytes", f"{min(wanted_bytes, machine_memory_bytes() * 3 // 4) >> 20}MiB"]
+
+
+def file_system(folder: pathlib.Path) -> str:
+    """Returns the kind of file system that a folder is on, as /proc/mounts names it."""
+    place, kinds = folder.resolve(), dict[str, str]()
+    for line in pathlib.Path("/proc/mounts").read_text().splitlines():
+        _, mount, kind, *_ = line.split()
+        kinds[mount.encode().decode("unicode_escape")] = kind  # a later mount hides an earlier one
+    return next(kinds[str(each)] for each in (place, *place.parents) if str(each) in kinds)
+
+
+@contextmanager
+def checkpoints_folder(num_bytes: int) -> Iterator[pathlib.Path]:
+    """Yields a new folder on a drive with room for num_bytes, because what is read from memory is no cold load. Raises
+    RuntimeError if there is none."""
+    told = []
+    for place in (pathlib.Path(tempfile.gettempdir()), ROOT, pathlib.Path("/var/tmp")):
+        kind, free_bytes = file_system(place), os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+        if kind not in IN_MEMORY and free_bytes > num_bytes:
+            with tempfile.TemporaryDirectory(prefix=".hearth-gpu-", dir=place) as name:
+                yield pathlib.Path(name)
+            return
+        told.append(f"{place} ({kind}, {free_bytes >> 20} MiB free)")
+    raise RuntimeError(f"no drive has room for {num_bytes >> 20} MiB of checkpoints: {', '.join(told)}")
+
+
+def last_source(server: Server, name: str) -> str:
+    """Returns where the model's last load found its weights: disk, host or device (left there by an engine before)."""
+    rows = [row for row in server.cli("history", name, "--json") if row["source"]]
+    return str(rows[-1]["source"])

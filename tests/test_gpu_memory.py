@@ -1,0 +1,162 @@
+"""What `make gpu` asks of a machine fits on it, whatever the part: on a card of 80 GB and on one of 141 GB."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks import (
+    gpu_adoption,
+    gpu_evictions,
+    gpu_forward,
+    gpu_kernels,
+    gpu_limits,
+    gpu_mixed,
+    gpu_ncu,
+    gpu_profile,
+    gpu_sampling,
+    gpu_server,
+    gpu_shapes,
+    gpu_soak,
+    gpu_throughput,
+)
+from benchmarks.gpu_node import Node
+from benchmarks.gpu_parts import PARTS
+from config.devices import CUDA_LEFT_BYTES
+from engine.contracts.steps import StepResult
+from engine.cuda.backend import MAX_GRAPH_ROWS
+from engine.cuda.graphs import graph_rows
+from engine.cuda.kernels import entry, triton_decode, triton_extend, triton_sampling, triton_unpack
+from engine.cuda.model import CudaModel
+from engine.cuda.work_space import KEPT_BYTES
+from loader import codec
+from loader.gpu_sizing import gpu_work_space_bytes
+from tests.counted_memory import CountedMemory
+
+CARDS_GIB = (78, 139)  # usable, of 80 GB and of 141 GB
+HOST_GIB, DISK_GIB = 128, 64
+CONTEXT_BYTES = 1 << 30  # CUDA's context and libraries, outside of what torch counts
+# Of each part that starts a daemon, what that serves.
+NODES = {
+    "server": gpu_server.SERVE,
+    "confined": gpu_server.SERVE,
+    "cohost": gpu_server.COHOST,
+    "soak": gpu_soak.NODE,
+    "evictions": gpu_evictions.NODE,
+    "adoption": gpu_adoption.NODE,
+}
+# Parts that compute in their own process: what they run, with these arguments, and the largest model of it.
+MAINS: dict[str, tuple[Callable[[], None], list[str], str]] = {
+    "forward": (gpu_forward.main, [], "8b"),
+    "forward-1b": (gpu_forward.main, ["--model", "1b"], "1b"),
+    "mixed": (gpu_mixed.main, [], "8b"),
+    "sampling": (gpu_sampling.main, [], "1b"),
+    "profile": (gpu_profile.main, [], "8b"),
+    "throughput": (gpu_throughput.main, [], "8b"),
+    "kernels": (gpu_kernels.main, [], "8b"),
+    "ncu": (gpu_ncu.main, ["--launches"], "8b"),
+}
+# tests, cache, sanitizer: tiny shapes; memory, loading: a few GiB of chunks; peer: transformers takes a share of what is free
+SMALL = {"tests", "cache", "sanitizer", "memory", "loading", "peer"}
+
+
+class Ended:
+    """A step that has computed nothing."""
+
+    def wait(self) -> StepResult:
+        return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_), 1e-3)
+
+
+@pytest.fixture(params=CARDS_GIB, ids=lambda gib: f"{gib} GiB")
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CountedMemory]:
+    """A card whose steps and kernels compute nothing and whose memory is counted. Its memory is request.param GiB."""
+    total_bytes = request.param << 30
+    memory = CountedMemory()
+    cuda: dict[str, Callable[..., Any]] = {
+        "mem_get_info": lambda *_: (total_bytes - CONTEXT_BYTES - memory.held_bytes(), total_bytes),
+        "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, total_memory=total_bytes),
+        "max_memory_allocated": lambda *_: memory.most_bytes,
+        "max_memory_reserved": lambda *_: memory.most_bytes,
+        "reset_peak_memory_stats": lambda *_: None,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda *_: None,
+    }
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("warm", "launch"):
+        monkeypatch.setattr(CudaModel, name, lambda *_: Ended())
+    monkeypatch.setattr(gpu_profile, "profiled", lambda *_: None)
+    monkeypatch.setattr(gpu_forward, "swap", lambda *_: None)  # takes page-locked memory of the host, and none of the device
+    for module in (gpu_limits, gpu_kernels):
+        monkeypatch.setattr(module, "seconds_of", lambda *_, **__: 1e-3)
+    monkeypatch.setattr(gpu_throughput, "ours", _started(gpu_throughput))
+    monkeypatch.setattr(entry, "split_contexts", lambda *_: None)
+    monkeypatch.setattr(codec, "encode", lambda values: bytes(values[: len(values) // 2]))
+    for module, kernel in (
+        (triton_unpack, "unpack"),
+        (triton_decode, "decode_attention"),
+        (triton_extend, "extend_attention"),
+        (triton_sampling, "sample"),
+    ):
+        monkeypatch.setattr(module, kernel, lambda *_: None)
+    with memory:
+        yield memory
+
+
+def _started(module: Any) -> Callable[..., dict[str, Any]]:
+    """The throughput's model and its memory, without the requests."""
+
+    def ours(name: str, device: str, requests: list[tuple[int, int]]) -> dict[str, Any]:
+        module.bench_for(name, device, requests)
+        return {}
+
+    return ours
+
+
+def rest_bytes(shape: str) -> int:
+    """What steps and graphs take beside what is counted, and the context."""
+    return gpu_work_space_bytes(gpu_shapes.shape_of(shape), "bfloat16", 8192, 256) + KEPT_BYTES + CONTEXT_BYTES
+
+
+@pytest.mark.parametrize("part", MAINS)
+def test_a_model_its_kv_and_copies_fit(card: CountedMemory, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    main, arguments, shape = MAINS[part]
+    assert PARTS[part].arguments[1:] == (*arguments,) or part in ("throughput", "ncu")
+    monkeypatch.setattr(sys, "argv", ["part", *arguments])
+    main()
+    total_bytes = torch.cuda.mem_get_info()[1]
+    assert card.most_bytes > 1 << 29, "nothing was counted"
+    assert card.most_bytes + rest_bytes(shape) <= total_bytes, f"{card.most_bytes / 2**30:.1f} GiB of tensors at a time"
+
+
+def test_each_part_is_counted_or_small() -> None:
+    assert set(PARTS) == {*NODES, *MAINS, *SMALL}
+
+
+@pytest.mark.parametrize("card_gib", CARDS_GIB)
+@pytest.mark.parametrize("node", NODES.values(), ids=NODES)
+def test_models_fit_on_their_node(node: Node, card_gib: int) -> None:
+    default_bytes = (card_gib << 30) - CUDA_LEFT_BYTES
+    assert node.budget_bytes <= default_bytes
+    assert node.device_bytes() <= (node.budget_bytes or default_bytes)
+    assert node.host_tier_bytes <= HOST_GIB * 3 // 4 << 30
+    assert node.disk_bytes() + (4 << 30) <= DISK_GIB << 30
+    if node.num_resident < len(node.models):
+        assert replace(node, num_resident=node.num_resident + 1).device_bytes() > node.budget_bytes, "nobody has to leave"
+
+
+def test_the_default_budget_leaves_room_for_all_that_is_outside_of_it() -> None:
+    """What the driver takes is an estimate until a GPU was measured: some 0.5 GiB for the context of an H100, and as much as `make
+    gpu` aims at for each graph, of four models."""
+    context_bytes, modules_bytes = 512 << 20, 256 << 20
+    executables_bytes = 4 * len({graph_rows(num) for num in range(1, MAX_GRAPH_ROWS + 1)}) * (2 << 20)
+    assert KEPT_BYTES + context_bytes + modules_bytes + executables_bytes <= CUDA_LEFT_BYTES

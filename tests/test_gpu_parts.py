@@ -1,0 +1,147 @@
+"""What parts of `make gpu` conclude from what they see: places that are no drive, loads from elsewhere, texts, gaps, and what tools
+report."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks import gpu_checkpoints, gpu_ncu, gpu_node, gpu_sanitizer, gpu_server
+from benchmarks.gpu_evictions import gaps_in
+from benchmarks.gpu_texts import Question, compared, prompt_of, text_of
+from benchmarks.gpu_watched import watched
+from benchmarks.load import Result
+
+
+def test_checkpoints_are_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_node.file_system(Path("/proc")) == "proc"
+    assert gpu_node.file_system(Path("/dev/shm")) == "tmpfs"
+    kinds = {"/tmp": "tmpfs"}
+    monkeypatch.setattr(gpu_node, "file_system", lambda place: kinds.get(str(place), "ext4"))
+    monkeypatch.setattr(gpu_node.tempfile, "gettempdir", lambda: "/tmp")
+    monkeypatch.setattr(gpu_node, "ROOT", tmp_path)
+    with gpu_node.checkpoints_folder(1 << 20) as folder:
+        assert folder.parent == tmp_path
+    assert not folder.exists()
+    with pytest.raises(RuntimeError, match="no drive has room"), gpu_node.checkpoints_folder(1 << 60):
+        pass
+
+
+def test_checkpoints_are_made_in_a_process_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has used the device keeps a context and torch's cache there, and an engine with the default budget has no room
+    beside them. So no part that starts a daemon uses torch on the device itself."""
+    monkeypatch.setattr(gpu_checkpoints, "make", lambda *_: pytest.fail("made in this process"))
+    sizes = gpu_checkpoints.make_apart(tmp_path, {"a": "tiny", "b": "tiny"}, "cpu")
+    assert len(sizes) == 2
+    for name in "ab":
+        assert (tmp_path / name / "model.safetensors").stat().st_size > sizes[0]
+        assert (tmp_path / name / "tokenizer.json").exists()
+    root = Path(__file__).parents[1] / "benchmarks"
+    for name in ("gpu", "gpu_server", "gpu_soak", "gpu_evictions", "gpu_adoption", "gpu_node", "gpu_texts"):
+        source = (root / f"{name}.py").read_text()
+        assert "torch" not in re.findall(r"^ *(?:import|from) (\w+)", source, re.M), name
+        assert "gpu_checkpoints.make(" not in source, name
+
+
+def test_a_load_from_elsewhere_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A host tier that is smaller than wanted makes a swap a read of the files."""
+    rows = [{"source": "host"}, {"source": "disk"}, {"source": ""}]
+    server: Any = SimpleNamespace(cli=lambda verb, *_: rows if verb == "history" else {})
+    assert not gpu_server.load(server, "m", 1, "load_from_host_memory", "host")
+    assert '"source": "disk", "as_asked": false' in capsys.readouterr().out
+    rows.pop(1)
+    assert gpu_server.load(server, "m", 1, "load_from_host_memory", "host")
+
+
+def test_a_host_tier_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_node, "machine_memory_bytes", lambda: 16 << 30)
+    assert gpu_node.host_tier(20 << 30) == ["--host-tier-bytes", f"{12 << 10}MiB"]
+    assert gpu_node.host_tier(0) == ["--host-tier-bytes", "0MiB"]
+
+
+def test_texts_that_differ_beside_others_are_counted() -> None:
+    a, b, c, d = (Question("m", number, 8) for number in range(4))
+    alone, again = {a: "one", b: "two", c: "three", d: "four"}, {a: "one", b: "two", c: "three", d: "for"}
+    found = compared(alone, again, {a: "one", b: "too", c: "", d: "whatever"})
+    assert found == {"compared": 3, "unsteady": 1, "no_answer": 1, "differing": 1, "which": ["m 1"]}
+    assert len({prompt_of(Question("m", 800 + row, 8)) for row in range(8)}) == 8
+    stream = 'data: {"choices": [{"text": "on"}]}\n\ndata: {"choices": [{"text": "e"}]}\n\ndata: {"choices": []}\n\ndata: [DONE]\n'
+    assert text_of(stream) == "one"
+
+
+def test_gaps_are_those_that_overlap_a_window() -> None:
+    result = Result(0.0, stamps=[1.0, 1.1, 1.5, 1.6, 3.0])
+    windows = [("evict", 1.2, 1.3), ("load", 1.55, 1.58), ("evict", 2.0, 2.1)]
+    assert gaps_in([result], windows, "evict") == pytest.approx([0.4, 1.4])
+    assert gaps_in([result], windows, "load") == pytest.approx([0.1])
+
+
+def test_metrics_are_read_from_the_csv_of_ncu() -> None:
+    head = '"ID","Process ID","Kernel Name","Grid Size","Metric Name","Metric Unit","Metric Value"'
+    rows = [
+        ("0", "_piece_kernel(…)", "gpu__time_duration.sum", "nsecond", "81,920"),
+        ("0", "_piece_kernel(…)", "launch__registers_per_thread", "register/thread", "128"),
+        ("1", "_sample_kernel", "gpu__time_duration.sum", "us", "12.5"),
+        ("1", "_sample_kernel", "lts__t_sector_hit_rate.pct", "%", "(!) n/a"),
+        ("1", "_sample_kernel", "another.metric", "", "1"),
+    ]
+    lines = [
+        f'"{number}","7","{kernel}","(64, 1, 1)","{metric}","{unit}","{value}"' for number, kernel, metric, unit, value in rows
+    ]
+    assert gpu_ncu.read(["==PROF== Connected to process 7", head, *lines]) == [
+        {"kernel": "_piece_kernel", "grid": "(64, 1, 1)", "us": 81.92, "registers": 128.0},
+        {"kernel": "_sample_kernel", "grid": "(64, 1, 1)", "us": 12.5},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tool", "script", "errors"),
+    [
+        ("memcheck", "echo 'norms: 1.20 s'; echo '========= ERROR SUMMARY: 0 errors'", 0),
+        (
+            "memcheck",
+            "echo '========= Invalid __global__ read of size 4 bytes'; echo '========= ERROR SUMMARY: 3 errors'; exit 9",
+            3,
+        ),
+        ("racecheck", "echo '========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)'; exit 9", 2),
+        ("memcheck", "echo 'Traceback'; exit 1", 1),
+        ("memcheck", "echo '========= Invalid __shared__ write of size 2 bytes'; sleep 60", 1),
+        ("memcheck", "echo 'norms: 1.20 s'; sleep 60", 0),
+    ],
+    ids=["nothing", "errors", "hazards", "a wrong result", "an error, then no end", "no end"],
+)
+def test_what_a_sanitizer_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tool: str, script: str, errors: int
+) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(gpu_sanitizer, "LIMIT_S", 2.0)
+    assert gpu_sanitizer.run(tool, str(program), ["-m", "shapes"]) == errors
+    assert f'"what": "{tool}"' in capsys.readouterr().out
+
+
+def test_a_watched_program_ends_with_all_that_it_started() -> None:
+    """Also where what it started keeps its output open."""
+    code = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('begun', flush=True); time.sleep(60)"
+    assert watched([sys.executable, "-c", code], 3.0) == ("begun\n", None)
+    assert watched([sys.executable, "-c", "import os; print(os.environ['WHAT'])"], 60.0, WHAT="it") == ("it\n", 0)
+
+
+def test_a_page_cache_that_keeps_the_weights_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And costs none of the figures after it."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.safetensors").write_bytes(bytes(1 << 20))
+    assert gpu_server.dropped(tmp_path, "m")
+    monkeypatch.setattr(gpu_server, "set_cache", lambda *_, **__: sys.exit("m: in the page cache at 0"))
+    assert not gpu_server.dropped(tmp_path, "m")
+    assert "in the page cache at 0" in capsys.readouterr().out
