@@ -66,6 +66,10 @@ class CudaStreams:
         for stream in (torch.cuda.default_stream(self._device), self.incoming, self.outgoing, self._sums):
             stream.synchronize()
 
+    def finish_steps(self) -> None:
+        """Waits for everything launched so far on the stream of steps."""
+        torch.cuda.default_stream(self._device).synchronize()
+
     def on_incoming(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.incoming)
 
@@ -87,7 +91,8 @@ class CudaStreams:
         self._sums.wait_stream(torch.cuda.default_stream(self._device))
         partial_sums = self._start_sum(held)
         num_words = len(held) // WORD_BYTES
-        rest = held[num_words * WORD_BYTES :].cpu().numpy()
+        with torch.cuda.stream(self._sums):
+            rest = held[num_words * WORD_BYTES :].cpu().numpy()
         return SummedCopy((EventFence(self._sums),), partial_sums, rest, num_words).wait()
 
     def _start_sum(self, held: torch.Tensor) -> torch.Tensor:
