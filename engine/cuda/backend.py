@@ -13,6 +13,7 @@ import torch
 from engine.contracts.backend import OpenDevice
 from engine.contracts.loads import KernelNews
 from engine.cuda.frames import DeviceFrames, device_frames
+from engine.cuda.graphs import give_back_memory
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.cuda.sink import DeviceSink
@@ -106,12 +107,23 @@ class CudaBackend:
             if known is not None and known[0] == identity:
                 known[1].restore()
                 return known[1]
-            max_graph_rows = MAX_GRAPH_ROWS if self.memory.arena.is_cuda else 0
-            model = CudaModel(self._ops, spec, shape, weights, self.memory.arena, self._options.block_tokens, max_graph_rows)
-            model.warm()
+            model: CudaModel | None = None
+            try:
+                model = self._made(spec, shape, weights)
+            except torch.OutOfMemoryError as error:
+                log.info("%s: %s", spec.model, str(error).partition("\n")[0])
+            if model is None:  # there may be memory that torch did not give back, because a graph was being captured
+                give_back_memory()
+                model = self._made(spec, shape, weights)
         if known is not None:
             known[1].graphs.drop()
         self._models[spec.model] = identity, model
+        return model
+
+    def _made(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
+        max_graph_rows = MAX_GRAPH_ROWS if self.memory.arena.is_cuda else 0
+        model = CudaModel(self._ops, spec, shape, weights, self.memory.arena, self._options.block_tokens, max_graph_rows)
+        model.warm()
         return model
 
     @contextmanager

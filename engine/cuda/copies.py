@@ -79,10 +79,14 @@ class CudaStreams:
 
     def summed(self, copied: torch.Tensor, stream: torch.cuda.Stream, host: Any) -> SummedCopy:
         """Returns the copy started last on `stream`, with its checksum. copied: the range on the device, uint8, aligned to 8 bytes.
-        host: the range in host memory it is copied from or to."""
+        host: the range in host memory it is copied from or to. Raises torch.OutOfMemoryError, after the copy has ended."""
         copy_fence = EventFence(stream)
         self._sums.wait_stream(stream)
-        partial_sums = self._start_sum(copied)
+        try:
+            partial_sums = self._start_sum(copied)
+        except BaseException:
+            copy_fence.wait()
+            raise
         num_words = len(copied) // WORD_BYTES
         return SummedCopy((copy_fence, EventFence(self._sums)), partial_sums, host[num_words * WORD_BYTES :], num_words)
 

@@ -28,6 +28,15 @@ WARM_UP_STEPS = 2  # compile kernels and let libraries allocate what they keep, 
 RETRY_S = 60.0  # after which a graph that found no memory is tried again, and twice as long after each further refusal
 LONGEST_RETRY_S = 3600.0
 
+_recording = threading.Lock()  # held while a graph is captured
+
+
+def give_back_memory() -> None:
+    """Has torch give back the memory that it keeps for later. It does so by itself where an allocation needs it, in all threads but
+    not while one of them captures. May be called from any thread."""
+    with _recording:
+        torch.cuda.empty_cache()
+
 
 def graph_rows(num_rows: int) -> int:
     """Returns the row count of the graph that runs num_rows rows: 1, 2, 4, then multiples of 8, of 16 above 64, of 32 above 128."""
@@ -82,7 +91,7 @@ class CaptureSpace:
         self._dropped.extend(graphs)
 
     def _record(self, graph: Any, work: Callable[[], Tensor]) -> Tensor:
-        with torch.cuda.stream(self._stream):
+        with _recording, torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads load and copy meanwhile
             try:
                 return work()
@@ -141,8 +150,8 @@ class DecodeGraphs:
         """Captures the step of num_rows rows, a count that rows_for returned. padding: the columns of so many padding rows. Returns
         False if there is no memory for the graph: then rows_for allows none of this count for a while."""
         for emptied in (False, True):
-            if emptied:  # while a graph is captured torch gives back nothing of what it keeps for later
-                torch.cuda.empty_cache()
+            if emptied:
+                give_back_memory()
             try:
                 self.captured[num_rows] = self._captured(padding)
             except RuntimeError as error:
