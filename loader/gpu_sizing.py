@@ -11,8 +11,8 @@ from loader.model_shape import ModelShape
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 # Contexts are cut into one piece a row and so many more, each with float32 results: some eight for each of 256 multiprocessors.
 DECODE_PIECES = 2048
-# cuBLAS's work space of 32 MiB a stream, on the stream of steps and on that of captures
-LIBRARY_BYTES = 64 << 20
+# cuBLAS's work space, 32 MiB for each stream and thread: of steps, of captures, and of two loads at a time
+LIBRARY_BYTES = 128 << 20
 # Buffers that packed weights pass through, and as many again while their speed is measured (engine/cuda/frames.py).
 PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from engine.contracts.backend import OpenDevice
 from engine.contracts.loads import KernelNews
 from engine.cuda.frames import DeviceFrames, device_frames
+from engine.cuda.graphs import give_back_memory
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.cuda.sink import DeviceSink
@@ -74,6 +76,8 @@ class CudaBackend:
         self.memory, self._options = memory, options
         self._models: dict[str, tuple[object, CudaModel]] = {}  # the latest of each name, with its graphs
         self._frames: DeviceFrames | None = None  # decodes packed weights on the device; None: the host does
+        # All loads launch on this stream what they launch themselves, none of it on the stream of steps and of captured graphs.
+        self._load_stream = torch.cuda.Stream() if memory.arena.is_cuda else None
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
         self._ops = CudaOps(self._options.cache_dir)
@@ -99,14 +103,41 @@ class CudaBackend:
         addresses of is still at the same place."""
         identity = (weights.address, spec.fingerprint, spec.dtype, spec.kv_dtype, spec.max_model_len, spec.max_sequences)
         known = self._models.get(spec.model)
-        if known is not None and known[0] == identity:
-            known[1].restore()
-            return known[1]
+        with self._on_load_stream():
+            if known is not None and known[0] == identity:
+                known[1].restore()
+                return known[1]
+            model: CudaModel | None = None
+            try:
+                model = self._made(spec, shape, weights)
+            except torch.OutOfMemoryError as error:
+                log.info("%s: %s", spec.model, str(error).partition("\n")[0])
+            if model is None:  # there may be memory that torch did not give back, because a graph was being captured
+                give_back_memory()
+                model = self._made(spec, shape, weights)
+        if known is not None:
+            known[1].graphs.drop()
+        self._models[spec.model] = identity, model
+        return model
+
+    def _made(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
         max_graph_rows = MAX_GRAPH_ROWS if self.memory.arena.is_cuda else 0
         model = CudaModel(self._ops, spec, shape, weights, self.memory.arena, self._options.block_tokens, max_graph_rows)
         model.warm()
-        self._models[spec.model] = identity, model
         return model
+
+    @contextmanager
+    def _on_load_stream(self) -> Iterator[None]:
+        """Launches on the stream of loads, and waits at the end, so that nothing of it runs on when the model is handed over or its
+        weights are unmapped."""
+        if self._load_stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._load_stream):
+            try:
+                yield
+            finally:
+                self._load_stream.synchronize()
 
     def sink(self, weights: WeightRange) -> DeviceSink:
         return DeviceSink(self.memory, weights, self._frames)

@@ -66,6 +66,10 @@ class CudaStreams:
         for stream in (torch.cuda.default_stream(self._device), self.incoming, self.outgoing, self._sums):
             stream.synchronize()
 
+    def finish_steps(self) -> None:
+        """Waits for everything launched so far on the stream of steps."""
+        torch.cuda.default_stream(self._device).synchronize()
+
     def on_incoming(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.incoming)
 
@@ -75,10 +79,14 @@ class CudaStreams:
 
     def summed(self, copied: torch.Tensor, stream: torch.cuda.Stream, host: Any) -> SummedCopy:
         """Returns the copy started last on `stream`, with its checksum. copied: the range on the device, uint8, aligned to 8 bytes.
-        host: the range in host memory it is copied from or to."""
+        host: the range in host memory it is copied from or to. Raises torch.OutOfMemoryError, after the copy has ended."""
         copy_fence = EventFence(stream)
         self._sums.wait_stream(stream)
-        partial_sums = self._start_sum(copied)
+        try:
+            partial_sums = self._start_sum(copied)
+        except BaseException:
+            copy_fence.wait()
+            raise
         num_words = len(copied) // WORD_BYTES
         return SummedCopy((copy_fence, EventFence(self._sums)), partial_sums, host[num_words * WORD_BYTES :], num_words)
 
@@ -87,7 +95,8 @@ class CudaStreams:
         self._sums.wait_stream(torch.cuda.default_stream(self._device))
         partial_sums = self._start_sum(held)
         num_words = len(held) // WORD_BYTES
-        rest = held[num_words * WORD_BYTES :].cpu().numpy()
+        with torch.cuda.stream(self._sums):
+            rest = held[num_words * WORD_BYTES :].cpu().numpy()
         return SummedCopy((EventFence(self._sums),), partial_sums, rest, num_words).wait()
 
     def _start_sum(self, held: torch.Tensor) -> torch.Tensor:

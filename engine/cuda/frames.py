@@ -59,7 +59,8 @@ class DeviceFrames:
     def measured_by(self, host: Decoder) -> Decoder:
         """Returns a decoder, for measurements (loader.read_rates), that does with a frame what loads do: its checksum on the host,
         its values on the device."""
-        out = torch.empty(frame.FRAME_VALUES, dtype=torch.int16, device=self._memory.arena.device)
+        with self._memory.copying():  # torch reuses memory in the order of the stream it was taken on
+            out = torch.empty(frame.FRAME_VALUES, dtype=torch.int16, device=self._memory.arena.device)
         verdict = self.verdict()
         return Decoder("triton", lambda data, values: self.decode(data, out[: len(values)], verdict, 1), host.sum_of)
 
@@ -68,10 +69,14 @@ class DeviceFrames:
         differ."""
         values = np.random.default_rng(1).normal(0, 0.02, PROOF_VALUES).astype(np.float32)
         bits = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-        out = torch.zeros(PROOF_VALUES, dtype=torch.int16, device=self._memory.arena.device)
+        with self._memory.copying():
+            out = torch.zeros(PROOF_VALUES, dtype=torch.int16, device=self._memory.arena.device)
         verdict = self.verdict()
         self.decode(np.frombuffer(bytearray(codec.encode(bits)), np.uint8), out, verdict, 1)
-        if self.refused(verdict) or not np.array_equal(out.cpu().numpy().view(np.uint16), bits):
+        refused = self.refused(verdict)
+        with self._memory.copying():
+            decoded = out.cpu().numpy().view(np.uint16)
+        if refused or not np.array_equal(decoded, bits):
             raise RuntimeError("a frame decoded on the device has other values than on the host")
 
 

@@ -2,7 +2,7 @@
 
 A graph holds addresses: of the weights (which return to the same range after an eviction), of the KV arena, of the model's
 sequences and of its own input columns. Graphs that share a pool must not run at the same time, so all steps of a device run on one
-stream.
+stream, and one thread launches them. The same thread captures, and lets go of graphs (docs/gpu.md says why).
 
 Shapes: R rows, padding included.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +25,17 @@ from engine.cuda.sequences import Staging
 log = logging.getLogger("engine")
 
 WARM_UP_STEPS = 2  # compile kernels and let libraries allocate what they keep, outside the capture
+RETRY_S = 60.0  # after which a graph that found no memory is tried again, and twice as long after each further refusal
+LONGEST_RETRY_S = 3600.0
 
-# The memory of all graphs of this process, whatever their model, and the stream they are captured on (libraries keep one work space
-# for each stream).
-_pool: Any = None
-_stream: Any = None
-_keeper: Any = None
-_capturing = threading.Lock()  # a load captures its model's first graphs while the engine's loop may capture another's
+_recording = threading.Lock()  # held while a graph is captured
+
+
+def give_back_memory() -> None:
+    """Has torch give back the memory that it keeps for later. It does so by itself where an allocation needs it, in all threads but
+    not while one of them captures. May be called from any thread."""
+    with _recording:
+        torch.cuda.empty_cache()
 
 
 def graph_rows(num_rows: int) -> int:
@@ -53,34 +58,79 @@ class DecodeGraph:
     num_bytes: int  # by which the capture made the pool grow
 
 
-def _make_pool(device: torch.device) -> None:
-    """Creates the pool together with an empty graph that is kept for good: torch refuses a pool whose last graph was destroyed. The
-    empty graph takes no memory of the pool."""
-    global _pool, _stream, _keeper
-    pool, stream, keeper = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    word = torch.zeros(1, dtype=torch.int32, device=device)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        keeper.capture_begin(pool=pool, capture_error_mode="thread_local")
-        word.zero_()
-        keeper.capture_end()
-    _pool, _stream, _keeper = pool, stream, keeper
+class CaptureSpace:
+    """Where all graphs of this process are captured: one memory pool, one stream, and the thread that made this object.
+
+    The device executes nothing on the stream, as work is only recorded there. So what cuBLAS keeps for it (torch has one work space
+    for each pair of a stream and a thread's handle) is used by replays alone, which run one after the other. The first graph is
+    never replayed and never dropped. It holds the pool open, since torch refuses a pool whose last graph is gone; and as it is the
+    first to multiply on the stream, the work space is taken from the pool. With torch >= 2.12 a graph that is dropped takes the
+    stream's work spaces with it, those that other graphs write to as well (pytorch#193402): these then write to free memory of the
+    pool, which only replays use, and in which nothing has to last from one replay to the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._thread = threading.get_ident()
+        self._pool, self._stream, self._first = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        self._dropped: deque[DecodeGraph] = deque()
+        square = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(square, square)  # makes the thread's handle, which must not happen within a capture
+        self._record(self._first, lambda: torch.mm(square, square))
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Any, Tensor, int]:
+        """Returns a graph of what `work` launches, the result of `work`, and by how many bytes the pool grew. Raises RuntimeError
+        in any other thread than the first caller's."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a graph is captured in another thread than the one that replays it")
+        self._dropped.clear()
+        graph, reserved_bytes = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
+        result = self._record(graph, work)
+        return graph, result, torch.cuda.memory_reserved() - reserved_bytes
+
+    def drop(self, graphs: list[DecodeGraph]) -> None:
+        """Takes graphs that will not be replayed any more, from any thread. They are destroyed before the next capture."""
+        self._dropped.extend(graphs)
+
+    def _record(self, graph: Any, work: Callable[[], Tensor]) -> Tensor:
+        with _recording, torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads load and copy meanwhile
+            try:
+                return work()
+            finally:
+                graph.capture_end()
+
+
+_space: CaptureSpace | None = None
+
+
+def _capture_space(device: torch.device) -> CaptureSpace:
+    global _space
+    if _space is None:
+        _space = CaptureSpace(device)
+    return _space
+
+
+@dataclass(slots=True, frozen=True)
+class _Refusal:
+    """A graph that found no memory, and is not tried before until_s (by time.monotonic()), which was wait_s later."""
+
+    until_s: float
+    wait_s: float
 
 
 class DecodeGraphs:
     """The decode graphs of one model. step: computes columns -> [2, R] int32 (ids, and whether each row was bad) and is what is
-    captured. last_ids: where the step leaves its tokens for the next one. max_rows: steps of more rows have no graph; 0 if no step
-    has one."""
+    captured. max_rows: steps of more rows have no graph; 0 if no step has one."""
 
-    def __init__(self, step: Callable[[dict[str, Tensor]], Tensor], staging: Staging, last_ids: Tensor, max_rows: int) -> None:
-        self._step, self._staging, self._last_ids, self._max_rows = step, staging, last_ids, max_rows
+    def __init__(self, step: Callable[[dict[str, Tensor]], Tensor], staging: Staging, device: torch.device, max_rows: int) -> None:
+        self._step, self._staging, self._device, self._max_rows = step, staging, device, max_rows
         self.captured: dict[int, DecodeGraph] = {}
-        self._refused: set[int] = set()  # row counts whose graph found no memory
+        self._refused: dict[int, _Refusal] = {}
 
     def rows_for(self, num_rows: int) -> int:
-        """Returns the row count of the graph that runs num_rows rows, or 0 if none may run them."""
+        """Returns the row count of the graph that runs num_rows rows, or 0 if none may run them now."""
         rows = graph_rows(num_rows)
-        return rows if rows <= self._max_rows and rows not in self._refused else 0
+        refusal = self._refused.get(rows)
+        return rows if rows <= self._max_rows and (refusal is None or time.monotonic() >= refusal.until_s) else 0
 
     def missing(self, max_rows: int) -> list[int]:
         """Returns the row counts of graphs that steps of up to max_rows rows may need and that are not captured yet, the smallest
@@ -88,46 +138,48 @@ class DecodeGraphs:
         sizes = dict.fromkeys(map(self.rows_for, range(1, min(max_rows, self._max_rows) + 1)))
         return [size for size in sizes if size and size not in self.captured]
 
-    def run(self, num_rows: int, columns: Mapping[str, Any]) -> Tensor | None:
-        """Runs a step of num_rows rows (a count that rows_for returned). Returns [2, R] int32, ids and whether each row was bad,
-        which the next run overwrites. Returns None if there was no memory to capture the graph: then nothing has run, and from now
-        on there is no graph for this count."""
-        graph = self.captured.get(num_rows)
-        if graph is None:
-            try:
-                graph = self.captured[num_rows] = self._capture(columns)
-            except torch.OutOfMemoryError as error:
-                self._refused.add(num_rows)
-                log.warning("steps of %d rows have no graph: %s", num_rows, str(error).partition("\n")[0])
-                return None
-        else:
-            self._staging.send(columns, graph.inputs)
+    def run(self, num_rows: int, columns: Mapping[str, Any]) -> Tensor:
+        """Runs a captured step of num_rows rows. Returns [2, R] int32, ids and whether each row was bad, which the next run
+        overwrites."""
+        graph = self.captured[num_rows]
+        self._staging.send(columns, graph.inputs)
         graph.graph.replay()
         return graph.drawn
 
-    def _capture(self, columns: Mapping[str, Any]) -> DecodeGraph:
-        """Captures the graph of a step. Other threads may load and copy meanwhile, but they must not wait for the whole device,
-        only for its streams."""
+    def capture(self, num_rows: int, padding: Mapping[str, Any]) -> bool:
+        """Captures the step of num_rows rows, a count that rows_for returned. padding: the columns of so many padding rows. Returns
+        False if there is no memory for the graph: then rows_for allows none of this count for a while."""
+        for emptied in (False, True):
+            if emptied:
+                give_back_memory()
+            try:
+                self.captured[num_rows] = self._captured(padding)
+            except RuntimeError as error:
+                why = str(error).partition("\n")[0]
+                if "out of memory" not in why.lower():  # torch.OutOfMemoryError, or what the driver said at the graph's making
+                    raise
+            else:
+                self._refused.pop(num_rows, None)
+                return True
+        before = self._refused.get(num_rows)
+        wait_s = RETRY_S if before is None else min(2 * before.wait_s, LONGEST_RETRY_S)
+        self._refused[num_rows] = _Refusal(time.monotonic() + wait_s, wait_s)
+        log.warning("steps of %d rows have no graph for %.0f s: %s", num_rows, wait_s, why)
+        return False
+
+    def drop(self) -> None:
+        """Gives up all graphs, in any thread."""
+        if _space is not None:
+            _space.drop(list(self.captured.values()))
+        self.captured.clear()
+
+    def _captured(self, padding: Mapping[str, Any]) -> DecodeGraph:
         began_s = time.perf_counter()
-        num_words = sum(-(-len(column) // 4) * 4 for column in columns.values())
-        inputs = torch.zeros(num_words, dtype=torch.int32, device=self._last_ids.device)
-        static = self._staging.send(columns, inputs)
-        last_ids = self._last_ids.clone()
-        with _capturing:
-            if _pool is None:
-                _make_pool(inputs.device)
-            graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-            _stream.wait_stream(current)
-            with torch.cuda.stream(_stream):
-                for _ in range(WARM_UP_STEPS):
-                    self._step(static)
-                    self._last_ids.copy_(last_ids)  # a step reads its input tokens from last_ids and overwrites them
-                reserved = torch.cuda.memory_reserved()
-                graph.capture_begin(pool=_pool, capture_error_mode="thread_local")
-                try:
-                    drawn = self._step(static)
-                finally:
-                    graph.capture_end()
-            current.wait_stream(_stream)
-            grown = torch.cuda.memory_reserved() - reserved
-        return DecodeGraph(graph, inputs, drawn, time.perf_counter() - began_s, grown)
+        num_words = sum(-(-len(column) // 4) * 4 for column in padding.values())
+        inputs = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+        static = self._staging.send(padding, inputs)
+        space = _capture_space(self._device)
+        for _ in range(WARM_UP_STEPS):  # on the stream of steps
+            self._step(static)
+        graph, drawn, num_bytes = space.capture(lambda: self._step(static))
+        return DecodeGraph(graph, inputs, drawn, time.perf_counter() - began_s, num_bytes)

@@ -180,7 +180,9 @@ class CudaMemory:
         return [int(_call(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
+        """Copies pieces, and waits for it: a chunk that was emptied may be a load's next, whose copies are on another stream."""
         copy_pieces(self.arena, piece_bytes, sources, targets)
+        self._streams.finish_steps()
 
     def close(self) -> None:
         self.unmap(self._arena_address, self.num_bytes)

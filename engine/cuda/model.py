@@ -10,7 +10,6 @@ Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +41,7 @@ from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, FloatArray, SequenceTable
 
 DECODE_PIECES_PER_CORE = 8  # contexts are cut into this many pieces per multiprocessor
+MEASURE_TRIES = 3  # captures before which sizes are measured that earlier measurements left undecided
 CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are interpreted
 
 
@@ -75,7 +75,7 @@ class PendingStep:
 
 class CudaModel:
     """An engine.contracts.steps.HostedModel on a GPU, or on the CPU with interpreted kernels (for tests). Not safe for two
-    threads at a time.
+    threads at a time. A load's thread makes, warms and restores it; all else is the thread's that steps (docs/gpu.md).
 
     arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to this many rows run as graphs; 0: none do."""
 
@@ -116,7 +116,9 @@ class CudaModel:
             cores = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // shape.num_kv_heads)
         self._tile_tokens = entry.tile_tokens(shape.head_dim, dtype)
-        self.graphs = DecodeGraphs(self._decode, self._staging, self._sequences.last_ids, max_graph_rows)
+        self.graphs = DecodeGraphs(self._decode, self._staging, self._device, max_graph_rows)
+        self._products: list[Tensor] = []  # the weights of matrix products, views of the weight range
+        self._measure_tries = MEASURE_TRIES
 
     def _rotary(self, rope: Any, max_model_len: int) -> Rotary:
         made = rotary_of(rope, self.shape.head_dim, max_model_len)
@@ -147,14 +149,13 @@ class CudaModel:
         if rows is not None and masks is not None:
             constrain(rows, masks)
         by_host = owed is not None or (rows is not None and bool(rows.edits or rows.num_top is not None or masks is not None))
-        started, done = self._events()
         if rows is not None and not by_host and plan.samples.all() and plan.num_new.max() == 1:
-            padded = self.graphs.rows_for(len(plan.slots))
+            padded = self.capture(len(plan.slots))
             columns = decode_columns(plan, table, rows, padded or len(plan.slots))
-            drawn = self.graphs.run(padded, columns) if padded else None
-            if drawn is None:
-                drawn = self._decode(self._staging.send(columns))
+            started, done = self._events()  # behind a capture, which is no part of what such steps cost
+            drawn = self.graphs.run(padded, columns) if padded else self._decode(self._staging.send(columns))
             return self._pending(drawn[:, : len(plan.slots)], started, done, began_s)
+        started, done = self._events()
         step = extend_step(plan, table, self._tile_tokens, None if owed is None else owed.tokens)
         hidden = self._forward(step)
         if by_host:
@@ -168,15 +169,15 @@ class CudaModel:
         return self._pending(self._draw(hidden, self._staging.send(columns)), started, done, began_s)
 
     @torch.inference_mode()
-    def warm(self, graph_rows: Sequence[int] = (1, 2, 4, 8)) -> None:
-        """Compiles what steps need, measures which kernel multiplies few rows fastest, and captures graphs of graph_rows rows.
-        All steps it runs consist of padding rows, which belong to no sequence, so no KV is written."""
+    def warm(self) -> None:
+        """Compiles what steps need. All steps it runs consist of padding rows, which belong to no sequence, so no KV is written."""
         if self._device.type == "cuda":
             with entry.weights_of_products() as weights:
                 self._decode(self._staging.send(padding_columns(1, self._sequences.num_slots)))
-            for weight in weights:
+            self._products = entry.one_of_each_size(weights)
+            for weight in self._products:
                 for num_rows in entry.FEW_ROWS:
-                    entry.measure_linear(weight, num_rows)
+                    entry.compile_linear(weight, num_rows)
         nobody = np.array([self._sequences.num_slots], np.int32)
         one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
         columns: Columns = {
@@ -195,15 +196,24 @@ class CudaModel:
         self._draw(hidden, self._staging.send(padding_columns(1, self._sequences.num_slots)))
         for num_rows in (*entry.FEW_ROWS, entry.MANY_ROWS):
             self._decode(self._staging.send(padding_columns(num_rows, self._sequences.num_slots)))
-        for num_rows in graph_rows:
-            self.capture(num_rows)
 
     @torch.inference_mode()
-    def capture(self, num_rows: int) -> None:
-        """Captures the graph that runs num_rows rows, unless it exists or none is wanted. Called while loading and in idle time."""
+    def capture(self, num_rows: int) -> int:
+        """Captures the graph that runs num_rows rows, unless it exists or none is wanted. Returns its row count; 0 if there is none
+        now. Called by the thread that steps: before a step that needs the graph, or in idle time."""
         padded = self.graphs.rows_for(num_rows)
-        if padded and padded not in self.graphs.captured:
-            self.graphs.run(padded, padding_columns(padded, self._sequences.num_slots))
+        if not padded or padded in self.graphs.captured:
+            return padded
+        self._measure()
+        return padded if self.graphs.capture(padded, padding_columns(padded, self._sequences.num_slots)) else 0
+
+    def _measure(self) -> None:
+        """Measures which kernel multiplies few rows fastest, before graphs are captured with the one or the other."""
+        if self._measure_tries:
+            self._measure_tries -= 1
+            for weight in self._products:
+                for num_rows in entry.FEW_ROWS:
+                    entry.measure_linear(weight, num_rows)
 
     @property
     def num_uncaptured(self) -> int:

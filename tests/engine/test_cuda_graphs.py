@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,6 +34,7 @@ class StandInGraph:
 
     captured: ClassVar[list[StandInGraph]] = []
     alive: ClassVar[dict[Any, int]] = {}  # graphs of each pool
+    ended_in: ClassVar[list[int]] = []  # the threads in which graphs were destroyed
     step: Any = None
     drawn: Any = None
     pool: Any = None
@@ -47,6 +49,7 @@ class StandInGraph:
     def __del__(self) -> None:
         if self.pool is not None:
             self.alive[self.pool] -= 1
+            self.ended_in.append(threading.get_ident())
 
     def capture_end(self) -> None:
         """Ends the capture. The step that ran since capture_begin is the captured one."""
@@ -56,22 +59,27 @@ class StandInGraph:
 
 
 @pytest.fixture
-def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Returns the stand-in for torch.cuda. num_emptied: how often torch was to give back what it keeps for later."""
     cuda = SimpleNamespace(
         CUDAGraph=StandInGraph,
-        Stream=lambda: stream,
-        current_stream=lambda: stream,
+        Stream=SimpleNamespace,
         stream=lambda stream: nullcontext(),
         graph_pool_handle=lambda: (0, next(HANDLES)),
         memory_reserved=lambda: 0,
+        num_emptied=0,
     )
-    names = {"zeros": torch.zeros, "int32": torch.int32, "OutOfMemoryError": torch.OutOfMemoryError}
+
+    def empty_cache() -> None:
+        cuda.num_emptied += 1
+
+    cuda.empty_cache = empty_cache
+    names = {name: getattr(torch, name) for name in ("zeros", "int32", "bfloat16", "mm")}
     monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, **names))
-    for name in ("_pool", "_stream", "_keeper"):
-        monkeypatch.setattr(graphs, name, None)
-    yield
+    monkeypatch.setattr(graphs, "_space", None)
+    yield cuda
     StandInGraph.captured.clear()
+    StandInGraph.ended_in.clear()
 
 
 def remember_steps(model: CudaModel) -> None:
@@ -111,13 +119,22 @@ def test_captured_steps_are_padded_steps_with_other_columns(tmp_path: Path, stan
     assert list(model.graphs.captured) == [4]
 
 
-def test_a_step_without_memory_for_its_graph_runs_without_one(tmp_path: Path, stand_in_graphs: None) -> None:
+REFUSALS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nMore of it"),
+    RuntimeError("CUDA error: out of memory"),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=["torch", "driver"])
+def test_a_step_without_memory_for_its_graph_runs_without_one(
+    tmp_path: Path, stand_in_graphs: SimpleNamespace, error: RuntimeError
+) -> None:
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
     plain = decoded(load_cuda_model(tmp_path), 3, 3)
     model = load_cuda_model(tmp_path, max_graph_rows=8)
 
     def refuse(columns: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nMore of it")
+        raise error
 
     model.graphs._step = refuse
     assert decoded(model, 3, 3) == plain
@@ -127,6 +144,89 @@ def test_a_step_without_memory_for_its_graph_runs_without_one(tmp_path: Path, st
     while model.num_uncaptured:
         model.capture_next()
     assert not model.graphs.captured
+    assert stand_in_graphs.num_emptied == 4, "once for each size"
+
+
+def test_other_errors_of_a_capture_are_not_taken_for_a_lack_of_memory(tmp_path: Path, stand_in_graphs: None) -> None:
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    model = load_cuda_model(tmp_path, max_graph_rows=8)
+
+    def fail(columns: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    model.graphs._step = fail
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        model.capture(1)
+
+
+def test_a_capture_is_tried_again_with_what_torch_gave_back(tmp_path: Path, stand_in_graphs: SimpleNamespace) -> None:
+    """While a graph is captured torch keeps its free blocks, so that memory which is there is not found."""
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    model = load_cuda_model(tmp_path, max_graph_rows=8)
+    step = model.graphs._step
+
+    def fragmented(columns: Any) -> Any:
+        if not stand_in_graphs.num_emptied:
+            raise REFUSALS[0]
+        return step(columns)
+
+    model.graphs._step = fragmented
+    assert model.capture(2) == 2
+    assert list(model.graphs.captured) == [2]
+
+
+def test_a_refused_graph_is_tried_again_later(
+    tmp_path: Path, stand_in_graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a minute, then after two, and so on, at most after an hour; what refused once need not refuse for good."""
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    model, now_s = load_cuda_model(tmp_path, max_graph_rows=8), 100.0
+    monkeypatch.setattr(graphs.time, "monotonic", lambda: now_s)
+    step = model.graphs._step
+
+    def refuse(columns: Any) -> Any:
+        raise REFUSALS[0]
+
+    model.graphs._step = refuse
+    waits = []
+    for _ in range(9):
+        assert model.capture(4) == 0
+        until_s = model.graphs._refused[4].until_s
+        waits.append(until_s - now_s)
+        now_s = until_s - 1.0
+        assert 4 not in model.graphs.missing(8)
+        now_s = until_s
+        assert 4 in model.graphs.missing(8)
+    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
+    model.graphs._step = step
+    assert model.capture(4) == 4
+
+
+def test_one_thread_captures_and_lets_go_of_graphs(tmp_path: Path, stand_in_graphs: None) -> None:
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    model, other = load_cuda_model(tmp_path, max_graph_rows=8), load_cuda_model(tmp_path, max_graph_rows=8)
+    model.capture(3)
+    gc.collect()
+    StandInGraph.ended_in.clear()
+    errors: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            other.capture(3)
+        except RuntimeError as error:
+            errors.append(str(error))
+        model.graphs.drop()
+        gc.collect()
+
+    load = threading.Thread(target=elsewhere)
+    load.start()
+    load.join()
+    assert errors == ["a graph is captured in another thread than the one that replays it"]
+    StandInGraph.captured.clear()
+    assert (model.graphs.captured, StandInGraph.ended_in) == ({}, [])
+    other.capture(3)
+    gc.collect()
+    assert StandInGraph.ended_in == [threading.get_ident()]
 
 
 def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs: None) -> None:
@@ -135,7 +235,7 @@ def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
     model = load_cuda_model(tmp_path, max_graph_rows=8)
     remember_steps(model)
-    model.capture(3)  # the stand-in's capture computes, unlike a real one, so it is done before there are tokens to overwrite
+    model.capture(3)
     first = decoded(model, 3, 2)
     order = []
     while model.num_uncaptured:

@@ -160,7 +160,7 @@ def test_a_step_that_finds_no_memory_says_so(tmp_path: Path, monkeypatch: pytest
 def test_warming_up_writes_no_kv(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, **CASES["gemma2"])
     model = load_cuda_model(tmp_path)
-    model.warm(graph_rows=())
+    model.warm()
     assert all(memory.kv.isnan().all() for memory in model._memory)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from config.devices import CUDA_LEFT_BYTES
 from engine.cpu.backend import open_device
-from engine.cuda import work_space
+from engine.cuda import backend, work_space
 from engine.cuda.backend import CudaBackend, beside_work_space
 from engine.cuda.model import CudaModel
 from engine.cuda.sink import DeviceSink
@@ -66,6 +66,33 @@ def test_the_runner_gives_the_model_of_the_last_load_back(tmp_path: Path) -> Non
     assert runner.load(load_task(renamed, memory=memory)) is not models[0]
     with pytest.raises(UnsupportedModel, match="quantize: int8 is not built on a GPU"):
         runner.load(load_task(msgspec.structs.replace(spec, quantize="int8"), memory=memory))
+    memory.close()
+
+
+@pytest.mark.parametrize("num_refusals", [1, 2])
+def test_a_load_without_memory_is_tried_with_what_torch_gives_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_refusals: int
+) -> None:
+    """While another model's graph is captured, torch refuses memory that it has."""
+    make_checkpoint(tmp_path, **CASES["llama"])
+    memory, order = make_memory(), []
+    options = Configure("cpu:0", memory.num_chunks, memory.chunk_bytes, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
+    runner = TorchRunner(CudaBackend(memory, options), options)
+    spec = LoadModel(1, "m", str(tmp_path), "float32", scan_one(tmp_path).fingerprint, 1 << 20, 0, 0, MAX_LEN, 8, [1])
+
+    def warm(model: CudaModel) -> None:
+        order.append("warmed")
+        if order.count("warmed") <= num_refusals:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(CudaModel, "warm", warm)
+    monkeypatch.setattr(backend, "give_back_memory", lambda: order.append("given back"))
+    if num_refusals == 1:
+        assert isinstance(runner.load(load_task(spec, memory=memory)), CudaModel)
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.load(load_task(spec, memory=memory))
+    assert order == ["warmed", "given back", "warmed"]
     memory.close()
 
 

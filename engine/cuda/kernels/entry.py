@@ -26,7 +26,9 @@ from engine.host import compiled
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
 linear = linear_choice.linear
+compile_linear = linear_choice.compile_ours
 measure_linear = linear_choice.measure
+one_of_each_size = linear_choice.one_of_each_size
 weights_of_products = linear_choice.weights_of_products
 FEW_ROWS = (1, 2, 4)
 KERNELS_BYTES = 64 << 20  # disk space that must be free, because Triton fails if it cannot write a file

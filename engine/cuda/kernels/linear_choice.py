@@ -1,12 +1,14 @@
 """Chooses the kernel that multiplies few rows on a GPU: ours, or the one that torch picks. Both are measured, once for each size,
-when a model is warmed up.
+before a model's first step is captured.
 
 Shapes: M rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +20,17 @@ from engine.cuda.kernels import triton_linear
 
 REPEATS = 7
 FLUSH_BYTES = 128 << 20  # written between two measurements; more than the cache holds, so that weights come from memory
+HEAD_START = 32  # such writes before the first measurement: some 1.5 ms on an H100, in which the host launches all the rest
+HEAD_START_TRIES = 3  # each with twice the head start of the one before
 
 _ours_wins: dict[tuple[int, int, int, torch.dtype], bool] = {}
-_noted: list[Tensor] | None = None
+
+
+class _Noting(threading.local):
+    weights: list[Tensor] | None = None  # of this thread's products; other threads' are not noted
+
+
+_noting = _Noting()
 
 
 def few_rows(num_rows: int) -> int:
@@ -30,8 +40,8 @@ def few_rows(num_rows: int) -> int:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns x [M, K] @ weight [N, K] transposed, plus bias. Sizes that have not been measured use torch's kernel."""
-    if _noted is not None:
-        _noted.append(weight)
+    if _noting.weights is not None:
+        _noting.weights.append(weight)
     rows = few_rows(x.shape[0])
     if rows and _ours_wins.get((rows, *weight.shape, x.dtype), False):
         return ours(x, weight, bias)
@@ -46,43 +56,76 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @contextmanager
 def weights_of_products() -> Iterator[list[Tensor]]:
-    """Yields a list that collects the weights that `linear` is called with inside the context."""
-    global _noted
-    _noted = []
+    """Yields a list that collects the weights that this thread calls `linear` with inside the context."""
+    weights: list[Tensor] = []
+    _noting.weights = weights
     try:
-        yield _noted
+        yield weights
     finally:
-        _noted = None
+        _noting.weights = None
+
+
+def one_of_each_size(weights: Iterable[Tensor]) -> list[Tensor]:
+    return list({(*weight.shape, weight.dtype): weight for weight in weights}.values())
+
+
+def compile_ours(weight: Tensor, num_rows: int) -> None:
+    """Compiles our kernel for weight [N, K], in a load's thread, so that `measure` does not."""
+    ours(torch.zeros(num_rows, weight.shape[1], dtype=weight.dtype, device=weight.device), weight, None)
 
 
 def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
-    """Measures both kernels for weight [N, K] on a GPU and returns their median seconds. From then on `linear` uses the faster one.
-    Returns {} if this size is already measured, or if there is not enough free memory to measure it."""
+    """Measures both kernels for weight [N, K] on a GPU, on the current stream, and returns their median seconds. If one of them is
+    clearly the faster, `linear` uses it from then on. Returns {} if that is decided already, or if there is not enough free memory
+    or too slow a host to measure it.
+
+    The values to multiply are drawn on the host: torch <= 2.12 refuses to draw from a GPU's default generator while any thread
+    captures a graph (pytorch#172390), and a fixed seed changes nobody's numbers."""
     key = (few_rows(num_rows), *weight.shape, weight.dtype)
     if key in _ours_wins:
         return {}
     try:
-        x = torch.randn(num_rows, weight.shape[1], device=weight.device).to(weight.dtype)
+        drawn = torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(1))
+        x = drawn.to(weight.device, weight.dtype)
         flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=weight.device)
-        seconds = {
-            "torch": _median_s(lambda: functional.linear(x, weight), flush),
-            "triton": _median_s(lambda: ours(x, weight, None), flush),
-        }
+        times = _times_s({"torch": lambda: functional.linear(x, weight), "triton": lambda: ours(x, weight, None)}, flush)
     except torch.OutOfMemoryError:
         return {}
-    _ours_wins[key] = seconds["triton"] < seconds["torch"]
-    return seconds
+    if times is None:
+        return {}
+    if apart(times["torch"], times["triton"]):
+        _ours_wins[key] = statistics.median(times["triton"]) < statistics.median(times["torch"])
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def _median_s(call: Callable[[], Any], flush: Tensor) -> float:
-    times = []
-    call()
-    for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
-        begin.record()
+def apart(one: list[float], other: list[float]) -> bool:
+    """Returns whether the middle halves of two samples do not overlap, so that what disturbed some of them decides nothing."""
+    one_low, _, one_high = statistics.quantiles(one, n=4)
+    other_low, _, other_high = statistics.quantiles(other, n=4)
+    return one_high < other_low or other_high < one_low
+
+
+def _times_s(calls: dict[str, Callable[[], Any]], flush: Tensor) -> dict[str, list[float]] | None:
+    """Returns REPEATS times of each call, taken in turns. The device has work before the first of them until the host has launched
+    the last, so that no launch is measured; None if the host did not manage that."""
+    for call in calls.values():
         call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return sorted(times)[REPEATS // 2]
+    head_start = HEAD_START
+    for _ in range(HEAD_START_TRIES):
+        for _ in range(head_start):
+            flush.zero_()
+        taken: list[tuple[str, Any, Any]] = []
+        for _ in range(REPEATS):
+            for name, call in calls.items():
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                flush.zero_()
+                begin.record()
+                call()
+                end.record()
+                taken.append((name, begin, end))
+        was_ahead = not taken[0][1].query()
+        taken[-1][2].synchronize()
+        if was_ahead:
+            return {name: [begin.elapsed_time(end) / 1e3 for own, begin, end in taken if own == name] for name in calls}
+        head_start *= 2
+    return None

@@ -1,0 +1,285 @@
+"""A stand-in for the device under torch: streams, events, captured graphs, torch's allocator of device memory, cuBLAS's handles and
+work spaces, and the default generator. Nothing is computed. An operation gets the clock of its stream and notes what it accesses.
+
+As torch does it (aten/src/ATen/cuda: CublasHandlePool.cpp, detail/DeviceThreadHandles.h, CUDAGraph.cpp, CUDAGeneratorImpl.cpp;
+c10/cuda: CUDACachingAllocator.cpp, CUDAStream.cpp):
+
+- memory that is freed is given out again at once, to the same pool and stream;
+- a work space is kept for each pair of a handle and a stream, taken from the graph's pool if that happens within a capture;
+- a thread keeps its handle until it ends, and the thread that asks next gets it then;
+- torch.cuda.Stream() gives out the same 32 streams in turn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.engine.races.clocks import Clock, Memory
+from tests.engine.races.schedule import Host, Schedule
+
+NUM_STREAMS = 32
+PAGE_LOCKED = -1  # in place of a pool's number
+
+
+@dataclass(slots=True, frozen=True)
+class Rules:
+    """What differs between versions of torch. drops_work_spaces: destroying a graph frees the work spaces of its stream (since
+    2.12). one_generator_state: a capture puts the default generator into its mode for all threads (until 2.12)."""
+
+    drops_work_spaces: bool
+    one_generator_state: bool
+
+
+TORCH = {"2.11": Rules(False, True), "2.12": Rules(True, True), "2.13": Rules(True, False)}
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Memory of torch's allocator. number: how often it was given out. pool: of graphs; None: the general one."""
+
+    pool: int | None
+    stream: Stream
+    size: Hashable
+    what: str = ""
+    number: int = 0
+    is_free: bool = False
+
+
+class Storage:
+    """A block as long as a tensor holds it."""
+
+    def __init__(self, device: Device, block: Block) -> None:
+        self._device, self.block = device, block
+
+    def __del__(self) -> None:
+        self._device.free(self.block)
+
+
+# One access of an operation: the place, and whether it is written. A place is a block with its number when the operation was
+# launched or captured; an address with a length, which stands for the chunks that are mapped there when the operation runs; "kv",
+# the KV that the step in progress may access; or else the name of host memory.
+Access = tuple[Any, bool]
+
+
+class Stream:
+    def __init__(self, device: Device, name: str) -> None:
+        self._device, self.name, self.clock = device, name, Clock()
+        self.cuda_stream = name  # the driver's handle
+        self.capturing: Graph | None = None
+
+    def wait_stream(self, other: Stream) -> None:
+        self.clock.join(other.clock)
+        self.clock.join(self._device.schedule.host.clock)
+        self._device.schedule.host.tick()
+
+    def synchronize(self) -> None:
+        self._device.schedule.point()
+        self._device.waits_in_capture(self.name)
+        self._device.schedule.host.clock.join(self.clock)
+
+
+class Event:
+    def __init__(self, device: Device, timed: bool) -> None:
+        self._device, self._timed, self._clock = device, timed, Clock()
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self._device.stream
+        stream.clock.join(self._device.schedule.host.clock)
+        self._device.schedule.host.tick()
+        self._clock = Clock(stream.clock)
+
+    def query(self) -> bool:
+        over = self._device.schedule.random.random() < 0.5
+        if over:
+            self._device.schedule.host.clock.join(self._clock)
+        return over
+
+    def synchronize(self) -> None:
+        self._device.schedule.point()
+        self._device.waits_in_capture("an event")
+        self._device.schedule.host.clock.join(self._clock)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self._timed
+        return self._device.schedule.random.random()
+
+
+class Graph:
+    """Stands in for torch.cuda.CUDAGraph."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.operations: list[tuple[str, list[Access]]] = []
+        self._pool = 0
+        self._stream: Stream | None = None
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local", "other threads may not allocate meanwhile"
+        device, stream = self._device, self._device.stream
+        device.schedule.point()
+        if stream is device.default_stream or stream.capturing is not None:
+            device.memory.fault(f"a capture begins on {stream.name}, which may not capture now")
+        if device.pools.get(pool, 1) == 0:
+            device.memory.fault("a capture into a pool that was closed with its last graph")
+        if any(other.capturing is not None for other in device.streams):
+            device.memory.fault("two threads capture into one pool")
+        device.pools[pool] = device.pools.get(pool, 0) + 1
+        self._pool, self._stream, stream.capturing = pool, stream, self
+
+    def capture_end(self) -> None:
+        assert self._stream is not None
+        self._device.schedule.point()
+        self._stream.capturing = None
+
+    def replay(self) -> None:
+        for what, accesses in self.operations:
+            self._device.run(f"replayed {what}", accesses)
+
+    def __del__(self) -> None:
+        if self._stream is not None:
+            self._device.pools[self._pool] -= 1
+            if self._device.rules.drops_work_spaces:
+                work_spaces = self._device.work_spaces
+                for key in [key for key in work_spaces if key[1] is self._stream]:
+                    del work_spaces[key]
+
+
+class Device:
+    """One device. mapped: address -> the name of the chunk that lies there, or None."""
+
+    def __init__(self, schedule: Schedule, rules: Rules, mapped: Callable[[int, int], Iterable[Hashable | None]]) -> None:
+        self.schedule, self.rules, self.memory, self._mapped = schedule, rules, Memory(), mapped
+        self.default_stream = Stream(self, "default stream")
+        self.streams = [Stream(self, f"stream {number}") for number in range(NUM_STREAMS)]
+        self._num_streams_given = 0
+        self._free: dict[tuple[int | None, Stream, Hashable], list[Block]] = {}
+        self.pools: dict[int, int] = {}  # the graphs of each
+        self.work_spaces: dict[tuple[int, Stream], Storage] = {}
+        self._handles: list[int] = []  # of threads that have ended
+        self._num_handles = 0
+        self.refuses = 0  # how many allocations are refused from now on
+        self.counts: Counter[str] = Counter()  # operations of each name
+
+    # ---- streams
+
+    @property
+    def stream(self) -> Stream:
+        streams = self.schedule.host.streams
+        return streams[-1] if streams else self.default_stream
+
+    def new_stream(self) -> Stream:
+        self._num_streams_given += 1
+        return self.streams[(self._num_streams_given - 1) % NUM_STREAMS]
+
+    def waits_in_capture(self, what: str) -> None:
+        if self.stream.capturing is not None:
+            self.memory.fault(f"{self.schedule.host.name} waits for {what} while it captures")
+
+    def empty_cache(self) -> None:
+        if any(stream.capturing is not None for stream in self.streams):
+            self.memory.fault("torch gives memory back while a thread captures")
+        for key in [key for key in self._free if key[0] is None]:
+            del self._free[key]
+
+    # ---- memory
+
+    def allocate(self, size: Hashable, what: str) -> Storage:
+        """Returns a block for the current stream, from the pool of the graph it captures. Raises torch.OutOfMemoryError."""
+        if self.refuses:
+            self.refuses -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        stream = self.stream
+        pool = None if stream.capturing is None else stream.capturing._pool
+        known = self._free.get((pool, stream, size))
+        block = known.pop() if known else Block(pool, stream, size)
+        block.what, block.number, block.is_free = what, block.number + 1, False
+        return Storage(self, block)
+
+    def page_locked(self) -> Storage:
+        """Returns page-locked memory of the host."""
+        return Storage(self, Block(PAGE_LOCKED, self.default_stream, None, "page-locked memory"))
+
+    def free(self, block: Block) -> None:
+        block.is_free = True
+        if block.pool == PAGE_LOCKED:
+            return
+        self._free.setdefault((block.pool, block.stream, block.size), []).append(block)
+
+    # ---- operations
+
+    def launch(self, what: str, accesses: list[Access]) -> None:
+        """Runs an operation on the current stream, or records it in the graph that is captured there."""
+        self.schedule.point()
+        graph = self.stream.capturing
+        if graph is not None:
+            graph.operations.append((what, accesses))
+        else:
+            self.run(what, accesses)
+
+    def run(self, what: str, accesses: list[Access], stream: Stream | None = None) -> None:
+        stream, host = stream or self.stream, self.schedule.host
+        self.counts[what] += 1
+        stream.clock.join(host.clock)
+        host.tick()
+        stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+        for place, writes in accesses:
+            note = self.memory.write if writes else self.memory.read
+            for name, kind in self._names(place, what):
+                note(name, kind, stream.name, stream.clock, what)
+
+    def host_uses(self, name: Hashable, kind: str, what: str) -> None:
+        """Notes that the thread that runs reads and writes a piece of memory."""
+        host = self.schedule.host
+        self.memory.write(name, kind, host.name, host.clock, what)
+
+    def _names(self, place: Any, what: str) -> Iterator[tuple[Hashable, str]]:
+        """Yields the name of each piece of memory that a place stands for now, and what kind of memory it is."""
+        if place == "kv":
+            for own, _ in self.schedule.host.kv:
+                yield from self._names(own, what)
+        elif isinstance(place, tuple) and isinstance(place[0], Block):
+            block, number = place
+            if block.pool is None and (block.is_free or block.number != number):
+                self.memory.fault(f"{what} uses {block.what} that was given back")
+            yield block, block.what
+        elif isinstance(place, tuple):
+            for name in self._mapped(*place):
+                if name is None:
+                    self.memory.fault(f"{what} uses an address without memory")
+                else:
+                    yield name, "a chunk"
+        else:
+            yield place, "host memory"
+
+    # ---- libraries
+
+    def product(self, what: str, accesses: list[Access]) -> None:
+        """A matrix product by cuBLAS, which writes to its work space."""
+        host, stream = self.schedule.host, self.stream
+        if host.handle is None:
+            if stream.capturing is not None:
+                self.memory.fault("a cuBLAS handle is made within a capture")
+            if self._handles:
+                host.handle = self._handles.pop()
+            else:
+                host.handle = self._num_handles
+                self._num_handles += 1
+        work_space = self.work_spaces.get((host.handle, stream))
+        if work_space is None:
+            work_space = self.work_spaces[host.handle, stream] = self.allocate("work space", "cuBLAS's work space")
+        self.launch(what, [*accesses, ((work_space.block, work_space.block.number), True)])
+
+    def thread_ended(self, host: Host) -> None:
+        if host.handle is not None:
+            self._handles.append(host.handle)
+
+    def draw(self) -> None:
+        """A draw from the default generator."""
+        captures = any(stream.capturing is not None for stream in self.streams)
+        if self.rules.one_generator_state and captures and self.stream.capturing is None:
+            self.memory.fault("Offset increment outside graph capture encountered unexpectedly.")

@@ -1,0 +1,447 @@
+"""One random run of an engine on the stand-in for a device.
+
+Its loop does in random order what engine/loop does, and for each model what engine/lifecycle does: loads, steps launched ahead,
+captures in idle time, compaction, evictions that save KV. Loads, copies and everything of engine/cuda are the real code; a model's
+layers and the kernels are replaced by launches that tell what they access.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Event, Lock
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.contracts.loads import LoadCancelled
+from engine.contracts.steps import NoWorkSpace
+from engine.cuda import backend, graphs, model, sequences
+from engine.cuda.backend import CudaBackend
+from engine.cuda.kernels import linear_choice
+from engine.lifecycle import loads
+from engine.lifecycle.kv_transfer import KVTransfer
+from engine.lifecycle.loads import Load, Loads
+from engine.loading import runner
+from engine.memory import transfers
+from engine.protocol import Configure, LoadModel
+from engine.serve.served_models import Place
+from loader import checksum
+from scheduler.batch.plan import BatchPlan, make_sequence_table
+from tests.engine import cuda_stand_in
+from tests.engine.races import schedule
+from tests.engine.races.clocks import Clock
+from tests.engine.races.device import TORCH, Device, Rules
+from tests.engine.races.schedule import Schedule
+from tests.engine.races.tensors import Drawn, Tensor, Torch, reads, writes
+from tests.loader.checkpoints import shape
+
+CHUNK = cuda_stand_in.GRANULARITY
+NAMES, NUM_CHUNKS, WEIGHT_CHUNKS, KV_CHUNKS = "abc", 12, 2, 1
+WIDTH, LENGTH, BLOCK_TOKENS = 16, 64, 16
+SHAPE = shape()
+ACTIONS = 80
+POINTS = 30  # at most so often other threads may go on between two actions of the loop
+
+
+class Driver(cuda_stand_in.Driver):
+    """The stand-in for the driver, whose copies are operations of a stream. Unmapping is an access: nothing may still be running on
+    what is unmapped."""
+
+    device: Device
+    arena_address = 0
+    _places: tuple[int, ...] = ()
+
+    def names_at(self, address: int, num_bytes: int) -> Iterator[Hashable | None]:
+        """Yields the chunks that are mapped at a range, and None for each part without one."""
+        if len(self._places) != len(self.mapped):
+            self._places = tuple(sorted(self.mapped))
+        at = address
+        while at < address + num_bytes:
+            found = bisect_right(self._places, at) - 1
+            begin = self._places[found] if found >= 0 else 0
+            handle = self.mapped.get(begin)
+            held = handle if handle is not None and at < begin + handle.num_bytes else None
+            yield None if held is None else id(held)
+            at = at + CHUNK if held is None else begin + held.num_bytes
+
+    def cuMemMap(self, *arguments: Any) -> Any:
+        self._places = ()
+        return super().cuMemMap(*arguments)
+
+    def cuMemUnmap(self, address: Any, size: int) -> Any:
+        self._places = ()
+        if not self.arena_address <= address < self.arena_address + NUM_CHUNKS * CHUNK:
+            for name in self.names_at(int(address), size):
+                self.device.host_uses(name, "a chunk", "unmapping")
+        return super().cuMemUnmap(address, size)
+
+    def cuMemcpyHtoDAsync(self, target: Any, source: int, size: int, stream: Any) -> Any:
+        return self._copied(stream, [(f"host memory {source}", False), ((int(target), size), True)], "a copy to the device")
+
+    def cuMemcpyDtoHAsync(self, target: int, source: Any, size: int, stream: Any) -> Any:
+        return self._copied(stream, [((int(source), size), False), (f"host memory {target}", True)], "a copy from the device")
+
+    def _copied(self, stream: str, accesses: list[Any], what: str) -> Any:
+        self.device.schedule.point()
+        found = next(one for one in self.device.streams if one.cuda_stream == stream)
+        self.device.run(what, accesses, found)
+        return (cuda_stand_in.CUresult.CUDA_SUCCESS,)
+
+
+class Layers:
+    """A model's layers: two products, one around an access to its KV."""
+
+    def __init__(self, on: Device, weights: Any) -> None:
+        self._on = on
+        self._inner = weights.tensor(0, (WIDTH, WIDTH), torch.bfloat16)
+        self._outer = weights.tensor((WEIGHT_CHUNKS - 1) * CHUNK, (32, WIDTH), torch.bfloat16)
+
+    def forward(self, batch: Any, wanted: Tensor | None) -> Tensor:
+        x = self._made(len(batch.input_ids))
+        self._on.launch("embedding", [reads(batch.input_ids), reads(self._inner), writes(x)])
+        x, out = linear_choice.linear(x, self._inner, None), self._made(len(batch.input_ids))
+        group = batch.groups[0]
+        inputs = [group.block_table, group.kv_slots, group.turns, batch.slots, batch.contexts]
+        self._on.launch("attention", [*map(reads, [x, *inputs]), ("kv", True), writes(out)])
+        if wanted is None:
+            return out
+        rows = self._made(len(wanted))
+        self._on.launch("gather", [reads(out), reads(wanted), writes(rows)])
+        return rows
+
+    def logits(self, hidden: Tensor) -> Any:
+        return linear_choice.linear(hidden, self._outer, None)
+
+    def _made(self, num_rows: int) -> Any:
+        return Torch(self._on).empty(num_rows, WIDTH, dtype=torch.bfloat16, device=self._inner.device)
+
+
+def kernels(on: Device) -> SimpleNamespace:
+    """Stands in for engine.cuda.kernels.entry."""
+    torch_on = Torch(on)
+
+    def made(num: int, *inputs: Tensor) -> Any:
+        out = torch_on.empty(num, dtype=torch.int32, device=inputs[0].device)
+        on.launch("a kernel", [*map(reads, inputs), writes(out)])
+        return out
+
+    def prepare_inputs(token_rows: Tensor, *inputs: Any) -> Any:
+        tensors = [token_rows, *inputs[:-1]]
+        return tuple(made(len(token_rows), *tensors) for _ in range(3))
+
+    def set_entries(target: Tensor, places: Tensor, values: Tensor) -> None:
+        on.launch("set_entries", [reads(places), reads(values), writes(target)])
+
+    return SimpleNamespace(
+        tile_tokens=lambda head_dim, dtype: 16,
+        FEW_ROWS=(1, 2),
+        MANY_ROWS=8,
+        prepare_inputs=prepare_inputs,
+        cos_sin=lambda positions, inv_freq, scale: made(len(positions), positions, inv_freq),
+        split_contexts=lambda contexts, window, target: made(len(contexts), contexts),
+        sample=lambda logits, *columns: (made(len(logits), logits, *columns), made(len(logits), logits)),
+        set_entries=set_entries,
+        compile_linear=linear_choice.compile_ours,
+        measure_linear=linear_choice.measure,
+        one_of_each_size=linear_choice.one_of_each_size,
+        weights_of_products=linear_choice.weights_of_products,
+    )
+
+
+class ReportingLoads(Loads):
+    """Loads whose reports hand over the clock of the thread that makes them."""
+
+    schedule: Schedule
+
+    def _report(self, item: Any) -> None:
+        if not hasattr(self, "_clock"):
+            self._clock = Clock()
+        self._clock.join(self.schedule.host.clock)
+        self.schedule.host.tick()
+        super()._report(item)
+
+    def take(self) -> list[Any]:
+        taken = super().take()
+        if taken:
+            self.schedule.host.clock.join(self._clock)
+        return taken
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """A model from its load to its end. becomes: what the copy of KV under way leads to, "served" or "gone"."""
+
+    spec: LoadModel
+    place: Place
+    load: Load
+    table: Any
+    hosted: Any = None
+    served: bool = False
+    becomes: str = ""
+
+
+class EngineRun:
+    """A run of one seed. faults: what it found. num_replaced: how often a model was loaded with other settings than before.
+    backend, streams, copies: what a test changes to put a fault back."""
+
+    def __init__(self, seed: int, rules: Rules, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.schedule = Schedule(seed, lambda host: self.device.thread_ended(host))
+        self._random = self.schedule.random
+        self._driver = Driver()
+        self.device = self._driver.device = Device(self.schedule, rules, self._driver.names_at)
+        cuda_memory = self._patch(monkeypatch)
+        self._memory = cuda_memory.CudaMemory(NUM_CHUNKS, CHUNK)
+        self._arena = self._driver.arena_address = self._memory.arena.data_ptr()
+        options = Configure("cuda:0", NUM_CHUNKS, CHUNK, 0, 512, BLOCK_TOKENS, 5.0, 0)
+        self.backend: Any = CudaBackend(self._memory, options)
+        self.backend._ops = None
+        self.streams: Any = self._memory._streams
+        self.num_replaced = 0
+        self._slots = [np.zeros(CHUNK, np.uint8) for _ in range(WEIGHT_CHUNKS)]
+        self._kv_slots = {name: np.zeros(CHUNK, np.uint8) for name in NAMES}
+        tier = SimpleNamespace(slot_bytes=CHUNK, span=(0, 0), pieces=lambda slots, num_bytes: self._slots)
+        self._runner = runner.TorchRunner(self.backend, options, None)
+        self._runner._copies._tier = tier
+        self._loads = ReportingLoads(self._runner)
+        self._loads.schedule = self.schedule
+        self._free = list(range(NUM_CHUNKS))
+        self._lives: dict[str, Life] = {}
+        self._hosted: dict[str, Any] = {}  # the latest of each name
+        self._under_way: Any = None
+
+    @property
+    def faults(self) -> list[str]:
+        return list(self.device.memory.faults)
+
+    def _patch(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        device, torch_on = self.device, Torch(self.device)
+        cuda_memory = cuda_stand_in.install(monkeypatch, self._driver)
+        self.copies = copies = sys.modules["engine.cuda.copies"]
+        sums = SimpleNamespace(
+            new_partial_sums=lambda on: torch_on.zeros(2, 2, dtype=torch.int64, device=on),
+            partial_sums=lambda words, out: device.launch("a checksum", [reads(words), writes(out)]),
+        )
+        few_rows = SimpleNamespace(
+            MAX_ROWS=4,
+            few_rows_linear=lambda x, weight, bias, out: device.launch("few rows", [reads(x), reads(weight), writes(out)]),
+        )
+        threading = SimpleNamespace(Thread=self.schedule.thread, Lock=Lock, Event=Event)
+        entry, ended = kernels(device), Future[None]()
+        ended.set_result(None)
+        source = SimpleNamespace(shape=SHAPE)
+        choice = SimpleNamespace(wants_packed=None)
+        patches: list[tuple[Any, dict[str, Any]]] = [
+            (cuda_memory, {"torch": torch_on}),
+            (copies, {"torch": torch_on, "triton_checksum": sums}),
+            (backend, {"torch": torch_on, "MAX_GRAPH_ROWS": 4}),
+            (graphs, {"torch": torch_on, "_space": None, "_recording": schedule.Lock(self.schedule)}),
+            (sequences, {"torch": torch_on, "entry": entry}),
+            (linear_choice, {"torch": torch_on, "functional": torch_on, "triton_linear": few_rows, "_ours_wins": {}}),
+            (linear_choice, {"HEAD_START": 2, "REPEATS": 2, "HEAD_START_TRIES": 2}),
+            (model, {"torch": torch_on, "entry": entry, "Weights": lambda shape, dtype, weights: weights}),
+            (model, {"build_model": lambda ops, shape, weights: Layers(device, weights)}),
+            (model, {"kv_views": lambda arena, *_: (arena, None)}),
+            (model, {"rotary_of": lambda *_: SimpleNamespace(inv_freq=Drawn(device, (8,)), scale=1.0)}),
+            (loads, {"threading": threading}),
+            (transfers, {"threading": threading}),
+            (
+                runner,
+                {"open_checkpoint": lambda *_: source, "SourceChoice": lambda *_: choice, "_in_background": lambda work: ended},
+            ),
+            (runner, {"weights_bytes": lambda *_: WEIGHT_CHUNKS * CHUNK, "StagingRing": lambda: None, "ReadRates": lambda _: None}),
+        ]
+        for module, names in patches:
+            for name, value in names.items():
+                monkeypatch.setattr(module, name, value)
+        return cuda_memory
+
+    # ---- the loop
+
+    def run(self, num_actions: int = ACTIONS) -> None:
+        actions: list[Callable[[], None]] = [
+            *[self._step] * 8,
+            *[self._take] * 4,
+            *[self._start_load] * 3,
+            *[self._idle] * 2,
+            *[self._evict] * 2,
+            self._compact,
+            self._cancel,
+            self._lack_memory,
+        ]
+        for _ in range(num_actions):
+            self._random.choice(actions)()
+            for _ in range(self._random.randrange(POINTS)):
+                self.schedule.point()
+        while self.schedule.num_running or any(not life.served for life in self._lives.values()):
+            self.schedule.point()
+            self._take()
+        self._finish()
+        for life in list(self._lives.values()):
+            self._end(life)
+        self._close()
+        if self.schedule.errors:
+            raise self.schedule.errors[0]
+
+    def _close(self) -> None:
+        for _, weights in self._runner._ranges._ranges.values():
+            weights.close()
+        self._memory.close()
+
+    def _finish(self) -> None:
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            step.wait()
+
+    def _step(self) -> None:
+        """Launches a step of a served model, then reads the one before."""
+        served = [life for life in self._lives.values() if life.served]
+        if not served:
+            return
+        life = self._random.choice(served)
+        num_rows = self._random.randint(1, 3)
+        num_new = np.ones(num_rows, np.int32)
+        num_new[-1] = self._random.choice([1, 1, 3])
+        slots, computed = np.arange(num_rows, dtype=np.int32), np.full(num_rows, 4, np.int32)
+        life.table.block_tables[0][slots, 0] = self._random.randrange(4)
+        plan = BatchPlan(1, life.spec.model, slots, computed, num_new, np.ones(num_rows, np.bool_))
+        self.schedule.host.kv = [((self._arena + chunk * CHUNK, CHUNK), True) for chunk in life.place.kv.tolist()]
+        before = self._under_way
+        try:
+            self._under_way = life.hosted.launch(plan, life.table)
+        except NoWorkSpace:
+            self._finish()
+        else:
+            if before is not None:
+                before.wait()
+
+    def _idle(self) -> None:
+        self._finish()
+        self.schedule.host.kv = []
+        for life in self._lives.values():
+            if life.served and life.hosted.num_uncaptured:
+                life.hosted.capture_next()
+                return
+
+    def _start_load(self) -> None:
+        name = self._random.choice(NAMES)
+        if name in self._lives or len(self._free) < WEIGHT_CHUNKS + KV_CHUNKS:
+            return
+        self._finish()
+        self._random.shuffle(self._free)
+        chunks = [self._free.pop() for _ in range(WEIGHT_CHUNKS + KV_CHUNKS)]
+        place = Place(np.array(chunks[:WEIGHT_CHUNKS], np.int32), np.array(chunks[WEIGHT_CHUNKS:], np.int32))
+        num_sequences = self._random.choice([4, 4, 4, 6])
+        limits = (WEIGHT_CHUNKS, KV_CHUNKS, NUM_CHUNKS, LENGTH, num_sequences, [])
+        total = checksum.combined([0] * WEIGHT_CHUNKS)
+        spec = LoadModel(1, name, "", "bfloat16", "f", *limits, source_slots=list(range(WEIGHT_CHUNKS)), checksum=total)
+        table = make_sequence_table(num_sequences, LENGTH, LENGTH // BLOCK_TOKENS)
+        table.temperature[:] = 0.0
+        self._lives[name] = Life(spec, place, self._loads.start(spec, place), table)
+
+    def _cancel(self) -> None:
+        for life in self._lives.values():
+            if life.hosted is None and self._random.random() < 0.2:
+                life.load.cancelled.set()
+
+    def _lack_memory(self) -> None:
+        """Lets some of the next allocations fail, the loop's or a load's."""
+        if self._random.random() < 0.3:
+            self.device.refuses = self._random.choice([1, 2, 30])
+
+    def _take(self) -> None:
+        self._finish()
+        for item in self._loads.take():
+            if isinstance(item, Load):
+                self._load_ended(self._lives[item.task.spec.model])
+            elif isinstance(item, KVTransfer):
+                if item.error is not None and not isinstance(item.error, torch.OutOfMemoryError):
+                    raise item.error
+                life = self._lives[item.served.spec.model]
+                if life.becomes == "served":
+                    life.served, life.becomes = True, ""
+                else:
+                    self._end(life)
+
+    def _load_ended(self, life: Life) -> None:
+        load, name = life.load, life.spec.model
+        hosted = self.backend._models.get(name, (None, None))[1]
+        if hosted is not None and self._hosted.get(name, hosted) is not hosted:
+            self.num_replaced += 1
+        self._hosted[name] = hosted
+        if load.error is not None and not isinstance(load.error, LoadCancelled | torch.OutOfMemoryError):
+            raise load.error
+        if load.error is not None or load.cancelled.is_set():
+            life.hosted = load.hosted
+            self._end(life)
+            return
+        life.hosted = load.hosted
+        if self._random.random() < 0.5:
+            life.becomes = "served"
+            self._copy(life, save=False)
+        else:
+            life.served = True
+
+    def _evict(self) -> None:
+        served = [life for life in self._lives.values() if life.served]
+        if not served:
+            return
+        self._finish()
+        life = self._random.choice(served)
+        life.served = False
+        if self._random.random() < 0.5:
+            life.becomes = "gone"
+            self._copy(life, save=True)
+        else:
+            self._end(life)
+
+    def _copy(self, life: Life, save: bool) -> None:
+        """Copies the KV of a model to the host tier, or back."""
+        pieces: Any = [[(self._arena + int(chunk) * CHUNK, self._kv_slots[life.spec.model])] for chunk in life.place.kv]
+        served: Any = SimpleNamespace(spec=life.spec)
+        self._loads.copy(KVTransfer(served, [], [], life.place.kv, save, pieces, self._memory))
+
+    def _compact(self) -> None:
+        """Moves a model's KV to a free chunk, which frees its own."""
+        served = [life for life in self._lives.values() if life.served]
+        if not served or not self._free:
+            return
+        self._finish()
+        life, target = self._random.choice(served), self._free.pop()
+        source = int(life.place.kv[0])
+        self._memory.copy_within(CHUNK, np.array([source], np.int32), np.array([target], np.int32))
+        life.place.kv[0] = target
+        self._free.append(source)
+
+    def _end(self, life: Life) -> None:
+        if life.hosted is not None:
+            life.hosted.release()
+        self._free += [*life.place.weights.tolist(), *life.place.kv.tolist()]
+        del self._lives[life.spec.model]
+
+
+def run_of(
+    seed: int,
+    version: str,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: Callable[[EngineRun, pytest.MonkeyPatch], None] = lambda run, monkeypatch: None,
+) -> EngineRun:
+    """Returns the run of a seed, ended. version: torch's, one of TORCH. changed: called before it, to put a fault back."""
+    enabled = gc.isenabled()
+    gc.disable()  # as in an engine, where it runs only when the loop says so
+    try:
+        with monkeypatch.context() as patches:
+            run = EngineRun(seed, TORCH[version], patches)
+            changed(run, patches)
+            run.run()
+            return run
+    finally:
+        if enabled:
+            gc.enable()

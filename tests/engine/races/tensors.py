@@ -1,0 +1,176 @@
+"""A stand-in for torch and its tensors on a device of engine.races.device: as much of them as engine/cuda uses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.engine.races.device import Access, Device, Event, Graph, Storage, Stream
+
+CUDA, HOST = SimpleNamespace(type="cuda", index=0), SimpleNamespace(type="cpu", index=None)
+
+
+class Tensor:
+    """A tensor without values. storage: its block, of which it stands for all. None: it stands for its own bytes at an address."""
+
+    def __init__(
+        self, on: Device, shape: Sequence[int], dtype: Any, device: Any, storage: Storage | None = None, address: int = 0
+    ) -> None:
+        self.on, self.shape, self.dtype, self.device = on, tuple(shape), dtype, device
+        self.storage, self.address = storage, address
+        self.is_cuda = device is CUDA
+
+    @property
+    def place(self) -> Any:
+        if self.storage is not None:
+            return (self.storage.block, self.storage.block.number)
+        return (self.address, self.num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def _view(self, shape: Sequence[int], dtype: Any, address: int) -> Tensor:
+        return Tensor(self.on, shape, dtype, self.device, self.storage, address)
+
+    def __getitem__(self, at: Any) -> Tensor:
+        first, rest = (at[0], at[1:]) if isinstance(at, tuple) else (at, ())
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        if isinstance(first, slice):
+            begin, end, _ = first.indices(self.shape[0])
+            shape = (max(0, end - begin), *self.shape[1:])
+        else:
+            begin, shape = first, self.shape[1:]
+        if rest:  # of columns: all of their rows
+            end = rest[0].indices(self.shape[1])[1] if isinstance(rest[0], slice) else 0
+            shape = (*shape[:1], end) if isinstance(first, slice) else (end,)
+        return self._view(shape, self.dtype, self.address + begin * row_bytes)
+
+    def __setitem__(self, at: Any, value: Tensor) -> None:
+        self.on.launch("store", [reads(value), writes(self)])
+
+    def view(self, *how: Any) -> Tensor:
+        if isinstance(how[0], torch.dtype):
+            last = self.shape[-1] * self.dtype.itemsize // how[0].itemsize
+            return self._view((*self.shape[:-1], last), how[0], self.address)
+        shape = list(how[0] if isinstance(how[0], tuple) else how)
+        if -1 in shape:
+            shape[shape.index(-1)] = self.numel() // -math.prod(shape)
+        return self._view(shape, self.dtype, self.address)
+
+    def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
+        self.on.launch("copy", [reads(other), writes(self)])
+        return self
+
+    def zero_(self) -> Tensor:
+        self.on.launch("zeros", [writes(self)])
+        return self
+
+    def cpu(self) -> Tensor:
+        if self.numel():
+            self.on.launch("copy to the host", [reads(self)])
+        self.on.stream.synchronize()
+        return Tensor(self.on, self.shape, self.dtype, HOST)
+
+    def numpy(self) -> Any:
+        if self.storage is not None:
+            self.on.host_uses(self.storage.block, self.storage.block.what, "the host")
+        return np.zeros(self.shape, torch.zeros(0, dtype=self.dtype).numpy().dtype)
+
+    def new_empty(self, *shape: int) -> Tensor:
+        return Tensor(self.on, shape, self.dtype, self.device, self.on.allocate(shape, "a result"))
+
+
+def reads(tensor: Tensor) -> Access:
+    return tensor.place, False
+
+
+def writes(tensor: Tensor) -> Access:
+    return tensor.place, True
+
+
+class Drawn:
+    """Values on the host that are copied to the device."""
+
+    def __init__(self, on: Device, shape: tuple[int, ...]) -> None:
+        self._on, self._shape = on, shape
+
+    def to(self, device: Any, dtype: Any = torch.float32) -> Tensor:
+        return Torch(self._on).zeros(*self._shape, dtype=dtype, device=device)
+
+
+class Torch:
+    """Stands in for the module."""
+
+    def __init__(self, on: Device) -> None:
+        self._on = on
+        self.cuda = SimpleNamespace(
+            Stream=lambda device=None: on.new_stream(),
+            Event=lambda enable_timing=False, blocking=False: Event(on, enable_timing),
+            CUDAGraph=lambda: Graph(on),
+            stream=self._stream,
+            default_stream=lambda device=None: on.default_stream,
+            graph_pool_handle=lambda: len(on.pools) + 1,
+            memory_reserved=lambda: 0,
+            empty_cache=on.empty_cache,
+            get_device_properties=lambda device: SimpleNamespace(multi_processor_count=2),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @contextmanager
+    def _stream(self, stream: Stream) -> Iterator[None]:
+        streams = self._on.schedule.host.streams
+        streams.append(stream)
+        try:
+            yield
+        finally:
+            streams.pop()
+
+    def device(self, kind: str, index: int) -> Any:
+        return CUDA
+
+    def as_tensor(self, held: Any, device: Any) -> Tensor:
+        told = held.__cuda_array_interface__
+        return Tensor(self._on, told["shape"], torch.uint8, CUDA, None, told["data"][0])
+
+    def empty(self, *shape: Any, dtype: Any = torch.float32, device: Any = HOST, pin_memory: bool = False) -> Tensor:
+        shape = tuple(shape[0]) if isinstance(shape[0], tuple) else shape
+        if device is not CUDA and not pin_memory:
+            return Tensor(self._on, shape, dtype, HOST)
+        if pin_memory:  # torch gives it out again only when the streams that used it have passed
+            return Tensor(self._on, shape, dtype, HOST, self._on.page_locked())
+        return Tensor(self._on, shape, dtype, CUDA, self._on.allocate((shape, dtype), "a tensor"))
+
+    def zeros(self, *shape: Any, dtype: Any = torch.float32, device: Any = HOST, pin_memory: bool = False) -> Tensor:
+        made = self.empty(*shape, dtype=dtype, device=device, pin_memory=pin_memory)
+        return made.zero_() if made.is_cuda else made
+
+    def randn(self, *shape: int, device: Any = HOST, generator: Any = None) -> Any:
+        if device is CUDA and generator is None:
+            self._on.draw()
+        return Drawn(self._on, shape)
+
+    def mm(self, one: Tensor, other: Tensor) -> Tensor:
+        return self.linear(one, other)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        self._on.product("a product", [reads(x), reads(weight), writes(out)])
+        return out
