@@ -77,7 +77,8 @@ class CudaBackend:
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
         self._ops = CudaOps(self._options.cache_dir)
-        self.memory.copy_out(self.memory.arena.data_ptr(), np.zeros(8, np.uint8)).wait()  # compiles the checksum kernel
+        for place in (0, 8):  # compiles the checksum kernel, for what is aligned to 16 bytes and for what is not
+            self.memory.copy_out(self.memory.arena.data_ptr() + place, np.zeros(8, np.uint8)).wait()
         self._frames = device_frames(self.memory)
 
     def need_kernels(self, spec: LoadModel, weight_format: WeightFormat) -> None:

@@ -169,7 +169,7 @@ class CudaModel:
 
     @torch.inference_mode()
     def warm(self, graph_rows: Sequence[int] = (1, 2, 4, 8)) -> None:
-        """Compiles what steps need, measures which kernel multiplies few rows fastest, and captures graphs of graph_rows rows.
+        """Launches what steps launch, measures which kernel multiplies few rows fastest, and captures graphs of graph_rows rows.
         All steps it runs consist of padding rows, which belong to no sequence, so no KV is written."""
         if self._device.type == "cuda":
             with entry.weights_of_products() as weights:
@@ -177,6 +177,16 @@ class CudaModel:
             for weight in weights:
                 for num_rows in entry.FEW_ROWS:
                     entry.measure_linear(weight, num_rows)
+        self.launch_all()
+        for num_rows in graph_rows:
+            self.capture(num_rows)
+
+    @torch.inference_mode()
+    def launch_all(self) -> None:
+        """Launches every kernel that a step may launch, with arguments of every kind that Triton compiles for, so that no step has
+        to wait for a compiler (tests/engine/kernels/record_keys.py). Reads and writes what belongs to no sequence."""
+        for num_rows in (*range(1, entry.FEW_ROWS[-1] + 1), entry.MANY_ROWS):
+            self._decode(self._staging.send(padding_columns(num_rows, self._sequences.num_slots)))
         nobody = np.array([self._sequences.num_slots], np.int32)
         one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
         columns: Columns = {
@@ -193,10 +203,12 @@ class CudaModel:
         }
         hidden = self._forward(ExtendStep(columns, 0, 1, 1))
         self._draw(hidden, self._staging.send(padding_columns(1, self._sequences.num_slots)))
-        for num_rows in (*entry.FEW_ROWS, entry.MANY_ROWS):
-            self._decode(self._staging.send(padding_columns(num_rows, self._sequences.num_slots)))
-        for num_rows in graph_rows:
-            self.capture(num_rows)
+        # for rows whose logits the host edits, and for log-probabilities
+        logits, zero = self._loaded().logits(hidden), torch.zeros(1, dtype=torch.int32, device=self._device)
+        entry.top_logprobs(logits, zero, zero, 1)
+        edited = logits.float()
+        entry.penalise(edited[0], zero, 0, 0.0, 0.0, 1.0)
+        entry.greedy(edited)
 
     @torch.inference_mode()
     def capture(self, num_rows: int) -> None:

@@ -188,7 +188,8 @@ def _count_kernel(
     tl.atomic_add(counts + row * V + token, 1, mask=inside & (at >= tl.load(num_prompt + row)))
 
 
-@triton.jit
+# A row of a vocabulary of any size begins at any float32: two keys, for loads that take no time that matters.
+@triton.jit(do_not_specialize_on_alignment=["logits"])
 def _penalise_kernel(
     logits,  # [N, V] float32
     counts,  # [N, V] int32
