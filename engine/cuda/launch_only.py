@@ -43,6 +43,9 @@ class LaunchOnlyOps(CudaOps):
     """Operations that launch kernels and read no weights. Products of few rows launch ours, as they do wherever it was measured to
     be the faster one. What is sampled is token 0."""
 
+    def __init__(self) -> None:
+        """Leaves Triton's cache folder as it is."""
+
     def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
         return weight.new_empty(len(ids), weight.shape[1])
 
@@ -61,12 +64,12 @@ class LaunchOnlyOps(CudaOps):
         return _nothing(super().sample(logits, temperature, top_p, top_k, min_p, key0, key1))
 
 
-def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int, cache_dir: str) -> CudaModel:
-    """Returns a model whose steps only launch. cache_dir: as in CudaOps."""
+def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> CudaModel:
+    """Returns a model whose steps only launch. spec: of it the dtypes and the limits count."""
     groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
     arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
     weights: Any = AddressRange(weights_bytes(shape, spec.dtype))
-    return CudaModel(LaunchOnlyOps(cache_dir), spec, shape, weights, arena.all, block_tokens)
+    return CudaModel(LaunchOnlyOps(), spec, shape, weights, arena.all, block_tokens)
 
 
 def _nothing(drawn: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -154,7 +154,7 @@ def steps(case: KeyCase, every: bool) -> Iterator[KeyStep]:
     for num in [num for num in counts if num <= 17 or num == 257]:
         for settings in [(name,) for name in BY_HOST] if num <= 2 or every else [tuple(SETTINGS)]:
             yield KeyStep(tuple((1 + at % last, 1) for at in range(num)), settings)
-    chunks = [num for num in (range(1, 300) if every else (1, 2, 3, 4, 5, 16, 17, 33, 128, 129)) if num <= last]
+    chunks = [num for num in (range(1, 140) if every else (1, 2, 3, 4, 5, 16, 17, 33, 128, 129)) if num <= last]
     for num in chunks:
         for before in (0, 1, 15, 16, 100) if every else (0, 100):
             if before + num <= case.max_len:

@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,17 @@ from engine.protocol import Configure
 from loader import codec
 from tests.engine import cuda_stand_in
 from tests.engine.kernels.key_cases import BLOCK_TOKENS, CASES, COVERING, KeyCase, make_table, steps
+from tests.loader.test_families import MISTRAL_7B
 
 HOPPER = 90
 CHUNK_BYTES = 1 << 20
 
 
-def record(case: KeyCase, every: bool, cache_dir: str) -> dict[str, Any]:
+def record(case: KeyCase, every: bool) -> dict[str, Any]:
     """Returns what is printed for one model."""
     added: dict[str, str] = {}
     with recorded(HOPPER) as launches:
-        model = launch_only_model(case.spec, case.shape, BLOCK_TOKENS, cache_dir)
+        model = launch_only_model(case.spec, case.shape, BLOCK_TOKENS)
         model.warm(graph_rows=())
         warmed, num_steps = len(launches), 0
         table = make_table(case, model)
@@ -44,6 +46,20 @@ def record(case: KeyCase, every: bool, cache_dir: str) -> dict[str, Any]:
             for key in list(launches)[warmed + len(added) :]:
                 added[key] = str(step)
     return {"model": case.name, "warmed": warmed, "steps": num_steps, "added": added}
+
+
+def record_values() -> dict[str, Any]:
+    """Compares the keys of models that differ in numbers alone: length of their sequences, number of slots, size of the vocabulary
+    (a multiple of 16 each). added: keys that only some of them have."""
+    keys: list[set[str]] = []
+    plain = KeyCase("values", MISTRAL_7B, more={"sliding_window": None, "vocab_size": 4096})
+    short, shortest = replace(plain, max_len=17 * BLOCK_TOKENS, max_rows=16), replace(plain, max_len=BLOCK_TOKENS, max_rows=1)
+    for case in (plain, short, shortest, replace(plain, more=plain.more | {"vocab_size": 8192})):
+        with recorded(HOPPER) as launches:
+            launch_only_model(case.spec, case.shape, BLOCK_TOKENS).launch_all()
+            keys.append(set(launches))
+    differing = set.union(*keys) - set.intersection(*keys)
+    return {"model": "values", "warmed": len(keys[0]), "steps": 0, "added": dict.fromkeys(sorted(differing), "a number")}
 
 
 def record_loads(cache_dir: str) -> dict[str, Any]:
@@ -72,10 +88,11 @@ def main() -> None:
     every = "--every" in sys.argv
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # what kernels should have written is undefined
     with tempfile.TemporaryDirectory() as cache_dir:
+        print(json.dumps(record_values()), flush=True)
         print(json.dumps(record_loads(cache_dir)), flush=True)
         for case in CASES:
             if every or case.name in COVERING:
-                print(json.dumps(record(case, every, cache_dir)), flush=True)
+                print(json.dumps(record(case, every)), flush=True)
 
 
 if __name__ == "__main__":
