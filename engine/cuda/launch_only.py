@@ -40,8 +40,8 @@ class AddressRange:
 
 
 class LaunchOnlyOps(CudaOps):
-    """Operations that launch kernels and read no weights. Products of few rows launch ours, as they do wherever it was measured to
-    be the faster one. What is sampled is token 0."""
+    """Operations that launch kernels and read no weights. Products of few rows launch our kernel, as steps do wherever it was
+    measured to be the faster one. What is sampled is token 0."""
 
     def __init__(self) -> None:
         """Leaves Triton's cache folder as it is."""
@@ -51,11 +51,9 @@ class LaunchOnlyOps(CudaOps):
 
     def linear(self, x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
         assert isinstance(weight, Tensor)
-        if x.shape[0] > triton_linear.MAX_ROWS:
-            return x.new_empty(x.shape[0], weight.shape[0])
-        if bias is not None:
-            linear_choice.ours(x, weight, None)  # as it is measured
-        return linear_choice.ours(x, weight, bias)
+        if x.shape[0] <= triton_linear.MAX_ROWS:
+            linear_choice.launch_ours(x, weight, bias)
+        return x.new_empty(x.shape[0], weight.shape[0])
 
     def greedy(self, logits: Tensor) -> tuple[Any, Any]:
         return _nothing(super().greedy(logits))

@@ -26,6 +26,7 @@ from engine.host import compiled
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
 linear = linear_choice.linear
+both_kernels = linear_choice.both_kernels
 measure_linear = linear_choice.measure
 weights_of_products = linear_choice.weights_of_products
 FEW_ROWS = (1, 2, 4)
