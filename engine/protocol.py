@@ -198,19 +198,20 @@ class LoadDone(Message, frozen=True):
     restored_kv_tokens: int = 0  # tokens whose KV was restored from kv_slots
     source_rejected: str = ""  # why source_slots were given but not used (the weights came from disk instead)
     read_as: str = ""  # which files were read and why, if some are packed
-    kernels_seconds: float = 0.0  # part of `seconds`: spent waiting until kernels were set up
+    kernels_seconds: float = 0.0  # part of `seconds`: spent on kernels, until they were set up, compiled and launched once
     adopted: bool = False  # the weights were on the device already, left by an engine that died: nothing was read or copied
 
 
 class KernelsTold(Message, frozen=True):
-    """Progress of compiling kernels (once per machine), sent every second. Models are served without them meanwhile, more
-    slowly."""
+    """Progress of compiling kernels (once per machine), sent every second. Models are served without them meanwhile, more slowly,
+    unless loads_wait."""
 
     kind: str  # what is being compiled, such as "bfloat16"; empty: nothing any more
     num_done: int
     num_units: int
     left_s: float  # estimate
     problem: str = ""  # why kernels are not in use though nothing is being compiled
+    loads_wait: bool = False  # the load that needs them waits until they are compiled
 
 
 class WeightsHeld(Message, frozen=True):

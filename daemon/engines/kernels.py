@@ -1,4 +1,6 @@
-"""Devices whose kernels are still being compiled, as their engines report. Until that is done, models on them are slower."""
+"""Devices whose kernels are still being compiled, as their engines report. Until that is done, models on them are slower, or a load
+waits.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Kernels:
         told = self._told.get(device)
         if told is None or not told.kind:
             return None
-        return {"kind": told.kind, "done": told.num_done, "total": told.num_units, "left_s": told.left_s}
+        progress = {"kind": told.kind, "done": told.num_done, "total": told.num_units, "left_s": told.left_s}
+        return progress | {"loads_wait": told.loads_wait}
 
     def problem(self, device: str) -> str:
         """Returns why kernels that were to be compiled are not in use, or "" if there is no problem."""
@@ -49,5 +52,6 @@ class Kernels:
 def sentence(device: str, row: dict[str, Any]) -> str:
     """Returns the progress of one device's compilation in words, without a full stop. row: as Kernels.row returns it."""
     left = f"about {row['left_s']:.0f} s left" if row["left_s"] >= 1 else "nearly done"
-    done = f"{row['done']} of {row['total']}, {left}"
-    return f"{device}: kernels for {row['kind']} are being compiled ({done}); until then models are slower"
+    done = f"{row['done']} of {row['total']}, {left}" if row["total"] else left
+    until_then = "its load waits" if row.get("loads_wait") else "models are slower"
+    return f"{device}: kernels for {row['kind']} are being compiled ({done}); until then {until_then}"

@@ -43,8 +43,9 @@ class Backend(Protocol):
         called before it has returned. tell: called from any thread with news about kernels."""
         ...
 
-    def need_kernels(self, spec: LoadModel, weight_format: WeightFormat) -> None:
-        """Asks for the kernels of a model. Returns once they are in use or are being compiled."""
+    def need_kernels(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat, waiting: Callable[[], None]) -> None:
+        """Asks for the kernels of a model. Returns once they are compiled, or at once on a device that serves the model without
+        them. waiting: called every second until then; what it raises is raised here."""
         ...
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:

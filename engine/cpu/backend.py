@@ -73,7 +73,7 @@ class CpuBackend:
     def steps_may_overlap(self) -> bool:
         return self._ops.threads_may_share()
 
-    def need_kernels(self, spec: LoadModel, weight_format: WeightFormat) -> None:
+    def need_kernels(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat, waiting: Callable[[], None]) -> None:
         if self._builds is not None:
             self._builds.need(spec.dtype, weight_format.kernels)
 

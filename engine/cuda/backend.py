@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: opens a device's memory and makes models on it. Kernels are compiled for each model's sizes, at its load."""
+"""NVIDIA GPUs: opens a device's memory and makes models on it. Kernels are compiled for each model's sizes, before its load."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import torch
+import triton
 
 from engine.contracts.backend import OpenDevice
 from engine.contracts.loads import KernelNews
 from engine.cuda.frames import DeviceFrames, device_frames
 from engine.cuda.graphs import give_back_memory
+from engine.cuda.kernel_builds import KernelBuilds
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.cuda.sink import DeviceSink
+from engine.host.process import num_cores
 from engine.host.weight_decoder import weight_decoder
 from engine.memory import handles
 from engine.memory.chunk_memory import ChunkMemory
@@ -78,14 +81,21 @@ class CudaBackend:
         self._frames: DeviceFrames | None = None  # decodes packed weights on the device; None: the host does
         # All loads launch on this stream what they launch themselves, none of it on the stream of steps and of captured graphs.
         self._load_stream = torch.cuda.Stream() if memory.arena.is_cuda else None
+        self._builds: KernelBuilds | None = None  # None: kernels are interpreted
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
         self._ops = CudaOps(self._options.cache_dir)
-        self.memory.copy_out(self.memory.arena.data_ptr(), np.zeros(8, np.uint8)).wait()  # compiles the checksum kernel
+        for place in (0, 8):  # compiles the checksum kernel, for what is aligned to 16 bytes and for what is not
+            self.memory.copy_out(self.memory.arena.data_ptr() + place, np.zeros(8, np.uint8)).wait()
         self._frames = device_frames(self.memory)
+        if self.memory.arena.is_cuda:
+            major, minor = torch.cuda.get_device_capability()
+            of_gpu = (10 * major + minor, self._options.block_tokens)
+            self._builds = KernelBuilds(str(triton.knobs.cache.dir), *of_gpu, num_cores(), tell)
 
-    def need_kernels(self, spec: LoadModel, weight_format: WeightFormat) -> None:
-        """Does nothing: `model` compiles them."""
+    def need_kernels(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat, waiting: Callable[[], None]) -> None:
+        if self._builds is not None:
+            self._builds.need(spec, shape, waiting)
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
         if not weight_format.runs_on_gpus:

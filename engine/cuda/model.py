@@ -10,6 +10,7 @@ Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,14 +171,21 @@ class CudaModel:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Compiles what steps need. All steps it runs consist of padding rows, which belong to no sequence, so no KV is written."""
+        """Launches what steps launch, in a load's thread. All steps it runs consist of padding rows, which belong to no sequence,
+        so no KV is written."""
         if self._device.type == "cuda":
             with entry.weights_of_products() as weights:
                 self._decode(self._staging.send(padding_columns(1, self._sequences.num_slots)))
             self._products = entry.one_of_each_size(weights)
-            for weight in self._products:
-                for num_rows in entry.FEW_ROWS:
-                    entry.compile_linear(weight, num_rows)
+        self.launch_all()
+
+    @torch.inference_mode()
+    def launch_all(self) -> None:
+        """Launches every kernel that a step may launch, with arguments of every kind that Triton compiles for, so that no step has
+        to wait for a compiler (tests/engine/kernels/record_keys.py). Reads and writes what belongs to no sequence."""
+        with nullcontext() if entry.INTERPRETED else entry.both_kernels():  # interpreted, our products take minutes
+            for num_rows in (*range(1, entry.FEW_ROWS[-1] + 1), entry.MANY_ROWS):
+                self._decode(self._staging.send(padding_columns(num_rows, self._sequences.num_slots)))
         nobody = np.array([self._sequences.num_slots], np.int32)
         one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
         columns: Columns = {
@@ -194,8 +202,12 @@ class CudaModel:
         }
         hidden = self._forward(ExtendStep(columns, 0, 1, 1))
         self._draw(hidden, self._staging.send(padding_columns(1, self._sequences.num_slots)))
-        for num_rows in (*entry.FEW_ROWS, entry.MANY_ROWS):
-            self._decode(self._staging.send(padding_columns(num_rows, self._sequences.num_slots)))
+        # for rows whose logits the host edits, and for log-probabilities
+        logits, zero = self._loaded().logits(hidden), torch.zeros(1, dtype=torch.int32, device=self._device)
+        entry.top_logprobs(logits, zero, zero, 1)
+        edited = logits.float()
+        entry.penalise(edited[0], zero, 0, 0.0, 0.0, 1.0)
+        entry.greedy(edited)
 
     @torch.inference_mode()
     def capture(self, num_rows: int) -> int:

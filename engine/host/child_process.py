@@ -6,8 +6,9 @@ import os
 import resource
 from pathlib import Path
 
-# Processes that compile kernels (engine/cpu/kernel_builds.py): how many run at a time, and the memory of each (1,099 MiB were
-# measured for two). More than four gain nothing: the longest unit takes as long as all the others do in four processes.
+# Processes that compile kernels (kernel_builds.py of engine/cpu and engine/cuda): how many run at a time, and the memory of each
+# (1,099 MiB were measured for two on cpu, 343 for one on cuda). More than four gain nothing: the longest unit takes as long as all
+# the others do in four processes.
 MOST_COMPILERS, COMPILER_BYTES = 4, 640 << 20
 PACKAGES = Path(__file__).resolve().parents[2]  # the folder that contains the five packages
 

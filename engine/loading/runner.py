@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from engine.contracts.backend import Backend
@@ -84,7 +84,7 @@ class TorchRunner:
             granted = len(task.chunks) * self._options.chunk_bytes
             if num_bytes > granted:
                 raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
-            backend.need_kernels(spec, weight_format)
+            backend.need_kernels(spec, source.shape, weight_format, partial(_still_waiting, task))
             task.kernels_seconds = time.perf_counter() - asked_s
             weights = self._ranges.of(spec.model, (spec.fingerprint, spec.dtype, spec.quantize), num_bytes)
             started_s = time.perf_counter()
@@ -100,7 +100,10 @@ class TorchRunner:
                 if not self._in_memory(task, weights, gate):
                     self._read(task, choice, source, weights, gate, stack)
                 task.weights_bytes = num_bytes
-                return backend.model(spec, source.shape, weights) if early is None else early
+                if early is not None:
+                    return early
+                with _time_of_kernels(task):
+                    return backend.model(spec, source.shape, weights)
             except BaseException as error:
                 if gate is not None:
                     gate.withdraw(str(error))
@@ -196,10 +199,35 @@ def _wait_for_kernels(compiled: Future[None], task: LoadTask) -> None:
     LoadCancelled."""
     until_s = time.monotonic() + KERNELS_LIMIT_S
     while not wait([compiled], TELL_EVERY_S).done:
-        task.progress(0, 0)
-        if task.cancelled():
-            raise LoadCancelled(f"{task.spec.model}: cancelled while kernels were looked for")
+        _still_waiting(task)
         if time.monotonic() > until_s:
             raise RuntimeError(f"kernels: not found within {KERNELS_LIMIT_S:.0f} s")
     if (error := compiled.exception()) is not None:
         raise RuntimeError(f"kernels: {error}") from error
+
+
+def _still_waiting(task: LoadTask) -> None:
+    """Reports that a load waits for kernels, so its time has not begun. Raises LoadCancelled."""
+    task.progress(0, 0)
+    if task.cancelled():
+        raise LoadCancelled(f"{task.spec.model}: cancelled while it waited for kernels")
+
+
+@contextmanager
+def _time_of_kernels(task: LoadTask) -> Iterator[None]:
+    """Counts the time inside as spent on kernels: a first load launches each of them and has it compiled if it must, and none of it
+    tells how fast a drive is. It is reported meanwhile, for KERNELS_LIMIT_S at most."""
+    began_s, over = time.perf_counter(), threading.Event()
+
+    def tell() -> None:
+        while not over.wait(TELL_EVERY_S) and time.perf_counter() - began_s < KERNELS_LIMIT_S:
+            task.progress(0, 0)
+
+    teller = threading.Thread(target=tell, name="kernels", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+        task.kernels_seconds += time.perf_counter() - began_s

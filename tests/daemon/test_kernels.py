@@ -16,7 +16,7 @@ def test_what_is_told_is_shown_until_it_is_over() -> None:
     assert kernels.sentence() == ""
     kernels.told("cpu:0", KernelsTold("bfloat16", 3, 20, 17.4))
     kernels.told("cpu:1", KernelsTold("float32", 19, 20, 0.2))
-    assert kernels.row("cpu:0") == {"kind": "bfloat16", "done": 3, "total": 20, "left_s": 17.4}
+    assert kernels.row("cpu:0") == {"kind": "bfloat16", "done": 3, "total": 20, "left_s": 17.4, "loads_wait": False}
     assert kernels.sentence() == (
         "cpu:0: kernels for bfloat16 are being compiled (3 of 20, about 17 s left); until then models are slower. "
         "cpu:1: kernels for float32 are being compiled (19 of 20, nearly done); until then models are slower."
@@ -25,6 +25,12 @@ def test_what_is_told_is_shown_until_it_is_over() -> None:
     kernels.forget("cpu:1")
     assert (kernels.row("cpu:0"), kernels.row("cpu:1"), kernels.sentence()) == (None, None, "")
     assert kernels.problem("cpu:0") == kernels.problem("cpu:1") == ""
+
+
+def test_on_a_gpu_the_load_waits_for_them() -> None:
+    kernels = Kernels(EventRing())
+    kernels.told("cuda:0", KernelsTold("one-b", 0, 0, 12.0, loads_wait=True))
+    assert kernels.sentence() == "cuda:0: kernels for one-b are being compiled (about 12 s left); until then its load waits."
 
 
 def test_why_there_are_none_is_a_problem() -> None:

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from engine.contracts.steps import NoWorkSpace
+from engine.cuda.kernels import entry, linear_choice
 from engine.cuda.model import CudaModel
+from engine.cuda.ops import CudaOps
 from engine.grammar.row_masks import RowMasks
 from engine.grammar.token_limits import TokenLimits
 from engine.protocol import LoadModel, SamplingParams
@@ -213,3 +215,34 @@ def test_steps_planned_before_the_last_is_read_give_the_same_texts(tmp_path: Pat
     stop = whole[2][3]
     plain = whole | {2: whole[2][: whole[2].index(stop) + 1]}
     assert scheduled(load_cuda_model(tmp_path), True, [stop]) == plain
+
+
+def test_every_product_of_few_rows_is_launched_before_it_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warming up launches our kernel for each weight, with its bias and, as it is measured, without, for one to four rows: which
+    kernel a step takes is decided later."""
+    make_checkpoint(tmp_path, **CASES["llama-biases-linear"])
+    launched: set[tuple[int, int, bool]] = set()
+    multiplied: set[tuple[int, bool]] = set()
+    ops_linear = CudaOps.linear
+
+    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        launched.add((len(x), weight.data_ptr(), bias is not None))
+
+    def linear(self: CudaOps, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        multiplied.add((weight.data_ptr(), bias is not None))
+        return ops_linear(self, x, weight, bias)
+
+    monkeypatch.setattr(linear_choice, "ours", ours)
+    monkeypatch.setattr(CudaOps, "linear", linear)
+    monkeypatch.setattr(entry, "INTERPRETED", False)
+    monkeypatch.setattr(entry, "MANY_ROWS", 5)  # interpreting more takes long
+    model = load_cuda_model(tmp_path)
+    model.warm()
+    assert sum(has_bias for _, has_bias in multiplied) == 3 * 4
+    kinds = {(weight, kind) for weight, has_bias in multiplied for kind in {has_bias, False}}
+    assert launched == {(num_rows, *kind) for num_rows in (1, 2, 3, 4) for kind in kinds}
+    launched.clear()
+    table = make_table(groups=model.kv_groups)
+    put(table, 0, PROMPT)
+    model.execute(plan((0, 0, 3)), table)
+    assert not launched

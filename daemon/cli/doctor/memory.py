@@ -43,7 +43,7 @@ def needed_bytes(devices: Mapping[str, int], host_tier_bytes: int, num_cores: in
     `budgets`."""
     cpu = [value for name, value in devices.items() if name.startswith("cpu")]
     own = len(cpu) * CPU_ENGINE_BYTES + (len(devices) - len(cpu)) * CUDA_ENGINE_BYTES
-    compiling = min(num_cores, MOST_COMPILERS) * COMPILER_BYTES if cpu else 0
+    compiling = min(num_cores, MOST_COMPILERS) * COMPILER_BYTES
     return sum(cpu) + host_tier_bytes + own + OTHERS_BYTES + compiling
 
 

@@ -26,7 +26,7 @@ from engine.host import compiled
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
 linear = linear_choice.linear
-compile_linear = linear_choice.compile_ours
+both_kernels = linear_choice.both_kernels
 measure_linear = linear_choice.measure
 one_of_each_size = linear_choice.one_of_each_size
 weights_of_products = linear_choice.weights_of_products

@@ -33,6 +33,13 @@ class _Noting(threading.local):
 _noting = _Noting()
 
 
+class _Launching(threading.local):
+    both = False  # whether this thread's products of few rows launch both kernels
+
+
+_launching = _Launching()
+
+
 def few_rows(num_rows: int) -> int:
     """Returns the row count under which num_rows is measured: 1, 2 or 4. Returns 0 if num_rows is too large for our kernel."""
     return 0 if num_rows > triton_linear.MAX_ROWS else 1 << (num_rows - 1).bit_length()
@@ -43,6 +50,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _noting.weights is not None:
         _noting.weights.append(weight)
     rows = few_rows(x.shape[0])
+    if rows and _launching.both:
+        launch_ours(x, weight, bias)
     if rows and _ours_wins.get((rows, *weight.shape, x.dtype), False):
         return ours(x, weight, bias)
     return functional.linear(x, weight, bias)
@@ -52,6 +61,23 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[0])
     triton_linear.few_rows_linear(x, weight, bias, out)
     return out
+
+
+def launch_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Launches our kernel as steps do once it was measured to be the faster one, and as `measure` does."""
+    ours(x, weight, None)
+    if bias is not None:
+        ours(x, weight, bias)
+
+
+@contextmanager
+def both_kernels() -> Iterator[None]:
+    """Inside, this thread's products of few rows launch our kernel too, whichever is chosen, now or later."""
+    _launching.both = True
+    try:
+        yield
+    finally:
+        _launching.both = False
 
 
 @contextmanager
@@ -67,11 +93,6 @@ def weights_of_products() -> Iterator[list[Tensor]]:
 
 def one_of_each_size(weights: Iterable[Tensor]) -> list[Tensor]:
     return list({(*weight.shape, weight.dtype): weight for weight in weights}.values())
-
-
-def compile_ours(weight: Tensor, num_rows: int) -> None:
-    """Compiles our kernel for weight [N, K], in a load's thread, so that `measure` does not."""
-    ours(torch.zeros(num_rows, weight.shape[1], dtype=weight.dtype, device=weight.device), weight, None)
 
 
 def measure(weight: Tensor, num_rows: int) -> dict[str, float]:

@@ -109,7 +109,8 @@ def split_contexts(contexts: Tensor, window: int, work: DecodeWork) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["layer"])
+# table_stride leads to single block numbers; block_stride is specialised, because it tells that keys are aligned to 16 bytes.
+@triton.jit(do_not_specialize=["layer", "table_stride"])
 def _piece_kernel(
     qkv,  # [T, (H + 2 G) D]; row r's query is token r
     kv,

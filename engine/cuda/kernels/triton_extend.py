@@ -73,7 +73,8 @@ def _attend(
     return top, total, sums
 
 
-@triton.jit(do_not_specialize=["layer", "window"])
+# Which strides are specialised: see triton_decode._piece_kernel.
+@triton.jit(do_not_specialize=["layer", "window", "table_stride"])
 def _extend_kernel(
     qkv,  # [T, (H + 2 G) D]
     kv,

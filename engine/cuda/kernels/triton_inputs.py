@@ -13,7 +13,7 @@ from torch import Tensor
 BLOCK = tl.constexpr(128)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "table_stride"])
 def _prepare_kernel(
     token_rows,  # [T] int32
     host_ids,  # [T] int32; below 0: the token is the one that the slot's last step sampled

@@ -47,7 +47,8 @@ def _normed(value, total, factor, AROUND_ONE: tl.constexpr, D: tl.constexpr, eps
     return (wide * factor[None, :]).to(narrow).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["layer"])
+# The norms' weights are a head's; block_stride is specialised, because it tells that what is stored is aligned to 16 bytes.
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["query_norm", "key_norm"])
 def _rope_and_store_kernel(
     qkv,  # [T, (H + 2 G) D]; queries are rotated in place
     cos_sin,  # [T, 2 P] float32

@@ -86,6 +86,8 @@ def _top_k_cutoff(logits, V, top, factor, k, BLOCK: tl.constexpr):
     return tl.max(low, axis=0).to(tl.float32, bitcast=True)
 
 
+# V is specialised, here and for log-probabilities: a multiple of 16 tells that every row is aligned, and these kernels pass over
+# rows many times.
 @triton.jit
 def _sample_kernel(
     logits,  # [N, V]
@@ -170,7 +172,7 @@ def sample(
     )
 
 
-@triton.jit(do_not_specialize=["tokens_stride"])
+@triton.jit(do_not_specialize=["tokens_stride", "V"])
 def _count_kernel(
     tokens,  # [N, L] int32
     lengths,  # [N] int32
@@ -188,7 +190,8 @@ def _count_kernel(
     tl.atomic_add(counts + row * V + token, 1, mask=inside & (at >= tl.load(num_prompt + row)))
 
 
-@triton.jit
+# A row of a vocabulary of any size begins at any float32, and one pass over one row takes no time that matters.
+@triton.jit(do_not_specialize=["V"], do_not_specialize_on_alignment=["logits"])
 def _penalise_kernel(
     logits,  # [N, V] float32
     counts,  # [N, V] int32

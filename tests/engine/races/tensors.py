@@ -77,6 +77,10 @@ class Tensor:
         self.on.launch("copy", [reads(other), writes(self)])
         return self
 
+    def float(self) -> Tensor:
+        made = Tensor(self.on, self.shape, torch.float32, self.device, self.on.allocate((*self.shape, "float32"), "a result"))
+        return made.copy_(self)
+
     def zero_(self) -> Tensor:
         self.on.launch("zeros", [writes(self)])
         return self

@@ -96,8 +96,13 @@ def graphs_end_where_a_load_drops_them(run: EngineRun, monkeypatch: pytest.Monke
 
 def loads_draw(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The values that a load measures with come from the device's default generator."""
-    monkeypatch.setattr(linear_choice, "compile_ours", lambda weight, num_rows: graphs.torch.randn(num_rows, device=weight.device))
-    model.entry.compile_linear = linear_choice.compile_ours
+    ours = linear_choice.launch_ours
+
+    def drawn(x: Any, weight: Any, bias: Any) -> None:
+        graphs.torch.randn(len(x), device=weight.device)
+        ours(x, weight, bias)
+
+    monkeypatch.setattr(linear_choice, "launch_ours", drawn)
 
 
 def compaction_does_not_wait(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:

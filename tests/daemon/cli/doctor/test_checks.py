@@ -110,7 +110,7 @@ def test_what_all_processes_need_is_reckoned() -> None:
         memory.needed_bytes({"cpu:0": 4 * GIB, "cpu:1": 2 * GIB}, GIB, 64) == 7 * GIB + 2 * 768 * MIB + 1536 * MIB + 4 * 640 * MIB
     )
     assert memory.needed_bytes({"cpu:0": 4 * GIB}, 0, 2) == 4 * GIB + 768 * MIB + 1536 * MIB + 2 * 640 * MIB
-    assert memory.needed_bytes({"cuda:0": 80 * GIB}, 8 * GIB, 64) == 8 * GIB + 3 * GIB + 1536 * MIB
+    assert memory.needed_bytes({"cuda:0": 80 * GIB}, 8 * GIB, 64) == 8 * GIB + 3 * GIB + 1536 * MIB + 4 * 640 * MIB
 
 
 def test_a_limit_from_outside() -> None:

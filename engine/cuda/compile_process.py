@@ -1,0 +1,60 @@
+"""`python -P -m engine.cuda.compile_process SHARE NUM_SHARES < JOB` compiles one share of the kernels that a model's steps launch,
+into Triton's cache folder. It needs no GPU and no weights. Prints `units N`, then `done` for each of its N kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import msgspec
+import triton
+from triton.backends.nvidia import driver as nvidia_driver
+
+from engine.cuda.launch_only import launch_only_model
+from engine.cuda.launches import recorded
+from engine.protocol import LoadModel
+from loader.model_shape import ModelShape
+
+NICENESS = 5  # the steps of models that are served come first
+
+
+class CompileJob(msgspec.Struct, frozen=True):
+    """What is to be compiled. spec: only its settings count. capability: of the GPU, 90 for 9.0. folder: Triton's cache folder."""
+
+    spec: LoadModel
+    shape: ModelShape
+    block_tokens: int
+    capability: int
+    folder: str
+
+
+def main() -> int:
+    share, num_shares = map(int, sys.argv[1:])
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileJob)
+    os.nice(NICENESS)
+    triton.knobs.cache.dir = job.folder
+    with recorded(job.capability) as launches:
+        launch_only_model(job.spec, job.shape, job.block_tokens).launch_all()
+    own = list(launches.values())[share::num_shares]
+    print(f"units {len(own)}", flush=True)
+    for launch in own:
+        compile_launcher(launch.compile())
+        print("done", flush=True)
+    return 0
+
+
+def compile_launcher(compiled: Any) -> None:
+    """Compiles the C function that launches a kernel, where this Triton makes one for each (3.6 does, 3.9 does not). If that fails,
+    the kernel's first launch tries again and says why. compiled: Triton's CompiledKernel."""
+    if not hasattr(nvidia_driver, "make_launcher"):
+        return
+    try:
+        nvidia_driver.CudaLauncher(compiled.src, compiled.metadata)
+    except Exception as error:
+        print(f"no launcher of {compiled.name}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Compiles the Triton kernels of a model before its weights are loaded, in processes of their own: no step of another model waits
+for a compiler, and a compiler that crashes takes no engine with it.
+
+What was compiled is in Triton's cache folder, so it happens once on a node for each kind of model. An empty file there says so,
+named by a digest of everything that decides what is compiled.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+import triton
+
+from engine.contracts.loads import KernelNews
+from engine.cuda.compile_process import CompileJob
+from engine.host.child_process import MOST_COMPILERS, PACKAGES, child_environment
+from engine.protocol import KernelsTold, LoadModel
+from loader.layout import layout_id
+from loader.model_shape import ModelShape
+
+log = logging.getLogger("engine")
+
+TELL_EVERY_S, LIMIT_S = 1.0, 300.0
+START_S, UNIT_S = 6.0, 1.5  # expected: until a process begins to compile, and for each kernel then
+
+
+class KernelBuilds:
+    """The compilation of kernels for one GPU. folder: Triton's cache folder. capability: as in CompileJob. num_processes: how many
+    compilers may run at a time, MOST_COMPILERS at most. tell: called with news, by the thread that waits."""
+
+    def __init__(
+        self, folder: str, capability: int, block_tokens: int, num_processes: int, tell: Callable[[KernelNews], None]
+    ) -> None:
+        self._folder, self._capability, self._block_tokens = folder, capability, block_tokens
+        self._num_processes, self._tell = max(1, min(num_processes, MOST_COMPILERS)), tell
+
+    def need(self, spec: LoadModel, shape: ModelShape, waiting: Callable[[], None]) -> None:
+        """Returns once the model's kernels are compiled, or cannot be: then the log says why, and the model's own warm-up compiles
+        what is missing. waiting: called every TELL_EVERY_S; what it raises ends the compilation and is raised here."""
+        limits = (spec.max_model_len, spec.max_sequences)
+        settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], kv_cache_dtype=spec.kv_cache_dtype)
+        job = CompileJob(settings, shape, self._block_tokens, self._capability, self._folder)
+        text = msgspec.json.encode(job)
+        mark = Path(self._folder, f"compiled-{_digest(text, layout_id(shape, spec.dtype))}")
+        if mark.exists():
+            return
+        with _alone(Path(self._folder, "compiling"), waiting):
+            if not mark.exists() and self._build(spec.model, text, waiting):
+                mark.touch()
+
+    def _build(self, model: str, job: bytes, waiting: Callable[[], None]) -> bool:
+        """Has processes compile the job, and returns whether all did."""
+        began_s, progress = time.monotonic(), _Progress()
+        log.info("%s: its kernels are being compiled, once for this version and kind of GPU (%s)", model, self._folder)
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            processes.extend(_start(share, self._num_processes) for share in range(self._num_processes))
+            readers = [threading.Thread(target=_follow, args=(each, job, progress), daemon=True) for each in processes]
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                while reader.is_alive():
+                    self._tell(KernelNews(progress.told(model, self._num_processes, time.monotonic() - began_s)))
+                    waiting()
+                    if time.monotonic() - began_s > LIMIT_S:
+                        raise TimeoutError(f"not done within {LIMIT_S:.0f} s")
+                    reader.join(TELL_EVERY_S)
+            problem = "; ".join(f"a compiler ended with {one.wait()}" for one in processes if one.wait())
+        except (OSError, TimeoutError) as error:
+            problem = str(error)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+            self._tell(KernelNews(KernelsTold("", 0, 0, 0.0)))
+        seconds = time.monotonic() - began_s
+        if problem:
+            log.error("%s: not all its kernels were compiled ahead, its load compiles the rest: %s", model, problem)
+        else:
+            log.info("%s: its kernels are compiled: %d in %.1f s", model, progress.num_done, seconds)
+        return not problem
+
+
+class _Progress:
+    """How far the processes are."""
+
+    def __init__(self) -> None:
+        self.num_units = self.num_done = 0
+        self._lock = threading.Lock()
+
+    def add(self, line: str) -> None:
+        word, _, number = line.strip().partition(" ")
+        with self._lock:
+            if word == "units":
+                self.num_units += int(number)
+            elif word == "done":
+                self.num_done += 1
+
+    def told(self, model: str, num_processes: int, passed_s: float) -> KernelsTold:
+        left_s = max(0.0, START_S - passed_s) + (self.num_units - self.num_done) * UNIT_S / num_processes
+        if self.num_done >= self.num_units / 3 > 0:
+            left_s = passed_s * (self.num_units - self.num_done) / self.num_done
+        return KernelsTold(model, self.num_done, self.num_units, round(left_s, 1), loads_wait=True)
+
+
+def _start(share: int, num_shares: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "engine.cuda.compile_process", str(share), str(num_shares)]
+    # no device: a compiler takes no memory of it
+    environment = child_environment(CUDA_VISIBLE_DEVICES="")
+    return subprocess.Popen(command, cwd="/", env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _follow(process: subprocess.Popen[bytes], job: bytes, progress: _Progress) -> None:
+    """Gives the process its job and reads what it prints, until its end."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(job)
+        process.stdin.close()
+    except BrokenPipeError:
+        return  # it has ended, and its exit code says how
+    with process.stdout as lines:
+        for line in lines:
+            progress.add(line.decode())
+    process.wait()
+
+
+@contextmanager
+def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Holds a lock of the whole node, so that what several engines need is compiled by one of them."""
+    with open(path, "wb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waiting()
+                time.sleep(TELL_EVERY_S)
+        yield
+
+
+def _digest(job: bytes, layout: str) -> str:
+    """Returns a digest of what decides which kernels a job needs and what they become. The layout decides how weights are
+    aligned."""
+    versions = f"{triton.__version__} {torch.__version__} {sys.version} {layout} {_sources_digest()}"
+    return hashlib.blake2b(versions.encode() + job, digest_size=12).hexdigest()
+
+
+@functools.cache
+def _sources_digest() -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for package in ("engine", "loader"):
+        for source in sorted(Path(PACKAGES, package).rglob("*.py")):
+            digest.update(os.path.relpath(source, PACKAGES).encode())
+            digest.update(source.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""Makes a model whose weights and KV have addresses but no memory. Its steps launch the kernels that those of the real model
+launch, with arguments that Triton compiles for alike (engine/cuda/launches.py), and compute nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cuda.kernels import linear_choice, triton_linear
+from engine.cuda.model import CudaModel
+from engine.cuda.ops import CudaOps
+from engine.memory import mappings
+from engine.ops.ops import Int8Matrix
+from engine.protocol import LoadModel
+from loader import kv_layout
+from loader.layout import weights_bytes
+from loader.model_shape import ModelShape
+
+ARENA_BLOCKS = 4  # of each KV group: views of the arena are never read
+
+
+class AddressRange:
+    """Takes the place of an engine.memory.weight_range.WeightRange: addresses without memory, aligned as a device's are."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        address = mappings.reserve(-(-num_bytes // mappings.HUGE_PAGE_BYTES) * mappings.HUGE_PAGE_BYTES)
+        self.all = torch.frombuffer(mappings.bytes_at(address, num_bytes), dtype=torch.uint8)
+
+    def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        return self.all[offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
+
+    def unmap(self) -> None:
+        """Does nothing: nothing is mapped."""
+
+
+class LaunchOnlyOps(CudaOps):
+    """Operations that launch kernels and read no weights. Products of few rows launch our kernel, as steps do wherever it was
+    measured to be the faster one. What is sampled is token 0."""
+
+    def __init__(self) -> None:
+        """Leaves Triton's cache folder as it is."""
+
+    def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+        return weight.new_empty(len(ids), weight.shape[1])
+
+    def linear(self, x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, Tensor)
+        if x.shape[0] <= triton_linear.MAX_ROWS:
+            linear_choice.launch_ours(x, weight, bias)
+        return x.new_empty(x.shape[0], weight.shape[0])
+
+    def greedy(self, logits: Tensor) -> tuple[Any, Any]:
+        return _nothing(super().greedy(logits))
+
+    def sample(self, logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
+        return _nothing(super().sample(logits, temperature, top_p, top_k, min_p, key0, key1))
+
+
+def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> CudaModel:
+    """Returns a model whose steps only launch. spec: of it the dtypes and the limits count."""
+    groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
+    arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
+    weights: Any = AddressRange(weights_bytes(shape, spec.dtype))
+    return CudaModel(LaunchOnlyOps(), spec, shape, weights, arena.all, block_tokens)
+
+
+def _nothing(drawn: tuple[Any, Any]) -> tuple[Any, Any]:
+    ids, bad = drawn
+    return np.zeros_like(ids), np.zeros_like(bad)

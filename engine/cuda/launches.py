@@ -1,0 +1,86 @@
+"""Records which Triton kernels are launched, and under which keys Triton would compile them, in a process that neither compiles
+nor runs any. It needs no GPU.
+
+Triton compiles a kernel once for each key: its constexprs, the types of its arguments, which integers are 1 or multiples of 16,
+which pointers are aligned to 16 bytes, and the options. Whatever launches the same keys therefore needs the same compilations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+WARP_THREADS = 32
+
+
+class NoGpu:
+    """Stands in for Triton's driver, with the methods that compiling for a GPU needs. capability: of the GPU, 90 for 9.0."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, WARP_THREADS)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(slots=True, frozen=True)
+class Launch:
+    """A launch of a kernel. key: what Triton compiles the kernel for."""
+
+    kernel: Any
+    key: str
+    args: tuple[Any, ...]
+    grid: Any
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__)
+
+    def compile(self) -> Any:
+        """Compiles the kernel for this launch, or finds it in Triton's cache folder. Returns Triton's CompiledKernel."""
+        return self.kernel.run(*self.args, grid=self.grid, warmup=True, **self.options)
+
+
+@contextmanager
+def recorded(capability: int) -> Iterator[dict[str, Launch]]:
+    """Yields the launches made inside the context: the first of each key, by key, in order. They compile and run nothing, so what
+    they should have written is undefined. From then on this process compiles for a GPU of this capability, whatever it has.
+
+    Raises RuntimeError at a launch whose key Triton does not tell."""
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("interpreted kernels have no keys")
+    launches: dict[str, Launch] = {}
+    told: list[str] = []
+
+    def hook(*, key: str, fn: Any, **_: Any) -> bool:
+        told.append(f"{fn.module}.{fn.name}: {key}")
+        return True  # Triton then neither compiles nor launches the kernel
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        told.clear()
+        given = dict(options)
+        own_run(kernel, *args, grid=grid, warmup=warmup, **options)
+        if len(told) != 1:
+            raise RuntimeError(f"Triton {triton.__version__} tells no key of {kernel.fn.__name__}, or has compiled it already")
+        launches.setdefault(told[0], Launch(kernel, told[0], args, grid, given))
+
+    triton.runtime.driver.set_active(NoGpu(capability))
+    own_run, own_hook = JITFunction.run, triton.knobs.runtime.jit_cache_hook
+    JITFunction.run, triton.knobs.runtime.jit_cache_hook = run, hook
+    try:
+        yield launches
+    finally:
+        JITFunction.run, triton.knobs.runtime.jit_cache_hook = own_run, own_hook

@@ -1,0 +1,99 @@
+"""Records for which keys Triton would compile the kernels of a model's `warm`, and those of every kind of step after it. Prints one
+JSON line for each model: the number of keys of its warm-up, and the keys that steps add, each with the first step that has it.
+
+usage: python -m tests.engine.kernels.record_keys [--every] (not under TRITON_INTERPRET; --every: all models, all row counts)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.cuda import frames
+from engine.cuda.backend import CudaBackend
+from engine.cuda.frames import DeviceFrames
+from engine.cuda.launch_only import launch_only_model
+from engine.cuda.launches import recorded
+from engine.protocol import Configure
+from loader import codec
+from tests.engine import cuda_stand_in
+from tests.engine.kernels.key_cases import BLOCK_TOKENS, CASES, COVERING, KeyCase, make_table, steps
+from tests.loader.test_families import MISTRAL_7B
+
+HOPPER = 90
+CHUNK_BYTES = 1 << 20
+
+
+def record(case: KeyCase, every: bool) -> dict[str, Any]:
+    """Returns what is printed for one model."""
+    added: dict[str, str] = {}
+    with recorded(HOPPER) as launches:
+        model = launch_only_model(case.spec, case.shape, BLOCK_TOKENS)
+        model.warm()
+        warmed, num_steps = len(launches), 0
+        table = make_table(case, model)
+        for step in steps(case, every):
+            num_steps += 1
+            step.run(model, table, case.max_len)
+            for key in list(launches)[warmed + len(added) :]:
+                added[key] = str(step)
+    return {"model": case.name, "warmed": warmed, "steps": num_steps, "added": added}
+
+
+def record_values() -> dict[str, Any]:
+    """Compares the keys of models that differ in numbers alone: length of their sequences, number of slots, size of the vocabulary
+    (a multiple of 16 each). added: keys that only some of them have."""
+    keys: list[set[str]] = []
+    plain = KeyCase("values", MISTRAL_7B, more={"sliding_window": None, "vocab_size": 4096})
+    short, shortest = replace(plain, max_len=17 * BLOCK_TOKENS, max_rows=16), replace(plain, max_len=BLOCK_TOKENS, max_rows=1)
+    for case in (plain, short, shortest, replace(plain, more=plain.more | {"vocab_size": 8192})):
+        with recorded(HOPPER) as launches:
+            launch_only_model(case.spec, case.shape, BLOCK_TOKENS).launch_all()
+            keys.append(set(launches))
+    differing = set.union(*keys) - set.intersection(*keys)
+    return {"model": "values", "warmed": len(keys[0]), "steps": 0, "added": dict.fromkeys(sorted(differing), "a number")}
+
+
+def record_loads(cache_dir: str) -> dict[str, Any]:
+    """The same for what loads and transfers launch after a device's `prepare`: checksums, and the decoding of packed weights."""
+    with recorded(HOPPER) as launches, pytest.MonkeyPatch.context() as patch:
+        memory = cuda_stand_in.install(patch, cuda_stand_in.Driver()).CudaMemory(4, CHUNK_BYTES)
+        patch.setattr(memory, "write", lambda address, source: None)  # what torch allocates is not the driver's here
+        options = Configure("cuda:0", 4, CHUNK_BYTES, 0, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=cache_dir)
+        patch.setattr(frames.log, "warning", lambda *_: None)  # nothing is decoded here, so the proof fails
+        CudaBackend(memory, options).prepare(lambda news: None)
+        warmed = len(launches)
+        for num_bytes in (8, 9, 16, 24, 128, 4096, CHUNK_BYTES - 24):
+            for place in (0, 8, 16, 24):
+                memory.checksum(memory.arena.data_ptr() + place, num_bytes)
+        decoding = DeviceFrames(memory)
+        verdict, out = decoding.verdict(), torch.zeros(5000, dtype=torch.int16)
+        for num_values in (1, 16, 17, 64, 1024, 1025, 4096):
+            packed = np.frombuffer(bytearray(codec.encode(np.ones(num_values, np.uint16))), np.uint8)
+            for place in (0, 4, 8, 12):
+                for number in (1, 2, 16):
+                    decoding.decode(packed, out[place : place + num_values], verdict, number)
+        return {"model": "loads", "warmed": warmed, "steps": 0, "added": dict.fromkeys(list(launches)[warmed:], "a load")}
+
+
+def main() -> None:
+    every = "--every" in sys.argv
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # what kernels should have written is undefined
+    with tempfile.TemporaryDirectory() as cache_dir:
+        print(json.dumps(record_values()), flush=True)
+        print(json.dumps(record_loads(cache_dir)), flush=True)
+        for case in CASES:
+            if every or case.name in COVERING:
+                print(json.dumps(record(case, every)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""What Triton compiles for a model's steps is compiled by its warm-up: no step waits for a compiler, and none of its neighbours.
+`python -m tests.engine.kernels.record_keys --every` tries more models and every number of rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.engine.kernels.key_cases import COVERING
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def test_no_step_needs_a_kernel_that_the_warm_up_did_not_launch() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.engine.kernels.record_keys"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = {line["model"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert told.keys() == {"values", "loads", *COVERING}
+    assert {name: line["added"] for name, line in told.items() if line["added"]} == {}
+    assert told.pop("loads")["warmed"] == 4  # a checksum and the decoder, aligned to 16 bytes or not
+    assert told.pop("values")["warmed"] > 20
+    assert all(line["warmed"] > 20 and line["steps"] > 20 for line in told.values())
