@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -178,6 +179,14 @@ def test_every_aim_is_of_a_part_and_of_lines_that_its_script_prints() -> None:
     assert without == {"cache", "profile", "throughput", "ncu"}
 
 
+@pytest.fixture
+def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the pytest of a part start as if this one were no worker of another."""
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_worker")
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_failures_are_told_as_they_come(report: Report, tmp_path: Path, workers: Sequence[str]) -> None:
     """Also those of a run that is ended before it can sum up."""
@@ -212,6 +221,7 @@ def test_failures_are_told_as_they_come(report: Report, tmp_path: Path, workers:
     assert "one is not two" in told["why"]
 
 
+@pytest.mark.usefixtures("no_worker")
 def test_the_outcomes_are_told_at_the_end(report: Report, tmp_path: Path) -> None:
     test = tmp_path / "test_it.py"
     test.write_text("import pytest\ndef test_well(): pass\n@pytest.mark.skip\ndef test_not(): pass\ndef test_wrong(): assert 0\n")

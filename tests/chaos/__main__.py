@@ -50,13 +50,16 @@ def run(
         before = holdings(node)
         clients = Clients(node.url, MODELS, expected, draw, num_clients)
         world = World(node, clients, draw, state_disk)
-        done: Counter[str] = Counter()
+        done, num_told = Counter[str](), 0
         begin_s = time.monotonic()
         while time.monotonic() - begin_s < seconds:
             (act,) = draw.choices(acts, [each.weight for each in acts])
             say(f"{time.monotonic() - begin_s:7.1f} s  {act.name}")
             act.do(world)
             done[act.name] += 1
+            for fault in clients.faults[num_told:]:
+                say(f"FAULT {fault}")
+            num_told = len(clients.faults)
             assert node.notify is not None
             node.notify.read()
             time.sleep(draw.random() * PAUSE_S)
@@ -64,12 +67,14 @@ def run(
         node.wait_for(node.has_all_engines, "engines at the end")
         after = holdings(node)
         log = node.log_text()
-    faults = clients.lost + world.complaints
+    faults = [*clients.faults]
     faults += [f"at the end {name} is {after[name]}" for name in NONE_OF if after[name]]
     faults += [f"{name}: {before[name]} before, {after[name]} after" for name in SAME_AS_BEFORE if after[name] != before[name]]
     if after["descriptors"] > before["descriptors"] + DESCRIPTORS_SLACK:
         faults.append(f"descriptors of the daemon: {before['descriptors']} before, {after['descriptors']} after")
     faults += [f"a traceback in the log: {part.strip()[:2000]}" for part in log.split("Traceback (most recent call last)")[1:]]
+    for fault in faults[num_told:]:
+        say(f"FAULT {fault}")
     return {
         "chaos": runner,
         "seed": seed,
@@ -99,8 +104,6 @@ def main() -> None:
     print(f"seed {seed}, {options.seconds:g} s, runner {options.runner}", flush=True)
     with tempfile.TemporaryDirectory(prefix="hearth-chaos-") as folder:
         said = run(Path(folder), options.seconds, seed, options.runner, options.clients, acts, lambda line: print(line, flush=True))
-    for fault in said["faults"]:
-        print(f"FAULT {fault}")
     print(json.dumps(said))
     sys.exit(bool(said["faults"]))
 

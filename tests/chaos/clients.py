@@ -116,12 +116,12 @@ def _text(answer: Any) -> str:
 
 
 class Clients:
-    """Threads that send requests until `stop`. lost: what became of requests that the node lost, in words. counts: how many ended
+    """Threads that send requests until `stop`. faults: what became of requests that the node lost, in words. counts: how many ended
     how. running: when the requests in progress began, by thread. longest_s: the longest time a request took, refusals included."""
 
     def __init__(self, url: str, models: Sequence[str], expected: dict[Request, str], draw: random.Random, number: int) -> None:
         self.url, self._models, self._expected = url, models, expected
-        self.lost: list[str] = []
+        self.faults: list[str] = []
         self.counts: Counter[str] = Counter()
         self.running: dict[str, float] = {}
         self.longest_s = 0.0
@@ -198,7 +198,7 @@ class Clients:
 
     def _lose(self, why: str) -> None:
         self._count("lost")
-        self.lost.append(why)
+        self.faults.append(why)
 
 
 def hang_up(url: str, request: Request, num_bytes: int) -> None:

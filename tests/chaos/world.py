@@ -36,7 +36,6 @@ class World:
     def __init__(self, node: ServiceNode, clients: Clients, draw: random.Random, state_disk: bool) -> None:
         self.node, self.clients, self.draw, self.state_disk = node, clients, draw, state_disk
         self.engines_ended_s = 0.0  # when an act has ended an engine the last time
-        self.complaints: list[str] = []
 
     @property
     def pid(self) -> int:
@@ -44,7 +43,7 @@ class World:
         return self.node.process.pid
 
     def complain(self, what: str) -> None:
-        self.complaints.append(what)
+        self.clients.faults.append(what)
 
     def cli(self, *args: str, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
         """Runs a command; another exit code than these is a complaint."""
