@@ -20,6 +20,7 @@ from tests.e2e.checkpoints import make_model
 from tests.e2e.hostile_folders import make_hostile
 from tests.loader.checkpoints import write_checkpoint
 
+LONGEST_HANG_S = 11 * STALL_S  # the first steps of a size are given ten times as long, as nobody knows their length
 NOT_SAVED = 7  # a command's exit code: applied, but not saved
 RESTART = signal.SIGUSR2  # what the unit's RestartKillSignal= is
 
@@ -56,10 +57,10 @@ def hang_engine(world: World) -> None:
     if engines := children(world.pid, ENGINE):
         engine = world.draw.choice(engines)
         engine.suspend()
-        end = time.monotonic() + 4 * STALL_S
+        end = time.monotonic() + LONGEST_HANG_S
         while psutil.pid_exists(engine.pid) and engine.status() != psutil.STATUS_ZOMBIE:
             if time.monotonic() > end:
-                world.complain(f"a hung engine was not ended within {4 * STALL_S:g} s")
+                world.complain(f"a hung engine was not ended within {LONGEST_HANG_S:g} s")
                 with contextlib.suppress(psutil.Error):
                     engine.resume()
                 break

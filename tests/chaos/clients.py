@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 BUSY = (429, 503)
-PATIENCE_S = 60.0  # a request that was refused so long is lost
-SOCKET_LIMIT_S = 90.0
+PATIENCE_S = 180.0  # a request that was refused so long is lost; an engine may hang for 110 s
+SOCKET_LIMIT_S = 200.0
 PROMPTS = ("once upon a time", "why not")
 MAX_TOKENS = (20, 90)
 

@@ -17,7 +17,7 @@ from tests.conftest import REPORTED
 SECONDS = 60.0
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_nothing_is_lost(tmp_path: Path, record_property: Callable[[str, str], None]) -> None:
     seed = random.randrange(10**6)
     lines = [f"python -m tests.chaos --runner null --seconds {SECONDS:g} --seed {seed}"]
