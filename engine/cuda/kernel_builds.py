@@ -57,9 +57,12 @@ class KernelBuilds:
         mark = Path(self._folder, f"compiled-{_digest(text, layout_id(shape, spec.dtype))}")
         if mark.exists():
             return
-        with _alone(Path(self._folder, "compiling"), waiting):
-            if not mark.exists() and self._build(spec.model, text, waiting):
-                mark.touch()
+        try:
+            with _alone(Path(self._folder, "compiling"), waiting):
+                if not mark.exists() and self._build(spec.model, text, waiting):
+                    mark.touch()
+        except OSError as error:  # the folder is gone, or its disk full or broken
+            log.error("%s: its kernels cannot be compiled ahead, its load compiles them: %s", spec.model, error)
 
     def _build(self, model: str, job: bytes, waiting: Callable[[], None]) -> bool:
         """Has processes compile the job, and returns whether all did."""

@@ -111,6 +111,13 @@ def test_it_happens_once_for_each_kind_of_model(machine: Machine) -> None:
     assert len(machine.processes) == 6
 
 
+def test_a_folder_that_is_gone_leaves_the_kernels_to_the_load(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.folder.rmdir()
+    machine.need()
+    assert "cannot be compiled ahead, its load compiles them: [Errno 2] No such file or directory" in caplog.text
+    assert not machine.processes
+
+
 def test_a_compiler_that_fails_leaves_the_rest_to_the_load(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     machine.code, machine.prints = 3, ["units 2", "done"]
     machine.need()
