@@ -34,7 +34,8 @@ demo: $(VENV)/.run
 	@$(BIN)/python -m demo.run $(if $(MODEL),--model '$(MODEL)')
 
 # So many processes take the test files one after the other: TESTS_AT_ONCE=0 runs all in one, as `$(BIN)/python -m pytest` does.
-TESTS_AT_ONCE ?= 2
+# One more than the two cores of a small machine, because tests of whole nodes mostly wait.
+TESTS_AT_ONCE ?= 3
 
 test: $(VENV)/.test
 	@echo "\$$ $(BIN)/python -m tests.kernel_cache   # compiles the CPU kernels: a minute the first time"
