@@ -15,32 +15,31 @@ def line_of(text: str, key: str) -> int:
         wanted = _path(tomllib.loads(re.sub(r"\[\d+\]\Z", "", key) + " = 0"))  # a list's entry counts as the list
     except tomllib.TOMLDecodeError:
         return 0  # the key is no valid TOML without quotes
-    best, best_length = 0, 0
-    for line, path in _statements(text):
-        length = len(path)
-        if path[: len(wanted)] == wanted:
-            return line  # sets the key itself, or is the first statement below it
-        if best_length < length and path == wanted[:length]:
-            best, best_length = line, length  # a table or an inline table that encloses the key
-    return best
+    return _line(_statements(text), wanted)
 
 
 def lines(text: str) -> dict[tuple[str, ...], int]:
-    """Returns the line (from 1) of each key that is set, by its path from the outermost table inwards. Keys of an inline table have
-    its line. text: valid TOML."""
-    statements = sorted((line, tuple(path)) for line, path in _statements(text))
-    found = {path: line for line, path in statements}
-    for path in _paths(tomllib.loads(text)):
-        if path not in found:
-            enclosing = [line for line, start in statements if path[: len(start)] == start]
-            found[path] = enclosing[-1] if enclosing else 0
-    return found
+    """Returns the line (from 1) of each key that is set, by its path from the outermost table inwards, as line_of finds it. text:
+    valid TOML."""
+    statements = _statements(text)
+    return {path: _line(statements, list(path)) for path in _paths(tomllib.loads(text))}
 
 
 def line_of_syntax_error(message: str) -> int:
     """Returns the line number that an error message of tomllib names, or 0 if it names none."""
     found = re.search(r"at line (\d+)", message)
     return int(found[1]) if found else 0
+
+
+def _line(statements: list[tuple[int, list[str]]], wanted: list[str]) -> int:
+    best, best_length = 0, 0
+    for line, path in statements:
+        length = len(path)
+        if path[: len(wanted)] == wanted:
+            return line  # sets the key itself, or is the first statement below it
+        if best_length < length and path == wanted[:length]:
+            best, best_length = line, length  # a table or an inline table that encloses the key
+    return best
 
 
 def _statements(text: str) -> list[tuple[int, list[str]]]:

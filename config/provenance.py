@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,16 +29,23 @@ class Setting(NamedTuple):
 
 
 class Sources:
-    """Where keys were set when the settings were read."""
+    """Tells where keys were set when the settings were read."""
 
     def __init__(self, path: str | None, flags: Mapping[str, Any]) -> None:
         """path: the file that was read just now, None if there is none. flags: by key."""
         self._file = path or ""
         self._flags = {key: flag_name(key) for key in flags}
-        self._lines: dict[Path, int] = {}
+        self._text = ""
         if path:
             with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:  # replaced within the instant
-                self._lines = locate.lines(file.read())
+                self._text = file.read()
+
+    @cached_property
+    def _lines(self) -> dict[Path, int]:
+        try:
+            return locate.lines(self._text)
+        except ValueError:  # the file was replaced within the instant
+            return {}
 
     def of(self, *key: str) -> str:
         """Returns the source of a key, given from the outermost table inwards, as in Setting."""
