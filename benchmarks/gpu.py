@@ -38,8 +38,8 @@ TINY_FACTOR = 4  # interpreted on a CPU everything takes longer
 
 
 def about_gpu() -> dict[str, Any] | None:
-    """None: there is no GPU that torch can use. Asked in a process of its own: one that has seen the device through torch may hold
-    half a GiB of it for as long as it lives."""
+    """Returns what a process of its own tells of the GPU, None if torch can use none: a process that has seen the device through
+    torch may hold half a GiB of it for as long as it lives."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.gpu_about"],
@@ -56,7 +56,7 @@ def about_gpu() -> dict[str, Any] | None:
 
 
 def run_part(part: Part, report: Report, limit_s: float, tiny: bool) -> bool:
-    """Whether it ended well. JSON lines it prints are taken as they come; all it prints goes to its log."""
+    """Runs a part and returns whether it ended well. JSON lines it prints are taken as they come; all it prints goes to its log."""
     arguments = [*part.arguments]
     environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     if tiny:

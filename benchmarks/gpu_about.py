@@ -9,7 +9,7 @@ from typing import Any
 
 
 def about_gpu() -> dict[str, Any] | None:
-    """None: there is no GPU that torch can use."""
+    """Returns the line, or None if torch can use no GPU."""
     try:
         import torch
     except ImportError:

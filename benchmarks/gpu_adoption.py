@@ -8,7 +8,6 @@ usage: python -m benchmarks.gpu_adoption [--tiny]: without a GPU a small model c
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -22,7 +21,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from benchmarks import gpu_checkpoints
-from benchmarks.gpu_node import Node, checkpoints_folder, settings
+from benchmarks.gpu_node import Node, main, settings
 from benchmarks.gpu_texts import Question, answer, text_of
 from benchmarks.load import Result, stream_one
 from benchmarks.server import Server
@@ -158,15 +157,5 @@ def run(folder: pathlib.Path, tiny: bool) -> None:
             sys.exit(f"{failed} streams failed; adopted: {load['adopted']}, {line['adopted']}\n{server.log_end()}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu_adoption", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tiny", action="store_true", help="a small model, computed on the cpu device")
-    options = parser.parse_args()
-    with checkpoints_folder(0 if options.tiny else NODE.disk_bytes()) as folder:
-        run(folder, options.tiny)
-
-
 if __name__ == "__main__":
-    main()
+    main("benchmarks.gpu_adoption", __doc__, NODE, run)

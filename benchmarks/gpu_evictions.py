@@ -6,7 +6,6 @@ usage: python -m benchmarks.gpu_evictions [--tiny]: --tiny with small models, co
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import pathlib
@@ -19,13 +18,12 @@ from urllib.parse import urlsplit
 import uvloop
 
 from benchmarks import gpu_checkpoints
-from benchmarks.gpu_node import Node, checkpoints_folder, host_tier, last_source, settings
+from benchmarks.gpu_node import TINY, Node, host_tier, last_source, main, settings
 from benchmarks.gpu_texts import Question, prompt_of
 from benchmarks.load import Result, percentile, stream_one
 from benchmarks.server import Server
 
 NODE = Node({"small": "1b", "big": "8b"}, 2, max_model_len=4096, budget_bytes=40 << 30, host_tier_bytes=20 << 30)
-TINY = ["--dtype", "float32", "--threads", "1"]
 QUIET_S, AFTER_S = 2.0, 0.1
 # What is done, as the line says it, and where the weights must come from. In turn, so that each finds what the one before left.
 MOVES = (
@@ -57,7 +55,7 @@ async def stream(server: Server, num_tokens: int, results: list[Result], stop: a
 
 
 async def move(server: Server, rounds: int, num_tokens: int) -> bool:
-    """Whether all weights came from where they should and no stream failed."""
+    """Returns whether all weights came from where they should and no stream failed."""
     results, windows, wrong = list[Result](), list[Window](), list[str]()
     stop = asyncio.Event()
     await asyncio.to_thread(server.cli, "load", "small", "--json")
@@ -101,15 +99,5 @@ def run(folder: pathlib.Path, tiny: bool) -> None:
             sys.exit(f"weights came from elsewhere, or a stream failed\n{server.log_end()}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu_evictions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tiny", action="store_true", help="small models, computed on the cpu device")
-    options = parser.parse_args()
-    with checkpoints_folder(0 if options.tiny else NODE.disk_bytes()) as folder:
-        run(folder, options.tiny)
-
-
 if __name__ == "__main__":
-    main()
+    main("benchmarks.gpu_evictions", __doc__, NODE, run)

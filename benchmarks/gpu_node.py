@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from loader.gpu_sizing import gpu_work_space_bytes
 from loader.model_shape import ModelShape
 
 DTYPE, MAX_SEQUENCES = "bfloat16", 256
+TINY = ["--dtype", "float32", "--threads", "1"]  # flags of a node without a GPU, whose models are small
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are not on a drive
 
 
@@ -95,6 +97,16 @@ def checkpoints_folder(num_bytes: int) -> Iterator[pathlib.Path]:
             return
         told.append(f"{place} ({kind}, {free_bytes >> 20} MiB free)")
     raise RuntimeError(f"no drive has room for {num_bytes >> 20} MiB of checkpoints: {', '.join(told)}")
+
+
+def main(program: str, description: str | None, node: Node, run: Callable[[pathlib.Path, bool], None]) -> None:
+    """Runs the script of a benchmark that serves one node. run: called with the folder for its checkpoints, and with whether models
+    are tiny and computed on the cpu device (--tiny)."""
+    parser = argparse.ArgumentParser(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small models, computed on the cpu device")
+    options = parser.parse_args()
+    with checkpoints_folder(0 if options.tiny else node.disk_bytes()) as folder:
+        run(folder, options.tiny)
 
 
 def last_source(server: Server, name: str) -> str:

@@ -13,8 +13,8 @@ IN_FLIGHT = 2
 
 
 class StepSeconds(NamedTuple):
-    """Of one step on average. wall: by the clock. device: between its first and its last work there, what the device waits for
-    the host in between included. host: until it was launched."""
+    """Holds the mean seconds of a step. wall: by the clock. device: between its first and its last work there, with what the device
+    waits for the host in between. host: until it was launched."""
 
     wall: float
     device: float

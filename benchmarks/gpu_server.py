@@ -27,7 +27,7 @@ import uvloop
 
 from benchmarks import gpu_checkpoints
 from benchmarks.confined import confined
-from benchmarks.gpu_node import Node, checkpoints_folder, host_tier, last_source, settings
+from benchmarks.gpu_node import TINY, Node, checkpoints_folder, host_tier, last_source, settings
 from benchmarks.gpu_texts import Question, answer, compared
 from benchmarks.gpu_throughput import lengths
 from benchmarks.load import drive_lengths, summary, tree_cpu_s, tree_rss_bytes
@@ -46,7 +46,6 @@ COHOST = Node(
     host_tier_bytes=16 << 30,
 )
 TINY_NULL = ["--runner", "null", "--null-step-ms", "1"]
-TINY = ["--dtype", "float32", "--threads", "1"]
 NUM_TEXTS, TEXT_TOKENS = 4, 120  # answers of each model that are compared
 
 

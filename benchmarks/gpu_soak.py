@@ -7,7 +7,6 @@ usage: python -m benchmarks.gpu_soak [--tiny]: --tiny with small models, compute
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import pathlib
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from benchmarks import gpu_checkpoints
-from benchmarks.gpu_node import Node, checkpoints_folder, settings
+from benchmarks.gpu_node import TINY, Node, main, settings
 from benchmarks.gpu_texts import Question, answer, compared
 from benchmarks.server import Server
 
@@ -28,7 +27,6 @@ NODE = Node(dict.fromkeys("abcd", "1b"), 4, max_model_len=4096, budget_bytes=40 
 STREAMING, LOADED = "ab", "cd"
 BATCHES = (1, 8)  # rows
 MOST_ROUNDS = 200
-TINY = ["--dtype", "float32", "--threads", "1"]
 
 
 def tell(**figures: Any) -> None:
@@ -71,7 +69,7 @@ async def load(server: Server, names: Sequence[str]) -> None:
 
 
 async def soak(server: Server, num_tokens: int) -> bool:
-    """Whether every text was the same."""
+    """Returns whether every text was the same."""
     asker = Asker(server, num_tokens)
     await load(server, STREAMING)
     await asker.alone(STREAMING)  # fills prefix caches and captures graphs
@@ -103,15 +101,5 @@ def run(folder: pathlib.Path, tiny: bool) -> None:
             sys.exit(f"texts differed, or there were none\n{server.log_end()}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu_soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tiny", action="store_true", help="small models, computed on the cpu device")
-    options = parser.parse_args()
-    with checkpoints_folder(0 if options.tiny else NODE.disk_bytes()) as folder:
-        run(folder, options.tiny)
-
-
 if __name__ == "__main__":
-    main()
+    main("benchmarks.gpu_soak", __doc__, NODE, run)
