@@ -11,8 +11,8 @@ from config.schema import DeviceBudget, NodeConfig
 
 DEFAULT_CPU_PERCENT = 50
 MIN_CHUNKS = 8
-# Of a GPU, outside the default budget: for the CUDA context (about 0.5 GiB), what torch keeps for graphs and block tables (0.5 GiB,
-# engine/cuda/work_space.py), and the modules and graph executables that the driver loads.
+# The default budget leaves this much of a GPU: the CUDA context takes about 0.5 GiB, torch keeps 0.5 GiB for graphs and block
+# tables (engine/cuda/work_space.py), and the driver loads modules and graph executables.
 CUDA_LEFT_BYTES = 3 << 29
 
 

@@ -45,7 +45,7 @@ from tests.counted_memory import CountedMemory
 CARDS_GIB = (78, 139)  # usable, of 80 GB and of 141 GB
 HOST_GIB, DISK_GIB = 128, 64
 CONTEXT_BYTES = 1 << 30  # CUDA's context and libraries, outside of what torch counts
-# Of each part that starts a daemon, what that serves.
+# Maps each part that starts a daemon to the node that the daemon serves.
 NODES = {
     "server": gpu_server.SERVE,
     "confined": gpu_server.SERVE,

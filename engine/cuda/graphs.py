@@ -59,7 +59,7 @@ class DecodeGraph:
 
 
 class CaptureSpace:
-    """Where all graphs of this process are captured: one memory pool, one stream, and the thread that made this object.
+    """Captures all graphs of this process, in one memory pool, on one stream, and in the thread that made this object.
 
     The device executes nothing on the stream, as work is only recorded there. So what cuBLAS keeps for it (torch has one work space
     for each pair of a stream and a thread's handle) is used by replays alone, which run one after the other. The first graph is

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import torch
 
-# For all models' graphs and block tables: a third of what the default budget leaves of a GPU (config/devices.py). The rest is for
-# the context, what libraries load, and graph executables, which torch does not count.
+# Torch may keep this much for all models' graphs and block tables. It is a third of what the default budget leaves of a GPU
+# (config/devices.py). The rest is for the context, what libraries load, and graph executables, which torch does not count.
 KEPT_BYTES = 512 << 20
 
 

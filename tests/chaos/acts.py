@@ -85,7 +85,7 @@ def kill_scan(world: World) -> None:
 
 
 def restart(world: World) -> None:
-    """As `systemctl restart` does it: no client notices."""
+    """Restarts the daemon as `systemctl restart` does. No client may notice."""
     world.node.restart(RESTART)
 
 

@@ -178,7 +178,7 @@ def test_a_capture_is_tried_again_with_what_torch_gave_back(tmp_path: Path, stan
 def test_a_refused_graph_is_tried_again_later(
     tmp_path: Path, stand_in_graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a minute, then after two, and so on, at most after an hour; what refused once need not refuse for good."""
+    """A graph that found no memory is tried again after a minute, then after two, and so on, at most after an hour."""
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
     model, now_s = load_cuda_model(tmp_path, max_graph_rows=8), 100.0
     monkeypatch.setattr(graphs.time, "monotonic", lambda: now_s)
