@@ -179,6 +179,8 @@ class Lifecycle:
                     acceptor.stop()
             if self._stop_signal == RESTART_SIGNAL.name and store.usable:
                 log.info("%s: restarting", self._stop_signal)
+                for acceptor in main:
+                    await acceptor.connected(handover.FLUSH_S)
                 await handover.hand_over(node, store, {"main": api, "admin": admin})
                 self._fail_rest(node)
             else:

@@ -87,6 +87,11 @@ class Acceptor:
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
 
+    async def connected(self, timeout_s: float) -> None:
+        """Waits, at most timeout_s, until each accepted connection has its protocol."""
+        if self._connecting:
+            await asyncio.wait(self._connecting, timeout=timeout_s)
+
     def _on_readable(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             try:

@@ -199,6 +199,22 @@ class Connection(web.RequestHandler):
                 self.transport.pause_reading()
 
     @property
+    def is_beginning(self) -> bool:
+        """Returns whether a request has arrived whose handler has not begun, so that in_progress is not set yet, or the connection
+        is about to wait for the next one."""
+        request = self._current_request
+        if self._is_ending:
+            return False
+        if request is None:
+            return not self._request_in_progress and not self._is_between_requests
+        return self.in_progress is None and request.writer.output_size == 0
+
+    @property
+    def _is_ending(self) -> bool:
+        transport = self.transport
+        return transport is None or transport.is_closing() or self._broken or self._close or self._force_close
+
+    @property
     def has_unsent(self) -> bool:
         """Returns whether bytes that were written have not reached the kernel, or an answer is being written."""
         if self.transport is None:
@@ -209,7 +225,7 @@ class Connection(web.RequestHandler):
         """Returns what the next daemon needs to go on with the connection, or None if it cannot: the client does not read, has
         sent several requests at once, speaks TLS, or the answer has begun and cannot be gone on with."""
         transport = self.transport
-        if transport is None or transport.is_closing() or self._broken or self._close or self._force_close:
+        if transport is None or self._is_ending:
             return None
         if self.has_unsent or self._messages or transport.get_extra_info("sslcontext") is not None:
             return None

@@ -39,7 +39,8 @@ async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runne
     connections = [(name, each) for name, server in servers.items() for each in _connections(server)]
     for _, connection in connections:
         connection.hold_reading()
-    await asyncio.sleep(0)  # what has arrived becomes a request
+    await asyncio.sleep(0)
+    await _until(lambda: not any(each.is_beginning for _, each in connections))  # what has arrived becomes a request
     for _, connection in connections:
         if connection.in_progress is not None:
             connection.in_progress.write_all()

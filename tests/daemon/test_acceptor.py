@@ -265,3 +265,16 @@ async def test_clients_of_unix_sockets_are_not_counted(tmp_path: Path) -> None:
 )
 def test_who_counts_as_one_client(one: str, other: str, same: bool) -> None:
     assert (client_of(one) == client_of(other)) is same
+
+
+async def test_what_was_accepted_before_the_stop_is_connected_soon(listener: Listener) -> None:
+    served = Served(listener, ENOUGH)
+    async with served as accepting:
+        with socket.create_connection(listener.getsockname(), SAFETY_S):
+            async with asyncio.timeout(SAFETY_S):
+                while not accepting._connecting:  # noqa: ASYNC110
+                    await asyncio.sleep(0)  # it is there for a few turns of the loop only
+            accepting.stop()
+            await accepting.connected(SAFETY_S)
+            assert served.num_made == 1
+            assert not accepting._connecting

@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 from tests.daemon.service_manager import NotifySocket
 from tests.e2e.checkpoints import make_model
-from tests.e2e.node import SAFETY_S
+from tests.e2e.node import SAFETY_S, Node
 from tests.e2e.raw_stream import Event, RawStream
 from tests.e2e.service_node import ServiceNode
 
@@ -262,3 +263,26 @@ def test_without_a_store_it_stops_as_ever(tmp_path: Path) -> None:
         stream.wait_for_events(10)
         node.signal(RESTART)
         assert stream.join().events[-1]["usage"]["completion_tokens"] == 120
+
+
+def test_requests_that_arrive_at_that_moment_lose_nothing(tmp_path: Path, notify: NotifySocket) -> None:
+    """Connections that are being made and requests whose handlers have not begun are handed over, or wait for the next hearthd."""
+    with started(tmp_path, notify, null_step_ms=5.0) as node:
+        for _ in range(4):
+            streams: list[RawStream] = []
+            opening = threading.Thread(target=open_many, args=(node, streams))
+            opening.start()
+            node.restart(RESTART)
+            opening.join()
+            for stream in streams:
+                events = stream.join().events
+                assert stream.status == 200, (stream.status, events)
+                assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def open_many(node: Node, streams: list[RawStream]) -> None:
+    """Opens a stream every millisecond, for as long as a test may take to send a signal."""
+    body = {"model": "ash", "prompt": "once", "max_tokens": 20, "ignore_eos": True, **STREAM}
+    for _ in range(60):
+        streams.append(RawStream(node, "/v1/completions", body))
+        time.sleep(0.001)
