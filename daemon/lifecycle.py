@@ -24,6 +24,7 @@ from config import reload as config_reload
 from config.devices import device_budgets
 from config.provenance import Sources
 from config.schema import DeviceBudget, NodeConfig
+from config.settings_files import folder_of, present_files
 from config.units import format_bytes, machine_memory_bytes
 from daemon.access import keys
 from daemon.access.admission import Access
@@ -49,7 +50,7 @@ from daemon.operate.page_snapshot import snapshot
 from daemon.page.feed import PageFeed
 from daemon.process import logs, passed_descriptors
 from daemon.process.fd_store import FdStore
-from daemon.process.file_watch import FileWatch, signature
+from daemon.process.file_watch import FileWatch, Signature, folders_of, signature
 from daemon.process.systemd_notify import Notifier
 from daemon.process.version import VERSION
 from daemon.record import audit_log
@@ -96,7 +97,7 @@ class Lifecycle:
         self._watch: FileWatch | None = None
         self._folder_watch: FolderWatch | None = None
         self._own_sockets: list[str] = []  # paths to remove at the end; systemd removes those that it made
-        self._read = signature(self._files())  # of the files at the last reading
+        self._read = self._present()  # the files at the last reading
         self._expiries = ExpiryLog()
         self._by_itself: tuple[float, list[str]] = (-JUST_NOW_S, [])  # when a changed file was last applied by itself, and what
 
@@ -154,7 +155,7 @@ class Lifecycle:
             for worker in node.workers.values():
                 worker.configure()
             node.tasks.start("looking for models", rescans.run)
-            self._watch = FileWatch(self._files(), self._on_file_changed)
+            self._follow_files()
             room, refuse = Room(open_files.limit()), refuse_request(node.metric.count_answer)
             listening = self._acceptors
             listening += await listen(control, control_sockets[sockets.CONTROL], 64, room.operators, refuse_command)
@@ -263,11 +264,29 @@ class Lifecycle:
     def _files(self) -> list[str]:
         """Returns the files that a reload reads."""
         keys_file = [keys.file_path(self._config.keys_file)] if self._config.keys_file else []
-        return [*([self._config_path] if self._config_path else []), *keys_file]
+        return [*(present_files(self._config_path) if self._config_path else []), *keys_file]
+
+    def _present(self) -> tuple[list[str], Signature]:
+        """Returns a value that changes when a reload may read something else."""
+        files = self._files()
+        return files, signature(files)
+
+    def _follow_files(self) -> None:
+        """Watches the folders of the files that a reload reads, among them conf.d as soon as it exists."""
+        folders = folders_of(self._files())
+        if self._config_path and os.path.isdir(folder := folder_of(self._config_path)):
+            folders |= {os.path.abspath(folder), os.path.realpath(folder)}
+        old = self._watch
+        if old is None or old.is_stale or old.folders != folders:
+            self._watch = FileWatch(folders, self._on_file_changed)
+            if old is not None:
+                self._node.tasks.once("ending a watch of files", asyncio.to_thread(old.stop))
 
     def _on_file_changed(self) -> None:
-        # a reload on request may already have read it
-        if signature(self._files()) != self._read and not self._stop.is_set():
+        if self._stop.is_set():
+            return
+        self._follow_files()
+        if self._present() != self._read:  # else a reload on request has read it already
             self._node.tasks.once("reloading", self._reload_logged())
 
     def _on_hangup(self) -> None:
@@ -296,11 +315,13 @@ class Lifecycle:
             try:
                 return await self._reload(node)
             finally:
-                if node.listening and not self._stop.is_set():
-                    self._notify.ready(f"serves {node.url}")
+                if not self._stop.is_set():
+                    self._follow_files()
+                    if node.listening:
+                        self._notify.ready(f"serves {node.url}")
 
     async def _reload(self, node: NodeParts) -> dict[str, Any]:
-        self._read = signature(self._files())
+        self._read = self._present()
         source = self._config_path if self._config_path and "device" not in self._flags else "flags"
         try:
             new = config_load.load(self._config_path, self._flags)
@@ -316,7 +337,7 @@ class Lifecycle:
         except OSError as error:
             folder = plan.effective.models_dir
             refused = config_load.ConfigError(source, "models_dir", f"{folder} cannot be read: {error.strerror}")
-            raise node.reloads.refuse(refused) from None
+            raise node.reloads.refuse(config_load.located_setting(refused)) from None
         node.settings.config = node.dispatcher.config = self._config = plan.effective
         node.settings.sources = Sources(self._config_path, self._flags)
         node.settings.needs_restart = plan.needs_restart

@@ -14,6 +14,7 @@ from config import host_tier, reference
 from config import load as config_load
 from config.devices import device_budgets
 from config.schema import NodeConfig
+from config.settings_files import present_files
 from config.units import format_bytes, machine_memory_bytes
 from daemon.access import keys
 from daemon.errors import EXIT_OK, EXIT_USAGE
@@ -46,7 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns a parser with one flag for every key of the node's settings. Values stay text until config.load has read the file,
     too."""
     parser = ArgumentParser(prog="hearthd", description="Serves the models of one folder over the OpenAI API.")
-    parser.add_argument("--config", metavar="FILE", help="TOML file; flags win over it")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file; the files conf.d/*.toml beside it win over it, and flags over both"
+    )
     parser.add_argument("--check-config", action="store_true", help="check flags and file, print what would run, and end")
     parser.add_argument("--version", action="version", version=f"hearthd {VERSION}")
     for name, default, unit, _, description in reference.fields(NodeConfig):
@@ -78,7 +81,8 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         if not config.models_dir:
             raise config_load.ConfigError(source, "models_dir", "missing; name the models folder with --models DIR")
         if not os.path.isdir(config.models_dir):
-            raise config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
+            wrong = config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
+            raise config_load.located_setting(wrong)
         known = keys.load(config.keys_file) if config.keys_file else None
         audit_log.check(config.audit_log, "flags" if "audit_log" in flags else source)
         listeners.check(config, known is not None, source)
@@ -92,7 +96,8 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         for warning in [*warnings, *lacking]:
             print(f"hearthd: warning: {warning}", file=sys.stderr)
         named = ", ".join(f"{device.name} {format_bytes(device.budget_bytes)}" for device in devices)
-        print(f"ok: models {config.models_dir}, listen {config.listen}, control {config.control}, devices {named}")
+        files = f", settings {', '.join(present_files(path))}" if path else ""
+        print(f"ok: models {config.models_dir}, listen {config.listen}, control {config.control}, devices {named}{files}")
         return EXIT_OK
     from daemon import lifecycle
     from daemon.process import logs

@@ -381,6 +381,7 @@ class NodeParts:
             "pid": os.getpid(),
             "url": self.url,
             "control": self.config.control,
+            "settings_files": self.settings.sources.files,
             "models_dir": self.config.models_dir,
             "cache_dir": self.config.cache_dir,
             "uptime_s": round(time.time() - self.started_unix_s, 1),
