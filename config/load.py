@@ -20,11 +20,17 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "text", "json", "journal")
 AUDIT_IN_LOG = ("log", "journal")  # values of audit_log that name no file
+CREDENTIAL = "credential:"  # begins a value that names no path, but a credential that systemd gives to the service
+TLS_VERSIONS = ("1.2", "1.3")
 RUNNERS = ("torch", "null")
 QUANTIZATIONS = ("int8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "none")
 REASONING_PARSERS = ("think", "none")
+_PATHS = (
+    *("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file"),
+    *("tls_certificate", "tls_key", "tls_client_ca"),
+)
 MIN_STALL_S = 10.0  # an idle engine reports that it is alive every 5 s
 # Defaults of a node with a cuda device: the driver maps a few large pieces of memory faster than many small ones, and a GPU's steps
 # are too short for small batches.
@@ -186,14 +192,10 @@ def _names(source: str, table: Any) -> dict[str, list[str]]:
 
 
 def _absolute(config: NodeConfig, folder: str) -> dict[str, str]:
-    paths_of = {
-        key: str(getattr(config, key)) for key in ("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file")
-    }
-    if paths_of["keys_file"].startswith("credential:"):
-        del paths_of["keys_file"]
+    paths_of = {key: str(getattr(config, key)) for key in _PATHS}
     if config.audit_log not in AUDIT_IN_LOG:
         paths_of["audit_log"] = config.audit_log
-    return {key: os.path.join(folder, value) for key, value in paths_of.items() if value}
+    return {key: os.path.join(folder, value) for key, value in paths_of.items() if value and not value.startswith(CREDENTIAL)}
 
 
 def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -384,6 +386,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "runner": _one_of(*RUNNERS),
     "tool_parser": _one_of(*TOOL_PARSERS),
     "reasoning_parser": _one_of(*REASONING_PARSERS),
+    "tls_min_version": _one_of(*TLS_VERSIONS),
     "listen": _listen,
     "device": _device_specs,
     "chunk_bytes": _chunk,
@@ -431,6 +434,11 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 def _check_across(source: str, config: NodeConfig) -> None:
     """Checks rules that involve several keys, such as aliases of different models that must differ. Raises ConfigError, which
     names the keys. source: the configuration file, for messages."""
+    if config.tls_certificate and not config.tls_key:
+        raise ConfigError(source, "tls_certificate", "needs tls_key beside it: the file with the certificate's private key")
+    for key in ("tls_key", "tls_client_ca"):
+        if getattr(config, key) and not config.tls_certificate:
+            raise ConfigError(source, key, "needs tls_certificate beside it")
     owners: dict[str, str] = {}
     for name, model in config.models.items():
         where = f'models."{name}"'

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from daemon.access import keys
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories
-from daemon.http import listeners
+from daemon.http import listeners, tls
 from daemon.models import models_check
 from daemon.process import installation
 from daemon.process.arguments import ArgumentParser
@@ -38,6 +39,9 @@ _METAVARS = {
     "keys_file": "FILE",
     "audit_log": "FILE",
     "admin_listen": "HOST:PORT",
+    "tls_certificate": "FILE",
+    "tls_key": "FILE",
+    "tls_client_ca": "FILE",
     "allowed_hosts": "NAME",
     "device": "NAME=BUDGET",
 }
@@ -86,8 +90,11 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         known = keys.load(config.keys_file) if config.keys_file else None
         audit_log.check(config.audit_log, "flags" if "audit_log" in flags else source)
         listeners.check(config, known is not None, source)
+        pair = tls.load(config, "flags" if "tls_certificate" in flags else source)
         processor = this_processor()
         warnings = models_check.check(config, source) if check else []
+        if check and pair is not None and (ending := pair.certificate.warning(time.time())):
+            warnings.append(ending)
     except (config_load.ConfigError, UnknownFeature) as error:
         print(f"hearthd: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -119,4 +126,4 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         logs.log.info("processor: %s", processor.describe())
     if not config.device:
         logs.log.info("no --device: cpu:0 gets %s, half of the machine's memory", format_bytes(devices[0].budget_bytes))
-    return lifecycle.serve(config, devices, path, flags, known, inventory)
+    return lifecycle.serve(config, devices, path, flags, known, inventory, pair)

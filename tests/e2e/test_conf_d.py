@@ -54,8 +54,7 @@ def test_a_reload_reads_them_and_refuses_all_for_one(node: Node) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "a.toml").write_text("max_wait_s = 50\n")
     (folder / "b.toml").write_text('[models."m"]\npriority = 2.0\n')
-    told = node.json("reload")
-    assert 'models."m".priority' in told["applied"]
+    node.json("reload")  # which the watch may have come before
     assert setting(node, 'models."m".priority') == (2.0, "conf.d/b.toml:2")
     (folder / "c.toml").write_text("\n\nmax_wait_s = 'soon'\n")
     (folder / "a.toml").write_text("max_wait_s = 51\n")

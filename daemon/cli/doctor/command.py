@@ -72,6 +72,7 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
         system.locked_memory(limits, whose, against.wants_gpu),
         system.open_files(limits, whose),
         *storage.find_storage(models_dir),
+        network.certificate(against.tls),
         Finding("HTTP address", OK, f"hearthd serves {against.listen}") if against.pid else network.find_port(against.listen),
     ]
 

@@ -12,11 +12,13 @@ import msgspec
 
 from config import host_tier, load, paths
 from config.devices import NoGpus, device_budgets
+from config.schema import NodeConfig
 from config.settings_files import SUFFIX, folder_of, present_files
 from daemon.cli.client import Client, CommandError
 from daemon.cli.doctor.finding import OK, WARN, Finding
 from daemon.errors import EXIT_USAGE
 from daemon.gpu.inventory import Inventory, memories
+from daemon.http import tls
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,7 +26,8 @@ class Settings:
     """The settings to check against. source: where they come from. pid: the running daemon's, 0: none. models_dir: "" if unset.
     budgets: device -> bytes. uuids: cuda device -> its GPU's UUID. wants_gpu: cuda devices are configured, whether or not the
     driver knows them. files: those that were read, in their order. refused: why the running daemon does not use what they hold
-    now, "" if it does."""
+    now, "" if it does. tls: what `hearth status` shows of the certificate, or {"problem": why it cannot be used}; None: none is
+    set."""
 
     source: str
     pid: int
@@ -37,6 +40,7 @@ class Settings:
     wants_gpu: bool = False
     files: list[str] = field(default_factory=list)
     refused: str = ""
+    tls: dict[str, Any] | None = None
 
 
 def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory) -> Settings:
@@ -74,7 +78,16 @@ def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory)
         uuids,
         wants_gpu,
         present_files(path) if path else [],
+        tls=_tls(config, path or "defaults"),
     )
+
+
+def _tls(config: NodeConfig, source: str) -> dict[str, Any] | None:
+    try:
+        pair = tls.load(config, source)
+    except load.ConfigError as error:
+        return {"problem": str(error)}
+    return None if pair is None else pair.row()
 
 
 def _told(inventory: Inventory) -> bool:
@@ -98,6 +111,7 @@ def of_status(status: dict[str, Any]) -> Settings:
         uuids={row["name"]: row["uuid"] for row in status["devices"] if row.get("uuid")},
         wants_gpu=any(row.get("uuid") for row in status["devices"]),
         files=status.get("settings_files", []),
+        tls=status.get("tls"),
         refused=(status.get("reload_refused") or {}).get("message", ""),
     )
 

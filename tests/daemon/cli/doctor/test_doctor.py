@@ -31,6 +31,7 @@ CHECKS = [
     "open files",
     "models",
     "drive",
+    "TLS",
     "HTTP address",
 ]
 
