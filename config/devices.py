@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from config import units
-from config.load import ConfigError, located
+from config.load import ConfigError, located_setting
 from config.schema import DeviceBudget, NodeConfig
 
 DEFAULT_CPU_PERCENT = 50
@@ -46,7 +46,7 @@ def device_budgets(
     try:
         return _device_budgets(config, memory_bytes, source, gpus)
     except ConfigError as error:
-        raise located(error) from None
+        raise located_setting(error) from None
 
 
 def _device_budgets(

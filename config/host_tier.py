@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from config import units
-from config.load import ConfigError, located
+from config.load import ConfigError, located_setting
 from config.schema import DeviceBudget, NodeConfig
 
 DEFAULT_PERCENT = 50
@@ -26,7 +26,7 @@ def resolved(config: NodeConfig, devices: Sequence[DeviceBudget], memory_bytes: 
         num_bytes = units.parse_size_or_share(value, memory_bytes)
     total = num_bytes + sum(device.budget_bytes for device in in_memory)
     if value is not None and num_bytes and total > memory_bytes:
-        raise located(
+        raise located_setting(
             ConfigError(
                 source,
                 "host_tier_bytes",

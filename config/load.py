@@ -1,7 +1,8 @@
-"""Builds a NodeConfig from a TOML file and flags. Every error names the file, the key, the value and what is allowed."""
+"""Builds a NodeConfig from TOML files and flags. Every error names the file, the key, the value and what is allowed."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tomllib
@@ -13,16 +14,23 @@ import msgspec
 from config import locate, names, origins, paths, units
 from config.nearest import nearest
 from config.schema import ModelConfig, NodeConfig, SamplingDefaults
+from config.settings_files import present_files, settings_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "text", "json", "journal")
 AUDIT_IN_LOG = ("log", "journal")  # values of audit_log that name no file
+CREDENTIAL = "credential:"  # begins a value that names no path, but a credential that systemd gives to the service
+TLS_VERSIONS = ("1.2", "1.3")
 RUNNERS = ("torch", "null")
 QUANTIZATIONS = ("int8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "none")
 REASONING_PARSERS = ("think", "none")
+_PATHS = (
+    *("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file"),
+    *("tls_certificate", "tls_key", "tls_client_ca"),
+)
 MIN_STALL_S = 10.0  # an idle engine reports that it is alive every 5 s
 # Defaults of a node with a cuda device: the driver maps a few large pieces of memory faster than many small ones, and a GPU's steps
 # are too short for small batches.
@@ -49,26 +57,38 @@ def located(error: ConfigError) -> ConfigError:
     return ConfigError(error.source, error.key, error.message, line)
 
 
+def located_setting(error: ConfigError) -> ConfigError:
+    """Returns an error about a setting with the file and line that set its key. error.source: the settings file that is named on
+    the command line; the key may be set in a file of its conf.d, of which the last one counts."""
+    if error.line or not error.key or not os.path.isfile(error.source):
+        return error
+    source, deepest = error.source, 0
+    for path in present_files(error.source):
+        depth = 0
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:  # replaced within the instant
+            depth = locate.depth_of(file.read(), error.key)
+        if depth and depth >= deepest:
+            source, deepest = path, depth
+    return located(ConfigError(source, error.key, error.message))
+
+
 def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig:
-    """Returns the settings of the TOML file at `path` (None: no file) and of `flags`, which override it. flags: maps a key to its
-    value as on the command line, a text or a list of texts. In the result `chunk_bytes`, `max_body_bytes` and
-    `stored_responses_bytes` are numbers of bytes, and the sockets and folders have their defaults filled in. Paths are absolute,
-    because engines run in another folder: a flag's is relative to the current folder, a file's to the folder of the file. Raises
-    ConfigError."""
+    """Returns the settings of the TOML file at `path` (None: no file), of the files in `conf.d` beside it, which override it key by
+    key in the order of their names, and of `flags`, which override them all. flags: maps a key to its value as on the command
+    line, a text or a list of texts. In the result `chunk_bytes`, `max_body_bytes` and `stored_responses_bytes` are numbers of
+    bytes, and the sockets and folders have their defaults filled in. Paths are absolute, because engines run in another folder: a
+    flag's is relative to the current folder, a file's to the folder of the file. Raises ConfigError."""
     try:
         return _load(path, flags)
     except ConfigError as error:
-        raise located(error) from None
+        raise located_setting(error) from None
 
 
 def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
     table: dict[str, Any] = {}
-    if path is not None:
-        table = read_toml(path)
+    for file in _files(path) if path is not None else ():
+        _merge(table, _table_of(file))
     config = _node(path or "flags", table)
-    if path is not None:
-        folder = os.path.dirname(os.path.abspath(path))
-        config = msgspec.structs.replace(config, **_absolute(config, folder), models=_with_templates(config.models, folder))
     if flags:
         config = msgspec.structs.replace(config, **_from_flags(flags))
         config = msgspec.structs.replace(config, **_absolute(config, os.getcwd()))
@@ -86,6 +106,37 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
     )
     _check_across(path or "flags", config)
     return config
+
+
+def _files(path: str) -> list[str]:
+    try:
+        return settings_files(path)
+    except OSError as error:
+        raise ConfigError(str(error.filename), "", f"cannot be read: {error.strerror}") from None
+
+
+def _table_of(path: str) -> dict[str, Any]:
+    """Returns the content of one settings file, which must be valid by itself, with absolute paths. Raises ConfigError."""
+    table = read_toml(path)
+    try:
+        config = _node(path, table)
+    except ConfigError as error:
+        raise located(error) from None
+    folder = os.path.dirname(os.path.abspath(path))
+    table |= _absolute(config, folder)
+    for name, model in config.models.items():
+        if model.chat_template:
+            table["models"][name]["chat_template"] = os.path.join(folder, model.chat_template)
+    return table
+
+
+def _merge(into: dict[str, Any], table: dict[str, Any]) -> None:
+    """Writes a table over another one, key by key. Tables in it are merged in the same way, and lists replaced."""
+    for key, value in table.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
 
 
 def with_device_defaults(config: NodeConfig, devices: Iterable[str], given: Container[str]) -> NodeConfig:
@@ -141,22 +192,10 @@ def _names(source: str, table: Any) -> dict[str, list[str]]:
 
 
 def _absolute(config: NodeConfig, folder: str) -> dict[str, str]:
-    paths_of = {
-        key: str(getattr(config, key)) for key in ("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file")
-    }
-    if paths_of["keys_file"].startswith("credential:"):
-        del paths_of["keys_file"]
+    paths_of = {key: str(getattr(config, key)) for key in _PATHS}
     if config.audit_log not in AUDIT_IN_LOG:
         paths_of["audit_log"] = config.audit_log
-    return {key: os.path.join(folder, value) for key, value in paths_of.items() if value}
-
-
-def _with_templates(models: dict[str, ModelConfig], folder: str) -> dict[str, ModelConfig]:
-    absolute = dict(models)
-    for name, model in models.items():
-        if model.chat_template:
-            absolute[name] = msgspec.structs.replace(model, chat_template=os.path.join(folder, model.chat_template))
-    return absolute
+    return {key: os.path.join(folder, value) for key, value in paths_of.items() if value and not value.startswith(CREDENTIAL)}
 
 
 def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,6 +386,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "runner": _one_of(*RUNNERS),
     "tool_parser": _one_of(*TOOL_PARSERS),
     "reasoning_parser": _one_of(*REASONING_PARSERS),
+    "tls_min_version": _one_of(*TLS_VERSIONS),
     "listen": _listen,
     "device": _device_specs,
     "chunk_bytes": _chunk,
@@ -394,6 +434,11 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 def _check_across(source: str, config: NodeConfig) -> None:
     """Checks rules that involve several keys, such as aliases of different models that must differ. Raises ConfigError, which
     names the keys. source: the configuration file, for messages."""
+    if config.tls_certificate and not config.tls_key:
+        raise ConfigError(source, "tls_certificate", "needs tls_key beside it: the file with the certificate's private key")
+    for key in ("tls_key", "tls_client_ca"):
+        if getattr(config, key) and not config.tls_certificate:
+            raise ConfigError(source, key, "needs tls_certificate beside it")
     owners: dict[str, str] = {}
     for name, model in config.models.items():
         where = f'models."{name}"'

@@ -11,11 +11,24 @@ from typing import Any
 def line_of(text: str, key: str) -> int:
     """Returns the line (from 1) on which `key` is set, or that of the table that should hold it; 0 if neither exists. key: a
     dotted path such as `models."org/name".dtype`. text: valid TOML."""
+    wanted = _wanted(key)
+    return _line(_statements(text), wanted) if wanted else 0
+
+
+def depth_of(text: str, key: str) -> int:
+    """Returns how many parts of the dotted path `key`, from the outermost table inwards, `text` sets: all of them if it sets the
+    key itself, 0 if it has not even the outermost table. text: as in line_of; 0 if it is no valid TOML."""
     try:
-        wanted = _path(tomllib.loads(re.sub(r"\[\d+\]\Z", "", key) + " = 0"))  # a list's entry counts as the list
+        value: Any = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
-        return 0  # the key is no valid TOML without quotes
-    return _line(_statements(text), wanted)
+        return 0
+    depth = 0
+    for part in _wanted(key):
+        if not isinstance(value, dict) or part not in value:
+            break
+        value = value[part]
+        depth += 1
+    return depth
 
 
 def lines(text: str) -> dict[tuple[str, ...], int]:
@@ -29,6 +42,14 @@ def line_of_syntax_error(message: str) -> int:
     """Returns the line number that an error message of tomllib names, or 0 if it names none."""
     found = re.search(r"at line (\d+)", message)
     return int(found[1]) if found else 0
+
+
+def _wanted(key: str) -> list[str]:
+    """Returns the parts of a dotted path, or [] if it is no valid TOML without quotes."""
+    try:
+        return _path(tomllib.loads(re.sub(r"\[\d+\]\Z", "", key) + " = 0"))  # a list's entry counts as the list
+    except tomllib.TOMLDecodeError:
+        return []
 
 
 def _line(statements: list[tuple[int, list[str]]], wanted: list[str]) -> int:

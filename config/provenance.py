@@ -1,4 +1,4 @@
-"""Tells where the value of each setting comes from: a flag, a line of the file, or nowhere, so that the default counts."""
+"""Tells where the value of each setting comes from: a flag, a line of a file, or nowhere, so that the default counts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from config import locate
 from config.load import flag_name
 from config.reload import live_keys
 from config.schema import LIVE, RESTART, ModelConfig, NodeConfig, SamplingDefaults
+from config.settings_files import present_files
 
 Path = tuple[str, ...]
 
@@ -32,27 +33,31 @@ class Sources:
     """Tells where keys were set when the settings were read."""
 
     def __init__(self, path: str | None, flags: Mapping[str, Any]) -> None:
-        """path: the file that was read just now, None if there is none. flags: by key."""
-        self._file = path or ""
+        """path: the file that was read just now, with those of its conf.d; None if there is none. flags: by key."""
         self._flags = {key: flag_name(key) for key in flags}
-        self._text = ""
-        if path:
-            with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:  # replaced within the instant
-                self._text = file.read()
+        self._texts: list[tuple[str, str]] = []
+        for file in present_files(path) if path else ():
+            with contextlib.suppress(OSError, ValueError), open(file, encoding="utf-8") as opened:  # replaced within the instant
+                self._texts.append((file, opened.read()))
+
+    @property
+    def files(self) -> list[str]:
+        """Returns the files that were read, in their order."""
+        return [file for file, _ in self._texts]
 
     @cached_property
-    def _lines(self) -> dict[Path, int]:
-        try:
-            return locate.lines(self._text)
-        except ValueError:  # the file was replaced within the instant
-            return {}
+    def _lines(self) -> dict[Path, str]:
+        found: dict[Path, str] = {}
+        for file, text in self._texts:
+            with contextlib.suppress(ValueError):  # the file was replaced within the instant
+                found |= {key: f"{file}:{line}" for key, line in locate.lines(text).items()}
+        return found
 
     def of(self, *key: str) -> str:
         """Returns the source of a key, given from the outermost table inwards, as in Setting."""
         if len(key) == 1 and key[0] in self._flags:
             return self._flags[key[0]]
-        line = self._lines.get(key)
-        return "" if line is None else f"{self._file}:{line}"
+        return self._lines.get(key, "")
 
 
 def settings(config: NodeConfig, sources: Sources, needs_restart: Collection[str] = ()) -> list[Setting]:

@@ -19,11 +19,13 @@ _INTRO = """# Configuration
 
 Made from `config/schema.py` by `python -m config.reference`; do not edit by hand.
 
-`hearthd` reads one TOML file (`--config node.toml`); every flag wins over the file. A size is a number of bytes or text such as
+`hearthd` reads a TOML file (`--config node.toml`), then the files `conf.d/*.toml` beside it, in the order of their names: the later
+ones win key by key (tables are merged, lists replaced), and every flag wins over all of them. Each file must be valid by itself,
+and a path in it is relative to its own folder. A size is a number of bytes or text such as
 `"512MiB"`, `"1.5GiB"` or `"2GB"`; a key that ends in `_s` is in seconds. *live* keys apply at `hearth reload` (or SIGHUP), the
 others need a restart and `hearth reload` names them. A file with an error changes nothing: the running settings stay, and the
-error names the file, the key, the value and what is allowed. `hearthd --check-config --config node.toml` checks a file without
-starting.
+error names the file, the line, the key, the value and what is allowed. `hearthd --check-config --config node.toml` checks the files
+without starting.
 
 ## The node
 """
@@ -80,6 +82,9 @@ _EXAMPLES = {
     "keys_file": '"/etc/hearthd/keys.toml"',
     "audit_log": '"/var/log/hearthd/audit.log"',
     "admin_listen": '"127.0.0.1:8001"',
+    "tls_certificate": '"/etc/letsencrypt/live/gpu1.example.org/fullchain.pem"',
+    "tls_key": '"/etc/letsencrypt/live/gpu1.example.org/privkey.pem"',
+    "tls_client_ca": '"/etc/hearthd/clients-ca.pem"',
     "allowed_hosts": '["gpu1.example.org"]',
     "allowed_origins": '["https://chat.example.org"]',
     "device": '["cpu=50%"]',
@@ -114,7 +119,11 @@ _NAMES = ('# "gpt-4*" = "meta/llama-3-8b"', '# "fast" = ["qwen3-4b", "qwen3-1.7b
 def example() -> str:
     """Returns the text of config/example.toml: all keys, each with its default, or with an example where the default is empty.
     All but `models_dir` are commented out."""
-    lines = ["# Every key of hearthd. What is commented out shows the default, or an example where the default is empty.", ""]
+    lines = [
+        "# Every key of hearthd. What is commented out shows the default, or an example where the default is empty.",
+        "# Files conf.d/*.toml beside this one are read after it, in the order of their names; the later ones win key by key.",
+        "",
+    ]
     for name, default, unit, reload, description in fields(NodeConfig):
         if name not in TABLES:
             lines += _entry(name, default, unit, reload, description)

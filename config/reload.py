@@ -9,6 +9,7 @@ import msgspec
 
 from config.schema import LIVE, ModelConfig, NodeConfig
 
+TLS_KEYS = ("tls_certificate", "tls_key", "tls_min_version", "tls_client_ca")
 # stands for a model that only one of the two files names
 _DEFAULT_MODEL = ModelConfig()
 
@@ -27,20 +28,29 @@ def plan(running: NodeConfig, new: NodeConfig) -> ReloadPlan:
     """Returns what changes when a node with the settings `running` reloads `new`. Both come from config.load, so `new` is already
     valid."""
     result = ReloadPlan(running)
-    values = _merge(NodeConfig, running, new, "", result, skip=("models",))
+    # a file that is gone must not have keys sent in the clear, nor one that is new turn away every client
+    is_switched = bool(running.tls_certificate) != bool(new.tls_certificate)
+    values = _merge(NodeConfig, running, new, "", result, skip=("models",), at_restart=TLS_KEYS if is_switched else ())
     models: dict[str, ModelConfig] = {}
     for name in sorted({*running.models, *new.models}):
         old_model = running.models.get(name, _DEFAULT_MODEL)
         new_model = new.models.get(name, _DEFAULT_MODEL)
-        models[name] = msgspec.structs.replace(
-            old_model, **_merge(ModelConfig, old_model, new_model, f'models."{name}".', result, skip=())
-        )
+        models[name] = msgspec.structs.replace(old_model, **_merge(ModelConfig, old_model, new_model, f'models."{name}".', result))
     result.effective = msgspec.structs.replace(running, models=models, **values)
     return result
 
 
-def _merge(struct: Any, old: Any, new: Any, prefix: str, result: ReloadPlan, skip: tuple[str, ...]) -> dict[str, Any]:
-    live = live_keys(struct)
+def _merge(
+    struct: Any,
+    old: Any,
+    new: Any,
+    prefix: str,
+    result: ReloadPlan,
+    skip: tuple[str, ...] = (),
+    at_restart: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """at_restart: live keys that this time need a restart."""
+    live = live_keys(struct).difference(at_restart)
     values = {}
     for key in struct.__struct_fields__:
         if key in skip or getattr(old, key) == getattr(new, key):

@@ -129,6 +129,25 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     insecure: Annotated[bool, key("listen beyond this machine though no keys_file is set: anybody there may use the node")] = False
     admin_listen: Annotated[str, key("HOST:PORT of a second listener for /metrics and health, which leave the first one")] = ""
+    tls_certificate: Annotated[
+        str,
+        key(
+            "listen speaks TLS with this certificate, and so does admin_listen beyond this machine: a PEM file that holds it and "
+            "then those it was issued by (certbot's fullchain.pem), or credential:NAME given by systemd; the file is read again as "
+            'it changes; "": HTTP without TLS; from or to "" it needs a restart',
+            reload=LIVE,
+        ),
+    ] = ""
+    tls_key: Annotated[str, key("its private key: a PEM file without passphrase, or credential:NAME", reload=LIVE)] = ""
+    tls_min_version: Annotated[str, key("oldest version of TLS that is spoken: 1.2 or 1.3", reload=LIVE)] = "1.2"
+    tls_client_ca: Annotated[
+        str,
+        key(
+            "PEM file of certificates, or credential:NAME; a client must show a certificate that one of them has issued (mutual "
+            'TLS), besides its key; "": none is asked for',
+            reload=LIVE,
+        ),
+    ] = ""
     allowed_hosts: Annotated[
         list[str], key("names in the Host header, beside listen's own, that are served while no keys are set", reload=LIVE)
     ] = []

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +19,13 @@ from typing import Any
 
 from aiohttp import web
 
-from config import host_tier
+from config import credentials, host_tier
 from config import load as config_load
 from config import reload as config_reload
 from config.devices import device_budgets
 from config.provenance import Sources
 from config.schema import DeviceBudget, NodeConfig
+from config.settings_files import folder_of, present_files
 from config.units import format_bytes, machine_memory_bytes
 from daemon.access import keys
 from daemon.access.admission import Access
@@ -35,7 +37,7 @@ from daemon.engines.carve_outs import isolated_models
 from daemon.errors import BadRequest, NotNow
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories
-from daemon.http import handed_over, listeners, sockets
+from daemon.http import handed_over, listeners, sockets, tls
 from daemon.http.acceptor import Acceptor, Crowd, Room
 from daemon.http.client_addresses import ClientAddresses, too_many
 from daemon.http.connection import Runner
@@ -49,7 +51,7 @@ from daemon.operate.page_snapshot import snapshot
 from daemon.page.feed import PageFeed
 from daemon.process import logs, passed_descriptors
 from daemon.process.fd_store import FdStore
-from daemon.process.file_watch import FileWatch, signature
+from daemon.process.file_watch import FileWatch, Signature, folders_of, signature
 from daemon.process.systemd_notify import Notifier
 from daemon.process.version import VERSION
 from daemon.record import audit_log
@@ -72,7 +74,7 @@ TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
 
 class Lifecycle:
     """One run of the daemon. flags: the values given on the command line, read again at each reload. known: the keys; None if no
-    keys are required."""
+    keys are required. pair: the certificate; None without TLS."""
 
     def __init__(
         self,
@@ -82,10 +84,13 @@ class Lifecycle:
         flags: Mapping[str, Any],
         known: keys.Keys | None = None,
         inventory: Inventory | None = None,
+        pair: tls.Tls | None = None,
     ) -> None:
         self._inventory = inventory or Driver()
         self._config, self._devices, self._config_path, self._flags = config, devices, config_path, flags
         self._keys = known
+        self._tls = pair
+        self._certificate_log = tls.CertificateLog()
         self._acceptors: list[Acceptor] = []
         self._accesses: list[Access] = []  # the rules of the listeners that require keys
         self._stop = asyncio.Event()
@@ -96,7 +101,7 @@ class Lifecycle:
         self._watch: FileWatch | None = None
         self._folder_watch: FolderWatch | None = None
         self._own_sockets: list[str] = []  # paths to remove at the end; systemd removes those that it made
-        self._read = signature(self._files())  # of the files at the last reading
+        self._read = self._present()  # the files at the last reading
         self._expiries = ExpiryLog()
         self._by_itself: tuple[float, list[str]] = (-JUST_NOW_S, [])  # when a changed file was last applied by itself, and what
 
@@ -120,7 +125,7 @@ class Lifecycle:
         sources = Sources(self._config_path, self._flags)
         node = self._node = NodeParts(self._config, self._devices, state, self._inventory, scanner, checkpoints, store, sources)
         node.reload = self.reload_as_asked
-        node.keys = self._keys
+        node.keys, node.tls = self._keys, self._tls
         node.audit.use(self._config.audit_log, self._config.audit_requests)
         for number in (signal.SIGTERM, signal.SIGINT, RESTART_SIGNAL):
             loop.add_signal_handler(number, self._on_stop_signal, number)
@@ -142,6 +147,7 @@ class Lifecycle:
         control = make_control_runner(node, FLUSH_LIMIT_S)
         status = make_control_runner(node, FLUSH_LIMIT_S, read_only=True)
         node.tasks.start("looking for keys that expire", lambda: self._expiries.run(lambda: self._keys))
+        node.tasks.start("looking for the certificate's end", self._look_at_certificate)
         node.tasks.start("saving what tenants used", node.usage_file.run)
         node.tasks.start("the watchdog's task", lambda: self._notify.watchdog(node.problem))
         try:
@@ -154,18 +160,21 @@ class Lifecycle:
             for worker in node.workers.values():
                 worker.configure()
             node.tasks.start("looking for models", rescans.run)
-            self._watch = FileWatch(self._files(), self._on_file_changed)
+            self._follow_files()
             room, refuse = Room(open_files.limit()), refuse_request(node.metric.count_answer)
             listening = self._acceptors
             listening += await listen(control, control_sockets[sockets.CONTROL], 64, room.operators, refuse_command)
             listening += await listen(status, control_sockets[sockets.STATUS], 64, room.watchers, refuse_command)
-            listening += await listen(admin, http.admin, 64, room.watchers, refuse)
+            # where only this machine reaches the second listener, it asks for no key and needs no TLS
+            secured = self._tls_context if http.admin_asks_key else lambda: None
+            listening += await listen(admin, http.admin, 64, room.watchers, refuse, tls=secured)
             addresses = ClientAddresses(lambda: node.settings.config.max_connections_per_address)
             crowd = Crowd(addresses, refuse_request(node.metric.count_answer, too_many))
-            main = await listen(api, http.main, sockets.BACKLOG, room.clients, refuse, crowd)
+            main = await listen(api, http.main, sockets.BACKLOG, room.clients, refuse, crowd, self._tls_context)
             listening += main
             await handover.go_on(node, left, {"main": (api, addresses), "admin": (admin, None)})
-            node.url, node.listening = sockets.url_of(http.main[0]), True
+            node.url = sockets.url_of(http.main[0], "http" if self._tls is None else "https")
+            node.listening = True
             self._announce(node)
             node.audit.write("start", version=VERSION, pid=os.getpid(), url=node.url, config=self._config_path)
             # what exists now lives to the end, so the garbage collector need not walk it while streams run
@@ -181,6 +190,8 @@ class Lifecycle:
                 log.info("%s: restarting", self._stop_signal)
                 for acceptor in main:
                     await acceptor.connected(handover.FLUSH_S)
+                if self._tls is not None:  # only this process has the keys of its connections, so their answers end here
+                    await self._let_end(node)
                 await handover.hand_over(node, store, {"main": api, "admin": admin})
                 self._fail_rest(node)
             else:
@@ -199,6 +210,9 @@ class Lifecycle:
         for device in node.devices:
             alone = f", set aside for {device.model}" if device.model else ""
             log.info("device %s: %s for weights, KV and work space%s", device.name, format_bytes(device.budget_bytes), alone)
+        if self._tls is not None:
+            certificate = self._tls.certificate
+            log.info("TLS: certificate %s, %d days left", certificate.shown, certificate.days_left(time.time()))
         with contextlib.suppress(BrokenPipeError):
             print(f"hearthd {VERSION} serves {node.url} control {self._config.control}", flush=True)
         self._notify.ready(f"serves {node.url}")
@@ -264,20 +278,54 @@ class Lifecycle:
 
     def _files(self) -> list[str]:
         """Returns the files that a reload reads."""
-        keys_file = [keys.file_path(self._config.keys_file)] if self._config.keys_file else []
-        return [*([self._config_path] if self._config_path else []), *keys_file]
+        config = self._config
+        keys_file = [credentials.path_of(config.keys_file, "keys_file")] if config.keys_file else []
+        return [*(present_files(self._config_path) if self._config_path else []), *keys_file, *tls.files(config)]
+
+    def _present(self) -> tuple[list[str], Signature]:
+        """Returns a value that changes when a reload may read something else."""
+        files = self._files()
+        return files, signature(files)
+
+    def _follow_files(self) -> None:
+        """Watches the folders of the files that a reload reads, among them conf.d as soon as it exists."""
+        folders = folders_of(self._files())
+        if self._config_path and os.path.isdir(folder := folder_of(self._config_path)):
+            folders |= {os.path.abspath(folder), os.path.realpath(folder)}
+        old = self._watch
+        if old is None or old.is_stale or old.folders != folders:
+            self._watch = FileWatch(folders, self._on_file_changed)
+            if old is not None:
+                self._node.tasks.once("ending a watch of files", asyncio.to_thread(old.stop))
 
     def _on_file_changed(self) -> None:
-        # a reload on request may already have read it
-        if signature(self._files()) != self._read and not self._stop.is_set():
+        if self._stop.is_set():
+            return
+        self._follow_files()
+        if self._present() != self._read:  # else a reload on request has read it already
             self._node.tasks.once("reloading", self._reload_logged())
+
+    def _tls_context(self) -> ssl.SSLContext | None:
+        return self._tls.context if self._tls is not None else None
+
+    def _tls_of(self, config: NodeConfig) -> tls.Tls | None:
+        return tls.load(config, "flags" if "tls_certificate" in self._flags else self._config_path or "flags")
+
+    async def _look_at_certificate(self) -> None:
+        """Warns before the certificate ends, and looks whether its files have changed where the kernel tells nothing of it, as on
+        some network mounts."""
+        while True:
+            self._certificate_log.tell(self._tls, time.time())
+            await asyncio.sleep(tls.LOOK_EVERY_S)
+            self._on_file_changed()
 
     def _on_hangup(self) -> None:
         self._node.tasks.once("reloading", self._reload_logged())
 
     async def _reload_logged(self) -> None:
         with contextlib.suppress(BadRequest):  # reload() has logged it
-            self._by_itself = time.monotonic(), (await self.reload())["applied"]
+            if applied := (await self.reload())["applied"]:
+                self._by_itself = time.monotonic(), applied
 
     async def reload_as_asked(self) -> dict[str, Any]:
         """Reloads for an operator. If a changed file has just been applied by itself, returns what that applied, because that is
@@ -298,11 +346,13 @@ class Lifecycle:
             try:
                 return await self._reload(node)
             finally:
-                if node.listening and not self._stop.is_set():
-                    self._notify.ready(f"serves {node.url}")
+                if not self._stop.is_set():
+                    self._follow_files()
+                    if node.listening:
+                        self._notify.ready(f"serves {node.url}")
 
     async def _reload(self, node: NodeParts) -> dict[str, Any]:
-        self._read = signature(self._files())
+        self._read = self._present()
         source = self._config_path if self._config_path and "device" not in self._flags else "flags"
         try:
             new = config_load.load(self._config_path, self._flags)
@@ -311,6 +361,9 @@ class Lifecycle:
             plan = config_reload.plan(node.config, new)
             known = keys.load(plan.effective.keys_file) if plan.effective.keys_file else None
             audit_log.check(plan.effective.audit_log, "flags" if "audit_log" in self._flags else self._config_path or "flags")
+            pair = self._tls_of(plan.effective)
+            if pair is None:
+                self._tls_of(new)  # a restart will want it
         except config_load.ConfigError as error:
             raise node.reloads.refuse(error) from None
         try:
@@ -318,10 +371,13 @@ class Lifecycle:
         except OSError as error:
             folder = plan.effective.models_dir
             refused = config_load.ConfigError(source, "models_dir", f"{folder} cannot be read: {error.strerror}")
-            raise node.reloads.refuse(refused) from None
+            raise node.reloads.refuse(config_load.located_setting(refused)) from None
         node.settings.config = node.dispatcher.config = self._config = plan.effective
         node.settings.sources = Sources(self._config_path, self._flags)
         node.settings.needs_restart = plan.needs_restart
+        if pair is not None and self._tls is not None and pair.digest != self._tls.digest:
+            plan.applied.append(f"the certificate {pair.certificate.shown}")
+            self._tls = node.tls = pair  # for new connections; those that are open go on with theirs
         node.scheduler.reconfigure(scheduler_settings(plan.effective))
         changed_keys = known.changes_from(self._keys) if known is not None and self._keys is not None else []
         if changed_keys:
@@ -335,6 +391,7 @@ class Lifecycle:
         if known is not None:
             known.warn_if_empty(plan.effective.keys_file)
         self._expiries.tell(known, time.time())
+        self._certificate_log.tell(self._tls, time.time())
         if plan.needs_restart:
             log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
         node.audit.write("reload", applied=plan.applied, needs_restart=plan.needs_restart, tenants=changed_keys)
@@ -356,13 +413,17 @@ class Lifecycle:
 
     async def _drain(self, node: NodeParts) -> None:
         """Accepts no new requests and lets the open ones end within drain_timeout_s. The rest fail with server_restarting."""
+        await self._let_end(node)
+        self._fail_rest(node)
+
+    async def _let_end(self, node: NodeParts) -> None:
+        """Accepts no new requests, and waits for the open ones at most drain_timeout_s or until a second signal."""
         node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown"))
         empty = node.dispatcher.open.when_empty()
         now = asyncio.ensure_future(self._stop_now.wait())
         either: list[asyncio.Future[Any]] = [empty, now]
         await asyncio.wait(either, timeout=self._config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         now.cancel()
-        self._fail_rest(node)
 
     def _fail_rest(self, node: NodeParts) -> None:
         error = NotNow("server_restarting", "The server is restarting; send the request again.", retry_after_s=5.0)
@@ -410,6 +471,7 @@ def serve(
     flags: Mapping[str, Any],
     known: keys.Keys | None = None,
     inventory: Inventory | None = None,
+    pair: tls.Tls | None = None,
 ) -> int:
     """Runs a node to its end. Returns the exit code: 0 if it stopped when told to, 1 if it could not start."""
     import uvloop
@@ -418,7 +480,7 @@ def serve(
     faulthandler.enable()  # at a watchdog's SIGABRT the log shows where each thread was
 
     async def main() -> int:
-        return await Lifecycle(config, devices, config_path, flags, known, inventory).run()
+        return await Lifecycle(config, devices, config_path, flags, known, inventory, pair).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

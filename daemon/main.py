@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,12 +15,13 @@ from config import host_tier, reference
 from config import load as config_load
 from config.devices import device_budgets
 from config.schema import NodeConfig
+from config.settings_files import present_files
 from config.units import format_bytes, machine_memory_bytes
 from daemon.access import keys
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories
-from daemon.http import listeners
+from daemon.http import listeners, tls
 from daemon.models import models_check
 from daemon.process import installation
 from daemon.process.arguments import ArgumentParser
@@ -37,6 +39,9 @@ _METAVARS = {
     "keys_file": "FILE",
     "audit_log": "FILE",
     "admin_listen": "HOST:PORT",
+    "tls_certificate": "FILE",
+    "tls_key": "FILE",
+    "tls_client_ca": "FILE",
     "allowed_hosts": "NAME",
     "device": "NAME=BUDGET",
 }
@@ -46,7 +51,9 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns a parser with one flag for every key of the node's settings. Values stay text until config.load has read the file,
     too."""
     parser = ArgumentParser(prog="hearthd", description="Serves the models of one folder over the OpenAI API.")
-    parser.add_argument("--config", metavar="FILE", help="TOML file; flags win over it")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file; the files conf.d/*.toml beside it win over it, and flags over both"
+    )
     parser.add_argument("--check-config", action="store_true", help="check flags and file, print what would run, and end")
     parser.add_argument("--version", action="version", version=f"hearthd {VERSION}")
     for name, default, unit, _, description in reference.fields(NodeConfig):
@@ -78,12 +85,16 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         if not config.models_dir:
             raise config_load.ConfigError(source, "models_dir", "missing; name the models folder with --models DIR")
         if not os.path.isdir(config.models_dir):
-            raise config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
+            wrong = config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
+            raise config_load.located_setting(wrong)
         known = keys.load(config.keys_file) if config.keys_file else None
         audit_log.check(config.audit_log, "flags" if "audit_log" in flags else source)
         listeners.check(config, known is not None, source)
+        pair = tls.load(config, "flags" if "tls_certificate" in flags else source)
         processor = this_processor()
         warnings = models_check.check(config, source) if check else []
+        if check and pair is not None and (ending := pair.certificate.warning(time.time())):
+            warnings.append(ending)
     except (config_load.ConfigError, UnknownFeature) as error:
         print(f"hearthd: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -92,7 +103,8 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         for warning in [*warnings, *lacking]:
             print(f"hearthd: warning: {warning}", file=sys.stderr)
         named = ", ".join(f"{device.name} {format_bytes(device.budget_bytes)}" for device in devices)
-        print(f"ok: models {config.models_dir}, listen {config.listen}, control {config.control}, devices {named}")
+        files = f", settings {', '.join(present_files(path))}" if path else ""
+        print(f"ok: models {config.models_dir}, listen {config.listen}, control {config.control}, devices {named}{files}")
         return EXIT_OK
     from daemon import lifecycle
     from daemon.process import logs
@@ -114,4 +126,4 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         logs.log.info("processor: %s", processor.describe())
     if not config.device:
         logs.log.info("no --device: cpu:0 gets %s, half of the machine's memory", format_bytes(devices[0].budget_bytes))
-    return lifecycle.serve(config, devices, path, flags, known, inventory)
+    return lifecycle.serve(config, devices, path, flags, known, inventory, pair)

@@ -40,6 +40,7 @@ SIGNALS = {
 }
 FILES = {
     "/etc/hearthd/node.toml": "the service's settings",
+    "/etc/hearthd/conf.d/*.toml": "more settings, read after node.toml in the order of their names; the later ones win key by key",
     "/etc/hearthd/keys.toml": "who may use the node, if node.toml names it as keys_file",
     "/var/lib/hearthd/models": "models; a folder with config.json, safetensors and a tokenizer is one, its name is its path",
     "/var/lib/hearthd/state.json": "what pin, unpin, enable and disable decided",
@@ -119,9 +120,9 @@ def hearthd_8() -> str:
         ),
         ".PP",
         _roff(
-            "Settings come from a TOML file and from flags; a flag wins over the file. Both files, settings and keys, are watched: "
-            "a change applies by itself, except of keys that need a restart, which the log names. A file with an error changes "
-            "nothing."
+            "Settings come from a TOML file, from the files conf.d/*.toml beside it, which win over it, and from flags, which win "
+            "over all of them. The files are watched, as is that of the keys: a change applies by itself, except of keys that "
+            "need a restart, which the log names. A file with an error changes nothing."
         ),
     ]
     lines += [".SH OPTIONS", *_entries(_flags(options_of(make_hearthd_parser())))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from typing import Any
 from urllib.parse import quote
 
@@ -22,6 +23,8 @@ def status(client: Client, options: argparse.Namespace) -> None:
     print(f"hearthd {value['version']}, pid {value['pid']}, up {duration(value['uptime_s'])}: {state}")
     print(f"serves {value['url']}, {value['requests']} requests open")
     print(_keys(value))
+    if value["tls"] is not None:
+        print(certificate(value["tls"]))
     for key in value["keys_ending"]:
         print(f"keys: {key['text']}")
     for problem in value["problems"]:
@@ -52,6 +55,14 @@ def _keys(value: dict[str, Any]) -> str:
     return f"keys are set, tenants: {value['tenants']}" + (
         "" if value["num_keys"] else "; the keys file has no key: nobody gets in"
     )
+
+
+def certificate(tls: dict[str, Any]) -> str:
+    """Returns a line about the certificate in use."""
+    day = time.strftime("%Y-%m-%d", time.gmtime(tls["expires"]))
+    left = f"{tls['days_left']} days left, until {day}" if tls["days_left"] >= 0 else f"expired on {day}"
+    clients = "; clients must show a certificate, too" if tls["client_certificates"] else ""
+    return f"TLS {tls['min_version']} or newer, certificate {tls['subject']}: {left}{clients}"
 
 
 def host_memory(host: dict[str, int]) -> str:

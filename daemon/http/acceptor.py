@@ -12,6 +12,7 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +25,14 @@ log = logging.getLogger("hearthd")
 ACCEPTED_AT_ONCE = 64  # connections, at most, before the event loop does other work
 PAUSE_S = 1.0
 REFUSED_FOR_S = 5.0  # how long a refused client may take to send its request and read the answer
+HANDSHAKE_LIMIT_S = 10.0  # how long a client's TLS handshake may take, from connecting
+GOODBYE_LIMIT_S = 5.0  # how long a client may take to answer that its TLS connection is closed
 _GONE = (errno.ECONNABORTED, errno.EPROTO)  # the client closed the connection before it was accepted
 
 # Makes the protocol of a connection. The argument is a callback that the protocol calls when the connection is closed.
 Protocols = Callable[[Callable[[], None]], asyncio.BaseProtocol]
+# Returns the TLS settings for a new connection, or None for one without TLS.
+TlsContext = Callable[[], ssl.SSLContext | None]
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,13 +68,19 @@ class Acceptor:
     """Accepts the connections of one listening socket until it is stopped, and then closes the socket."""
 
     def __init__(
-        self, listener: socket.socket, serve: Protocols, refuse: Protocols, bounds: Bounds, crowd: Crowd | None = None
+        self,
+        listener: socket.socket,
+        serve: Protocols,
+        refuse: Protocols,
+        bounds: Bounds,
+        crowd: Crowd | None = None,
+        tls: TlsContext = lambda: None,
     ) -> None:
         """refuse: makes the protocol that answers a connection when descriptors are short. crowd: the limit on the connections of
-        one client; None for no limit."""
+        one client, which count from before their handshake; None for no limit. tls: called anew for each connection."""
         self._loop = asyncio.get_running_loop()
         self._listener, self._serve, self._refuse = listener, serve, refuse
-        self._bounds, self._crowd = bounds, crowd
+        self._bounds, self._crowd, self._tls = bounds, crowd, tls
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: set[asyncio.Task[Any]] = set()
 
@@ -149,9 +160,13 @@ class Acceptor:
         task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, connection: socket.socket, make: Protocols, closed: Callable[[], None]) -> None:
+        options: dict[str, Any] = {}
+        if (context := self._tls()) is not None:
+            limit_s = HANDSHAKE_LIMIT_S if make is self._serve else REFUSED_FOR_S
+            options = {"ssl": context, "ssl_handshake_timeout": limit_s, "ssl_shutdown_timeout": GOODBYE_LIMIT_S}
         try:
-            await self._loop.connect_accepted_socket(partial(make, closed), connection)
-        except OSError as error:
+            await self._loop.connect_accepted_socket(partial(make, closed), connection, **options)
+        except OSError as error:  # ssl.SSLError is one; the protocol has not seen the connection
             log.debug("a connection ended as it was accepted: %s", error)
             connection.close()
             closed()
@@ -174,7 +189,8 @@ class Refusal(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._answer and self._transport is not None:
             self._transport.write(self._answer)
-            self._transport.write_eof()
+            if self._transport.can_write_eof():  # over TLS the client sees by the answer's length where it ends
+                self._transport.write_eof()
             self._answer = b""
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -178,7 +178,7 @@ class Connection(web.RequestHandler):
             return False
         elif self._head_bytes and not self._broken:
             self._give_up(BadRequest("invalid_http", "the request ended before its head was whole"))
-        return self._broken
+        return self._broken and self.transport is not None and self.transport.can_write_eof()  # TLS cannot be ended on one side
 
     def close(self) -> None:
         super().close()
@@ -327,7 +327,8 @@ class Connection(web.RequestHandler):
         answer = self._answer(error)
         await answer.write_eof()
         if self.transport is not None and not self._close:
-            self.transport.write_eof()
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
             self._lingering = self._loop.create_future()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):

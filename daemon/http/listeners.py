@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from config.load import ConfigError
+from config.load import ConfigError, located_setting
 from config.schema import NodeConfig
 from config.units import parse_listen
 from daemon.http import sockets
@@ -65,7 +65,7 @@ def check(config: NodeConfig, has_keys: bool, source: str) -> None:
     for key, listen in (("listen", config.listen), ("admin_listen", config.admin_listen)):
         text = problem(_resolved(listen), has_keys or config.insecure) if listen else None
         if text is not None:
-            raise ConfigError(source, key, f"{listen!r}: {text}")
+            raise located_setting(ConfigError(source, key, f"{listen!r}: {text}"))
 
 
 def problem(addresses: Iterable[str], allowed: bool) -> str | None:

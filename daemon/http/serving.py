@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from daemon.errors import HearthError
-from daemon.http.acceptor import Acceptor, Bounds, Crowd, Protocols, Refusal
+from daemon.http.acceptor import Acceptor, Bounds, Crowd, Protocols, Refusal, TlsContext
 from daemon.http.answers import refusal
 from daemon.http.connection import ConnectionServer, Runner
 from daemon.http.request_id import request_id
@@ -20,12 +20,13 @@ async def listen(
     bounds: Bounds,
     refuse: Protocols,
     crowd: Crowd | None = None,
+    tls: TlsContext = lambda: None,
 ) -> list[Acceptor]:
-    """Starts to accept connections. refuse: made by `refuse_request`. crowd: as in Acceptor."""
+    """Starts to accept connections. refuse: made by `refuse_request`. crowd, tls: as in Acceptor."""
     await runner.setup()
     server = runner.server
     assert isinstance(server, ConnectionServer)
-    acceptors = [Acceptor(listener, server.connection, refuse, bounds, crowd) for listener in listeners]
+    acceptors = [Acceptor(listener, server.connection, refuse, bounds, crowd, tls) for listener in listeners]
     for acceptor in acceptors:
         acceptor.start(backlog)
     return acceptors

@@ -66,6 +66,7 @@ class Now:
     reload_refused: bool = False
     state_not_saved: bool = False
     audit_dropped: int = 0
+    tls_expiry_unix_s: float | None = None  # None without TLS
     host_tier_bytes: dict[str, int] = field(default_factory=dict)  # by kind
 
 
@@ -157,6 +158,7 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_reloads_total", metrics.reloads.items()
     yield "hearth_config_reload_failing", [((), now.reload_refused)]
     yield "hearth_state_not_saved", [((), now.state_not_saved)]
+    yield "hearth_tls_certificate_expiry_time_seconds", [] if now.tls_expiry_unix_s is None else [((), now.tls_expiry_unix_s)]
     yield "hearth_audit_dropped_total", [((), now.audit_dropped)]
     yield "hearth_scheduler_errors_total", [((), metrics.scheduler_errors)]
     yield "hearth_cpu_seconds_total", [((), now.cpu_s)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from config.load import ConfigError, located
+from config.load import ConfigError, located_setting
 from config.nearest import nearest
 from config.schema import NodeConfig
 from loader import catalog
@@ -21,12 +21,12 @@ def check(config: NodeConfig, source: str) -> list[str]:
         for alias in model.aliases:
             if alias in names and alias != name:
                 message = f"{alias!r} is the name of a model in {config.models_dir}, so a request for it never means {name!r}"
-                raise located(ConfigError(source, f'models."{name}".aliases', message))
+                raise located_setting(ConfigError(source, f'models."{name}".aliases', message))
         if name not in names:
             near = nearest(name, names)
             hint = f'; did you mean "{near}"?' if near else ""
             message = f"there is no model of that name in {config.models_dir} (yet){hint}"
-            warnings.append(str(located(ConfigError(source, f'models."{name}"', message))))
+            warnings.append(str(located_setting(ConfigError(source, f'models."{name}"', message))))
     return warnings + _about_names(config, source, names)
 
 
@@ -38,11 +38,11 @@ def _about_names(config: NodeConfig, source: str, models: list[str]) -> list[str
         where = f'names."{name}"'
         if name in models:
             message = f"{name!r} is the name of a model in {config.models_dir}, so a request for it never meets this entry"
-            raise located(ConfigError(source, where, message))
+            raise located_setting(ConfigError(source, where, message))
         for target in targets:
             if target not in known:
                 near = nearest(target, known)
                 hint = f'; did you mean "{near}"?' if near else ""
                 message = f"there is no model {target!r} in {config.models_dir} (yet){hint}"
-                warnings.append(str(located(ConfigError(source, where, message))))
+                warnings.append(str(located_setting(ConfigError(source, where, message))))
     return warnings

@@ -35,6 +35,7 @@ from daemon.errors import BadRequest, HearthError, from_refusal
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
 from daemon.gpu.watch import GpuWatch
+from daemon.http.tls import Tls
 from daemon.metrics.counters import Metrics
 from daemon.models.registry import Registry
 from daemon.node.live_settings import LiveSettings
@@ -141,6 +142,7 @@ class NodeParts:
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
         self.keys: Keys | None = None  # None: no keys are set
+        self.tls: Tls | None = None  # None: the listeners speak HTTP without TLS
         self.quotas = Quotas(self.metric.tenants.over_limit)
         self.usage_file = UsageFile(config.state_dir, self._usage_today)
         self.quotas.restore(*self.usage_file.load())
@@ -381,6 +383,7 @@ class NodeParts:
             "pid": os.getpid(),
             "url": self.url,
             "control": self.config.control,
+            "settings_files": self.settings.sources.files,
             "models_dir": self.config.models_dir,
             "cache_dir": self.config.cache_dir,
             "uptime_s": round(time.time() - self.started_unix_s, 1),
@@ -393,6 +396,7 @@ class NodeParts:
             "keys": self.keys is not None,
             "tenants": 0 if self.keys is None else len(self.keys.tenants),
             "num_keys": 0 if self.keys is None else self.keys.num_keys,
+            "tls": None if self.tls is None else self.tls.row(),
             "reload_refused": self.reloads.row(),
             "state_not_saved": self.state_keeper.row(),
             "output_tokens": sum(self.metric.generated_tokens.values()),

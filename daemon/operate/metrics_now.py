@@ -39,6 +39,7 @@ def now(node: NodeParts, model: str | None = None) -> Now:
         reload_refused=node.reloads.refused is not None,
         state_not_saved=bool(node.state_keeper.problem),
         audit_dropped=node.audit.num_dropped,
+        tls_expiry_unix_s=None if node.tls is None else node.tls.certificate.until_unix_s,
         host_tier_bytes=_host_tier(node),
     )
 

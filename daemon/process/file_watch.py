@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 log = logging.getLogger("hearthd.config")
 DEBOUNCE_MS, STEP_MS = 300, 150
@@ -27,30 +27,52 @@ def signature(paths: Sequence[str]) -> Signature:
     return tuple(found)
 
 
-class FileWatch:
-    """Calls `changed` on the event loop some 0.3 s after something happened in a folder of `paths`. Compare `signature` to see
-    whether it was one of the files. It watches folders, not files, because an editor may write a new file under the same name."""
+def folders_of(paths: Iterable[str]) -> frozenset[str]:
+    """Returns the folders in which something happens when one of the files changes: an editor may write a new file under the same
+    name, and a link may be exchanged."""
+    return frozenset(os.path.dirname(one) for path in paths for one in (os.path.abspath(path), os.path.realpath(path)))
 
-    def __init__(self, paths: Sequence[str], changed: Callable[[], None]) -> None:
+
+class FileWatch:
+    """Calls `changed` on the event loop some 0.3 s after something happened in one of the folders, and once when the watch is in
+    place, for what happened before. Compare `signature` to see whether a file has changed. Must be made on the event loop.
+
+    is_stale: whether a new watch is needed, because one of the folders was removed or replaced, or this one failed."""
+
+    def __init__(self, folders: Iterable[str], changed: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._changed = changed
-        self._folders = sorted({os.path.dirname(one) for path in paths for one in (os.path.abspath(path), os.path.realpath(path))})
+        self.folders = frozenset(folders)
+        self.is_stale = False
         self._stop = threading.Event()
+        self._in_place = False
         self._thread = threading.Thread(target=self._run, name="watch settings", daemon=True)
-        if self._folders:
+        if self.folders:
             self._thread.start()
+
+    def is_set(self) -> bool:
+        """Returns whether the watch is to end. watchfiles asks this, as of an Event, for the first time when it has the watches."""
+        if not self._in_place:
+            self._in_place = True
+            self._tell()
+        return self._stop.is_set()
 
     def _run(self) -> None:
         from watchfiles import watch
 
         options = {"debounce": DEBOUNCE_MS, "step": STEP_MS, "rust_timeout": 0, "raise_interrupt": False, "recursive": False}
         try:
-            for _ in watch(*self._folders, watch_filter=None, stop_event=self._stop, **options):  # type: ignore[arg-type]
-                if not self._stop.is_set():
-                    self._loop.call_soon_threadsafe(self._changed)
+            for changes in watch(*self.folders, watch_filter=None, stop_event=self, **options):  # type: ignore[arg-type]
+                self.is_stale = self.is_stale or any(path in self.folders for _, path in changes)
+                self._tell()
         except (OSError, RuntimeError) as error:
+            self.is_stale = True
             if not self._stop.is_set():
-                log.warning("%s cannot be watched (%s); `hearth reload` reads again", ", ".join(self._folders), error)
+                log.warning("%s cannot be watched (%s); `hearth reload` reads again", ", ".join(sorted(self.folders)), error)
+
+    def _tell(self) -> None:
+        if not self._stop.is_set():
+            self._loop.call_soon_threadsafe(self._changed)
 
     def stop(self) -> None:
         """Stops watching. It blocks until the watching thread has noticed, so call it from a thread."""

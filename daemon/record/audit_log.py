@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from config.load import AUDIT_IN_LOG, ConfigError, located
+from config.load import AUDIT_IN_LOG, ConfigError, located_setting
 from daemon.record.line_file import LineFile
 
 log = logging.getLogger("hearthd")
@@ -35,7 +35,7 @@ CLOSE_S = 2.0  # how long the stop waits for the disk
 def check(audit_log: str, source: str) -> None:
     """Raises ConfigError if the file's folder does not exist. audit_log: as configured. source: where it is."""
     if audit_log and audit_log not in AUDIT_IN_LOG and not os.path.isdir(os.path.dirname(audit_log)):
-        raise located(ConfigError(source, "audit_log", f"{audit_log}: there is no folder {os.path.dirname(audit_log)}"))
+        raise located_setting(ConfigError(source, "audit_log", f"{audit_log}: there is no folder {os.path.dirname(audit_log)}"))
 
 
 class _Entry(NamedTuple):

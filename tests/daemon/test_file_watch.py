@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.process.file_watch import FileWatch, signature
+from daemon.process.file_watch import FileWatch, folders_of, signature
 
 
 def edit(folder: Path) -> None:
@@ -30,7 +30,7 @@ async def test_a_change_is_told(tmp_path: Path, change: Callable[[Path], None]) 
     (tmp_path / "node.toml").write_text("x = 1\n")
     paths = [str(tmp_path / "node.toml")]
     before, told = signature(paths), asyncio.Event()
-    watch = FileWatch(paths, told.set)
+    watch = FileWatch(folders_of(paths), told.set)
     try:
         async with asyncio.timeout(60):
             while not told.is_set():  # the watch may not be in place yet: written until it is heard
@@ -55,7 +55,7 @@ async def test_a_link_that_moves(tmp_path: Path) -> None:
     (tmp_path / "node.toml").symlink_to("current/node.toml")
     paths = [str(tmp_path / "node.toml")]
     before, told = signature(paths), asyncio.Event()
-    watch = FileWatch(paths, told.set)
+    watch = FileWatch(folders_of(paths), told.set)
     try:
         async with asyncio.timeout(60):
             while not told.is_set():

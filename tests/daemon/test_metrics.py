@@ -90,6 +90,7 @@ def test_the_output_has_what_the_page_lists_and_nothing_else(pages: tuple[str, s
         "hearth_gpu_faults_total",
         "hearth_tenant_limit_refused_total",
         "hearth_text_worker_deaths_total",
+        "hearth_tls_certificate_expiry_time_seconds",  # there is no certificate here; tests/e2e/test_tls.py has one
     }
 
 

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -57,6 +58,7 @@ class Node:
         self.program = list(program)
         self.flags = ["--null-step-ms", str(null_step_ms), *flags]
         self.url = ""
+        self.trusted: ssl.SSLContext | None = None  # for a node that speaks TLS
         self.process: subprocess.Popen[str] | None = None
 
     # ---- life
@@ -88,8 +90,8 @@ class Node:
             )
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if "http://" in line:
-                self.url = next(word for word in line.split() if word.startswith("http://"))
+            if " serves http" in line:
+                self.url = next(word for word in line.split() if word.startswith("http"))
                 break
         else:
             self.process.wait(SAFETY_S)
@@ -151,7 +153,7 @@ class Node:
         """(status, JSON or text) of an HTTP path."""
         request = urllib.request.Request(self.url + path, headers=dict(headers or {}))
         try:
-            with urllib.request.urlopen(request, timeout=SAFETY_S) as response:
+            with urllib.request.urlopen(request, timeout=SAFETY_S, context=self.trusted) as response:
                 status, body = response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             with error:

@@ -15,6 +15,13 @@ from tests.e2e.node import SAFETY_S, Node
 Event = dict[str, Any]
 
 
+def connect(node: Node) -> http.client.HTTPConnection:
+    address = node.url.partition("://")[2]
+    if node.trusted is not None:
+        return http.client.HTTPSConnection(address, timeout=SAFETY_S, context=node.trusted)
+    return http.client.HTTPConnection(address, timeout=SAFETY_S)
+
+
 class RawStream:
     """One request and its answer. events: the JSON objects of an answer that is a stream, or the one of an answer in one piece.
     status: of HTTP, 0 before it has come. error: why the answer is not whole."""
@@ -22,13 +29,13 @@ class RawStream:
     def __init__(self, node: Node, path: str, body: Mapping[str, Any]) -> None:
         self.path, self.error, self.status = path, "", 0
         self.events: list[Event] = []
-        self._url, self._body = node.url.removeprefix("http://"), json.dumps(body).encode()
+        self._node, self._body = node, json.dumps(body).encode()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            with contextlib.closing(http.client.HTTPConnection(self._url, timeout=SAFETY_S)) as connection:
+            with contextlib.closing(connect(self._node)) as connection:
                 connection.request("POST", self.path, self._body, {"Content-Type": "application/json"})
                 response = connection.getresponse()
                 self.status = response.status

@@ -44,8 +44,8 @@ class ServiceNode(Node):
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert "http://" in line, f"{line}\n{self.log_text()}"
-        self.url = next(word for word in line.split() if word.startswith("http://"))
+        assert " serves http" in line, f"{line}\n{self.log_text()}"
+        self.url = next(word for word in line.split() if word.startswith("http"))
         if ready:
             self.wait_for(self.has_all_engines, "readyz")
         return self

@@ -51,13 +51,14 @@ def text(findings: Sequence[Finding]) -> str:
 
 def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Finding]:
     """Returns the findings of all checks, in the order in which they are shown."""
-    from daemon.cli.doctor import gpu, memory, network, packages, storage, system
+    from daemon.cli.doctor import gpu, memory, network, packages, settings, storage, system
     from daemon.cli.doctor.finding import OK, Finding
     from daemon.gpu.driver import Driver
 
     limits, whose = _limits(against.pid)
     devices = [*against.budgets, *(["cuda:0"] if against.wants_gpu else [])]  # without a driver there are no budgets for GPUs
     return [
+        settings.find_files(against),
         *packages.find_packages(devices),
         system.kernel(os.uname().release),
         system.find_processor(system.environment_of(against.pid or os.getpid())),
@@ -71,6 +72,7 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
         system.locked_memory(limits, whose, against.wants_gpu),
         system.open_files(limits, whose),
         *storage.find_storage(models_dir),
+        network.certificate(against.tls),
         Finding("HTTP address", OK, f"hearthd serves {against.listen}") if against.pid else network.find_port(against.listen),
     ]
 

@@ -1,14 +1,29 @@
-"""Checks whether the HTTP address is free, and if not, which process has it."""
+"""Checks whether the HTTP address is free, and if not, which process has it, and the certificate that is used there."""
 
 from __future__ import annotations
 
 import errno
+import os
 import socket
+from collections.abc import Mapping
+from typing import Any
 
 from config import units
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 
 SYSTEMD = "systemd"
+
+
+def certificate(tls: Mapping[str, Any] | None) -> Finding:
+    """Checks the certificate. tls: see Settings."""
+    if tls is None:
+        return Finding("TLS", OK, "none is set: listen speaks HTTP")
+    if "problem" in tls:
+        change = "correct it; if this user may not read what hearthd may, run this as root" if os.geteuid() else "correct it"
+        return Finding("TLS", FAIL if not os.geteuid() or "cannot be read" not in tls["problem"] else WARN, tls["problem"], change)
+    if tls["warning"]:
+        return Finding("TLS", WARN, tls["warning"], "renew it; hearthd takes the new files by itself")
+    return Finding("TLS", OK, f"certificate {tls['subject']}, {tls['days_left']} days left")
 
 
 def port(listen: str, problem: OSError | None, holder: str | None) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,16 +12,22 @@ import msgspec
 
 from config import host_tier, load, paths
 from config.devices import NoGpus, device_budgets
+from config.schema import NodeConfig
+from config.settings_files import SUFFIX, folder_of, present_files
 from daemon.cli.client import Client, CommandError
+from daemon.cli.doctor.finding import OK, WARN, Finding
 from daemon.errors import EXIT_USAGE
 from daemon.gpu.inventory import Inventory, memories
+from daemon.http import tls
 
 
 @dataclass(slots=True, frozen=True)
 class Settings:
     """The settings to check against. source: where they come from. pid: the running daemon's, 0: none. models_dir: "" if unset.
     budgets: device -> bytes. uuids: cuda device -> its GPU's UUID. wants_gpu: cuda devices are configured, whether or not the
-    driver knows them."""
+    driver knows them. files: those that were read, in their order. refused: why the running daemon does not use what they hold
+    now, "" if it does. tls: what `hearth status` shows of the certificate, or {"problem": why it cannot be used}; None: none is
+    set."""
 
     source: str
     pid: int
@@ -31,6 +38,9 @@ class Settings:
     cache_dir: str
     uuids: dict[str, str] = field(default_factory=dict)
     wants_gpu: bool = False
+    files: list[str] = field(default_factory=list)
+    refused: str = ""
+    tls: dict[str, Any] | None = None
 
 
 def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory) -> Settings:
@@ -58,8 +68,26 @@ def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory)
     budgets = {device.name: device.budget_bytes for device in devices}
     uuids = {device.name: device.uuid for device in devices if device.uuid}
     return Settings(
-        path or "defaults", 0, config.models_dir, budgets, tier_bytes, config.listen, config.cache_dir, uuids, wants_gpu
+        path or "defaults",
+        0,
+        config.models_dir,
+        budgets,
+        tier_bytes,
+        config.listen,
+        config.cache_dir,
+        uuids,
+        wants_gpu,
+        present_files(path) if path else [],
+        tls=_tls(config, path or "defaults"),
     )
+
+
+def _tls(config: NodeConfig, source: str) -> dict[str, Any] | None:
+    try:
+        pair = tls.load(config, source)
+    except load.ConfigError as error:
+        return {"problem": str(error)}
+    return None if pair is None else pair.row()
 
 
 def _told(inventory: Inventory) -> bool:
@@ -82,4 +110,21 @@ def of_status(status: dict[str, Any]) -> Settings:
         cache_dir=status.get("cache_dir") or paths.cache_dir(),
         uuids={row["name"]: row["uuid"] for row in status["devices"] if row.get("uuid")},
         wants_gpu=any(row.get("uuid") for row in status["devices"]),
+        files=status.get("settings_files", []),
+        tls=status.get("tls"),
+        refused=(status.get("reload_refused") or {}).get("message", ""),
     )
+
+
+def find_files(against: Settings) -> Finding:
+    """Says which files the settings are read from, which of conf.d are not, and whether the running daemon uses them."""
+    if against.refused:
+        return Finding("settings", WARN, f"older ones are in use: {against.refused}", "correct it; it is read again by itself")
+    if not against.files:
+        return Finding("settings", OK, "no file is read")
+    unread: list[str] = []
+    with contextlib.suppress(OSError):
+        folder = folder_of(against.files[0])
+        unread = [name for name in sorted(os.listdir(folder)) if os.path.join(folder, name) not in against.files]
+    others = f"; not read, as their names do not end in {SUFFIX} or are hidden: {', '.join(map(ascii, unread))}" if unread else ""
+    return Finding("settings", OK, ", ".join(against.files) + others)

@@ -15,6 +15,7 @@ from tests.loader.checkpoints import write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
 CHECKS = [
+    "settings",
     "installation",
     "packages",
     "device packages",
@@ -30,6 +31,7 @@ CHECKS = [
     "open files",
     "models",
     "drive",
+    "TLS",
     "HTTP address",
 ]
 
