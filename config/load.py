@@ -10,9 +10,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from config import locate, names, origins, paths, units
+from config import locate, names, origins, otel_environment, paths, trace_endpoint, units
 from config.nearest import nearest
-from config.schema import ModelConfig, NodeConfig, SamplingDefaults
+from config.schema import ModelConfig, NodeConfig, SamplingDefaults, TracesConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -23,6 +23,8 @@ QUANTIZATIONS = ("int8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
 TOOL_PARSERS = ("hermes", "llama3", "mistral", "none")
 REASONING_PARSERS = ("think", "none")
+SECRET = ("headers",)  # keys whose values are never shown
+_NOT_QUOTED = (*SECRET, "endpoint")  # nor in messages: somebody may have put a password there
 MIN_STALL_S = 10.0  # an idle engine reports that it is alive every 5 s
 # Defaults of a node with a cuda device: the driver maps a few large pieces of memory faster than many small ones, and a GPU's steps
 # are too short for small batches.
@@ -49,23 +51,25 @@ def located(error: ConfigError) -> ConfigError:
     return ConfigError(error.source, error.key, error.message, line)
 
 
-def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig:
+def load(path: str | None, flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ) -> NodeConfig:
     """Returns the settings of the TOML file at `path` (None: no file) and of `flags`, which override it. flags: maps a key to its
-    value as on the command line, a text or a list of texts. In the result `chunk_bytes`, `max_body_bytes` and
-    `stored_responses_bytes` are numbers of bytes, and the sockets and folders have their defaults filled in. Paths are absolute,
-    because engines run in another folder: a flag's is relative to the current folder, a file's to the folder of the file. Raises
-    ConfigError."""
+    value as on the command line, a text or a list of texts. environment: fills keys of `[traces]` that the file leaves out.
+
+    In the result `chunk_bytes`, `max_body_bytes` and `stored_responses_bytes` are numbers of bytes, and the sockets and folders
+    have their defaults filled in. Paths are absolute, because engines run in another folder: a flag's is relative to the current
+    folder, a file's to the folder of the file. Raises ConfigError."""
     try:
-        return _load(path, flags)
+        return _load(path, flags, environment)
     except ConfigError as error:
         raise located(error) from None
 
 
-def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
+def _load(path: str | None, flags: Mapping[str, Any] | None, environment: Mapping[str, str]) -> NodeConfig:
     table: dict[str, Any] = {}
     if path is not None:
         table = read_toml(path)
     config = _node(path or "flags", table)
+    config = msgspec.structs.replace(config, traces=_traces(path or "flags", table.get("traces", {}), environment))
     if path is not None:
         folder = os.path.dirname(os.path.abspath(path))
         config = msgspec.structs.replace(config, **_absolute(config, folder), models=_with_templates(config.models, folder))
@@ -108,7 +112,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def _node(source: str, table: dict[str, Any]) -> NodeConfig:
-    plain = {key: value for key, value in table.items() if key not in ("models", "names")}
+    plain = {key: value for key, value in table.items() if key not in ("models", "names", "traces")}
     values = fields_of(source, "", NodeConfig, plain)
     values["names"] = _names(source, table.get("names", {}))
     models = table.get("models", {})
@@ -128,6 +132,25 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
             known["sampling"] = SamplingDefaults(**fields_of(source, f"{where}.sampling.", SamplingDefaults, sampling))
         values["models"][name] = ModelConfig(**known)
     return NodeConfig(**values)
+
+
+def _traces(source: str, table: Any, environment: Mapping[str, str]) -> TracesConfig:
+    """Returns the table `[traces]`. The environment counts for keys that it leaves out. Raises ConfigError."""
+    if not isinstance(table, dict):
+        raise ConfigError(source, "traces", 'must be a table: [traces], and below it endpoint = "http://HOST:4318"')
+    values = fields_of(source, "traces.", TracesConfig, table)
+    try:
+        given = {name: each for name, each in otel_environment.given(environment).items() if name not in values}
+    except otel_environment.BadVariable as error:
+        raise ConfigError("environment", error.variable, error.message) from None
+    types = key_types(TracesConfig)
+    for name, each in given.items():
+        values[name] = _convert("environment", each.variable, types[name], each.value, name)
+    config = TracesConfig(**values)
+    if config.headers_file and not config.headers_file.startswith("credential:"):
+        folder = os.path.dirname(os.path.abspath(source)) if os.path.isfile(source) else os.getcwd()
+        config = msgspec.structs.replace(config, headers_file=os.path.join(folder, config.headers_file))
+    return config
 
 
 def _names(source: str, table: Any) -> dict[str, list[str]]:
@@ -205,14 +228,14 @@ def _convert(source: str, where: str, kind: Any, value: Any, key: str) -> Any:
     try:
         converted = msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        raise ConfigError(source, where, f"{value!r} must be {_say(kind)}") from None
+        raise ConfigError(source, where, f"{'' if key in _NOT_QUOTED else f'{value!r} '}must be {_say(kind)}") from None
     check = _CHECKS.get(key)
     if check is not None and converted is not None:
         try:
             check(converted)
         except ValueError as error:
             shown = value[0] if isinstance(value, list) and len(value) == 1 else value
-            raise ConfigError(source, where, f"{shown!r} {error}") from None
+            raise ConfigError(source, where, str(error) if key in _NOT_QUOTED else f"{shown!r} {error}") from None
     return converted
 
 
@@ -222,6 +245,8 @@ def _plain_kinds(kind: Any) -> set[Any]:
 
 def _say(kind: Any) -> str:
     names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    if get_origin(kind) is dict:
+        return 'a table of texts, as in { "name" = "value" }'
     if get_origin(kind) is list:
         return "a list of whole numbers" if get_args(kind) == (int,) else "a list of texts"
     kinds = _plain_kinds(kind) - {type(None)}
@@ -325,6 +350,22 @@ def _origins(value: Any) -> None:
         origins.parse_origin(text)
 
 
+def _endpoint(value: Any) -> None:
+    if value:
+        trace_endpoint.parse(value)
+
+
+def _header_values(value: Any) -> None:
+    for name, text in value.items():
+        if wrong := trace_endpoint.header_problem(name, text):
+            raise ValueError(wrong)
+
+
+def _not_empty(value: Any) -> None:
+    if not value.strip():
+        raise ValueError("must not be empty")
+
+
 def _device_specs(value: Any) -> None:
     """Checks the form of the node's `device` entries (NAME=BUDGET). Whether the budgets fit into the machine's memory
     is checked later."""
@@ -388,6 +429,10 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "min_p": _between(0, 1),
     "repetition_penalty": _above_zero,
     "max_tokens": _between(1),
+    "endpoint": _endpoint,
+    "headers": _header_values,
+    "sample": _between(0, 1),
+    "service_name": _not_empty,
 }
 
 
