@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from config import host_tier
+from config import credentials, host_tier
 from config import load as config_load
 from config import reload as config_reload
 from config.devices import device_budgets
@@ -57,6 +57,7 @@ from daemon.record.state import NodeState
 from daemon.scanning.folder_watch import FolderWatch
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
+from daemon.traces import headers
 from loader import open_files
 from loader.catalog import Checkpoint
 from scheduler.node import events
@@ -72,7 +73,7 @@ TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
 
 class Lifecycle:
     """One run of the daemon. flags: the values given on the command line, read again at each reload. known: the keys; None if no
-    keys are required."""
+    keys are required. trace_headers: as of headers.load."""
 
     def __init__(
         self,
@@ -82,7 +83,9 @@ class Lifecycle:
         flags: Mapping[str, Any],
         known: keys.Keys | None = None,
         inventory: Inventory | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
+        self._trace_headers = trace_headers or {}
         self._inventory = inventory or Driver()
         self._config, self._devices, self._config_path, self._flags = config, devices, config_path, flags
         self._keys = known
@@ -122,6 +125,7 @@ class Lifecycle:
         node.reload = self.reload_as_asked
         node.keys = self._keys
         node.audit.use(self._config.audit_log, self._config.audit_requests)
+        node.traces.use(self._config.traces, self._trace_headers)
         for number in (signal.SIGTERM, signal.SIGINT, RESTART_SIGNAL):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
@@ -229,6 +233,7 @@ class Lifecycle:
             node.stored,
             node.quotas,
             node.audit,
+            lambda: node.traces.tracer,
         )
         return make_runner(app, FLUSH_LIMIT_S)
 
@@ -263,7 +268,9 @@ class Lifecycle:
     def _files(self) -> list[str]:
         """Returns the files that a reload reads."""
         keys_file = [keys.file_path(self._config.keys_file)] if self._config.keys_file else []
-        return [*([self._config_path] if self._config_path else []), *keys_file]
+        trace_headers = self._config.traces.headers_file
+        more = [credentials.file_path(trace_headers, "traces.headers_file")] if trace_headers else []
+        return [*([self._config_path] if self._config_path else []), *keys_file, *more]
 
     def _on_file_changed(self) -> None:
         # a reload on request may already have read it
@@ -309,6 +316,7 @@ class Lifecycle:
             plan = config_reload.plan(node.config, new)
             known = keys.load(plan.effective.keys_file) if plan.effective.keys_file else None
             audit_log.check(plan.effective.audit_log, "flags" if "audit_log" in self._flags else self._config_path or "flags")
+            trace_headers = headers.load(plan.effective.traces)
         except config_load.ConfigError as error:
             raise node.reloads.refuse(error) from None
         try:
@@ -337,6 +345,7 @@ class Lifecycle:
             log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
         node.audit.write("reload", applied=plan.applied, needs_restart=plan.needs_restart, tenants=changed_keys)
         node.audit.use(plan.effective.audit_log, plan.effective.audit_requests)
+        node.traces.use(plan.effective.traces, trace_headers)
         node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
         unknown = node.registry.unknown_models()
         return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart, "unknown_models": unknown}
@@ -377,6 +386,7 @@ class Lifecycle:
         steps[1:1] = [("engines", self._stop_engines(node))]
         steps += [("text", node.text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]
         steps += [("what tenants used", node.usage_file.save()), ("the audit log", node.audit.close())]
+        steps += [("traces", node.traces.close())]
         for name, step in steps:
             try:
                 async with asyncio.timeout(2 * FLUSH_LIMIT_S + 4):
@@ -408,6 +418,7 @@ def serve(
     flags: Mapping[str, Any],
     known: keys.Keys | None = None,
     inventory: Inventory | None = None,
+    trace_headers: Mapping[str, str] | None = None,
 ) -> int:
     """Runs a node to its end. Returns the exit code: 0 if it stopped when told to, 1 if it could not start."""
     import uvloop
@@ -416,7 +427,7 @@ def serve(
     faulthandler.enable()  # at a watchdog's SIGABRT the log shows where each thread was
 
     async def main() -> int:
-        return await Lifecycle(config, devices, config_path, flags, known, inventory).run()
+        return await Lifecycle(config, devices, config_path, flags, known, inventory, trace_headers).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -66,6 +66,8 @@ class Now:
     reload_refused: bool = False
     state_not_saved: bool = False
     audit_dropped: int = 0
+    spans_sent: int = 0
+    spans_dropped: int = 0
     host_tier_bytes: dict[str, int] = field(default_factory=dict)  # by kind
 
 
@@ -158,6 +160,8 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_config_reload_failing", [((), now.reload_refused)]
     yield "hearth_state_not_saved", [((), now.state_not_saved)]
     yield "hearth_audit_dropped_total", [((), now.audit_dropped)]
+    yield "hearth_trace_spans_sent_total", [((), now.spans_sent)]
+    yield "hearth_trace_spans_dropped_total", [((), now.spans_dropped)]
     yield "hearth_scheduler_errors_total", [((), metrics.scheduler_errors)]
     yield "hearth_cpu_seconds_total", [((), now.cpu_s)]
     yield "hearth_event_loop_stall_seconds_max", [((), now.loop_stall_s)]

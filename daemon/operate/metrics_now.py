@@ -39,6 +39,8 @@ def now(node: NodeParts, model: str | None = None) -> Now:
         reload_refused=node.reloads.refused is not None,
         state_not_saved=bool(node.state_keeper.problem),
         audit_dropped=node.audit.num_dropped,
+        spans_sent=node.traces.counts.num_sent,
+        spans_dropped=node.traces.counts.num_dropped,
         host_tier_bytes=_host_tier(node),
     )
 
