@@ -107,6 +107,8 @@ class Exporter:
 
     async def close(self) -> None:
         """Sends what waits if the collector takes it within CLOSE_S, and drops the rest."""
+        if self._is_closed:
+            return
         self._closing.set()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), CLOSE_S)
@@ -140,8 +142,7 @@ class Exporter:
             if not answer.again or self._closing.is_set() or time.monotonic() + wait_s > give_up_s:
                 break
             self._found(answer.problem)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), wait_s)
+            await self._pause(wait_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._num_on_the_way = 0
         num_dropped = batch.num if answer.problem and not answer.num_rejected else min(answer.num_rejected, batch.num)
@@ -149,6 +150,10 @@ class Exporter:
         self._found(answer.problem)
         if num_dropped:
             self._drop(num_dropped, answer.problem)
+
+    async def _pause(self, wait_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), wait_s)
 
     async def _post(self, body: bytes) -> _Answer:
         if self._session is None:

@@ -65,7 +65,7 @@ class SequenceTrace:
 
     __slots__ = (
         "_attributes",
-        "_num_output",
+        "_num_told",
         "_phase",
         "_recomputed",
         "_restored",
@@ -82,7 +82,7 @@ class SequenceTrace:
         self.arrived_s, self.error = 0.0, ""
         self._phase, self._since_s = "", 0.0
         self._attributes: dict[str, Value] = {}
-        self._num_output = self._restored = self._recomputed = 0  # at the begin of the phase
+        self._num_told = self._restored = self._recomputed = 0  # tokens of the output that phases tell of; KV until this phase
 
     def accepted(self, now: float) -> None:
         self.arrived_s = now
@@ -100,6 +100,7 @@ class SequenceTrace:
     def submitted(self, sequence: Traced, now: float) -> None:
         """Begins what an engine does until the next token."""
         self._end(now)
+        self._num_told = max(self._num_told, sequence.num_resumed)
         self._restored, self._recomputed = sequence.restored_tokens, sequence.recomputed_tokens
         self._begin(EMBED if sequence.task == "embed" else PREFILL, now, {"hearth.device": sequence.submitted_device})
 
@@ -109,7 +110,6 @@ class SequenceTrace:
             return
         self._tell_prefill(sequence)
         self._end(now)
-        self._num_output = len(sequence.output)
         self._begin(DECODE, now, {"hearth.device": sequence.submitted_device})
 
     def paused(self, sequence: Traced, now: float, cause: str) -> None:
@@ -153,7 +153,8 @@ class SequenceTrace:
         if self._phase == PREFILL:
             self._tell_prefill(sequence)
         elif self._phase == DECODE:
-            self._attributes["hearth.tokens"] = len(sequence.output) - self._num_output
+            self._attributes["hearth.tokens"] = len(sequence.output) - self._num_told
+            self._num_told = len(sequence.output)
         elif self._phase == EMBED:
             self._attributes["hearth.prompt_tokens"] = len(sequence.prompt)
         self._end(now)
