@@ -132,6 +132,9 @@ def server(streams: int, num_turns: int) -> dict[str, Any]:
                 cost[name].append(1e6 * (_cpu_s(sides[name].pid) - before_s) / num)
                 failed += sum(not result.ok for result in results)
     medians = {f"{name}_us_per_request": round(statistics.median(values), 1) for name, values in cost.items()}
+    for name in ("unsampled", "sampled"):
+        more = [after - before for before, after in zip(cost["off"], cost[name], strict=True)]
+        medians[f"{name}_more_us"] = round(statistics.median(more), 1)  # than the turn of `off` beside it
     return {
         "benchmark": "traces",
         "what": "server",

@@ -5,13 +5,15 @@ Source: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from config.trace_endpoint import PATH
 
-_SIGNAL, _ALL = "OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_"
+_ENDPOINTS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"  # for traces alone, and for all signals
+_HEADERS = "OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS"
+_PROTOCOLS = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
 _SAMPLER, _SAMPLER_ARG = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
 _FIXED_SAMPLERS = {"parentbased_always_on": 1.0, "parentbased_always_off": 0.0}
 _RATIO_SAMPLER = "parentbased_traceidratio"
@@ -43,7 +45,7 @@ def given(environment: Mapping[str, str]) -> dict[str, Given]:
     endpoint = _endpoint(environment)
     if endpoint is not None:
         found["endpoint"] = endpoint
-    headers = _signal_first(environment, "HEADERS")
+    headers = _first(environment, _HEADERS)
     if headers is not None:
         found["headers"] = Given(_pairs(headers), headers.variable)
     sample = _sample(environment)
@@ -67,16 +69,14 @@ def _set(environment: Mapping[str, str], variable: str) -> Given | None:
     return Given(value, variable) if value else None
 
 
-def _signal_first(environment: Mapping[str, str], ending: str) -> Given | None:
-    """Returns the variable for traces alone, or else the one for all signals."""
-    return _set(environment, _SIGNAL + ending) or _set(environment, _ALL + ending)
+def _first(environment: Mapping[str, str], variables: Sequence[str]) -> Given | None:
+    return next((found for variable in variables if (found := _set(environment, variable)) is not None), None)
 
 
 def _endpoint(environment: Mapping[str, str]) -> Given | None:
-    found = _set(environment, _SIGNAL + "ENDPOINT")
-    if found is None and (found := _set(environment, _ALL + "ENDPOINT")) is not None:
-        found = Given(found.value.rstrip("/") + PATH, found.variable)  # that of all signals; each has its own path below it
-    protocol = _signal_first(environment, "PROTOCOL")
+    found, protocol = _first(environment, _ENDPOINTS), _first(environment, _PROTOCOLS)
+    if found is not None and found.variable == _ENDPOINTS[1]:
+        found = Given(found.value.rstrip("/") + PATH, found.variable)  # each signal has its own path below it
     if found is not None and protocol is not None and protocol.value not in ("http/json", "http/protobuf"):
         raise BadVariable(
             protocol.variable,

@@ -18,6 +18,7 @@ import aiohttp
 from config.trace_endpoint import TraceEndpoint
 from daemon.process.version import VERSION
 from daemon.traces import otlp
+from daemon.traces.resolver import DaemonThreadResolver
 from daemon.traces.span_counts import SpanCounts
 
 log = logging.getLogger("hearthd")
@@ -157,7 +158,9 @@ class Exporter:
 
     async def _post(self, body: bytes) -> _Answer:
         if self._session is None:
-            connector = aiohttp.UnixConnector(self._endpoint.socket) if self._endpoint.socket else aiohttp.TCPConnector(limit=1)
+            resolver = DaemonThreadResolver()
+            unix = self._endpoint.socket
+            connector = aiohttp.UnixConnector(unix) if unix else aiohttp.TCPConnector(limit=1, resolver=resolver)
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 timeout=aiohttp.ClientTimeout(total=POST_S),
