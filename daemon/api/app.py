@@ -182,7 +182,10 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
         if scope is not None and scope.trace is not None and endpoint is not None and (by := tracer()) is not None:
             from daemon.api import traced
 
-            traced.end(by, request, progress, scope, endpoint, status, code)
+            try:
+                traced.end(by, request, progress, scope, endpoint, status, code)
+            except Exception:  # the answer matters more
+                log.exception("the trace of a request failed", extra=fields(request_id=name))
         if progress.is_handed_over:
             scope = None  # the next daemon writes its line
         if scope is not None and endpoint is not None and _is_recorded(request, endpoint):

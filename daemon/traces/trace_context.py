@@ -12,7 +12,7 @@ _SAMPLED = 0x01
 _KEY = r"(?:[a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
 _MEMBER = re.compile(rf"{_KEY}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{{0,255}}[\x21-\x2b\x2d-\x3c\x3e-\x7e]\Z")
 MAX_MEMBERS = 32
-MAX_STATE_CHARACTERS = 8192  # a header of more than that is given up rather than cut
+MAX_STATE_CHARACTERS = 1024  # each span repeats it; the specification asks for 512
 
 
 class Parent(NamedTuple):
@@ -44,11 +44,13 @@ def written(trace_id: str, span_id: str, is_sampled: bool) -> str:
 
 
 def _state(headers: Sequence[str]) -> str:
-    """Returns the members of the headers, which count as one, as they are; "" if they are not valid."""
+    """Returns the members of the headers, which count as one, as they are; the last ones are left out where there are too many
+    characters. "" if they are not valid."""
     if not headers:
         return ""
     members = [stripped for member in ",".join(headers).split(",") if (stripped := member.strip(" \t"))]
-    state = ",".join(members)
-    if len(members) > MAX_MEMBERS or len(state) > MAX_STATE_CHARACTERS or not all(map(_MEMBER.match, members)):
+    if len(members) > MAX_MEMBERS or not all(map(_MEMBER.match, members)):
         return ""
+    while len(state := ",".join(members)) > MAX_STATE_CHARACTERS:
+        members.pop()
     return state

@@ -73,6 +73,11 @@ def test_no_parent(headers: list[str]) -> None:
         ([f"{'z' * 256}={'y' * 256}"], f"{'z' * 256}={'y' * 256}"),
         ([",".join(f"k{at}=1" for at in range(32))], ",".join(f"k{at}=1" for at in range(32))),
         ([",".join(f"k{at}=1" for at in range(33))], ""),
+        (
+            ["a=" + "y" * 250, "b=" + "y" * 250, "c=" + "y" * 250, "d=" + "y" * 250],
+            ",".join(f"{key}={'y' * 250}" for key in "abcd"),
+        ),
+        ([f"{key}={'y' * 250}" for key in "abcdef"], ",".join(f"{key}={'y' * 250}" for key in "abcd")),
         ([f"{'z' * 257}=1"], ""),
         ([f"a={'y' * 257}"], ""),
         (["foo=1,bar"], ""),
