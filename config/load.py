@@ -11,9 +11,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from config import locate, names, origins, paths, units
+from config import locate, names, origins, otel_environment, paths, trace_endpoint, units
 from config.nearest import nearest
-from config.schema import ModelConfig, NodeConfig, SamplingDefaults
+from config.schema import ModelConfig, NodeConfig, SamplingDefaults, TracesConfig
 from config.settings_files import present_files, settings_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -31,6 +31,8 @@ _PATHS = (
     *("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file"),
     *("tls_certificate", "tls_key", "tls_client_ca"),
 )
+SECRET = ("headers",)  # keys whose values are never shown
+_NOT_QUOTED = (*SECRET, "endpoint")  # nor in messages: somebody may have put a password there
 MIN_STALL_S = 10.0  # an idle engine reports that it is alive every 5 s
 # Defaults of a node with a cuda device: the driver maps a few large pieces of memory faster than many small ones, and a GPU's steps
 # are too short for small batches.
@@ -72,23 +74,26 @@ def located_setting(error: ConfigError) -> ConfigError:
     return located(ConfigError(source, error.key, error.message))
 
 
-def load(path: str | None, flags: Mapping[str, Any] | None = None) -> NodeConfig:
+def load(path: str | None, flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ) -> NodeConfig:
     """Returns the settings of the TOML file at `path` (None: no file), of the files in `conf.d` beside it, which override it key by
     key in the order of their names, and of `flags`, which override them all. flags: maps a key to its value as on the command
-    line, a text or a list of texts. In the result `chunk_bytes`, `max_body_bytes` and `stored_responses_bytes` are numbers of
-    bytes, and the sockets and folders have their defaults filled in. Paths are absolute, because engines run in another folder: a
-    flag's is relative to the current folder, a file's to the folder of the file. Raises ConfigError."""
+    line, a text or a list of texts. environment: fills keys of `[traces]` that the files leave out.
+
+    In the result `chunk_bytes`, `max_body_bytes` and `stored_responses_bytes` are numbers of bytes, and the sockets and folders
+    have their defaults filled in. Paths are absolute, because engines run in another folder: a flag's is relative to the current
+    folder, a file's to the folder of the file. Raises ConfigError."""
     try:
-        return _load(path, flags)
+        return _load(path, flags, environment)
     except ConfigError as error:
         raise located_setting(error) from None
 
 
-def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
+def _load(path: str | None, flags: Mapping[str, Any] | None, environment: Mapping[str, str]) -> NodeConfig:
     table: dict[str, Any] = {}
     for file in _files(path) if path is not None else ():
         _merge(table, _table_of(file))
     config = _node(path or "flags", table)
+    config = msgspec.structs.replace(config, traces=_traces(path or "flags", table.get("traces", {}), environment))
     if flags:
         config = msgspec.structs.replace(config, **_from_flags(flags))
         config = msgspec.structs.replace(config, **_absolute(config, os.getcwd()))
@@ -119,7 +124,7 @@ def _table_of(path: str) -> dict[str, Any]:
     """Returns the content of one settings file, which must be valid by itself, with absolute paths. Raises ConfigError."""
     table = read_toml(path)
     try:
-        config = _node(path, table)
+        config, traces = _node(path, table), _traces_values(path, table.get("traces", {}))
     except ConfigError as error:
         raise located(error) from None
     folder = os.path.dirname(os.path.abspath(path))
@@ -127,6 +132,9 @@ def _table_of(path: str) -> dict[str, Any]:
     for name, model in config.models.items():
         if model.chat_template:
             table["models"][name]["chat_template"] = os.path.join(folder, model.chat_template)
+    headers_file = str(traces.get("headers_file", ""))
+    if headers_file and not headers_file.startswith(CREDENTIAL):
+        table["traces"]["headers_file"] = os.path.join(folder, headers_file)
     return table
 
 
@@ -159,7 +167,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def _node(source: str, table: dict[str, Any]) -> NodeConfig:
-    plain = {key: value for key, value in table.items() if key not in ("models", "names")}
+    plain = {key: value for key, value in table.items() if key not in ("models", "names", "traces")}
     values = fields_of(source, "", NodeConfig, plain)
     values["names"] = _names(source, table.get("names", {}))
     models = table.get("models", {})
@@ -179,6 +187,25 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
             known["sampling"] = SamplingDefaults(**fields_of(source, f"{where}.sampling.", SamplingDefaults, sampling))
         values["models"][name] = ModelConfig(**known)
     return NodeConfig(**values)
+
+
+def _traces(source: str, table: Any, environment: Mapping[str, str]) -> TracesConfig:
+    """Returns the table `[traces]`. The environment counts for keys that it leaves out. Raises ConfigError."""
+    values = _traces_values(source, table)
+    try:
+        given = {name: each for name, each in otel_environment.given(environment).items() if name not in values}
+    except otel_environment.BadVariable as error:
+        raise ConfigError("environment", error.variable, error.message) from None
+    types = key_types(TracesConfig)
+    for name, each in given.items():
+        values[name] = _convert("environment", each.variable, types[name], each.value, name)
+    return TracesConfig(**values)
+
+
+def _traces_values(source: str, table: Any) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise ConfigError(source, "traces", 'must be a table: [traces], and below it endpoint = "http://HOST:4318"')
+    return fields_of(source, "traces.", TracesConfig, table)
 
 
 def _names(source: str, table: Any) -> dict[str, list[str]]:
@@ -244,14 +271,14 @@ def _convert(source: str, where: str, kind: Any, value: Any, key: str) -> Any:
     try:
         converted = msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        raise ConfigError(source, where, f"{value!r} must be {_say(kind)}") from None
+        raise ConfigError(source, where, f"{'' if key in _NOT_QUOTED else f'{value!r} '}must be {_say(kind)}") from None
     check = _CHECKS.get(key)
     if check is not None and converted is not None:
         try:
             check(converted)
         except ValueError as error:
             shown = value[0] if isinstance(value, list) and len(value) == 1 else value
-            raise ConfigError(source, where, f"{shown!r} {error}") from None
+            raise ConfigError(source, where, str(error) if key in _NOT_QUOTED else f"{shown!r} {error}") from None
     return converted
 
 
@@ -261,6 +288,8 @@ def _plain_kinds(kind: Any) -> set[Any]:
 
 def _say(kind: Any) -> str:
     names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    if get_origin(kind) is dict:
+        return 'a table of texts, as in { "name" = "value" }'
     if get_origin(kind) is list:
         return "a list of whole numbers" if get_args(kind) == (int,) else "a list of texts"
     kinds = _plain_kinds(kind) - {type(None)}
@@ -364,6 +393,22 @@ def _origins(value: Any) -> None:
         origins.parse_origin(text)
 
 
+def _endpoint(value: Any) -> None:
+    if value:
+        trace_endpoint.parse(value)
+
+
+def _header_values(value: Any) -> None:
+    for name, text in value.items():
+        if wrong := trace_endpoint.header_problem(name, text):
+            raise ValueError(wrong)
+
+
+def _not_empty(value: Any) -> None:
+    if not value.strip():
+        raise ValueError("must not be empty")
+
+
 def _device_specs(value: Any) -> None:
     """Checks the form of the node's `device` entries (NAME=BUDGET). Whether the budgets fit into the machine's memory
     is checked later."""
@@ -428,6 +473,10 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "min_p": _between(0, 1),
     "repetition_penalty": _above_zero,
     "max_tokens": _between(1),
+    "endpoint": _endpoint,
+    "headers": _header_values,
+    "sample": _between(0, 1),
+    "service_name": _not_empty,
 }
 
 

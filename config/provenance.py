@@ -1,26 +1,28 @@
-"""Tells where the value of each setting comes from: a flag, a line of a file, or nowhere, so that the default counts."""
+"""Tells where the value of each setting comes from: a flag, a line of a file, a variable of the environment, or nowhere, so that
+the default counts."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
 
-from config import locate
-from config.load import flag_name
+from config import locate, otel_environment
+from config.load import SECRET, flag_name
 from config.reload import live_keys
-from config.schema import LIVE, RESTART, ModelConfig, NodeConfig, SamplingDefaults
+from config.schema import LIVE, RESTART, ModelConfig, NodeConfig, SamplingDefaults, TracesConfig
 from config.settings_files import present_files
 
 Path = tuple[str, ...]
 
 
 class Setting(NamedTuple):
-    """The value of one key as the node uses it. key: its dotted path as in the file. source: "--flag", "FILE:LINE", or "" for the
-    default. reload: LIVE or RESTART. waits: whether the file has another value, which needs a restart."""
+    """The value of one key as the node uses it. key: its dotted path as in the file. source: "--flag", "FILE:LINE", "$VARIABLE",
+    or "" for the default. reload: LIVE or RESTART. waits: whether the file has another value, which needs a restart."""
 
     key: str
     value: Any
@@ -32,9 +34,13 @@ class Setting(NamedTuple):
 class Sources:
     """Tells where keys were set when the settings were read."""
 
-    def __init__(self, path: str | None, flags: Mapping[str, Any]) -> None:
-        """path: the file that was read just now, with those of its conf.d; None if there is none. flags: by key."""
+    def __init__(self, path: str | None, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
+        """path: the file that was read just now, with those of its conf.d; None if there is none. flags: by key. environment: as
+        for config.load."""
         self._flags = {key: flag_name(key) for key in flags}
+        self._variables: dict[str, str] = {}  # by key of [traces]
+        with contextlib.suppress(otel_environment.BadVariable):  # then the settings were refused
+            self._variables = {key: given.variable for key, given in otel_environment.given(environment).items()}
         self._texts: list[tuple[str, str]] = []
         for file in present_files(path) if path else ():
             with contextlib.suppress(OSError, ValueError), open(file, encoding="utf-8") as opened:  # replaced within the instant
@@ -57,13 +63,18 @@ class Sources:
         """Returns the source of a key, given from the outermost table inwards, as in Setting."""
         if len(key) == 1 and key[0] in self._flags:
             return self._flags[key[0]]
-        return self._lines.get(key, "")
+        line = self._lines.get(key, "")
+        if not line and key[0] == "traces" and key[-1] in self._variables:
+            return f"${self._variables[key[1]]}"
+        return line
 
 
 def settings(config: NodeConfig, sources: Sources, needs_restart: Collection[str] = ()) -> list[Setting]:
-    """Returns all of the node's settings in the schema's order, then the entries of `[names]` and what models have set. config: as
+    """Returns all of the node's settings in the schema's order, then `[traces]`, the
+    entries of `[names]` and what models have set. Secret values are hidden. config: as
     it is used. needs_restart: dotted keys whose value in the file is another one."""
-    found = _of_struct(config, (), sources, needs_restart, skip=("names", "models"))
+    found = _of_struct(config, (), sources, needs_restart, skip=("names", "traces", "models"))
+    found += _of_struct(config.traces, ("traces",), sources, needs_restart)
     found += [Setting(f'names."{name}"', targets, sources.of("names", name), LIVE, False) for name, targets in config.names.items()]
     for name, model in config.models.items():
         rows = _of_struct(model, ("models", name), sources, needs_restart, skip=("sampling",))
@@ -73,16 +84,28 @@ def settings(config: NodeConfig, sources: Sources, needs_restart: Collection[str
 
 
 def _of_struct(
-    struct: NodeConfig | ModelConfig | SamplingDefaults,
+    struct: NodeConfig | TracesConfig | ModelConfig | SamplingDefaults,
     table: Path,
     sources: Sources,
     needs_restart: Collection[str],
     skip: Collection[str] = (),
 ) -> list[Setting]:
     live = live_keys(type(struct)) if not isinstance(struct, SamplingDefaults) else set(struct.__struct_fields__)
-    prefix = f'models."{table[1]}".' + "".join(f"{part}." for part in table[2:]) if table else ""
+    prefix = (
+        f'models."{table[1]}".' + "".join(f"{part}." for part in table[2:]) if table[1:] else "".join(f"{part}." for part in table)
+    )
     return [
-        Setting(prefix + key, value, sources.of(*table, key), LIVE if key in live else RESTART, prefix + key in needs_restart)
+        Setting(
+            prefix + key,
+            _shown(key, value),
+            sources.of(*table, key),
+            LIVE if key in live else RESTART,
+            prefix + key in needs_restart,
+        )
         for key, value in msgspec.structs.asdict(struct).items()
         if key not in skip
     ]
+
+
+def _shown(key: str, value: Any) -> Any:
+    return dict.fromkeys(value, "(hidden)") if key in SECRET else value

@@ -12,9 +12,9 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from config.load import flag_name
-from config.schema import ModelConfig, NodeConfig, SamplingDefaults
+from config.schema import ModelConfig, NodeConfig, SamplingDefaults, TracesConfig
 
-TABLES = ("names", "models")  # keys of the node whose values are tables, which no flag can give
+TABLES = ("names", "traces", "models")  # keys of the node whose values are tables, which no flag can give
 _INTRO = """# Configuration
 
 Made from `config/schema.py` by `python -m config.reference`; do not edit by hand.
@@ -65,6 +65,17 @@ def reference() -> str:
     for name, default, unit, reload, description in fields(NodeConfig):
         flag = f"`{flag_name(name)}`" if name not in TABLES else ""
         lines.append(f"| `{name}` | {flag} | {_default(default)} | {unit} | {reload} | {description} |")
+    lines += [
+        "",
+        "## Traces: `[traces]`",
+        "",
+        _TRACES,
+        "",
+        "| key | default | variable | reload | what it is |",
+        "|---|---|---|---|---|",
+    ]
+    for name, default, _, reload, description in fields(TracesConfig):
+        lines.append(f"| `{name}` | {_default(default)} | {_VARIABLES.get(name, '')} | {reload} | {description} |")
     lines += ["", '## A model: `[models."org/name"]`', ""]
     lines += ["| key | default | unit | reload | what it is |", "|---|---|---|---|---|"]
     for name, default, unit, reload, description in fields(ModelConfig):
@@ -75,6 +86,16 @@ def reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+_TRACES = """OpenTelemetry's own variables count for keys that the file leaves out; `hearth config` shows which did. Those of
+`OTEL_EXPORTER_OTLP_TRACES_*` win over those without `TRACES`. `OTEL_SDK_DISABLED=true` and `OTEL_TRACES_EXPORTER=none` leave all
+of them aside. [operations.md](../operations.md#traces) says what a trace holds."""
+_VARIABLES = {
+    "endpoint": "`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`, `OTEL_EXPORTER_OTLP_ENDPOINT` (then with `/v1/traces` below it)",
+    "headers": "`OTEL_EXPORTER_OTLP_TRACES_HEADERS`, `OTEL_EXPORTER_OTLP_HEADERS`",
+    "sample": "`OTEL_TRACES_SAMPLER_ARG`, `OTEL_TRACES_SAMPLER` (the `parentbased_` ones)",
+    "service_name": "`OTEL_SERVICE_NAME`",
+    "resource_attributes": "`OTEL_RESOURCE_ATTRIBUTES`",
+}
 _EXAMPLES = {
     "models_dir": '"/var/lib/hearthd/models"',
     "control": '"/run/hearthd/control.sock"',
@@ -110,6 +131,10 @@ _EXAMPLES = {
     "min_p": "0.05",
     "repetition_penalty": "1.1",
     "max_tokens": "1024",
+    "endpoint": '"http://127.0.0.1:4318"',
+    "headers": '{ "x-scope-orgid" = "models" }',
+    "headers_file": '"credential:traces"',
+    "resource_attributes": '{ "deployment.environment.name" = "production" }',
 }
 
 
@@ -129,6 +154,10 @@ def example() -> str:
             lines += _entry(name, default, unit, reload, description)
         elif name == "names":
             lines += ["", f"# {description} ({reload})", "[names]", *_NAMES]
+        elif name == "traces":
+            lines += ["", f"# {description} ({reload})", "[traces]"]
+            for each in fields(TracesConfig):
+                lines += _entry(*each)
     lines += ["", '[models."org/name"]']
     for name, default, unit, reload, description in fields(ModelConfig):
         if name != "sampling":
@@ -140,7 +169,7 @@ def example() -> str:
 
 def _entry(name: str, default: Any, unit: str, reload: str, description: str) -> list[str]:
     notes = ", ".join(part for part in (unit, reload) if part)
-    unset = default is None or default == "" or default == []
+    unset = default in (None, "", [], {})
     value = _EXAMPLES.get(name, '"bfloat16"' if name == "dtype" and unset else None if unset else _toml(default))
     return [f"# {description} ({notes})", f"{'' if name == 'models_dir' else '# '}{name} = {value}"]
 

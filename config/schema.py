@@ -112,6 +112,39 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
 
 
+class TracesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the traces of requests go, from the table `[traces]`."""
+
+    endpoint: Annotated[
+        str,
+        key(
+            "the collector: http(s)://HOST:PORT, to which /v1/traces is added, or a URL with its whole path; or unix:/PATH, a "
+            'socket; "": no traces',
+            reload=LIVE,
+        ),
+    ] = ""
+    headers: Annotated[dict[str, str], key("headers of what is sent there; `hearth config` hides their values", reload=LIVE)] = {}
+    headers_file: Annotated[
+        str,
+        key(
+            "more of them, those that are secret: a file with a line NAME: VALUE for each, or credential:NAME given by systemd; "
+            "read again at each reload",
+            reload=LIVE,
+        ),
+    ] = ""
+    sample: Annotated[
+        float,
+        key(
+            "share of the requests that are traced, from 0 to 1; for a request with a traceparent its sampled flag decides",
+            reload=LIVE,
+        ),
+    ] = 1.0
+    service_name: Annotated[str, key("service.name of the traces", reload=LIVE)] = "hearthd"
+    resource_attributes: Annotated[
+        dict[str, str], key("what else the traces say of this node, such as deployment.environment.name", reload=LIVE)
+    ] = {}
+
+
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of the whole node. Flags override the TOML file."""
 
@@ -317,4 +350,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             reload=LIVE,
         ),
     ] = {}
+    traces: Annotated[
+        TracesConfig, key("a table: where traces of requests go (OpenTelemetry), see below; default: nowhere", reload=LIVE)
+    ] = TracesConfig()
     models: Annotated[dict[str, ModelConfig], key("per model, see below")] = {}

@@ -19,6 +19,7 @@ from engine.protocol import SamplingParams
 if TYPE_CHECKING:
     from daemon.streams.annotated_text import LogprobTrail
     from daemon.streams.prompt_trail import PromptTrail
+    from daemon.traces.sequence_trace import SequenceTrace
 
 
 class TokenSink(Protocol):
@@ -66,6 +67,7 @@ class Generation:
     task: str = "generate"  # or "embed"
     vector: bytes = b""  # an embedding's result: float32, little-endian
     first: Generation | None = None  # the first sequence of the same client request; None: this one is
+    trace: SequenceTrace | None = None  # None unless it is traced; told what happens to it
     is_copy: bool = False  # a further sequence of the same prompt (n > 1): usage counts the prompt once
 
     def resume(self, now: float) -> None:

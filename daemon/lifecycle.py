@@ -59,6 +59,7 @@ from daemon.record.state import NodeState
 from daemon.scanning.folder_watch import FolderWatch
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
+from daemon.traces import headers
 from loader import open_files
 from loader.catalog import Checkpoint
 from scheduler.node import events
@@ -74,7 +75,7 @@ TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
 
 class Lifecycle:
     """One run of the daemon. flags: the values given on the command line, read again at each reload. known: the keys; None if no
-    keys are required. pair: the certificate; None without TLS."""
+    keys are required. pair: the certificate; None without TLS. trace_headers: as of headers.load."""
 
     def __init__(
         self,
@@ -85,7 +86,9 @@ class Lifecycle:
         known: keys.Keys | None = None,
         inventory: Inventory | None = None,
         pair: tls.Tls | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
+        self._trace_headers = trace_headers or {}
         self._inventory = inventory or Driver()
         self._config, self._devices, self._config_path, self._flags = config, devices, config_path, flags
         self._keys = known
@@ -127,6 +130,7 @@ class Lifecycle:
         node.reload = self.reload_as_asked
         node.keys, node.tls = self._keys, self._tls
         node.audit.use(self._config.audit_log, self._config.audit_requests)
+        node.traces.use(self._config.traces, self._trace_headers)
         for number in (signal.SIGTERM, signal.SIGINT, RESTART_SIGNAL):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
@@ -245,6 +249,7 @@ class Lifecycle:
             node.stored,
             node.quotas,
             node.audit,
+            lambda: node.traces.tracer,
         )
         return make_runner(app, FLUSH_LIMIT_S)
 
@@ -280,7 +285,9 @@ class Lifecycle:
         """Returns the files that a reload reads."""
         config = self._config
         keys_file = [credentials.path_of(config.keys_file, "keys_file")] if config.keys_file else []
-        return [*(present_files(self._config_path) if self._config_path else []), *keys_file, *tls.files(config)]
+        headers_file = config.traces.headers_file
+        more = [credentials.path_of(headers_file, "traces.headers_file")] if headers_file else []
+        return [*(present_files(self._config_path) if self._config_path else []), *keys_file, *more, *tls.files(config)]
 
     def _present(self) -> tuple[list[str], Signature]:
         """Returns a value that changes when a reload may read something else."""
@@ -364,6 +371,7 @@ class Lifecycle:
             pair = self._tls_of(plan.effective)
             if pair is None:
                 self._tls_of(new)  # a restart will want it
+            trace_headers = headers.load(plan.effective.traces)
         except config_load.ConfigError as error:
             raise node.reloads.refuse(error) from None
         try:
@@ -396,6 +404,7 @@ class Lifecycle:
             log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
         node.audit.write("reload", applied=plan.applied, needs_restart=plan.needs_restart, tenants=changed_keys)
         node.audit.use(plan.effective.audit_log, plan.effective.audit_requests)
+        node.traces.use(plan.effective.traces, trace_headers)
         node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
         unknown = node.registry.unknown_models()
         return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart, "unknown_models": unknown}
@@ -440,6 +449,7 @@ class Lifecycle:
         steps[1:1] = [("engines", self._stop_engines(node))]
         steps += [("text", node.text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]
         steps += [("what tenants used", node.usage_file.save()), ("the audit log", node.audit.close())]
+        steps += [("traces", node.traces.close())]
         for name, step in steps:
             try:
                 async with asyncio.timeout(2 * FLUSH_LIMIT_S + 4):
@@ -472,6 +482,7 @@ def serve(
     known: keys.Keys | None = None,
     inventory: Inventory | None = None,
     pair: tls.Tls | None = None,
+    trace_headers: Mapping[str, str] | None = None,
 ) -> int:
     """Runs a node to its end. Returns the exit code: 0 if it stopped when told to, 1 if it could not start."""
     import uvloop
@@ -480,7 +491,7 @@ def serve(
     faulthandler.enable()  # at a watchdog's SIGABRT the log shows where each thread was
 
     async def main() -> int:
-        return await Lifecycle(config, devices, config_path, flags, known, inventory, pair).run()
+        return await Lifecycle(config, devices, config_path, flags, known, inventory, pair, trace_headers).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

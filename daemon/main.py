@@ -27,6 +27,7 @@ from daemon.process import installation
 from daemon.process.arguments import ArgumentParser
 from daemon.process.version import VERSION
 from daemon.record import audit_log
+from daemon.traces import headers
 from engine.host.processor import UnknownFeature, this_processor
 from loader import open_files
 
@@ -89,6 +90,7 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
             raise config_load.located_setting(wrong)
         known = keys.load(config.keys_file) if config.keys_file else None
         audit_log.check(config.audit_log, "flags" if "audit_log" in flags else source)
+        trace_headers = headers.load(config.traces)
         listeners.check(config, known is not None, source)
         pair = tls.load(config, "flags" if "tls_certificate" in flags else source)
         processor = this_processor()
@@ -126,4 +128,4 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         logs.log.info("processor: %s", processor.describe())
     if not config.device:
         logs.log.info("no --device: cpu:0 gets %s, half of the machine's memory", format_bytes(devices[0].budget_bytes))
-    return lifecycle.serve(config, devices, path, flags, known, inventory, pair)
+    return lifecycle.serve(config, devices, path, flags, known, inventory, pair, trace_headers)

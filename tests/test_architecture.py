@@ -61,7 +61,21 @@ ROOM_ORDER = {
         *("cpu", "cuda", "null", "serve", "lifecycle", "loop", "main", "__main__", "warm"),
     ],
     "daemon": [
-        *("errors", "process", "record", "models", "text", "streams", "contracts", "access", "http", "scanning", "gpu", "page"),
+        *(
+            "errors",
+            "process",
+            "record",
+            "models",
+            "text",
+            "streams",
+            "traces",
+            "contracts",
+            "access",
+            "http",
+            "scanning",
+            "gpu",
+            "page",
+        ),
         *("metrics", "requests", "engines", "api", "node", "operate", "lifecycle", "main", "__main__", "simulate", "cli"),
     ],
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -32,6 +32,9 @@ from daemon.record.audit_log import AuditLog
 from daemon.streams.stream_clock import StreamClock
 from daemon.text.port import TextPort
 
+if TYPE_CHECKING:
+    from daemon.traces.tracer import Tracer
+
 log = logging.getLogger("hearthd.api")
 http_log = logging.getLogger("hearthd.http")
 _NO_HEADERS: Mapping[str, str] = {}
@@ -51,12 +54,14 @@ def make_app(
     stored: ResponseStore | None = None,
     quotas: Quotas | None = None,
     audit: AuditLog | None = None,
+    tracer: Callable[[], Tracer | None] = lambda: None,
 ) -> web.Application:
     """Returns the application. It must be served through `make_runner`, without whose settings a client's disconnect goes
     unnoticed. access: by default no keys, and this machine's names only. serves: whether an endpoint is served here. feed:
     what the status page shows; None: there is no page. answered: called for each answer with the endpoint's name ("" for an
     unknown path) and the status. stored: the responses that later ones may follow; by default none are. quotas: what tenants have
-    used of their limits; listeners share it. audit: by default it is off."""
+    used of their limits; listeners share it. audit: by default it is off. tracer: returns what traces requests, None while nothing
+    does."""
     context = ApiContext(
         requests=requests,
         models=models,
@@ -77,7 +82,7 @@ def make_app(
     async def handle(request: web.Request) -> web.StreamResponse:
         if "Expect" in request.headers:
             _expect(request)
-        return await _answer_errors(request, context)
+        return await _answer_errors(request, context, tracer)
 
     app = web.Application()  # body.py limits the size; router.py finds the endpoint
     app[ANSWERING] = Answering(HearthError.body, answered, handle)
@@ -118,7 +123,7 @@ def _expect(request: web.Request) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-async def _answer_errors(request: web.Request, context: ApiContext) -> web.StreamResponse:
+async def _answer_errors(request: web.Request, context: ApiContext, tracer: Callable[[], Tracer | None]) -> web.StreamResponse:
     progress = _progress(request)
     name = progress.request_id
     target = router.target(request.rel_url.raw_path)
@@ -126,7 +131,7 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
     cors = context.access.cors
     more_headers = cors.headers(request, endpoint) if cors is not None else _NO_HEADERS
     scope: RequestScope | None = None
-    status = CLIENT_GONE
+    status, code = CLIENT_GONE, ""
     try:
         preflight = cors.preflight(request, endpoint) if more_headers and cors is not None else None
         if preflight is not None:
@@ -139,12 +144,16 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
                 is_charged = progress.before is not None and progress.before.is_charged
                 scope = RequestScope(key, context.models, context.requests, context.quotas, own_headers, render, is_charged)
                 progress.is_charged = scope.was_charged
+                if _is_recorded(request, endpoint) and (by := tracer()) is not None:
+                    from daemon.api import traced  # not before somebody wants traces
+
+                    traced.begin(by, request, progress, scope)
                 context = context.scoped(scope, scope, scope, own_headers)
             response = await _handle(request, context, target, progress, key)
         status = response.status
     except HearthError as error:
         response = _error(error, endpoint)
-        status = error.status
+        status, code = error.status, error.code
         if context.audit.is_on:
             audited.refused(context.audit, error, request, name, endpoint.name if endpoint is not None else "", scope)
         if status == 401:
@@ -163,16 +172,23 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
             )
             answer = ServerFault("internal_error", f"the server failed on this request ({name})")
         response = _error(answer, endpoint)
-        status = response.status
+        status, code = response.status, answer.code
     finally:
         context.answered(endpoint.name if endpoint is not None else "", status)
         if scope is not None:
             scope.settle()
         if isinstance(request.protocol, Connection):
             request.protocol.in_progress = None
+        if scope is not None and scope.trace is not None and endpoint is not None and (by := tracer()) is not None:
+            from daemon.api import traced
+
+            try:
+                traced.end(by, request, progress, scope, endpoint, status, code)
+            except Exception:  # the answer matters more
+                log.exception("the trace of a request failed", extra=fields(request_id=name))
         if progress.is_handed_over:
             scope = None  # the next daemon writes its line
-        if scope is not None and endpoint is not None and endpoint.body is not None and request.method == "POST":
+        if scope is not None and endpoint is not None and _is_recorded(request, endpoint):
             scope.ended(name, endpoint.name, status)
             if context.audit.with_requests:
                 audited.request(context.audit, request, name, endpoint.name, status, scope)
@@ -187,6 +203,11 @@ async def _answer_errors(request: web.Request, context: ApiContext) -> web.Strea
         if request.method == "CONNECT":
             response.force_close()  # what follows would be meant for another host
     return response
+
+
+def _is_recorded(request: web.Request, endpoint: Endpoint | None) -> bool:
+    """Returns whether the request leaves a line in the log, and a trace."""
+    return endpoint is not None and endpoint.body is not None and request.method == "POST"
 
 
 def _progress(request: web.Request) -> Progress:

@@ -72,6 +72,7 @@ class Endpoint:
 
     name: in logs and metrics. paths: the first is the one that the reference names; one may end in {id}, for any text. about: a
     line of the reference.
+    operation: what the model does, as OpenTelemetry names it (gen_ai.operation.name), in traces; "": no work of a model's.
     per_model: also served below /m/MODEL, for that model alone.
 
     error_body: returns an error as the endpoint's clients expect it. limit_headers: returns the headers that tell them what is
@@ -89,6 +90,7 @@ class Endpoint:
     body: Body[Any] | None = None
     error_body: Callable[[HearthError], Mapping[str, Any]] = HearthError.body
     limit_headers: Callable[[Standing, float], Mapping[str, str]] = limit_headers.openai
+    operation: str = ""
     per_model: bool = True
     open: bool = False
     watching: bool = False

@@ -21,19 +21,20 @@ class Progress:
     with the same nonce, makes the same of it: the same seeds and ids.
 
     request_id: as in X-Request-Id. created: Unix time in seconds. before: what an earlier daemon has made of the request; None: it
-    is new. body: see InProgress. starts_over: its sequences cannot be gone on with, only begun again. is_charged: returns whether
-    it was taken from its tenant's limits. is_handed_over: see InProgress. takes_over: the answer that the client
-    already has the begin of goes on."""
+    is new. began_ns: as in RequestSoFar. body: see InProgress. starts_over: its sequences cannot be gone on with, only begun again.
+    is_charged: returns whether it was taken from its tenant's limits. is_handed_over: see InProgress. takes_over: the answer that
+    the client already has the begin of goes on."""
 
     __slots__ = (
-        "_nonce", "before", "body", "created", "generations", "group", "is_charged", "is_handed_over", "request_id", "starts_over",
-        "takes_over",
+        "_nonce", "before", "began_ns", "body", "created", "generations", "group", "is_charged", "is_handed_over", "request_id",
+        "starts_over", "takes_over",
     )  # fmt: skip
 
     def __init__(self, request_id: str, before: RequestSoFar | None = None) -> None:
         self.request_id, self.before = request_id, before
         self._nonce = before.nonce if before is not None else secrets.token_bytes(16)
         self.created = before.created if before is not None else int(time.time())
+        self.began_ns = 0
         self.body: bytes | bytearray = b""
         self.generations: Sequence[Generation] = ()
         self.group: StreamGroup | None = None
@@ -61,7 +62,7 @@ class Progress:
         known = (model.name, model.fingerprint) if model is not None else ("", "")
         if not sequences and self.before is not None and not self.starts_over:  # it had not come so far again
             known, sequences = self.before.model, self.before.sequences
-        return RequestSoFar(self._nonce, self.created, is_open, self.is_charged(), known, sequences)
+        return RequestSoFar(self._nonce, self.created, is_open, self.is_charged(), known, sequences, self.began_ns)
 
     def write_all(self) -> None:
         """Implements InProgress."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from daemon.access.cors import expose
 from daemon.access.limit_refusal import error_of
@@ -22,13 +23,16 @@ from daemon.process import moment
 from daemon.process.logs import fields
 from daemon.process.moment import Moment
 
+if TYPE_CHECKING:
+    from daemon.traces.request_trace import RequestTrace
+
 log = logging.getLogger("hearthd.request")
 ASKED_CHARACTERS = 128  # of a name that a client chose, in the log
 
 
 class RequestScope:
     """ModelPort, RequestPort and SenderPort of one request. key: its sender's. headers: of its answer; those that tell what is left
-    of the tenant's limits are added to them."""
+    of the tenant's limits are added to them. trace: None while tracing is off. started_s: monotonic."""
 
     __slots__ = (
         "_charge",
@@ -37,13 +41,14 @@ class RequestScope:
         "_models",
         "_quotas",
         "_requests",
-        "_started_s",
         "asked",
         "generations",
         "headers",
         "key",
         "model",
+        "started_s",
         "tenant",
+        "trace",
     )
 
     def __init__(
@@ -61,10 +66,11 @@ class RequestScope:
         self.key, self.tenant, self._models, self._requests = key, key.tenant, models, requests
         self._quotas, self.headers, self._limit_headers = quotas, headers, limit_headers
         self._charge: Charge | None = None
-        self._started_s = time.monotonic()
+        self.started_s = time.monotonic()
         self.model = ""  # the last one asked for, if there is such a one
         self.asked = ""  # the name that the table of names led to it, if one did
         self.generations: list[Generation] = []
+        self.trace: RequestTrace | None = None
 
     # ---- ModelPort, for this tenant; an `asker` is not looked at
 
@@ -94,6 +100,8 @@ class RequestScope:
             self.charge(len(generation.prompt), "prompt")  # an endpoint that forgot to: nothing passes for free
         generation.tenant, generation.weight = self.tenant.name, self.tenant.weight
         self.generations.append(generation)
+        if self.trace is not None:
+            self.trace.follow(generation)
         self._requests.submit(generation)
 
     def cancel(self, generation: Generation) -> None:
@@ -155,7 +163,7 @@ class RequestScope:
             "model": self.model,
             "prompt_tokens": sum(len(each.prompt) for each in self.generations if not each.is_copy),
             "output_tokens": self._num_made(),
-            "duration_s": round(time.monotonic() - self._started_s, 3),
+            "duration_s": round(time.monotonic() - self.started_s, 3),
         }
 
     def ended(self, request_id: str, endpoint: str, status: int) -> None:
@@ -164,6 +172,8 @@ class RequestScope:
             return
         now = time.monotonic()
         record: dict[str, object] = {"request_id": request_id, "status": status}
+        if self.trace is not None:
+            record["trace_id"] = self.trace.trace_id
         if self.tenant.name:
             record["tenant"] = self.tenant.name
         if self.model:
@@ -171,8 +181,8 @@ class RequestScope:
         if self.asked:
             record["asked"] = self.asked
         if self.generations:
-            record |= _of_generations(self.generations, self._started_s)
-        record["total_ms"] = _ms(now - self._started_s)
+            record |= _of_generations(self.generations, self.started_s)
+        record["total_ms"] = _ms(now - self.started_s)
         log.info("%s", endpoint, extra=fields(**record))
 
 

@@ -53,6 +53,11 @@ VARIABLES = {
     "NOTIFY_SOCKET, WATCHDOG_USEC, WATCHDOG_PID": "systemd's notify protocol: ready, reloading, stopping, and the watchdog",
     "LISTEN_FDS, LISTEN_FDNAMES, LISTEN_PID": "sockets systemd passes; their names are http, admin, control and status",
     "STATE_DIRECTORY, CACHE_DIRECTORY, CREDENTIALS_DIRECTORY": "folders systemd made for the service",
+    "OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "where traces go, if the file does not say it",
+    "OTEL_EXPORTER_OTLP_PROTOCOL, OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "must not be grpc then: hearthd speaks OTLP over HTTP",
+    "OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_TRACES_HEADERS, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, "
+    "OTEL_TRACES_SAMPLER, OTEL_TRACES_SAMPLER_ARG": "the other keys of [traces], if the file leaves them out",
+    "OTEL_SDK_DISABLED, OTEL_TRACES_EXPORTER": "true and none leave all of these aside",
     "XDG_RUNTIME_DIR, XDG_STATE_HOME, XDG_CACHE_HOME": "where the same things go when an ordinary user runs hearthd",
 }
 EXAMPLES = {

@@ -8,16 +8,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from daemon.contracts import Generation
 from daemon.engines.kernels import Kernels
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault
-from daemon.metrics.swaps import KernelKills
+from daemon.metrics.swaps import KernelKills, source_of
 from daemon.process.logs import fields
 from daemon.requests.dispatcher import Dispatcher
 from engine import protocol
 from scheduler.node import events
+
+if TYPE_CHECKING:
+    from daemon.traces.otlp import Value
+    from daemon.traces.tracer import Tracer
 
 log = logging.getLogger("hearthd")
 MEASURED_PREFILL_TOKENS = 32  # shorter prefills mostly measure a step's overhead
@@ -60,15 +64,25 @@ class EngineEvents:
         self._metrics.engine_restarts[device] += 1
         self._metrics.swaps.engine_down(device, self._kernel_kills.look() and "SIGKILL" in reason)
         self._ring.add("engine", device=device, state="down", reason=reason, running=len(running))
+        now = time.monotonic()
+        if (tracer := self._dispatcher.tracer()) is not None:
+            self._trace_engine_down(tracer, device, now, reason)
         self._post(
             events.EngineDown(
-                now=time.monotonic(),
+                now=now,
                 cause=self._dispatcher.next_cause(f"engine-{device}"),
                 device=device,
                 running=running,
                 reason=reason,
             )
         )
+
+    def _trace_engine_down(self, tracer: Tracer, device: str, now: float, reason: str) -> None:
+        for load in tracer.loads_lost(device, now, reason):
+            self._dispatcher.tell_load(load)
+        for generation in self._open.by_id.values():
+            if generation.trace is not None and generation.submitted_device == device:
+                generation.trace.lost_engine(generation, now, device, reason)
 
     def engine_message(self, device: str, message: Any) -> None:
         kind = type(message)
@@ -100,6 +114,8 @@ class EngineEvents:
         elif kind is protocol.LoadFailed:
             self._metrics.loads[message.model, "failed"] += 1
             self._metrics.swaps.load_failed(device, message)
+            if (tracer := self._dispatcher.tracer()) is not None:
+                self._dispatcher.tell_load(tracer.load_ended(message.placement_id, time.monotonic(), error=message.error))
             self._post(
                 events.LoadFailed(
                     now=time.monotonic(),
@@ -119,7 +135,9 @@ class EngineEvents:
             self._request_failed(message)
 
     def _load_done(self, device: str, message: protocol.LoadDone) -> None:
-        self._loaded_s[message.model] = time.monotonic()
+        now = self._loaded_s[message.model] = time.monotonic()
+        if (tracer := self._dispatcher.tracer()) is not None:
+            self._dispatcher.tell_load(tracer.load_ended(message.placement_id, now, _of_load(message)))
         self._metrics.load_seconds[message.model] += message.seconds
         self._metrics.swaps.load_done(message)
         if message.source_rejected:
@@ -310,11 +328,15 @@ class EngineEvents:
                 generation.recomputed_tokens += recomputed
                 self._metrics.swaps.kv_tokens[message.model, "restored"] += restored
                 self._metrics.swaps.kv_tokens[message.model, "recomputed"] += recomputed
+                if generation.trace is not None:
+                    generation.trace.begins_to_decode(generation, time.monotonic())
 
     def _first_token(self, generation: Generation) -> None:
         now = generation.first_token_s = time.monotonic()
         model = generation.model.name
         self._metrics.ttft[model].add(now - generation.arrived_s)
+        if generation.trace is not None:
+            generation.trace.begins_to_decode(generation, now)
         num_computed = len(generation.prompt) - generation.num_cached
         if (
             num_computed >= MEASURED_PREFILL_TOKENS
@@ -333,6 +355,18 @@ class EngineEvents:
                     seconds=now - generation.submitted_s,
                 )
             )
+
+
+def _of_load(message: protocol.LoadDone) -> dict[str, Value]:
+    """Returns what a trace says of a load that was done."""
+    return {
+        "hearth.load.source": source_of(message),
+        "hearth.load.read_bytes": message.bytes_read,
+        "hearth.load.seconds": message.seconds,
+        "hearth.load.copy_seconds": message.copy_seconds,
+        "hearth.load.kernels_seconds": message.kernels_seconds,
+        "hearth.load.restored_kv_tokens": message.restored_kv_tokens,
+    }
 
 
 def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthError:

@@ -67,6 +67,8 @@ class Now:
     state_not_saved: bool = False
     audit_dropped: int = 0
     tls_expiry_unix_s: float | None = None  # None without TLS
+    spans_sent: int = 0
+    spans_dropped: int = 0
     host_tier_bytes: dict[str, int] = field(default_factory=dict)  # by kind
 
 
@@ -160,6 +162,8 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_state_not_saved", [((), now.state_not_saved)]
     yield "hearth_tls_certificate_expiry_time_seconds", [] if now.tls_expiry_unix_s is None else [((), now.tls_expiry_unix_s)]
     yield "hearth_audit_dropped_total", [((), now.audit_dropped)]
+    yield "hearth_trace_spans_sent_total", [((), now.spans_sent)]
+    yield "hearth_trace_spans_dropped_total", [((), now.spans_dropped)]
     yield "hearth_scheduler_errors_total", [((), metrics.scheduler_errors)]
     yield "hearth_cpu_seconds_total", [((), now.cpu_s)]
     yield "hearth_event_loop_stall_seconds_max", [((), now.loop_stall_s)]

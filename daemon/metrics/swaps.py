@@ -55,7 +55,7 @@ class SwapCounts:
 
     def load_done(self, message: protocol.LoadDone) -> None:
         _, reason = self._load_reason.pop(message.placement_id, ("", ""))
-        self.ins[DEVICE if message.adopted else DISK if message.bytes_read else HOST, reason] += 1
+        self.ins[source_of(message), reason] += 1
         phases = self.phase_seconds
         phases["copy"] += message.copy_seconds
         phases["map"] += message.map_seconds
@@ -91,6 +91,11 @@ class SwapCounts:
         self._evict_sent_s = {placement: sent for placement, sent in self._evict_sent_s.items() if sent[0] != device}
         if killed_for_memory:
             self.out_of_memory[device] += 1
+
+
+def source_of(message: protocol.LoadDone) -> str:
+    """Returns where a load's weights came from: disk, host or device."""
+    return DEVICE if message.adopted else DISK if message.bytes_read else HOST
 
 
 class KernelKills:

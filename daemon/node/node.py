@@ -54,6 +54,7 @@ from daemon.record.usage_file import DayUsage, UsageFile
 from daemon.requests.dispatcher import Dispatcher
 from daemon.scanning.scanner import ModelScanner
 from daemon.text.service import TextService
+from daemon.traces.traces import Traces
 from engine.protocol import PROTOCOL_VERSION
 from loader.catalog import Checkpoint
 from scheduler.node import events, residency
@@ -147,6 +148,8 @@ class NodeParts:
         self.usage_file = UsageFile(config.state_dir, self._usage_today)
         self.quotas.restore(*self.usage_file.load())
         self.audit = AuditLog()
+        self.traces = Traces(self.tasks)
+        self.dispatcher.tracer = lambda: self.traces.tracer
         self.reloads = Reloads(self.metric.reloads, self.audit)
         self.listening = False
         self.started_unix_s = time.time()
@@ -388,7 +391,7 @@ class NodeParts:
             "cache_dir": self.config.cache_dir,
             "uptime_s": round(time.time() - self.started_unix_s, 1),
             "healthy": healthy,
-            "problems": [*self._problems(), *self.text.problems(), *self.audit.problems()],
+            "problems": [*self._problems(), *self.text.problems(), *self.audit.problems(), *self.traces.problems()],
             "ready": ready,
             "reason": body.get("reason", ""),
             "draining": self.draining,

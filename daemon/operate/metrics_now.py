@@ -40,6 +40,8 @@ def now(node: NodeParts, model: str | None = None) -> Now:
         state_not_saved=bool(node.state_keeper.problem),
         audit_dropped=node.audit.num_dropped,
         tls_expiry_unix_s=None if node.tls is None else node.tls.certificate.until_unix_s,
+        spans_sent=node.traces.counts.num_sent,
+        spans_dropped=node.traces.counts.num_dropped,
         host_tier_bytes=_host_tier(node),
     )
 

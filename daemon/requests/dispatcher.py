@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from config.schema import NodeConfig
 from daemon.contracts import Generation
@@ -22,6 +22,10 @@ from daemon.record.event_ring import EventRing
 from daemon.requests.open_requests import OpenRequests
 from engine import protocol
 from scheduler.node import actions, events
+
+if TYPE_CHECKING:
+    from daemon.traces.sequence_trace import FinishedLoad
+    from daemon.traces.tracer import Tracer
 
 log = logging.getLogger("hearthd")
 
@@ -40,6 +44,8 @@ class SchedulerPort(Protocol):
     def handle(self, event: events.Event) -> list[actions.Action]: ...
 
     def next_deadline(self) -> float | None: ...
+
+    def why(self, name_or_request: str) -> list[str]: ...
 
 
 class Dispatcher:
@@ -65,6 +71,7 @@ class Dispatcher:
         self._causes = itertools.count(1)
         self._waiting: dict[str, asyncio.Future[actions.Refusal | None]] = {}  # cause -> its command's result
         self.why_slow: Callable[[], str] = lambda: ""  # returns a sentence for requests that have waited too long
+        self.tracer: Callable[[], Tracer | None] = lambda: None  # returns what traces requests, if something does
         self.note_decisions: Callable[[], None] = lambda: None  # called after each event, before its actions are carried out
         self._pending: deque[events.Event] = deque()
         self._busy = False
@@ -95,6 +102,8 @@ class Dispatcher:
         generation.request_id, generation.arrived_s = request_id, now
         model = generation.model.name
         self.open.add(generation)
+        if generation.trace is not None:
+            generation.trace.accepted(now)
         self._submitting, self._refused = request_id, None
         facts = events.RequestFacts(
             request_id=request_id,
@@ -115,6 +124,8 @@ class Dispatcher:
         if self._refused is not None:
             raise self._refused
         self.open.accepted(generation)
+        if generation.trace is not None and generation.trace.waits:
+            generation.trace.waits_for("; ".join(self.scheduler.why(f"req-{request_id}")[1:]))
 
     def cancel(self, generation: Generation) -> None:
         if self.open.by_id.get(generation.request_id) is not generation:
@@ -216,6 +227,8 @@ class Dispatcher:
             self._load_impossible(action, "its files have changed just now", permanent=False)
             return
         self.loading[action.device] = action.model
+        if (tracer := self.tracer()) is not None:
+            tracer.load_sent(action, action.weights_chunks * int(self.config.chunk_bytes), time.monotonic())
         self._send(
             action.device,
             protocol.LoadModel(
@@ -254,6 +267,8 @@ class Dispatcher:
     def _evict(self, action: actions.Evict) -> None:
         self.metrics.evictions[action.model] += 1
         self.metrics.swaps.evict_sent(action)
+        if (tracer := self.tracer()) is not None:
+            self.tell_load(tracer.load_ended(action.placement_id, time.monotonic(), error=f"given up: {action.reason}"))
         self._send(
             action.device,
             protocol.EvictModel(
@@ -272,6 +287,8 @@ class Dispatcher:
             if generation is not None:
                 generation.num_pauses += 1
                 generation.paused_since_s = now
+                if generation.trace is not None:
+                    generation.trace.paused(generation, now, action.cause)
         about = fields(model=action.model, cause=action.cause)
         log.info("%d requests are paused: their model makes room", len(action.request_ids), extra=about)
         self.ring.add("paused", model=action.model, requests=len(action.request_ids), cause=action.cause)
@@ -283,13 +300,16 @@ class Dispatcher:
         generation = self.open.by_id.get(action.request_id)
         if generation is None:
             return  # ended meanwhile; its RequestCancelled or RequestFinished is on its way
+        now = time.monotonic()
         if generation.submitted_device:
             self.metrics.resubmitted += 1
-            generation.resume(time.monotonic())
+            generation.resume(now)
         else:
-            generation.submitted_s = time.monotonic()
+            generation.submitted_s = now
             self.metrics.submitted(generation)
         generation.submitted_device = action.device
+        if generation.trace is not None:
+            generation.trace.submitted(generation, now)
         self._send(
             action.device,
             protocol.Submit(
@@ -372,10 +392,20 @@ class Dispatcher:
         if engine is not None:
             engine.send(message)
 
+    def tell_load(self, load: FinishedLoad | None) -> None:
+        """Adds a load that has ended to the traces of the requests that waited for it. None: nothing is known of it."""
+        if load is None:
+            return
+        for generation in self.open.by_id.values():
+            if generation.trace is not None and generation.model.name == load.model:
+                generation.trace.loaded(load)
+
     # ---- ends
 
     def fail(self, generation: Generation, error: HearthError, outcome: str) -> None:
         """Ends a request with an error. The caller has to inform the scheduler, unless the scheduler already knows."""
+        if generation.trace is not None:
+            generation.trace.failed(error.code)
         self.open.end(generation, outcome)
         if generation.request_id == self._submitting:
             self._refused = error  # submit() raises it; the sink does not know of the request yet

@@ -46,6 +46,8 @@ class OpenRequests:
         """Removes a request that has ended. outcome: stop, length, cancelled, refused, failed or timeout."""
         self.by_id.pop(generation.request_id, None)
         generation.outcome = outcome
+        if generation.trace is not None:
+            generation.trace.ended(generation, time.monotonic())
         self._metrics.ended(generation)
         if not self.by_id:
             self._watch.stop()

@@ -23,7 +23,7 @@ class RequestSoFar(Struct, frozen=True):
 
     created: Unix time in seconds. is_open: whether the client already has the begin of the answer, which must not be sent again.
     is_charged: whether it was taken from its tenant's limits. model: what its sequences run on, name and fingerprint. sequences:
-    [] if none has begun, or if they start over."""
+    [] if none has begun, or if they start over. began_ns: of its trace, Unix time in nanoseconds; 0: it has none."""
 
     nonce: bytes
     created: int
@@ -31,6 +31,7 @@ class RequestSoFar(Struct, frozen=True):
     is_charged: bool = False
     model: tuple[str, str] = ("", "")
     sequences: list[SequenceSoFar] = []
+    began_ns: int = 0
 
 
 class ConnectionSoFar(Struct, frozen=True):

@@ -85,6 +85,7 @@ async def _handle(call: Call) -> web.StreamResponse:
 
 CHAT = Endpoint(
     name="chat",
+    operation="chat",
     paths=("/v1/chat/completions",),
     methods=("POST",),
     about="OpenAI's chat completions; `stream: true` answers with server-sent events",

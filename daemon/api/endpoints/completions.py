@@ -66,6 +66,7 @@ async def _handle(call: Call) -> web.StreamResponse:
 
 COMPLETIONS = Endpoint(
     name="completions",
+    operation="text_completion",
     paths=("/v1/completions",),
     methods=("POST",),
     about="OpenAI's completions: `prompt` is text, a list of texts, token ids, or a list of those",

@@ -166,6 +166,7 @@ class Waiting:
 
 EMBEDDINGS = Endpoint(
     name="embeddings",
+    operation="embeddings",
     paths=("/v1/embeddings",),
     methods=("POST",),
     about="OpenAI's embeddings, of encoder models",

@@ -201,6 +201,7 @@ async def _count(call: Call) -> web.Response:
 
 MESSAGES = Endpoint(
     name="messages",
+    operation="chat",
     paths=("/v1/messages",),
     methods=("POST",),
     about="Anthropic's messages, streamed as they stream; errors in Anthropic's form",

@@ -244,6 +244,7 @@ async def _generate(call: Call) -> web.StreamResponse:
 
 OLLAMA_CHAT = Endpoint(
     name="ollama_chat",
+    operation="chat",
     paths=("/api/chat",),
     methods=("POST",),
     about="Ollama's chat, streamed as a JSON object a line; errors in Ollama's form",
@@ -253,6 +254,7 @@ OLLAMA_CHAT = Endpoint(
 )
 OLLAMA_GENERATE = Endpoint(
     name="ollama_generate",
+    operation="text_completion",
     paths=("/api/generate",),
     methods=("POST",),
     about="Ollama's completion of a prompt, through the chat template or `raw`",

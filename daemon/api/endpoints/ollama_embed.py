@@ -28,6 +28,7 @@ async def _handle(call: Call) -> web.Response:
 
 OLLAMA_EMBED = Endpoint(
     name="ollama_embed",
+    operation="embeddings",
     paths=("/api/embed",),
     methods=("POST",),
     about="Ollama's embeddings, of encoder models",

@@ -325,6 +325,7 @@ async def _kept(call: Call) -> web.Response:
 
 RESPONSES = Endpoint(
     name="responses",
+    operation="chat",
     paths=("/v1/responses",),
     methods=("POST",),
     about="OpenAI's responses, streamed as they stream; `previous_response_id` goes on with a kept one",

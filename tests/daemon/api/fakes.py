@@ -21,6 +21,7 @@ from daemon.models.entry import ModelEntry
 from daemon.text.jobs import TextFacts
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, SKIPPED, PackedTable, TokenTable
 from daemon.text.worker import body_reader
+from daemon.traces.tracer import Tracer
 from engine.protocol import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, PromptLogprobs
 
 EOS = 256
@@ -267,12 +268,21 @@ async def serve(
     access: Access | None = None,
     answered: Callable[[str, int], None] = lambda endpoint, status: None,
     store_bytes: int = 1 << 20,
+    tracer: Callable[[], Tracer | None] = lambda: None,
 ) -> AsyncIterator[Node]:
     """A real server on a free port."""
     requests, text, health, settings = FakeRequests(script), FakeText(), FakeHealth(), settings or Settings()
     models = models or [entry()]
     app = make_app(
-        requests, FakeModels(*models), text, settings, health, access, answered=answered, stored=ResponseStore(store_bytes)
+        requests,
+        FakeModels(*models),
+        text,
+        settings,
+        health,
+        access,
+        answered=answered,
+        stored=ResponseStore(store_bytes),
+        tracer=tracer,
     )
     runner = make_runner(app, shutdown_timeout_s=0.1)
     await runner.setup()

@@ -1,0 +1,107 @@
+"""The spans of HTTP requests: where they come from, and what OpenTelemetry's conventions for HTTP and generative AI say of them.
+
+Prompts, outputs and keys are in no span.
+"""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+from daemon.access.cors import expose
+from daemon.api.endpoint import Endpoint
+from daemon.api.progress import Progress
+from daemon.api.request_scope import RequestScope
+from daemon.traces.otlp import Value
+from daemon.traces.request_trace import MAX_SEQUENCES, Ended
+from daemon.traces.tracer import Tracer
+
+HEADER = "traceresponse"  # https://w3c.github.io/trace-context/#traceresponse-header
+
+
+def begin(tracer: Tracer, request: web.Request, progress: Progress, scope: RequestScope) -> None:
+    """Begins the trace of a request, or goes on with that of one which an earlier daemon has begun."""
+    headers, before = request.headers, progress.before
+    trace = scope.trace = tracer.begin(
+        headers.getall("traceparent", ()),
+        headers.getall("tracestate", ()),
+        progress.drawn("trace"),
+        scope.started_s,
+        before.began_ns if before is not None else 0,
+    )
+    progress.began_ns = trace.began_ns
+    scope.headers[HEADER] = trace.traceresponse
+    expose(scope.headers, (HEADER,))
+
+
+def end(
+    tracer: Tracer, request: web.Request, progress: Progress, scope: RequestScope, endpoint: Endpoint, status: int, code: str
+) -> None:
+    """Ends the trace of a request. status: of HTTP; 499 if the client had gone. code: of the error that was answered, or ""."""
+    trace = scope.trace
+    if trace is None or not trace.is_sampled:
+        return
+    if progress.is_handed_over:
+        tracer.handed_over(trace)
+        return
+    code = code or trace.error  # of a stream that ended with an error
+    error = code if status >= 500 or (status == 200 and code) else None
+    name, attributes = _model(scope, endpoint)
+    attributes |= _http(request, endpoint, status) | {"hearth.request_id": progress.request_id}
+    if scope.tenant.name:
+        attributes["hearth.tenant"] = scope.tenant.name
+    if code:
+        attributes["error.type"] = code
+    tracer.ended(trace, Ended(name, attributes, error), time.monotonic())
+
+
+def _http(request: web.Request, endpoint: Endpoint, status: int) -> dict[str, Value]:
+    attributes: dict[str, Value] = {
+        "http.request.method": request.method,
+        "http.route": endpoint.paths[0],
+        "http.response.status_code": status,
+        "url.scheme": "http",
+        "url.path": request.rel_url.raw_path,
+        "network.protocol.version": f"{request.version.major}.{request.version.minor}",
+    }
+    agent = request.headers.get("User-Agent")
+    if agent:
+        attributes["user_agent.original"] = agent
+    return attributes
+
+
+def _model(scope: RequestScope, endpoint: Endpoint) -> tuple[str, dict[str, Value]]:
+    """Returns the span's name and what it says of the model and its work."""
+    if not endpoint.operation:
+        return f"POST {endpoint.paths[0]}", {"hearth.model": scope.model} if scope.model else {}
+    attributes: dict[str, Value] = {"gen_ai.operation.name": endpoint.operation, "gen_ai.provider.name": "hearthd"}
+    asked = scope.asked or scope.model
+    if asked:
+        attributes |= {"gen_ai.request.model": asked, "gen_ai.response.model": scope.model}
+    if scope.generations:
+        attributes |= _sequences(scope, endpoint)
+    return f"{endpoint.operation} {asked}" if asked else endpoint.operation, attributes
+
+
+def _sequences(scope: RequestScope, endpoint: Endpoint) -> dict[str, Value]:
+    generations = scope.generations
+    first, prompts = generations[0], [each for each in generations if not each.is_copy]
+    attributes: dict[str, Value] = {
+        "gen_ai.response.id": first.public_id,
+        "gen_ai.usage.input_tokens": sum(len(each.prompt) for each in prompts),
+    }
+    if endpoint.operation != "embeddings":
+        attributes |= {
+            "gen_ai.usage.output_tokens": sum(len(each.output) for each in generations),
+            "gen_ai.usage.cache_read.input_tokens": sum(each.num_cached for each in prompts),
+            "gen_ai.response.finish_reasons": [each.outcome for each in generations[:MAX_SEQUENCES] if each.outcome],
+            "gen_ai.request.max_tokens": first.params.max_tokens,
+            "gen_ai.request.temperature": float(first.params.temperature),
+            "gen_ai.request.top_p": float(first.params.top_p),
+        }
+    if len(generations) > 1:
+        attributes["hearth.sequences"] = len(generations)
+    if num_pauses := sum(each.num_pauses for each in generations):
+        attributes["hearth.pauses"] = num_pauses
+    return attributes

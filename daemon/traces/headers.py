@@ -1,0 +1,39 @@
+"""The headers that go with traces to the collector, secret ones among them."""
+
+from __future__ import annotations
+
+from config import trace_endpoint
+from config.credentials import path_of
+from config.load import ConfigError
+from config.schema import TracesConfig
+
+_KEY = "traces.headers_file"
+MAX_BYTES = 64 << 10
+
+
+def load(config: TracesConfig) -> dict[str, str]:
+    """Returns the headers of `[traces]`, those of headers_file before those of headers. Raises ConfigError, which names file and
+    line and never a value."""
+    return {**config.headers, **(_read(path_of(config.headers_file, _KEY)) if config.headers_file else {})}
+
+
+def _read(path: str) -> dict[str, str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(path, _KEY, f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(path, _KEY, "is no UTF-8 text") from None
+    if len(text) > MAX_BYTES:
+        raise ConfigError(path, _KEY, f"is longer than {MAX_BYTES} bytes")
+    headers = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        name, colon, value = (part.strip() for part in line.partition(":"))
+        wrong = trace_endpoint.header_problem(name, value) if colon else "must have NAME: VALUE on each line"
+        if wrong:
+            raise ConfigError(path, _KEY, wrong, number)
+        headers[name] = value
+    return headers

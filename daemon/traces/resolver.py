@@ -1,0 +1,63 @@
+"""Looks names up for the exporter. The event loop's own look-ups hold up the end of the process until a name server answers; these
+run in a thread that ends with the process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from typing import Any
+
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+
+class DaemonThreadResolver(AbstractResolver):
+    """Looks one name up at a time; whoever asks for the same meanwhile waits for the same answer."""
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[str, int, int], asyncio.Future[list[ResolveResult]]] = {}
+
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC) -> list[ResolveResult]:
+        """Returns the addresses of a host. Raises OSError."""
+        key = host, port, family
+        answer = self._asked.get(key)
+        if answer is None:
+            loop = asyncio.get_running_loop()
+            answer = self._asked[key] = loop.create_future()
+            answer.add_done_callback(lambda _: self._asked.pop(key, None))
+            threading.Thread(target=_look_up, args=(loop, answer, *key), name="looking up a name", daemon=True).start()
+        return await asyncio.shield(answer)
+
+    async def close(self) -> None:
+        for answer in list(self._asked.values()):
+            answer.cancel()
+
+
+def _look_up(
+    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[list[ResolveResult]], host: str, port: int, family: int
+) -> None:
+    found: list[ResolveResult] = []
+    error: OSError | None = None
+    try:
+        for kind, _, proto, _, address in socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, 0, socket.AI_ADDRCONFIG):
+            where: Any = address
+            flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+            found.append(ResolveResult(hostname=host, host=where[0], port=where[1], family=kind, proto=proto, flags=flags))
+    except OSError as failed:
+        error = failed
+    except UnicodeError as failed:  # a label of more than 63 characters
+        error = OSError(f"{host}: {failed}")
+
+    def tell() -> None:
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+            answer.exception()  # nobody may be waiting for it any more
+        else:
+            answer.set_result(found)
+
+    try:
+        loop.call_soon_threadsafe(tell)
+    except RuntimeError:  # the process ends
+        return

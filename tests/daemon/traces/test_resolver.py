@@ -1,0 +1,54 @@
+"""Looking names up, with name servers that answer and such that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from daemon.traces import exporter, resolver
+from daemon.traces.resolver import DaemonThreadResolver
+from tests.daemon.traces.test_exporter import Sending
+
+
+async def test_a_name_that_is_there() -> None:
+    found = await DaemonThreadResolver().resolve("localhost", 80, socket.AF_INET)
+    assert [(each["hostname"], each["host"], each["port"], each["family"]) for each in found] == [
+        ("localhost", "127.0.0.1", 80, socket.AF_INET)
+    ]
+
+
+async def test_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="too long"):
+        await DaemonThreadResolver().resolve("x" * 64 + ".invalid", 80)
+
+    def unknown(*about: object) -> list[object]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(resolver.socket, "getaddrinfo", unknown)
+    with pytest.raises(socket.gaierror):
+        await DaemonThreadResolver().resolve("nobody.invalid", 80)
+
+
+async def test_a_name_server_that_hangs_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, asked = threading.Event(), []
+
+    def hang(*about: object) -> list[object]:
+        asked.append(threading.current_thread())
+        go.wait(60)
+        return []
+
+    monkeypatch.setattr(resolver.socket, "getaddrinfo", hang)
+    monkeypatch.setattr(exporter, "SEND_EVERY_S", 0.01)
+    monkeypatch.setattr(exporter, "CLOSE_S", 0.05)
+    made = Sending("http://collector.invalid:4318")
+    made.add()
+    async with asyncio.timeout(60):
+        while not asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await made.exporter.close()
+    assert (made.counts.num_dropped, len(asked), asked[0].daemon) == (2, 1, True)
+    go.set()
+    await asyncio.to_thread(asked[0].join, 60)
