@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from config import locate, names, origins, paths, units
+from config import credential, locate, names, origins, paths, units, upstream
 from config.nearest import nearest
 from config.schema import ModelConfig, NodeConfig, SamplingDefaults
 
@@ -68,7 +68,7 @@ def _load(path: str | None, flags: Mapping[str, Any] | None) -> NodeConfig:
     config = _node(path or "flags", table)
     if path is not None:
         folder = os.path.dirname(os.path.abspath(path))
-        config = msgspec.structs.replace(config, **_absolute(config, folder), models=_with_templates(config.models, folder))
+        config = msgspec.structs.replace(config, **_absolute(config, folder), models=_with_paths(config.models, folder))
     if flags:
         config = msgspec.structs.replace(config, **_from_flags(flags))
         config = msgspec.structs.replace(config, **_absolute(config, os.getcwd()))
@@ -144,18 +144,23 @@ def _absolute(config: NodeConfig, folder: str) -> dict[str, str]:
     paths_of = {
         key: str(getattr(config, key)) for key in ("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file")
     }
-    if paths_of["keys_file"].startswith("credential:"):
+    if credential.is_credential(paths_of["keys_file"]):
         del paths_of["keys_file"]
     if config.audit_log not in AUDIT_IN_LOG:
         paths_of["audit_log"] = config.audit_log
     return {key: os.path.join(folder, value) for key, value in paths_of.items() if value}
 
 
-def _with_templates(models: dict[str, ModelConfig], folder: str) -> dict[str, ModelConfig]:
+def _with_paths(models: dict[str, ModelConfig], folder: str) -> dict[str, ModelConfig]:
+    """Returns the settings of the models with absolute paths. folder: that of the file that names them."""
     absolute = dict(models)
     for name, model in models.items():
-        if model.chat_template:
-            absolute[name] = msgspec.structs.replace(model, chat_template=os.path.join(folder, model.chat_template))
+        paths_of = {"chat_template": model.chat_template, "upstream_key_file": model.upstream_key_file}
+        if credential.is_credential(model.upstream_key_file or ""):
+            del paths_of["upstream_key_file"]
+        changed = {key: os.path.join(folder, value) for key, value in paths_of.items() if value}
+        if changed:
+            absolute[name] = msgspec.structs.replace(model, **changed)
     return absolute
 
 
@@ -382,6 +387,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "kv_floor_tokens": _between(0),
     "priority": _above_zero,
     "keep_alive": _duration,
+    "upstream": upstream.check,
     "temperature": _between(0, 2),
     "top_p": _between(0, 1),
     "top_k": _between(0),
@@ -399,6 +405,7 @@ def _check_across(source: str, config: NodeConfig) -> None:
         where = f'models."{name}"'
         if model.isolate_bytes is not None and not model.isolate:
             raise ConfigError(source, f"{where}.isolate_bytes", f"{model.isolate_bytes!r} needs isolate = true beside it")
+        _check_upstream(source, where, config, model)
         for alias in model.aliases:
             if alias in owners:
                 raise ConfigError(source, f"{where}.aliases", f'{alias!r} is already an alias of "{owners[alias]}"')
@@ -416,6 +423,25 @@ def _check_across(source: str, config: NodeConfig) -> None:
                 f"{model.kv_floor_tokens} must be at least max_model_len ({model.max_model_len}): one such request must fit",
             )
     _check_names(source, config, owners)
+
+
+def _check_upstream(source: str, where: str, config: NodeConfig, model: ModelConfig) -> None:
+    """Checks that the settings of a name that another server answers are about that, and those of other models are not. where: the
+    path of the model's table. Raises ConfigError."""
+    if model.upstream is None:
+        for key in ("upstream_model", "upstream_key_file"):
+            if getattr(model, key) is not None:
+                raise ConfigError(source, f"{where}.{key}", "needs upstream beside it, the address of the server that it is about")
+        return
+    if upstream.is_own_address(model.upstream, config.listen):
+        raise ConfigError(source, f"{where}.upstream", f"{model.upstream!r} is this node's own address (listen)")
+    for key, default in msgspec.structs.asdict(ModelConfig()).items():
+        if key not in upstream.ALLOWED_BESIDE and getattr(model, key) != default:
+            raise ConfigError(source, f"{where}.{key}", "has no effect beside upstream: another server answers for this name")
+    if model.upstream_model == "":
+        raise ConfigError(
+            source, f"{where}.upstream_model", "'' must be the model's name on that server; leave it out for the same"
+        )
 
 
 def _check_names(source: str, config: NodeConfig, owners: Mapping[str, str]) -> None:

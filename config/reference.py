@@ -105,6 +105,9 @@ _EXAMPLES = {
     "min_p": "0.05",
     "repetition_penalty": "1.1",
     "max_tokens": "1024",
+    "upstream": '"http://gpu2:8000/v1"',
+    "upstream_model": '"org/name-there"',
+    "upstream_key_file": '"/etc/hearthd/gpu2.key"',
 }
 
 
@@ -121,11 +124,15 @@ def example() -> str:
         elif name == "names":
             lines += ["", f"# {description} ({reload})", "[names]", *_NAMES]
     lines += ["", '[models."org/name"]']
-    for name, default, unit, reload, description in fields(ModelConfig):
-        if name != "sampling":
-            lines += _entry(name, default, unit, reload, description)
+    of_upstreams = [field for field in fields(ModelConfig) if field[0].startswith("upstream")]
+    for field in fields(ModelConfig):
+        if field[0] != "sampling" and field not in of_upstreams:
+            lines += _entry(*field)
     lines += ["", '[models."org/name".sampling]  # live']
     lines += [f"# {name} = {_EXAMPLES[name]}" for name, *_ in fields(SamplingDefaults)]
+    lines += ["", '[models."org/elsewhere"]  # a name that another server answers']
+    for field in of_upstreams:
+        lines += _entry(*field)
     return "\n".join(lines) + "\n"
 
 

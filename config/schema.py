@@ -110,6 +110,20 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_parser: Annotated[
         str | None, key("think: `<think>…</think>` becomes reasoning_content; or none; default: told by the template", reload=LIVE)
     ] = None
+    upstream: Annotated[
+        str | None,
+        key(
+            'another server of the OpenAI API that answers for this name, as in "http://gpu2:8000/v1"; nothing of it is loaded '
+            "here, and of the keys above only aliases, max_sequences (requests there at once) and max_queued go with it "
+            "(docs/reference/upstream.md)",
+            reload=LIVE,
+        ),
+    ] = None
+    upstream_model: Annotated[str | None, key("the model's name on that server; default: the same", reload=LIVE)] = None
+    upstream_key_file: Annotated[
+        str | None,
+        key("the key for that server: a file with nothing else in it, or credential:NAME given by systemd", reload=LIVE),
+    ] = None
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -57,6 +57,7 @@ from daemon.record.state import NodeState
 from daemon.scanning.folder_watch import FolderWatch
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
+from daemon.upstreams import keys as upstream_keys
 from loader import open_files
 from loader.catalog import Checkpoint
 from scheduler.node import events
@@ -141,6 +142,8 @@ class Lifecycle:
         )
         control = make_control_runner(node, FLUSH_LIMIT_S)
         status = make_control_runner(node, FLUSH_LIMIT_S, read_only=True)
+        node.upstreams.use(self._config, upstream_keys.load(self._config, self._config_path or "flags"))
+        node.tasks.start("looking at other servers", node.upstreams.watch)
         node.tasks.start("looking for keys that expire", lambda: self._expiries.run(lambda: self._keys))
         node.tasks.start("saving what tenants used", node.usage_file.run)
         node.tasks.start("the watchdog's task", lambda: self._notify.watchdog(node.problem))
@@ -229,6 +232,7 @@ class Lifecycle:
             node.stored,
             node.quotas,
             node.audit,
+            node.upstreams,
         )
         return make_runner(app, FLUSH_LIMIT_S)
 
@@ -263,7 +267,7 @@ class Lifecycle:
     def _files(self) -> list[str]:
         """Returns the files that a reload reads."""
         keys_file = [keys.file_path(self._config.keys_file)] if self._config.keys_file else []
-        return [*([self._config_path] if self._config_path else []), *keys_file]
+        return [*([self._config_path] if self._config_path else []), *keys_file, *upstream_keys.paths(self._config)]
 
     def _on_file_changed(self) -> None:
         # a reload on request may already have read it
@@ -307,6 +311,7 @@ class Lifecycle:
             devices = device_budgets(new, machine_memory_bytes(), source, partial(memories, self._inventory))
             new = host_tier.resolved(new, devices, machine_memory_bytes(), source)
             plan = config_reload.plan(node.config, new)
+            keys_there = upstream_keys.load(plan.effective, self._config_path or "flags")
             known = keys.load(plan.effective.keys_file) if plan.effective.keys_file else None
             audit_log.check(plan.effective.audit_log, "flags" if "audit_log" in self._flags else self._config_path or "flags")
         except config_load.ConfigError as error:
@@ -321,6 +326,7 @@ class Lifecycle:
         node.settings.sources = Sources(self._config_path, self._flags)
         node.settings.needs_restart = plan.needs_restart
         node.scheduler.reconfigure(scheduler_settings(plan.effective))
+        node.upstreams.use(plan.effective, keys_there)
         changed_keys = known.changes_from(self._keys) if known is not None and self._keys is not None else []
         if changed_keys:
             plan.applied.append("the content of keys_file")
@@ -375,6 +381,7 @@ class Lifecycle:
             acceptor.stop()
         steps = [(name, server.cleanup()) for name, server in servers.items()]
         steps[1:1] = [("engines", self._stop_engines(node))]
+        steps += [("connections to other servers", node.upstreams.close())]
         steps += [("text", node.text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]
         steps += [("what tenants used", node.usage_file.save()), ("the audit log", node.audit.close())]
         for name, step in steps:
@@ -421,6 +428,6 @@ def serve(
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main())
-    except (sockets.SocketError, OSError) as error:
+    except (sockets.SocketError, config_load.ConfigError, OSError) as error:
         print(f"hearthd: {error}", file=sys.stderr)
         return 1

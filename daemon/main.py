@@ -25,6 +25,7 @@ from daemon.process import installation
 from daemon.process.arguments import ArgumentParser
 from daemon.process.version import VERSION
 from daemon.record import audit_log
+from daemon.upstreams import keys as upstream_keys
 from engine.host.processor import UnknownFeature, this_processor
 from loader import open_files
 
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         if not os.path.isdir(config.models_dir):
             raise config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
         known = keys.load(config.keys_file) if config.keys_file else None
+        upstream_keys.load(config, source)
         audit_log.check(config.audit_log, "flags" if "audit_log" in flags else source)
         listeners.check(config, known is not None, source)
         processor = this_processor()

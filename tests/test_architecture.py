@@ -62,7 +62,8 @@ ROOM_ORDER = {
     ],
     "daemon": [
         *("errors", "process", "record", "models", "text", "streams", "contracts", "access", "http", "scanning", "gpu", "page"),
-        *("metrics", "requests", "engines", "api", "node", "operate", "lifecycle", "main", "__main__", "simulate", "cli"),
+        *("upstreams", "metrics", "requests", "engines", "api", "node", "operate", "lifecycle", "main", "__main__"),
+        *("simulate", "cli"),
     ],
 }
 MOST_LOOSE_FILES = 4  # at the top of a package that has rooms, but for __init__ and __main__

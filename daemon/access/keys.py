@@ -13,11 +13,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import secrets
 import tomllib
 from collections.abc import Iterable, Mapping
 
+from config import credential
 from config.load import ConfigError, located
 from config.locate import line_of_syntax_error
 from daemon.access import tenant_table
@@ -25,7 +25,6 @@ from daemon.access.tenant import Key, Tenant
 from daemon.access.tenant_table import PREFIX, quoted
 
 log = logging.getLogger("hearthd.access")
-CREDENTIAL = "credential:"
 
 
 class Keys:
@@ -92,16 +91,10 @@ def _changed_keys(old: Mapping[bytes, Key], new: Mapping[bytes, Key]) -> list[st
 def file_path(keys_file: str) -> str:
     """Returns the path that `keys_file` stands for: itself, or for credential:NAME the file in the folder that systemd sets.
     Raises ConfigError."""
-    if not keys_file.startswith(CREDENTIAL):
-        return keys_file
-    name, folder = keys_file.removeprefix(CREDENTIAL), os.environ.get("CREDENTIALS_DIRECTORY", "")
-    if not name or "/" in name or name in (".", ".."):
-        raise ConfigError(keys_file, "keys_file", "must be credential:NAME, NAME being that of LoadCredential= in the unit")
-    if not folder:
-        raise ConfigError(
-            keys_file, "keys_file", "there are no credentials here: hearthd was not started by systemd with LoadCredential="
-        )
-    return os.path.join(folder, name)
+    try:
+        return credential.path_of(keys_file)
+    except ValueError as error:
+        raise ConfigError(keys_file, "keys_file", str(error)) from None
 
 
 def load(keys_file: str) -> Keys:

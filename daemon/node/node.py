@@ -53,6 +53,8 @@ from daemon.record.usage_file import DayUsage, UsageFile
 from daemon.requests.dispatcher import Dispatcher
 from daemon.scanning.scanner import ModelScanner
 from daemon.text.service import TextService
+from daemon.upstreams.upstream import Upstream
+from daemon.upstreams.upstreams import Upstreams
 from engine.protocol import PROTOCOL_VERSION
 from loader.catalog import Checkpoint
 from scheduler.node import events, residency
@@ -138,6 +140,7 @@ class NodeParts:
         self.dispatcher.engines = dict(self.workers)
         self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES)
         self.stored = ResponseStore(int(config.stored_responses_bytes))
+        self.upstreams = Upstreams(self._upstream_changed)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
         self.keys: Keys | None = None  # None: no keys are set
@@ -245,8 +248,13 @@ class NodeParts:
 
     def _turned_away(self, name: str, tenant: str) -> HearthError | None:
         """Returns why a request of the tenant would be refused if it arrived now, or None."""
+        if name in self.registry.upstreams:
+            return self.upstreams.refusal(name, tenant)
         refusal = self.scheduler.refusal(name, tenant)
         return None if refusal is None else from_refusal(refusal)
+
+    def _upstream_changed(self, upstream: Upstream) -> None:
+        self.ring.add("upstream", model=upstream.name, host=upstream.address.host, state=upstream.state, reason=upstream.reason)
 
     # ---- views
 
@@ -269,8 +277,9 @@ class NodeParts:
         kv_bytes = self._kv_bytes()
         rows = []
         for view in sorted(self.scheduler.snapshot(), key=lambda view: view.name):
-            row = {
+            row: dict[str, Any] = {
                 "name": view.name,
+                "kind": "local",
                 "state": view.state,
                 "device": view.device,
                 "weights_bytes": view.weights_bytes,
@@ -292,7 +301,7 @@ class NodeParts:
             if view.progress is not None:
                 row["bytes_done"], row["bytes_total"] = view.progress
             rows.append(row)
-        return rows
+        return sorted([*rows, *others], key=lambda row: row["name"]) if (others := self.upstreams.rows()) else rows
 
     def residents(self) -> dict[str, Resident]:
         """Returns the models that are in a device's memory, loading ones left out."""
@@ -416,7 +425,7 @@ class NodeParts:
             else:
                 with contextlib.suppress(HearthError):
                     asked = self.registry.canonical(name)
-            lines = [*lines, *self.scheduler.why(asked)]
+            lines = [*lines, *(self.upstreams.why(asked) or self.scheduler.why(asked))]
         if not lines:
             raise BadRequest("not_found", f"There is no model and no request {name!r}.", status=404, details={"name": name})
         if slow := self.kernels.sentence():
