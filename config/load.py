@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from config import credential, locate, names, origins, paths, units, upstream
+from config import credential, locate, names, origins, paths, units, upstream, warm
 from config.nearest import nearest
 from config.schema import ModelConfig, NodeConfig, SamplingDefaults
 
@@ -229,6 +229,8 @@ def _say(kind: Any) -> str:
     names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
     if get_origin(kind) is list:
         return "a list of whole numbers" if get_args(kind) == (int,) else "a list of texts"
+    if list[str] in get_args(kind):
+        return "text or a list of texts"
     kinds = _plain_kinds(kind) - {type(None)}
     if kinds == {int, str}:
         return units.SIZE_FORM
@@ -388,6 +390,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "priority": _above_zero,
     "keep_alive": _duration,
     "upstream": upstream.check,
+    "warm": warm.check,
     "temperature": _between(0, 2),
     "top_p": _between(0, 1),
     "top_k": _between(0),

@@ -89,6 +89,7 @@ _EXAMPLES = {
     "adopt_weights": "true",
     "load_deadline_s": "120.0",
     "aliases": '["gpt-4o-mini", "default"]',
+    "warm": '["start", "08:00"]',
     "max_model_len": "8192",
     "max_queued": "64",
     "kv_floor_tokens": "16384",

@@ -74,6 +74,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "forever"
     pinned: Annotated[bool, key("loaded at start, never evicted", reload=LIVE)] = False
+    warm: Annotated[
+        str | list[str] | None,
+        key(
+            'when it is loaded ahead of its requests: a time of day such as "08:00" (the host\'s local time), "start", or a list '
+            "of those; only if no model has to leave for it that is used. It may be evicted like any other afterwards",
+            reload=LIVE,
+        ),
+    ] = None
     devices: Annotated[list[str], key("devices it may live on; empty: any", reload=LIVE)] = []
     isolate: Annotated[
         bool, key("an engine process of its own, with a fixed part of its device's budget, set aside from start to stop")

@@ -170,6 +170,7 @@ class Lifecycle:
             await handover.go_on(node, left, {"main": (api, addresses), "admin": (admin, None)})
             node.url, node.listening = sockets.url_of(http.main[0]), True
             self._announce(node)
+            node.tasks.start("loading models ahead", node.warming.run)
             node.audit.write("start", version=VERSION, pid=os.getpid(), url=node.url, config=self._config_path)
             # what exists now lives to the end, so the garbage collector need not walk it while streams run
             gc.collect()

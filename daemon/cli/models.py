@@ -52,6 +52,9 @@ def ps(client: Client, options: argparse.Namespace) -> None:
         compiling = {row["device"]: row["kernels"] for row in rows if row.get("kernels")}
         for device, told in compiling.items():
             print(f"\n{kernels_sentence(device, told)}")
+        for row in found:
+            if "not_warmed" in row:
+                print(f"\n{row['name']} was {row['not_warmed']}")
         if num_others:
             print(f"\n{num_others} cannot be loaded; `hearth models` says why")
 

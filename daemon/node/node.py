@@ -39,6 +39,7 @@ from daemon.metrics.counters import Metrics
 from daemon.models.registry import Registry
 from daemon.node.live_settings import LiveSettings
 from daemon.node.reloads import Reloads
+from daemon.node.warming import Warming
 from daemon.process import moment
 from daemon.process.fd_store import FdStore
 from daemon.process.logs import fields
@@ -141,6 +142,7 @@ class NodeParts:
         self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES)
         self.stored = ResponseStore(int(config.stored_responses_bytes))
         self.upstreams = Upstreams(self._upstream_changed)
+        self.warming = Warming(lambda: self.config, self.dispatcher, self.tasks, self.ring)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
         self.keys: Keys | None = None  # None: no keys are set
@@ -294,6 +296,8 @@ class NodeParts:
                 "keep_alive_s": None if view.keep_alive_s == inf else view.keep_alive_s,
                 "leaves": None if view.leaves_at is None else self.unix_s(view.leaves_at),
             }
+            if not view.device and (not_warmed := self.warming.problems.get(view.name)) is not None:
+                row["not_warmed"] = not_warmed
             if view.quarantined_until is not None:
                 row["quarantined_until"] = round(view.quarantined_until + self._unix_offset_s, 3)
             if (compiling := self.kernels.row(view.device or "")) is not None:
@@ -426,6 +430,8 @@ class NodeParts:
                 with contextlib.suppress(HearthError):
                     asked = self.registry.canonical(name)
             lines = [*lines, *(self.upstreams.why(asked) or self.scheduler.why(asked))]
+        if lines:
+            lines = [*lines, *self.warming.lines(asked)]
         if not lines:
             raise BadRequest("not_found", f"There is no model and no request {name!r}.", status=404, details={"name": name})
         if slow := self.kernels.sentence():
