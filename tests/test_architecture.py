@@ -41,6 +41,7 @@ DAEMON_FROM_LOADER = {
     "loader.formats.registry",
     "loader.gpu_sizing",
     "loader.hf_config",
+    "loader.hub_cache",
     "loader.kv_layout",
     "loader.layout",
     "loader.model_shape",
