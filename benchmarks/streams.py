@@ -115,6 +115,12 @@ class Steps:
     def cancel(self, generation: Generation) -> None:
         pass
 
+    def forward(self, generation: Generation) -> None:
+        raise AssertionError("no other server answers")
+
+    def forwarded(self, generation: Generation, outcome: str) -> None:
+        raise AssertionError("no other server answers")
+
 
 class Settings:
     max_body_bytes = 1 << 20

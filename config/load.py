@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from config import locate, names, origins, otel_environment, paths, trace_endpoint, units
+from config import locate, names, origins, otel_environment, paths, trace_endpoint, units, upstream, warm
 from config.nearest import nearest
 from config.schema import ModelConfig, NodeConfig, SamplingDefaults, TracesConfig
 from config.settings_files import present_files, settings_files
@@ -31,6 +31,7 @@ _PATHS = (
     *("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file"),
     *("tls_certificate", "tls_key", "tls_client_ca"),
 )
+_MODEL_PATHS = ("chat_template", "upstream_key_file")
 SECRET = ("headers",)  # keys whose values are never shown
 _NOT_QUOTED = (*SECRET, "endpoint")  # nor in messages: somebody may have put a password there
 MIN_STALL_S = 10.0  # an idle engine reports that it is alive every 5 s
@@ -130,8 +131,10 @@ def _table_of(path: str) -> dict[str, Any]:
     folder = os.path.dirname(os.path.abspath(path))
     table |= _absolute(config, folder)
     for name, model in config.models.items():
-        if model.chat_template:
-            table["models"][name]["chat_template"] = os.path.join(folder, model.chat_template)
+        for key in _MODEL_PATHS:
+            value = getattr(model, key)
+            if value and not value.startswith(CREDENTIAL):
+                table["models"][name][key] = os.path.join(folder, value)
     headers_file = str(traces.get("headers_file", ""))
     if headers_file and not headers_file.startswith(CREDENTIAL):
         table["traces"]["headers_file"] = os.path.join(folder, headers_file)
@@ -292,6 +295,8 @@ def _say(kind: Any) -> str:
         return 'a table of texts, as in { "name" = "value" }'
     if get_origin(kind) is list:
         return "a list of whole numbers" if get_args(kind) == (int,) else "a list of texts"
+    if list[str] in get_args(kind):
+        return "text or a list of texts"
     kinds = _plain_kinds(kind) - {type(None)}
     if kinds == {int, str}:
         return units.SIZE_FORM
@@ -467,6 +472,8 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "kv_floor_tokens": _between(0),
     "priority": _above_zero,
     "keep_alive": _duration,
+    "upstream": upstream.check,
+    "warm": warm.check,
     "temperature": _between(0, 2),
     "top_p": _between(0, 1),
     "top_k": _between(0),
@@ -493,6 +500,7 @@ def _check_across(source: str, config: NodeConfig) -> None:
         where = f'models."{name}"'
         if model.isolate_bytes is not None and not model.isolate:
             raise ConfigError(source, f"{where}.isolate_bytes", f"{model.isolate_bytes!r} needs isolate = true beside it")
+        _check_upstream(source, where, config, model)
         for alias in model.aliases:
             if alias in owners:
                 raise ConfigError(source, f"{where}.aliases", f'{alias!r} is already an alias of "{owners[alias]}"')
@@ -510,6 +518,25 @@ def _check_across(source: str, config: NodeConfig) -> None:
                 f"{model.kv_floor_tokens} must be at least max_model_len ({model.max_model_len}): one such request must fit",
             )
     _check_names(source, config, owners)
+
+
+def _check_upstream(source: str, where: str, config: NodeConfig, model: ModelConfig) -> None:
+    """Checks that the settings of a name that another server answers are about that, and those of other models are not. where: the
+    path of the model's table. Raises ConfigError."""
+    if model.upstream is None:
+        for key in ("upstream_model", "upstream_key_file"):
+            if getattr(model, key) is not None:
+                raise ConfigError(source, f"{where}.{key}", "needs upstream beside it, the address of the server that it is about")
+        return
+    if upstream.is_own_address(model.upstream, config.listen):
+        raise ConfigError(source, f"{where}.upstream", f"{model.upstream!r} is this node's own address (listen)")
+    for key, default in msgspec.structs.asdict(ModelConfig()).items():
+        if key not in upstream.ALLOWED_BESIDE and getattr(model, key) != default:
+            raise ConfigError(source, f"{where}.{key}", "has no effect beside upstream: another server answers for this name")
+    if model.upstream_model == "":
+        raise ConfigError(
+            source, f"{where}.upstream_model", "'' must be the model's name on that server; leave it out for the same"
+        )
 
 
 def _check_names(source: str, config: NodeConfig, owners: Mapping[str, str]) -> None:

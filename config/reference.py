@@ -115,6 +115,7 @@ _EXAMPLES = {
     "adopt_weights": "true",
     "load_deadline_s": "120.0",
     "aliases": '["gpt-4o-mini", "default"]',
+    "warm": '["start", "08:00"]',
     "max_model_len": "8192",
     "max_queued": "64",
     "kv_floor_tokens": "16384",
@@ -135,6 +136,9 @@ _EXAMPLES = {
     "headers": '{ "x-scope-orgid" = "models" }',
     "headers_file": '"credential:traces"',
     "resource_attributes": '{ "deployment.environment.name" = "production" }',
+    "upstream": '"http://gpu2:8000/v1"',
+    "upstream_model": '"org/name-there"',
+    "upstream_key_file": '"/etc/hearthd/gpu2.key"',
 }
 
 
@@ -159,11 +163,15 @@ def example() -> str:
             for each in fields(TracesConfig):
                 lines += _entry(*each)
     lines += ["", '[models."org/name"]']
-    for name, default, unit, reload, description in fields(ModelConfig):
-        if name != "sampling":
-            lines += _entry(name, default, unit, reload, description)
+    of_upstreams = [field for field in fields(ModelConfig) if field[0].startswith("upstream")]
+    for field in fields(ModelConfig):
+        if field[0] != "sampling" and field not in of_upstreams:
+            lines += _entry(*field)
     lines += ["", '[models."org/name".sampling]  # live']
     lines += [f"# {name} = {_EXAMPLES[name]}" for name, *_ in fields(SamplingDefaults)]
+    lines += ["", '[models."org/elsewhere"]  # a name that another server answers']
+    for field in of_upstreams:
+        lines += _entry(*field)
     return "\n".join(lines) + "\n"
 
 

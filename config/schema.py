@@ -74,6 +74,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "forever"
     pinned: Annotated[bool, key("loaded at start, never evicted", reload=LIVE)] = False
+    warm: Annotated[
+        str | list[str] | None,
+        key(
+            'when it is loaded ahead of its requests: a time of day such as "08:00" (the host\'s local time), "start", or a list '
+            "of those; only if no model has to leave for it that is used. It may be evicted like any other afterwards",
+            reload=LIVE,
+        ),
+    ] = None
     devices: Annotated[list[str], key("devices it may live on; empty: any", reload=LIVE)] = []
     isolate: Annotated[
         bool, key("an engine process of its own, with a fixed part of its device's budget, set aside from start to stop")
@@ -109,6 +117,20 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     reasoning_parser: Annotated[
         str | None, key("think: `<think>…</think>` becomes reasoning_content; or none; default: told by the template", reload=LIVE)
+    ] = None
+    upstream: Annotated[
+        str | None,
+        key(
+            'another server of the OpenAI API that answers for this name, as in "http://gpu2:8000/v1"; nothing of it is loaded '
+            "here, and of the keys above only aliases, max_sequences (requests there at once) and max_queued go with it "
+            "(docs/reference/upstream.md)",
+            reload=LIVE,
+        ),
+    ] = None
+    upstream_model: Annotated[str | None, key("the model's name on that server; default: the same", reload=LIVE)] = None
+    upstream_key_file: Annotated[
+        str | None,
+        key("the key for that server: a file with nothing else in it, or credential:NAME given by systemd", reload=LIVE),
     ] = None
 
 

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from daemon.traces.sequence_trace import SequenceTrace
 
 
+@dataclass(slots=True)
+class ReportedUsage:
+    """How many tokens a request took that another server answers: as that server reports it, and until then an estimate."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
 class TokenSink(Protocol):
     """Receives the tokens of a request. Its methods are called on the event loop and never block."""
 
@@ -69,6 +77,15 @@ class Generation:
     first: Generation | None = None  # the first sequence of the same client request; None: this one is
     trace: SequenceTrace | None = None  # None unless it is traced; told what happens to it
     is_copy: bool = False  # a further sequence of the same prompt (n > 1): usage counts the prompt once
+    reported: ReportedUsage | None = None  # of a request that another server answers, which has no prompt and output here
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) if self.reported is None else self.reported.prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output) if self.reported is None else self.reported.output_tokens
 
     def resume(self, now: float) -> None:
         """Ends the pause, if there is one, when the sequence is submitted again. now: time.monotonic()."""
@@ -91,6 +108,15 @@ class RequestPort(Protocol):
 
     def cancel(self, generation: Generation) -> None:
         """Cancels the sequence because its client is gone or a stop string matched. Further calls do nothing."""
+        ...
+
+    def forward(self, generation: Generation) -> None:
+        """Accepts a request that another server answers, which takes no part in this node's scheduling; see Generation.reported.
+        Its sink is told when its time is over. Raises HearthError while the node is drained."""
+        ...
+
+    def forwarded(self, generation: Generation, outcome: str) -> None:
+        """Ends such a request. outcome: as in Generation. Nothing happens if it has ended."""
         ...
 
     def keep_alive(self, model: ModelEntry, seconds: float) -> None:

@@ -60,6 +60,7 @@ from daemon.scanning.folder_watch import FolderWatch
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
 from daemon.traces import headers
+from daemon.upstreams import keys as upstream_keys
 from loader import open_files
 from loader.catalog import Checkpoint
 from scheduler.node import events
@@ -150,6 +151,8 @@ class Lifecycle:
         )
         control = make_control_runner(node, FLUSH_LIMIT_S)
         status = make_control_runner(node, FLUSH_LIMIT_S, read_only=True)
+        node.upstreams.use(self._config, upstream_keys.load(self._config, self._config_path or "flags"))
+        node.tasks.start("looking at other servers", node.upstreams.watch)
         node.tasks.start("looking for keys that expire", lambda: self._expiries.run(lambda: self._keys))
         node.tasks.start("looking for the certificate's end", self._look_at_certificate)
         node.tasks.start("saving what tenants used", node.usage_file.run)
@@ -180,6 +183,7 @@ class Lifecycle:
             node.url = sockets.url_of(http.main[0], "http" if self._tls is None else "https")
             node.listening = True
             self._announce(node)
+            node.tasks.start("loading models ahead", node.warming.run)
             node.audit.write("start", version=VERSION, pid=os.getpid(), url=node.url, config=self._config_path)
             # what exists now lives to the end, so the garbage collector need not walk it while streams run
             gc.collect()
@@ -250,6 +254,7 @@ class Lifecycle:
             node.quotas,
             node.audit,
             lambda: node.traces.tracer,
+            node.upstreams,
         )
         return make_runner(app, FLUSH_LIMIT_S)
 
@@ -285,9 +290,10 @@ class Lifecycle:
         """Returns the files that a reload reads."""
         config = self._config
         keys_file = [credentials.path_of(config.keys_file, "keys_file")] if config.keys_file else []
-        headers_file = config.traces.headers_file
-        more = [credentials.path_of(headers_file, "traces.headers_file")] if headers_file else []
-        return [*(present_files(self._config_path) if self._config_path else []), *keys_file, *more, *tls.files(config)]
+        traces = config.traces
+        headers_file = [credentials.path_of(traces.headers_file, "traces.headers_file")] if traces.headers_file else []
+        settings_files = present_files(self._config_path) if self._config_path else []
+        return [*settings_files, *keys_file, *headers_file, *tls.files(config), *upstream_keys.paths(config)]
 
     def _present(self) -> tuple[list[str], Signature]:
         """Returns a value that changes when a reload may read something else."""
@@ -366,6 +372,7 @@ class Lifecycle:
             devices = device_budgets(new, machine_memory_bytes(), source, partial(memories, self._inventory))
             new = host_tier.resolved(new, devices, machine_memory_bytes(), source)
             plan = config_reload.plan(node.config, new)
+            keys_there = upstream_keys.load(plan.effective, self._config_path or "flags")
             known = keys.load(plan.effective.keys_file) if plan.effective.keys_file else None
             audit_log.check(plan.effective.audit_log, "flags" if "audit_log" in self._flags else self._config_path or "flags")
             pair = self._tls_of(plan.effective)
@@ -387,6 +394,7 @@ class Lifecycle:
             plan.applied.append(f"the certificate {pair.certificate.shown}")
             self._tls = node.tls = pair  # for new connections; those that are open go on with theirs
         node.scheduler.reconfigure(scheduler_settings(plan.effective))
+        node.upstreams.use(plan.effective, keys_there)
         changed_keys = known.changes_from(self._keys) if known is not None and self._keys is not None else []
         if changed_keys:
             plan.applied.append("the content of keys_file")
@@ -447,6 +455,7 @@ class Lifecycle:
             acceptor.stop()
         steps = [(name, server.cleanup()) for name, server in servers.items()]
         steps[1:1] = [("engines", self._stop_engines(node))]
+        steps += [("connections to other servers", node.upstreams.close())]
         steps += [("text", node.text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]
         steps += [("what tenants used", node.usage_file.save()), ("the audit log", node.audit.close())]
         steps += [("traces", node.traces.close())]
@@ -496,6 +505,6 @@ def serve(
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main())
-    except (sockets.SocketError, OSError) as error:
+    except (sockets.SocketError, config_load.ConfigError, OSError) as error:
         print(f"hearthd: {error}", file=sys.stderr)
         return 1

@@ -28,6 +28,7 @@ from daemon.process.arguments import ArgumentParser
 from daemon.process.version import VERSION
 from daemon.record import audit_log
 from daemon.traces import headers
+from daemon.upstreams import keys as upstream_keys
 from engine.host.processor import UnknownFeature, this_processor
 from loader import open_files
 
@@ -89,6 +90,7 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
             wrong = config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
             raise config_load.located_setting(wrong)
         known = keys.load(config.keys_file) if config.keys_file else None
+        upstream_keys.load(config, source)
         audit_log.check(config.audit_log, "flags" if "audit_log" in flags else source)
         trace_headers = headers.load(config.traces)
         listeners.check(config, known is not None, source)

@@ -221,6 +221,12 @@ def scan_one(path: str | Path, name: str | None = None) -> Checkpoint:
     return _scan_folder(folder, name or folder.name, files, None)
 
 
+def holds_model(folder: str | Path) -> bool:
+    """Returns whether the scan would list the folder as a model, complete or not, and look for none below it. Raises OSError."""
+    with os.scandir(folder) as entries:
+        return _looks_like_model({entry.name for entry in entries if not entry.name.startswith(".") and not _is_dir(entry)})
+
+
 def _looks_like_model(names: set[str]) -> bool:
     return CONFIG_NAME in names or INDEX_NAME in names or any(name.endswith(".safetensors") for name in names)
 

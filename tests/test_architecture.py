@@ -41,6 +41,7 @@ DAEMON_FROM_LOADER = {
     "loader.formats.registry",
     "loader.gpu_sizing",
     "loader.hf_config",
+    "loader.hub_cache",
     "loader.kv_layout",
     "loader.layout",
     "loader.model_shape",
@@ -61,22 +62,9 @@ ROOM_ORDER = {
         *("cpu", "cuda", "null", "serve", "lifecycle", "loop", "main", "__main__", "warm"),
     ],
     "daemon": [
-        *(
-            "errors",
-            "process",
-            "record",
-            "models",
-            "text",
-            "streams",
-            "traces",
-            "contracts",
-            "access",
-            "http",
-            "scanning",
-            "gpu",
-            "page",
-        ),
-        *("metrics", "requests", "engines", "api", "node", "operate", "lifecycle", "main", "__main__", "simulate", "cli"),
+        *("errors", "process", "record", "models", "text", "streams", "traces", "contracts", "access", "http", "scanning", "gpu"),
+        *("page", "upstreams", "metrics", "requests", "engines", "api", "node", "operate", "lifecycle", "main", "__main__"),
+        *("simulate", "cli"),
     ],
 }
 MOST_LOOSE_FILES = 4  # at the top of a package that has rooms, but for __init__ and __main__

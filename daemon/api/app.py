@@ -17,6 +17,7 @@ from daemon.access.tenant import Key
 from daemon.api import audited, router
 from daemon.api.context import ApiContext
 from daemon.api.endpoint import Call, Endpoint
+from daemon.api.forwarding import answer_elsewhere
 from daemon.api.progress import Progress
 from daemon.api.request_scope import RequestScope
 from daemon.api.response_store import ResponseStore
@@ -31,6 +32,7 @@ from daemon.process.logs import fields
 from daemon.record.audit_log import AuditLog
 from daemon.streams.stream_clock import StreamClock
 from daemon.text.port import TextPort
+from daemon.upstreams.upstreams import Upstreams
 
 if TYPE_CHECKING:
     from daemon.traces.tracer import Tracer
@@ -55,13 +57,14 @@ def make_app(
     quotas: Quotas | None = None,
     audit: AuditLog | None = None,
     tracer: Callable[[], Tracer | None] = lambda: None,
+    upstreams: Upstreams | None = None,
 ) -> web.Application:
     """Returns the application. It must be served through `make_runner`, without whose settings a client's disconnect goes
     unnoticed. access: by default no keys, and this machine's names only. serves: whether an endpoint is served here. feed:
     what the status page shows; None: there is no page. answered: called for each answer with the endpoint's name ("" for an
     unknown path) and the status. stored: the responses that later ones may follow; by default none are. quotas: what tenants have
     used of their limits; listeners share it. audit: by default it is off. tracer: returns what traces requests, None while nothing
-    does."""
+    does. upstreams: names that other servers answer; by default there are none."""
     context = ApiContext(
         requests=requests,
         models=models,
@@ -77,6 +80,7 @@ def make_app(
         stored=stored or ResponseStore(0),
         quotas=quotas or Quotas(),
         audit=audit or AuditLog(),
+        upstreams=upstreams,
     )
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -240,4 +244,10 @@ async def _handle(
         response.headers["Allow"] = ", ".join(endpoint.methods)
         return response
     sender = "" if key is None else key.tenant.name
-    return await endpoint.handle(Call(request, context, endpoint, target.scope, target.path_id, progress, key is None, sender))
+    call = Call(request, context, endpoint, target.scope, target.path_id, progress, key is None, sender)
+    upstreams = context.upstreams
+    if endpoint.passes_on and upstreams is not None and upstreams.by_name:
+        passed_on = await answer_elsewhere(call, upstreams, endpoint.passes_on)
+        if passed_on is not None:
+            return passed_on
+    return await endpoint.handle(call)

@@ -11,13 +11,22 @@ from daemon.models.entry import ModelEntry
 INLINE_BYTES = 128 << 10
 
 
+async def read_data(call: Call, body: Body[HeadT]) -> bytes:
+    """Returns the body's bytes, which are read once. Raises HearthError."""
+    context = call.context
+    if call.data is None:
+        call.progress.body = arrived = bytearray()
+        limit_s = context.settings.body_read_timeout_s
+        call.data = await read_body(call.request, context.max_body_bytes, limit_s, body.more_types, arrived)
+        call.progress.body = call.data
+    return call.data
+
+
 async def read_parts(call: Call, body: Body[HeadT]) -> tuple[HeadT, bytes, ModelEntry]:
     """Reads a short body in place, and one that would hold the event loop in a text worker. The path's model comes before the
     body's. Raises HearthError."""
     context = call.context
-    call.progress.body = arrived = bytearray()
-    data = await read_body(call.request, context.max_body_bytes, context.settings.body_read_timeout_s, body.more_types, arrived)
-    call.progress.body = data
+    data = await read_data(call, body)
     if len(data) <= INLINE_BYTES:
         head, long_part = body.parse(data)
     else:
@@ -26,7 +35,18 @@ async def read_parts(call: Call, body: Body[HeadT]) -> tuple[HeadT, bytes, Model
     name = call.scope or head.model
     if not name:
         raise BadRequest("invalid_request", "model is missing", param="model")
-    return head, long_part, _model(context.models, name, body.default_tag)
+    model = call.resolved or _model(context.models, name, body.default_tag)
+    if model.upstream:
+        raise _not_forwarded(call, model)
+    return head, long_part, model
+
+
+def _not_forwarded(call: Call, model: ModelEntry) -> BadRequest:
+    message = (
+        f"{model.upstream} answers for {model.name} (upstream), and {call.endpoint.paths[0]} is not passed on to other servers; "
+        "use /v1/chat/completions, /v1/completions or /v1/embeddings"
+    )
+    return BadRequest("not_forwarded", message, param="model")
 
 
 def _model(models: ModelPort, name: str, default_tag: str) -> ModelEntry:

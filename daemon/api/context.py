@@ -13,6 +13,7 @@ from daemon.page.feed import PageFeed
 from daemon.record.audit_log import AuditLog
 from daemon.streams.stream_clock import StreamClock
 from daemon.text.port import TextPort
+from daemon.upstreams.upstreams import Upstreams
 
 
 class _NoSender:
@@ -46,6 +47,7 @@ class ApiContext:
     quotas: Quotas = field(default_factory=Quotas)
     audit: AuditLog = field(default_factory=AuditLog)
     sender: SenderPort = _NO_SENDER
+    upstreams: Upstreams | None = None  # None: this node answers for all its names itself
 
     def scoped(self, models: ModelPort, requests: RequestPort, sender: SenderPort, more_headers: Mapping[str, str]) -> ApiContext:
         """Returns the context of one request. It is written out because dataclasses.replace() takes longer than all of a
@@ -53,5 +55,5 @@ class ApiContext:
         return ApiContext(
             requests, models, self.text, self.health, self.settings, self.clock, self.max_body_bytes,
             self.stored, self.access, self.serves, self.page, more_headers, self.answered,
-            self.quotas, self.audit, sender,
+            self.quotas, self.audit, sender, self.upstreams,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from daemon.access.quotas import Standing
 from daemon.api.context import ApiContext
 from daemon.api.progress import Progress
 from daemon.errors import HearthError
+from daemon.models.entry import ModelEntry
 
 READ_METHODS = ("GET", "HEAD")
 
@@ -78,6 +79,8 @@ class Endpoint:
     error_body: returns an error as the endpoint's clients expect it. limit_headers: returns the headers that tell them what is
     left of their tenant's limits, from that and the Unix time.
 
+    passes_on: the path below another server's address that requests go to whose model that server answers; "": they are refused.
+
     open: served without a key where keys are set; handle() then has to keep the node's inside from strangers (Call.stranger).
     watching: reports on all tenants, so an admin's key is needed as soon as there is one.
     for_operators: leaves the main listener if operators have a listener of their own."""
@@ -92,6 +95,7 @@ class Endpoint:
     limit_headers: Callable[[Standing, float], Mapping[str, str]] = limit_headers.openai
     operation: str = ""
     per_model: bool = True
+    passes_on: str = ""
     open: bool = False
     watching: bool = False
     for_operators: bool = False
@@ -110,6 +114,8 @@ class Call:
     progress: Progress
     stranger: bool = False
     tenant: str = ""
+    data: bytes | None = None  # the body, once it is read
+    resolved: ModelEntry | None = None  # the body's model, if it was looked up before the endpoint's own look
 
     @property
     def request_id(self) -> str:

@@ -32,6 +32,17 @@ CODES: dict[str, tuple[int, str, str]] = {
         "the prompt alone has more tokens than the key's tenant may use in a minute, or a day; the message has the arithmetic",
         "send less; or raise tokens_per_minute or tokens_per_day in the keys file",
     ),
+    "not_forwarded": (
+        400,
+        "another server answers for the model (`upstream`), and requests to this path are not passed on to it; the message says "
+        "which are",
+        "use a path that is named",
+    ),
+    "not_local": (
+        400,
+        "`hearth load` and so on: another server answers for the name (`upstream`), so there is nothing to load or pin here",
+        "ask that server",
+    ),
     "wrong_task": (400, "embeddings of a model that generates text, or the other way round", "name another model"),
     "no_chat_template": (400, "the checkpoint has no chat template", "use completions, or set `chat_template` for the model"),
     "text_work_failed": (
@@ -102,6 +113,11 @@ CODES: dict[str, tuple[int, str, str]] = {
         "the process that does the model's texts was killed, or ends each time; the message says which",
         "retry after Retry-After; `hearth status` and the log say why",
     ),
+    "upstream_unavailable": (
+        503,
+        "the server that answers for the model cannot be reached, or broke the connection off; the message says which and why",
+        "retry after Retry-After; `hearth why MODEL`",
+    ),
     "busy": (503, "the same command for the same model is under way", "wait for it"),
     "too_many_viewers": (503, "as many status pages are open as may", "close one"),
     "too_many_followers": (
@@ -113,6 +129,22 @@ CODES: dict[str, tuple[int, str, str]] = {
     "crashed_twice": (500, "the engine died twice with this request in it", "do not resend; tell the developers"),
     "model_changed": (500, "hearthd restarted during the request, and its name leads to another model now", "send it again"),
     "aborted": (500, "the engine ended this request", "see the log for the request's id"),
+    "upstream_error": (
+        500,
+        "the server that answers for the model refused or failed, with any status, and gave no code; the message is its own",
+        "see that server's log, by the request's id",
+    ),
+    "upstream_invalid": (
+        502,
+        "the server that answers for the model sent no answer of the OpenAI API; the message says what is wrong with it",
+        "check `upstream` in the model's settings",
+    ),
+    "upstream_denied": (
+        502,
+        "the server that answers for the model does not accept this node's key",
+        "correct the file in `upstream_key_file`; `hearth reload`",
+    ),
+    "upstream_loop": (508, "`upstream` of some model's settings leads back to a node that had the request", "correct it"),
     "state_not_saved": (
         507,
         "pin, unpin, enable or disable took effect and could not be saved: `saved` is false in its result",

@@ -107,6 +107,16 @@ class RequestScope:
     def cancel(self, generation: Generation) -> None:
         self._requests.cancel(generation)
 
+    def forward(self, generation: Generation) -> None:
+        if self._charge is None:
+            self.charge(0, "prompt")  # see submit()
+        generation.tenant = self.tenant.name
+        self.generations.append(generation)
+        self._requests.forward(generation)
+
+    def forwarded(self, generation: Generation, outcome: str) -> None:
+        self._requests.forwarded(generation, outcome)
+
     def keep_alive(self, model: ModelEntry, seconds: float) -> None:
         self._requests.keep_alive(model, seconds)
 
@@ -147,7 +157,11 @@ class RequestScope:
             self._tell_limits(now)
 
     def _num_made(self) -> int:
-        return sum(len(each.output) - each.num_resumed for each in self.generations)
+        # a prompt that another server counts is not taken at the admission, because its length is not known by then
+        return sum(
+            len(each.output) - each.num_resumed if each.reported is None else each.num_prompt_tokens + each.num_output_tokens
+            for each in self.generations
+        )
 
     def _tell_limits(self, now: Moment) -> None:
         if self.tenant.limits.any:
@@ -161,8 +175,8 @@ class RequestScope:
         """Returns what the audit log says of the request when it has ended."""
         return {
             "model": self.model,
-            "prompt_tokens": sum(len(each.prompt) for each in self.generations if not each.is_copy),
-            "output_tokens": self._num_made(),
+            "prompt_tokens": sum(each.num_prompt_tokens for each in self.generations if not each.is_copy),
+            "output_tokens": sum(each.num_output_tokens - each.num_resumed for each in self.generations),
             "duration_s": round(time.monotonic() - self.started_s, 3),
         }
 
@@ -196,10 +210,10 @@ def _of_generations(generations: Sequence[Generation], started_s: float) -> dict
     first = generations[0]
     record: dict[str, object] = {
         "cause": f"req-{first.request_id}",
-        "device": first.submitted_device,
-        "prompt_tokens": sum(len(each.prompt) for each in generations),
+        **({"upstream": first.model.upstream} if first.model.upstream else {"device": first.submitted_device}),
+        "prompt_tokens": sum(each.num_prompt_tokens for each in generations),
         "cached_tokens": sum(each.num_cached for each in generations),
-        "output_tokens": sum(len(each.output) for each in generations),
+        "output_tokens": sum(each.num_output_tokens for each in generations),
     }
     if first.submitted_s:
         record["queue_ms"] = _ms(first.submitted_s - first.arrived_s)

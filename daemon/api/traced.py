@@ -15,9 +15,8 @@ from daemon.api.progress import Progress
 from daemon.api.request_scope import RequestScope
 from daemon.traces.otlp import Value
 from daemon.traces.request_trace import MAX_SEQUENCES, Ended
+from daemon.traces.trace_context import RESPONSE_HEADER
 from daemon.traces.tracer import Tracer
-
-HEADER = "traceresponse"  # https://w3c.github.io/trace-context/#traceresponse-header
 
 
 def begin(tracer: Tracer, request: web.Request, progress: Progress, scope: RequestScope) -> None:
@@ -31,8 +30,8 @@ def begin(tracer: Tracer, request: web.Request, progress: Progress, scope: Reque
         before.began_ns if before is not None else 0,
     )
     progress.began_ns = trace.began_ns
-    scope.headers[HEADER] = trace.traceresponse
-    expose(scope.headers, (HEADER,))
+    scope.headers[RESPONSE_HEADER] = trace.traceresponse
+    expose(scope.headers, (RESPONSE_HEADER,))
 
 
 def end(
@@ -61,7 +60,7 @@ def _http(request: web.Request, endpoint: Endpoint, status: int) -> dict[str, Va
         "http.request.method": request.method,
         "http.route": endpoint.paths[0],
         "http.response.status_code": status,
-        "url.scheme": "http",
+        "url.scheme": request.scheme,
         "url.path": request.rel_url.raw_path,
         "network.protocol.version": f"{request.version.major}.{request.version.minor}",
     }
@@ -89,11 +88,11 @@ def _sequences(scope: RequestScope, endpoint: Endpoint) -> dict[str, Value]:
     first, prompts = generations[0], [each for each in generations if not each.is_copy]
     attributes: dict[str, Value] = {
         "gen_ai.response.id": first.public_id,
-        "gen_ai.usage.input_tokens": sum(len(each.prompt) for each in prompts),
+        "gen_ai.usage.input_tokens": sum(each.num_prompt_tokens for each in prompts),
     }
     if endpoint.operation != "embeddings":
         attributes |= {
-            "gen_ai.usage.output_tokens": sum(len(each.output) for each in generations),
+            "gen_ai.usage.output_tokens": sum(each.num_output_tokens for each in generations),
             "gen_ai.usage.cache_read.input_tokens": sum(each.num_cached for each in prompts),
             "gen_ai.response.finish_reasons": [each.outcome for each in generations[:MAX_SEQUENCES] if each.outcome],
             "gen_ai.request.max_tokens": first.params.max_tokens,

@@ -11,7 +11,21 @@ import sys
 from collections.abc import Callable, Sequence
 
 from config.paths import client_control_path, daemon_status_path
-from daemon.cli import completion, gpus, keys, models, node, plan, queue, settings, simulate, story, top
+from daemon.cli import (
+    completion,
+    gpus,
+    keys,
+    models,
+    node,
+    plan,
+    queue,
+    removal,
+    second_name,
+    settings,
+    simulate,
+    story,
+    top,
+)
 from daemon.cli.client import Client, CommandError
 from daemon.cli.doctor import command as doctor
 from daemon.cli.packing import command as packing
@@ -79,8 +93,12 @@ def make_parser() -> argparse.ArgumentParser:
     pull.add_options(pulling)
     packer = add("pack", packing.pack, "write a model's bfloat16 weights again, losslessly, in 0.7 of the bytes", "NAME")
     packing.add_options(packer)
-    for each in (pulling, packer):
+    removing = add("rm", removal.remove, "delete a model's folder from the disk, or a second name alone", "NAME")
+    removal.add_options(removing)
+    for each in (pulling, packer, removing):
         each.set_defaults(goes_on=True)
+    copying = add("cp", second_name.copy, "give a model a second name, with settings of its own; no weights are copied", "NAME")
+    second_name.add_options(copying)
     packing.add_options(add("verify", packing.verify, "prove that packed weights are the original, bit by bit", "NAME"))
     examining = add("doctor", doctor.doctor, "what of this machine stands in the way, and what to change; exits 1 if a check fails")
     doctor.add_options(examining)

@@ -64,6 +64,7 @@ EXAMPLES = {
     "hearth models": "all models, and why one is incomplete or refused",
     "hearth pull org/name": "download a model from the Hugging Face hub; HF_TOKEN and HF_ENDPOINT count",
     "hearth pack org/name": "its weights again, losslessly, in 0.7 of the bytes; hearth verify proves it",
+    "hearth rm org/name": "delete its folder; --dry-run says first what would go",
     "hearth load org/name": "load a model and wait until it is ready",
     "hearth why org/name": "its story, and what it waits for",
     "hearth events -f": "everything, as it happens",

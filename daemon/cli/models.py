@@ -16,6 +16,7 @@ from daemon.operate.control_status import EXIT_OF_STATUS
 
 ROW_KEYS = (
     "name",
+    "kind",
     "state",
     "device",
     "weights_bytes",
@@ -51,6 +52,9 @@ def ps(client: Client, options: argparse.Namespace) -> None:
         compiling = {row["device"]: row["kernels"] for row in rows if row.get("kernels")}
         for device, told in compiling.items():
             print(f"\n{kernels_sentence(device, told)}")
+        for row in found:
+            if "not_warmed" in row:
+                print(f"\n{row['name']} was {row['not_warmed']}")
         if num_others:
             print(f"\n{num_others} cannot be loaded; `hearth models` says why")
 
@@ -65,7 +69,7 @@ def models(client: Client, options: argparse.Namespace) -> None:
     else:
         print(_table(rows))
         for row in rows:
-            if row["state"] in ("refused", "incomplete", "failed"):
+            if row["state"] in ("refused", "incomplete", "failed", "down"):
                 print(f"\n{row['name']} is {row['state']}: {row['reason']}")
     if not options.json and (names := client.get("/control/v1/names")):
         print("\n" + _names(names))
@@ -79,9 +83,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
         (
             row["name"],
             _state(row),
-            row["device"] or "-",
-            size(row["weights_bytes"]),
-            size(row["kv_bytes"]),
+            row["device"] or row.get("upstream") or "-",
+            "-" if row.get("upstream") else size(row["weights_bytes"]),
+            "-" if row.get("upstream") else size(row["kv_bytes"]),
             str(row["active"]),
             str(row["queued"]),
             "yes" if row["pinned"] else "",
@@ -116,7 +120,7 @@ def _state(row: dict[str, Any]) -> str:
     total = row.get("bytes_total")
     if row["state"] == "loading" and total:
         return f"loading {100 * row['bytes_done'] // total} %"
-    return str(row["state"])
+    return f"upstream {row['state']}" if row.get("upstream") else str(row["state"])
 
 
 def command(client: Client, options: argparse.Namespace) -> int | None:

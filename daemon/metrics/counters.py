@@ -61,7 +61,7 @@ class TenantCounts:
     def ended(self, generation: Generation) -> None:
         if not generation.tenant:
             return
-        num_prompt, num_generated = len(generation.prompt), len(generation.output)
+        num_prompt, num_generated = generation.num_prompt_tokens, generation.num_output_tokens
         self._tokens[generation.tenant] += num_prompt + num_generated
         label = self.label(generation.tenant)
         self.requests[label, generation.outcome] += 1
@@ -111,11 +111,17 @@ class Metrics:
 
     def ended(self, generation: Generation) -> None:
         """Counts a request that has ended and has its outcome."""
-        model = generation.model.name
+        model, num_output = generation.model.name, generation.num_output_tokens
         self.requests[model, generation.outcome] += 1
         self.tenants.ended(generation)
         now = time.monotonic()
         if generation.outcome != "refused":
             self.request_time[model].add(now - generation.arrived_s)
-        if len(generation.output) > 1:
-            self.per_token[model].add((now - generation.first_token_s) / (len(generation.output) - 1))
+        if generation.reported is not None:
+            self.prompt_tokens[model] += generation.num_prompt_tokens
+            self.cached_tokens[model] += generation.num_cached
+            self.generated_tokens[model] += num_output
+            if generation.first_token_s:
+                self.ttft[model].add(generation.first_token_s - generation.arrived_s)
+        if num_output > 1 and generation.first_token_s:
+            self.per_token[model].add((now - generation.first_token_s) / (num_output - 1))

@@ -43,6 +43,7 @@ FAMILIES = (
     _of(GAUGE, "hearth_model_state", "", "model state",
         "1 for the state the model is in, else 0: cold, warm, loading, ready, paused, draining, failed, refused, disabled, "
         "incomplete"),
+    _of(GAUGE, "hearth_upstream_up", "", "model", "1 while the server that answers for the name (upstream) can be used"),
     _of(GAUGE, "hearth_model_weights_bytes", "bytes", "model device", "Weights in a device's memory"),
     _of(GAUGE, "hearth_kv_bytes", "bytes", "model device", "KV of running sequences"),
     _of(GAUGE, "hearth_kv_cached_bytes", "bytes", "model device", "KV kept for prefixes nobody uses now; given up when needed"),

@@ -50,6 +50,15 @@ class DeviceNow:
 
 
 @dataclass(slots=True)
+class UpstreamNow:
+    """A name that another server answers. active: requests there."""
+
+    up: bool
+    active: int
+    queued: int
+
+
+@dataclass(slots=True)
 class Now:
     """The node's present figures, gathered on request."""
 
@@ -70,6 +79,7 @@ class Now:
     spans_sent: int = 0
     spans_dropped: int = 0
     host_tier_bytes: dict[str, int] = field(default_factory=dict)  # by kind
+    upstreams: dict[str, UpstreamNow] = field(default_factory=dict)  # by model
 
 
 def render(metrics: Metrics, now: Now, model: str | None = None) -> bytes:
@@ -105,8 +115,10 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_time_to_first_token_seconds", metrics.ttft.items()
     yield "hearth_time_per_output_token_seconds", metrics.per_token.items()
     yield "hearth_request_seconds", metrics.request_time.items()
-    yield "hearth_requests_queued", ((name, one.queued) for name, one in now.models.items())
-    yield "hearth_requests_active", ((name, one.active) for name, one in now.models.items())
+    busy: Mapping[str, ModelNow | UpstreamNow] = {**now.models, **now.upstreams}
+    yield "hearth_requests_queued", ((name, one.queued) for name, one in busy.items())
+    yield "hearth_requests_active", ((name, one.active) for name, one in busy.items())
+    yield "hearth_upstream_up", ((name, one.up) for name, one in now.upstreams.items())
     yield "hearth_model_state", (((name, state), one.state == state) for name, one in now.models.items() for state in STATES)
     placed = {(name, one.device): one for name, one in now.models.items() if one.device}
     yield "hearth_model_weights_bytes", ((key, one.weights_bytes) for key, one in placed.items())

@@ -82,9 +82,13 @@ class ModelNames:
     # ---- for the operator
 
     def local(self, name: str) -> str:
-        """Returns the model's name for a name or an alias, for a command. Raises HearthError model_not_found."""
+        """Returns the model's name for a name or an alias, for a command. Raises HearthError: model_not_found, or not_local for a
+        name that another server answers."""
         owner = self._owner(name)
         if owner is not None and owner in self._models:
+            if isinstance(found := self._served(owner), ModelEntry) and found.upstream:
+                message = f"{found.upstream} answers for {owner!r} (upstream); nothing of it is on this node."
+                raise BadRequest("not_local", message, details={"model": owner, "upstream": found.upstream})
             return owner
         message = f"There is no model {name!r}."
         if (lead := self.lead(name)) is not None:

@@ -22,6 +22,11 @@ def check(config: NodeConfig, source: str) -> list[str]:
             if alias in names and alias != name:
                 message = f"{alias!r} is the name of a model in {config.models_dir}, so a request for it never means {name!r}"
                 raise located_setting(ConfigError(source, f'models."{name}".aliases', message))
+        if model.upstream is not None:
+            if name in names:
+                message = f"{name!r} is the name of a model in {config.models_dir}, which is hidden by what another server answers"
+                raise located_setting(ConfigError(source, f'models."{name}".upstream', message))
+            continue
         if name not in names:
             near = nearest(name, names)
             hint = f'; did you mean "{near}"?' if near else ""

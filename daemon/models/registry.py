@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes, parse_duration_s
+from config.upstream import host_of
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
 from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import LoadSource, ModelEntry
@@ -65,6 +66,8 @@ class Registry:
         self.config, self._devices, self._state, self._scan = config, devices, state, scan
         self._without_carve_out = without_carve_out or {}
         self.models: dict[str, Registered] = {}
+        self.upstreams: dict[str, ModelEntry] = {}  # names that other servers answer, from the first scan on
+        self._started = int(time.time())
         self.refused: Callable[[str], HearthError | None] = lambda name: None  # set by the node: returns why a model can never run
         # set by the node: (model, tenant) -> why a request that came now would be refused
         self.turned_away: Callable[[str, str], HearthError | None] = lambda name, tenant: None
@@ -91,6 +94,8 @@ class Registry:
 
     def _served(self, name: str) -> ModelEntry | HearthError:
         """Returns the model if its files and settings let it be served, else why not."""
+        if (elsewhere := self.upstreams.get(name)) is not None:
+            return elsewhere
         found = self.models.get(name)
         if found is None:
             return no_model(name)
@@ -134,6 +139,10 @@ class Registry:
     ) -> dict[str, Registered]:
         result = {}
         for name, checkpoint in checkpoints.items():
+            if config.models.get(name, ModelConfig()).upstream is not None:
+                if name in before or name not in self.upstreams:
+                    log.warning("%s: its folder is hidden: by its settings another server answers for this name (upstream)", name)
+                continue
             known = before.get(name)
             if known is not None and known.checkpoint is checkpoint and config is self.config:
                 result[name] = known
@@ -336,16 +345,37 @@ class Registry:
             known = before.get(name)
             if known is not registered and (known is None or known.facts != registered.facts):
                 changes.append(events.ModelRegistered(now=now, cause="scan", facts=registered.facts))
+        self.upstreams = {
+            name: self._entry_of_upstream(name, settings)
+            for name, settings in config.models.items()
+            if settings.upstream is not None
+        }
         self.names = self._names_now()
-        self._entries = [registered.entry for _, registered in sorted(found.items()) if registered.entry is not None]
+        entries = [registered.entry for registered in found.values() if registered.entry is not None]
+        self._entries = sorted([*entries, *self.upstreams.values()], key=lambda entry: entry.name)
         return changes
 
+    def _entry_of_upstream(self, name: str, settings: ModelConfig) -> ModelEntry:
+        return ModelEntry(
+            name=name,
+            path="",
+            aliases=tuple(settings.aliases),
+            max_model_len=0,  # only that server knows
+            vocab_size=0,
+            eos_token_ids=(),
+            bos_token_id=None,
+            created=self._started,
+            fingerprint="",
+            upstream=host_of(settings.upstream or ""),
+        )
+
     def _names_now(self) -> ModelNames:
-        return ModelNames(self.config, self.models.keys(), self._served, lambda name, tenant: self.turned_away(name, tenant))
+        names = self.models.keys() | self.upstreams.keys()
+        return ModelNames(self.config, names, self._served, lambda name, tenant: self.turned_away(name, tenant))
 
     def unknown_models(self) -> list[str]:
         """Returns the models that the settings name and that have no folder. It also logs them, because a name may be misspelt."""
-        unknown = self.config.models.keys() - self.models.keys()
+        unknown = self.config.models.keys() - self.models.keys() - self.upstreams.keys()
         for name in sorted(unknown):
             log.warning('settings for models."%s": there is no model of that name (yet)', name)
         for name, targets in self.names.unknown_targets().items():

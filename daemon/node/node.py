@@ -40,6 +40,7 @@ from daemon.metrics.counters import Metrics
 from daemon.models.registry import Registry
 from daemon.node.live_settings import LiveSettings
 from daemon.node.reloads import Reloads
+from daemon.node.warming import Warming
 from daemon.process import moment
 from daemon.process.fd_store import FdStore
 from daemon.process.logs import fields
@@ -55,6 +56,8 @@ from daemon.requests.dispatcher import Dispatcher
 from daemon.scanning.scanner import ModelScanner
 from daemon.text.service import TextService
 from daemon.traces.traces import Traces
+from daemon.upstreams.upstream import Upstream
+from daemon.upstreams.upstreams import Upstreams
 from engine.protocol import PROTOCOL_VERSION
 from loader.catalog import Checkpoint
 from scheduler.node import events, residency
@@ -140,6 +143,8 @@ class NodeParts:
         self.dispatcher.engines = dict(self.workers)
         self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES)
         self.stored = ResponseStore(int(config.stored_responses_bytes))
+        self.upstreams = Upstreams(self._upstream_changed)
+        self.warming = Warming(lambda: self.config, self.dispatcher, self.tasks, self.ring)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
         self.keys: Keys | None = None  # None: no keys are set
@@ -250,8 +255,13 @@ class NodeParts:
 
     def _turned_away(self, name: str, tenant: str) -> HearthError | None:
         """Returns why a request of the tenant would be refused if it arrived now, or None."""
+        if name in self.registry.upstreams:
+            return self.upstreams.refusal(name, tenant)
         refusal = self.scheduler.refusal(name, tenant)
         return None if refusal is None else from_refusal(refusal)
+
+    def _upstream_changed(self, upstream: Upstream) -> None:
+        self.ring.add("upstream", model=upstream.name, host=upstream.address.host, state=upstream.state, reason=upstream.reason)
 
     # ---- views
 
@@ -274,8 +284,9 @@ class NodeParts:
         kv_bytes = self._kv_bytes()
         rows = []
         for view in sorted(self.scheduler.snapshot(), key=lambda view: view.name):
-            row = {
+            row: dict[str, Any] = {
                 "name": view.name,
+                "kind": "local",
                 "state": view.state,
                 "device": view.device,
                 "weights_bytes": view.weights_bytes,
@@ -290,6 +301,8 @@ class NodeParts:
                 "keep_alive_s": None if view.keep_alive_s == inf else view.keep_alive_s,
                 "leaves": None if view.leaves_at is None else self.unix_s(view.leaves_at),
             }
+            if not view.device and (not_warmed := self.warming.problems.get(view.name)) is not None:
+                row["not_warmed"] = not_warmed
             if view.quarantined_until is not None:
                 row["quarantined_until"] = round(view.quarantined_until + self._unix_offset_s, 3)
             if (compiling := self.kernels.row(view.device or "")) is not None:
@@ -297,7 +310,7 @@ class NodeParts:
             if view.progress is not None:
                 row["bytes_done"], row["bytes_total"] = view.progress
             rows.append(row)
-        return rows
+        return sorted([*rows, *others], key=lambda row: row["name"]) if (others := self.upstreams.rows()) else rows
 
     def residents(self) -> dict[str, Resident]:
         """Returns the models that are in a device's memory, loading ones left out."""
@@ -423,7 +436,9 @@ class NodeParts:
             else:
                 with contextlib.suppress(HearthError):
                     asked = self.registry.canonical(name)
-            lines = [*lines, *self.scheduler.why(asked)]
+            lines = [*lines, *(self.upstreams.why(asked) or self.scheduler.why(asked))]
+        if lines:
+            lines = [*lines, *self.warming.lines(asked)]
         if not lines:
             raise BadRequest("not_found", f"There is no model and no request {name!r}.", status=404, details={"name": name})
         if slow := self.kernels.sentence():

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from daemon.metrics.page import DeviceNow, ModelNow, Now
+from daemon.metrics.page import DeviceNow, ModelNow, Now, UpstreamNow
 from daemon.process import moment
 from daemon.process.version import VERSION
+from daemon.upstreams.upstream import UP
 from scheduler.node.views import DeviceView, ModelView
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ def now(node: NodeParts, model: str | None = None) -> Now:
         spans_sent=node.traces.counts.num_sent,
         spans_dropped=node.traces.counts.num_dropped,
         host_tier_bytes=_host_tier(node),
+        upstreams={
+            name: UpstreamNow(upstream.state == UP, upstream.num_active, upstream.num_queued)
+            for name, upstream in node.upstreams.by_name.items()
+        },
     )
 
 

@@ -43,7 +43,7 @@ function colour(model) {
   if (!colours.has(model)) colours.set(model, `var(--c${colours.size % 8})`);
   return { "--c": colours.get(model) };
 }
-const KIND = { ready: "good", loading: "busy", draining: "busy", paused: "busy", failed: "bad", refused: "bad", incomplete: "bad", warm: "calm", cold: "calm", disabled: "calm" };
+const KIND = { ready: "good", loading: "busy", draining: "busy", paused: "busy", failed: "bad", refused: "bad", incomplete: "bad", warm: "calm", cold: "calm", disabled: "calm", up: "good", unknown: "busy", down: "bad" };
 const ON_DEVICE = ["loading", "ready", "draining"];
 
 // ---- figures
@@ -154,7 +154,7 @@ function keyed(place, items, key, draw) {
 
 // ---- models
 
-const RANK = { ready: 0, loading: 1, draining: 2, paused: 3, failed: 4, warm: 5, cold: 6, incomplete: 7, refused: 8, disabled: 9 };
+const RANK = { ready: 0, loading: 1, draining: 2, paused: 3, failed: 4, warm: 5, cold: 6, incomplete: 7, refused: 8, disabled: 9, up: 3, unknown: 3, down: 4 }; // up, unknown, down: another server answers
 function drawModel(row) {
   const loaded = ON_DEVICE.includes(row.state), kind = KIND[row.state] || "calm";
   const cell = (label, text, number = true) => h("td", { class: `${number ? "number" : ""} ${label === "Weights" || label === "Last used" ? "" : "live"}`, "data-label": label }, text);
@@ -164,7 +164,7 @@ function drawModel(row) {
   const telling = kind === "bad" || row.state === "loading" || row.state === "draining" || row.state === "paused" || row.state === "disabled";
   if (telling && row.reason) name.append(h("div", { class: `reason ${kind}` }, row.reason.replace(/\d+ bytes \(([\d.]+ [KMGT]iB)\)/g, "$1")));
   if (row.host_bytes && !loaded) name.append(h("div", { class: "dim" }, `${bytes(row.host_bytes)} in host memory`));
-  return h("tr", { class: loaded || row.queued ? null : "away" }, name, state, cell("Device", row.device || "–", false), cell("Weights", row.weights_bytes ? bytes(row.weights_bytes) : "–"), cell("KV in use", loaded ? bytes(row.kv_bytes) : "–"),
+  return h("tr", { class: loaded || row.queued ? null : "away" }, name, state, cell("Device", row.device || row.upstream || "–", false), cell("Weights", row.weights_bytes ? bytes(row.weights_bytes) : "–"), cell("KV in use", loaded ? bytes(row.kv_bytes) : "–"),
     cell("Active", String(row.active)), cell("Queued", String(row.queued)), cell("Last used", row.last_used === null ? "never" : row.ago));
 }
 function drawModels(state) {
@@ -191,6 +191,7 @@ function told(event) { // [badness, what, text]
     case "registered": return ["", event.model, `registered: ${(event.text || "").replace(`${event.model}: `, "")}`];
     case "removed": return ["", event.model, "its folder is gone"];
     case "engine": return [event.state === "down" ? "bad" : "", `engine ${event.device}`, event.state === "down" ? `down: ${event.reason}${event.running ? `; ${several(event.running, "request")} ran` : ""}` : `up, process ${event.pid}`];
+    case "upstream": return [event.state === "down" ? "bad" : "", event.model, `${event.host} is ${event.state}: ${event.reason}`];
     case "engine_hangs": return ["bad", `engine ${event.device}`, `hangs: ${event.reason}`];
     case "reload": return ["", "settings", `read again: ${event.applied.join(", ") || "nothing changed"}${event.needs_restart.length ? `; need a restart: ${event.needs_restart.join(", ")}` : ""}`];
     default: {

@@ -47,6 +47,9 @@ class SchedulerPort(Protocol):
 
     def why(self, name_or_request: str) -> list[str]: ...
 
+    @property
+    def draining(self) -> bool: ...
+
 
 class Dispatcher:
     """The RequestPort for the API. All its methods run on the event loop."""
@@ -133,6 +136,17 @@ class Dispatcher:
         # within a step the caller is a sink that found a stop string; otherwise the client is gone
         self.open.end(generation, "stop" if self._hold_aborts else "cancelled")
         self._cancelled(generation.request_id)
+
+    def forward(self, generation: Generation) -> None:
+        if self.scheduler.draining:
+            raise NotNow("node_draining", "the node is drained", retry_after_s=5.0)
+        generation.request_id, generation.arrived_s = next(self._ids), time.monotonic()
+        self.open.add(generation)
+        self.open.accepted(generation)
+
+    def forwarded(self, generation: Generation, outcome: str) -> None:
+        if self.open.by_id.get(generation.request_id) is generation:
+            self.open.end(generation, outcome)
 
     def keep_alive(self, model: ModelEntry, seconds: float) -> None:
         cause = self.next_cause("keep_alive")

@@ -32,7 +32,7 @@ REFUSAL_CODES = {
     "model_draining": "the operator drains it",
     "node_draining": "the node is shutting down or draining",
     "queue_full": "max_queued reached",
-    "would_not_fit": "pinned models leave no room",
+    "would_not_fit": "pinned models leave no room; ahead of requests: nor do models that are used",
     "wait_exceeded": "max_wait_s passed before it could run",
     "load_timeout": "the load missed its deadline",
     "crashed_twice": "the request was running in two engine crashes",
@@ -65,7 +65,7 @@ class Load(Action):
 LOAD_REASONS = {
     "request": "requests wait for it",
     "resumed": "requests that ran before wait for it to come back",
-    "operator": "hearth load",
+    "operator": "hearth load, or ahead of requests (warm)",
     "pinned": "it is pinned",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import admission, keeping, models, pins, placements, requests, residency
+from scheduler.node import admission, explain, keeping, look, models, pins, placements, requests, residency
 from scheduler.node.actions import CommandDone, Refusal
 from scheduler.node.events import (
     DisableRequested,
@@ -13,11 +13,12 @@ from scheduler.node.events import (
     ResumeRequested,
     UnloadRequested,
     UnpinRequested,
+    WarmRequested,
 )
 from scheduler.node.node import Model, Node
 
 
-def load(node: Node, event: LoadRequested) -> None:
+def load(node: Node, event: LoadRequested | WarmRequested) -> None:
     """Loads a model. Answered when it is ready or cannot be loaded. One that is there already stays until it is requested again."""
     model = _find(node, event.model)
     if model is None:
@@ -32,6 +33,36 @@ def load(node: Node, event: LoadRequested) -> None:
         _done(node, event.model, refusal)
         return
     _wait_for_ready(node, model)
+
+
+def warm(node: Node, event: WarmRequested) -> None:
+    """Loads a model that nobody asks for yet. It never waits in line: it would come before requests by its age."""
+    model = node.models.get(event.model)
+    is_resting = model is not None and model.copy is None and model.placement is None
+    if model is not None and is_resting and not model.removed and admission.closed(node, model) is None:
+        refusal = _in_use(node, model)
+        if refusal is not None:
+            _done(node, event.model, refusal)
+            return
+    load(node, event)
+
+
+def _in_use(node: Node, model: Model) -> Refusal | None:
+    """Returns why the model cannot be loaded now without making somebody wait, or None."""
+    if not pins.has_place(node, model):
+        return pins.would_not_fit(node, model)
+    if model.retry_at > node.now:
+        return Refusal("busy", f"the load is tried again in {model.retry_at - node.now:.1f} s")
+    option = look.best_option(node, model, may_force=False)
+    if option is None:
+        return Refusal("would_not_fit", "; ".join(explain.obstacles(node, model)))
+    first = node.devices[option.device].by_age.peek()
+    if first is not None and first[1] != model.name:
+        return Refusal("would_not_fit", f"{option.device}: {first[1]} waits for room there")
+    unused = [victim.name for victim in option.victims if (copy := node.models[victim.name].copy) and not copy.requested]
+    if unused:
+        return Refusal("would_not_fit", f"{option.device}: it would take the place of {', '.join(unused)}, loaded ahead as well")
+    return None
 
 
 def pin(node: Node, event: PinRequested) -> None:

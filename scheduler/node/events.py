@@ -210,6 +210,14 @@ class LoadRequested(Event):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class WarmRequested(Event):
+    """A load ahead of requests (`warm`), answered like LoadRequested. It is refused unless it can begin at once, no other model
+    waits for the device, and only idle models have to leave that have been used since they were loaded."""
+
+    model: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class UnloadRequested(Event):
     """`hearth unload`. to: cold (nothing of it stays in host memory) or warm (its weights stay; refused if there are none)."""
 

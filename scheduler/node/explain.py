@@ -60,6 +60,11 @@ def waits_for(node: Node, model: Model) -> list[str]:
         return []
     if model.retry_at > node.now:
         return [f"the load is tried again in {model.retry_at - node.now:.1f} s"]
+    return obstacles(node, model)
+
+
+def obstacles(node: Node, model: Model) -> list[str]:
+    """Returns why the model is not being placed on each of its devices now."""
     return [obstacle(node, model, name) for name in model.devices] or ["no device is there yet"]
 
 

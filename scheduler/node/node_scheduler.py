@@ -65,6 +65,7 @@ _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
     events.RequestFinished: requests.finished,
     events.KeepAliveSet: keep_alive.set_by_client,
     events.LoadRequested: commands.load,
+    events.WarmRequested: commands.warm,
     events.UnloadRequested: commands.unload,
     events.PinRequested: commands.pin,
     events.UnpinRequested: commands.unpin,

@@ -23,7 +23,7 @@ from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, environment
 
 PS_KEYS = {"name", "state", "device", "weights_bytes", "kv_bytes", "active", "queued", "pinned", "last_used"}
-PS_KEYS |= {"keep_alive_s", "leaves"}
+PS_KEYS |= {"kind", "keep_alive_s", "leaves"}
 MIB = 1 << 20
 
 

@@ -83,7 +83,7 @@ def test_the_output_has_what_the_page_lists_and_nothing_else(pages: tuple[str, s
         for sample in told[name].samples:
             assert set(sample.labels) - {"le"} == set(labels), sample
             seen.add(name)
-    # what takes an accident, or a limit, to count has no sample here
+    # what takes an accident, a limit or another server has no sample here
     assert listed.keys() - seen == {
         "hearth_engine_restarts_total",
         "hearth_engine_stalls_total",
@@ -91,6 +91,7 @@ def test_the_output_has_what_the_page_lists_and_nothing_else(pages: tuple[str, s
         "hearth_tenant_limit_refused_total",
         "hearth_text_worker_deaths_total",
         "hearth_tls_certificate_expiry_time_seconds",  # there is no certificate here; tests/e2e/test_tls.py has one
+        "hearth_upstream_up",
     }
 
 

@@ -91,4 +91,5 @@ CHAT = Endpoint(
     about="OpenAI's chat completions; `stream: true` answers with server-sent events",
     handle=_handle,
     body=_BODY,
+    passes_on="chat/completions",
 )

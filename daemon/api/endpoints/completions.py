@@ -72,4 +72,5 @@ COMPLETIONS = Endpoint(
     about="OpenAI's completions: `prompt` is text, a list of texts, token ids, or a list of those",
     handle=_handle,
     body=_BODY,
+    passes_on="completions",
 )

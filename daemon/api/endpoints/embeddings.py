@@ -172,4 +172,5 @@ EMBEDDINGS = Endpoint(
     about="OpenAI's embeddings, of encoder models",
     handle=_handle,
     body=_BODY,
+    passes_on="embeddings",
 )

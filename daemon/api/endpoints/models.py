@@ -10,13 +10,15 @@ from daemon.api.endpoint import Call, Endpoint
 from daemon.contracts import ModelPort
 from daemon.http.answers import json_response
 from daemon.models.entry import ModelEntry
+from daemon.upstreams import via
 
 
 async def _list(call: Call) -> web.Response:
+    via.onward(call.request.headers.getall("Via", ()))  # a node that asks itself has to be told
     models = call.context.models
     entries = models.entries() if call.scope is None else [models.resolve(call.scope)]
     further = models.further_names()
-    return json_response({"object": "list", "data": [_model_object(entry, further.get(entry.name, ())) for entry in entries]})
+    return json_response({"object": "list", "data": [_model_object(call, entry, further.get(entry.name, ())) for entry in entries]})
 
 
 async def _one(call: Call) -> web.Response:
@@ -24,7 +26,7 @@ async def _one(call: Call) -> web.Response:
         call.context.models.resolve(call.scope)
     assert call.path_id is not None
     entry = _find(call.context.models, call.path_id)
-    return json_response(_model_object(entry, call.context.models.further_names().get(entry.name, ())))
+    return json_response(_model_object(call, entry, call.context.models.further_names().get(entry.name, ())))
 
 
 def _find(models: ModelPort, name: str) -> ModelEntry:
@@ -35,9 +37,9 @@ def _find(models: ModelPort, name: str) -> ModelEntry:
     return models.resolve(name)
 
 
-def _model_object(entry: ModelEntry, further_names: Sequence[str]) -> dict[str, object]:
+def _model_object(call: Call, entry: ModelEntry, further_names: Sequence[str]) -> dict[str, object]:
     """Returns OpenAI's object for a model. further_names: entries of the table of names that lead to it."""
-    return {
+    told: dict[str, object] = {
         "id": entry.name,
         "object": "model",
         "created": entry.created,
@@ -45,6 +47,11 @@ def _model_object(entry: ModelEntry, further_names: Sequence[str]) -> dict[str, 
         "max_model_len": entry.max_model_len,
         "aliases": [*entry.aliases, *further_names],
     }
+    upstreams = call.context.upstreams
+    if entry.upstream and upstreams is not None and (upstream := upstreams.by_name.get(entry.name)) is not None:
+        told["max_model_len"] = upstream.max_model_len or None
+        told["upstream"] = {"host": entry.upstream, "state": upstream.state}
+    return told
 
 
 MODELS = Endpoint(

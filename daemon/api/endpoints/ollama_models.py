@@ -31,9 +31,10 @@ _BODY = body_of(
 
 
 def _shown(call: Call) -> Sequence[ModelEntry]:
-    """Returns the models that this request's tenant may use; below /m/MODEL that one alone."""
+    """Returns the models that this request's tenant may use; below /m/MODEL that one alone. Those that another server answers are
+    left out, because that server is asked over OpenAI's API only."""
     models = call.context.models
-    return models.entries() if call.scope is None else [models.resolve(call.scope)]
+    return [each for each in (models.entries() if call.scope is None else [models.resolve(call.scope)]) if not each.upstream]
 
 
 def _named(entry: ModelEntry) -> dict[str, object]:

@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from daemon.access.admission import Access
+from daemon.access.quotas import Quotas
 from daemon.api.app import make_app, make_runner
 from daemon.api.response_store import ResponseStore
 from daemon.contracts import Generation, Resident
@@ -22,6 +23,7 @@ from daemon.text.jobs import TextFacts
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, SKIPPED, PackedTable, TokenTable
 from daemon.text.worker import body_reader
 from daemon.traces.tracer import Tracer
+from daemon.upstreams.upstreams import Upstreams
 from engine.protocol import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, PromptLogprobs
 
 EOS = 256
@@ -168,6 +170,12 @@ class FakeRequests:
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
+    def forward(self, generation: Generation) -> None:
+        self.submitted.append(generation)
+
+    def forwarded(self, generation: Generation, outcome: str) -> None:
+        generation.outcome = outcome
+
     def keep_alive(self, model: ModelEntry, seconds: float) -> None:
         self.kept.append((model.name, seconds))
 
@@ -269,20 +277,19 @@ async def serve(
     answered: Callable[[str, int], None] = lambda endpoint, status: None,
     store_bytes: int = 1 << 20,
     tracer: Callable[[], Tracer | None] = lambda: None,
+    upstreams: Upstreams | None = None,
+    quotas: Quotas | None = None,
 ) -> AsyncIterator[Node]:
     """A real server on a free port."""
     requests, text, health, settings = FakeRequests(script), FakeText(), FakeHealth(), settings or Settings()
     models = models or [entry()]
     app = make_app(
-        requests,
-        FakeModels(*models),
-        text,
-        settings,
-        health,
-        access,
+        *(requests, FakeModels(*models), text, settings, health, access),
         answered=answered,
         stored=ResponseStore(store_bytes),
         tracer=tracer,
+        upstreams=upstreams,
+        quotas=quotas,
     )
     runner = make_runner(app, shutdown_timeout_s=0.1)
     await runner.setup()

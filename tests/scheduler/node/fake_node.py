@@ -14,6 +14,7 @@ MIB = 1024 * 1024
 CHECKSUM = 4711
 COMMANDS = {
     "load": events.LoadRequested,
+    "warm": events.WarmRequested,
     "unload": events.UnloadRequested,
     "pin": events.PinRequested,
     "unpin": events.UnpinRequested,

@@ -1,0 +1,259 @@
+"""Requests for models that another server answers (`upstream`): the body goes there with the model's name in it exchanged, and the
+answer comes back as it is made.
+
+What the client's request has besides its body stays here, above all its key. What goes along is X-Request-Id, traceparent and
+tracestate, and Via, by which circles are found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from daemon.api.bodies import forwarded
+from daemon.api.body_parts import read_data
+from daemon.api.endpoint import Call
+from daemon.contracts import Generation, ReportedUsage
+from daemon.errors import BadRequest, HearthError
+from daemon.http.answers import SERVER
+from daemon.models.entry import ModelEntry
+from daemon.streams.stream_parts import SSE_COMMENT
+from daemon.traces.trace_context import RESPONSE_HEADER
+from daemon.upstreams import failure, keys, via
+from daemon.upstreams.answer import Answer, AnswerStream
+from daemon.upstreams.upstream import Upstream
+from daemon.upstreams.upstreams import Upstreams
+from engine.protocol import SamplingParams
+
+MAX_ANSWER_BYTES = 256 << 20
+MAX_ERROR_BYTES = 64 << 10
+BYTES_A_TOKEN = 4  # of a text, where a server did not say how many tokens it has
+LONG_PROMPT_TOKENS = 32_768  # the longest that is estimated
+LAST_BYTES_S = 1.0  # how long a server may take to end an answer whose last event has come
+_PASSED_ON = ("traceparent", "tracestate")
+
+
+async def answer_elsewhere(call: Call, upstreams: Upstreams, path: str) -> web.StreamResponse | None:
+    """Answers a request if another server answers for its model; otherwise returns None, and the endpoint does. path: the
+    endpoint's below that server's address. Raises HearthError."""
+    models, body = call.context.models, call.endpoint.body
+    assert body is not None
+    if call.scope is not None and not models.resolve(call.scope).upstream:
+        return None
+    fields = forwarded.fields_of(await read_data(call, body))
+    name = call.scope or (fields and forwarded.text_of(fields, "model"))
+    if fields is None or not name:
+        return None  # the endpoint says what is wrong with it
+    try:
+        model = call.resolved = models.resolve(name)
+    except HearthError:
+        return None
+    if not model.upstream:
+        return None
+    upstream = upstreams.by_name.get(model.name)
+    if upstream is None:
+        raise BadRequest("model_removed", f"{model.name} is no longer answered by another server", param="model", status=404)
+    return await _Forwarded(call, upstreams, upstream, model, fields, path).answer()
+
+
+class _Sink:
+    """Ends the exchange with the other server when the request's time is over, or the node stops. Implements TokenSink."""
+
+    def __init__(self, limit: asyncio.Timeout) -> None:
+        self.error: HearthError | None = None
+        self._limit = limit
+
+    def tokens(self, ids: object, finish: int) -> None:
+        raise AssertionError("no engine has this request")
+
+    def failed(self, error: HearthError) -> None:
+        self.error = error
+        with contextlib.suppress(RuntimeError):  # the exchange is over already
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+
+class _Forwarded:
+    """One request that another server answers."""
+
+    def __init__(
+        self, call: Call, upstreams: Upstreams, upstream: Upstream, model: ModelEntry, fields: dict[str, msgspec.Raw], path: str
+    ) -> None:
+        self._call, self._upstreams, self._upstream, self._path = call, upstreams, upstream, path
+        self._is_stream = forwarded.is_true(fields, "stream")
+        self._shows_usage = forwarded.asks_for_usage(fields)
+        self._body = forwarded.renamed(fields, upstream.address.model, with_usage=self._is_stream)
+        self._via = via.onward(call.request.headers.getall("Via", ()))
+        self._limit = asyncio.timeout(None)
+        self._sink = _Sink(self._limit)
+        self._reported = ReportedUsage()
+        asked = forwarded.whole_number(fields, "priority")
+        self._generation = Generation(
+            model,
+            [],
+            SamplingParams(max_tokens=0),
+            self._sink,
+            public_id=call.request_id,
+            priority=call.context.sender.priority(asked),
+            reported=self._reported,
+        )
+        self._response: web.StreamResponse | None = None  # once its head is sent
+
+    async def answer(self) -> web.StreamResponse:
+        """Returns the whole answer, or a stream's when its last byte is sent. Raises HearthError before the first byte."""
+        requests = self._call.context.requests
+        self._call.context.sender.charge(0, "model")
+        requests.forward(self._generation)
+        outcome = "failed"
+        try:
+            response, outcome = await self._answer_in_time()
+            return response
+        except HearthError as error:
+            outcome = "refused" if error.status < 500 or error.code == "wait_exceeded" else "failed"
+            raise
+        except asyncio.CancelledError:  # the client is gone
+            outcome = "cancelled"
+            raise
+        finally:
+            requests.forwarded(self._generation, outcome)
+
+    async def _answer_in_time(self) -> tuple[web.StreamResponse, str]:
+        """Returns the answer and the request's outcome. An error after the first byte becomes the stream's last event."""
+        try:
+            async with self._limit:
+                tenant = self._call.tenant
+                await self._upstream.enter(tenant)
+                try:
+                    return await self._exchange()
+                finally:
+                    self._upstream.leave(tenant)
+        except (HearthError, TimeoutError) as error:
+            told = error if isinstance(error, HearthError) else self._sink.error
+            if told is None:
+                raise
+            if self._response is None:
+                raise told from None
+            await self._end_with(self._response, told)
+            return self._response, "failed"
+
+    async def _exchange(self) -> tuple[web.StreamResponse, str]:
+        address, generation = self._upstream.address, self._generation
+        headers = {"Content-Type": "application/json", "X-Request-Id": self._call.request_id, "Via": self._via}
+        headers |= keys.headers(address.key)
+        headers |= {name: value for name in _PASSED_ON if (value := self._call.request.headers.get(name)) is not None}
+        if (own := self._call.context.more_headers.get(RESPONSE_HEADER)) is not None:
+            headers["traceparent"] = own  # that server's span belongs to this node's
+        generation.submitted_s = time.monotonic()
+        self._reported.prompt_tokens = self._estimate()
+        try:
+            async with self._upstreams.session.post(
+                f"{address.url}/{self._path}", data=self._body, headers=headers, allow_redirects=False
+            ) as answer:
+                self._upstreams.answered(self._upstream)
+                if answer.status >= 300:
+                    self._reported.prompt_tokens = 0
+                    body = await answer.content.read(MAX_ERROR_BYTES)
+                    raise failure.passed_on(address.host, answer.status, answer.headers.get("Retry-After"), body)
+                return await (self._stream(answer) if self._is_stream else self._whole(answer))
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            if self._response is None:
+                self._reported.prompt_tokens = 0
+                self._upstreams.failed(self._upstream, failure.reason_of(error))
+            raise failure.not_reached(address.host, error) from None
+
+    async def _whole(self, answer: aiohttp.ClientResponse) -> tuple[web.StreamResponse, str]:
+        host = self._upstream.address.host
+        self._check_type(answer, "application/json")
+        body = bytearray()
+        while part := await answer.content.readany():
+            if not body:
+                self._generation.first_token_s = time.monotonic()
+            body += part
+            if len(body) > MAX_ANSWER_BYTES:
+                raise failure.invalid(host, f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
+        made = Answer(host, self._generation.model.name, self._generation, self._shows_usage)
+        told = made.whole(bytes(body))
+        if made.has_text and not self._reported.output_tokens:
+            self._reported.output_tokens = len(body) // BYTES_A_TOKEN
+        return web.Response(body=told, content_type="application/json"), made.outcome
+
+    async def _stream(self, answer: aiohttp.ClientResponse) -> tuple[web.StreamResponse, str]:
+        self._check_type(answer, "text/event-stream")
+        call, generation = self._call, self._generation
+        made = AnswerStream(self._upstream.address.host, generation.model.name, generation, self._shows_usage)
+        headers = {
+            "Content-Type": "text/event-stream",
+            "Cache-Control": "no-cache",
+            "X-Request-Id": call.request_id,
+            "X-Accel-Buffering": "no",
+            "Server": SERVER,
+        }
+        response = web.StreamResponse(headers={**headers, **call.context.more_headers})
+        try:
+            with _client_may_go():
+                await response.prepare(call.request)
+            self._response = response
+            while not made.is_over:
+                part = await self._next(answer)
+                out = SSE_COMMENT if part is None else made.feed(part) if part else made.ended()
+                if made.has_begun and not generation.first_token_s:
+                    generation.first_token_s = time.monotonic()
+                if out:
+                    with _client_may_go():
+                        await response.write(out)
+                if made.broken is not None:
+                    raise made.broken
+            with _client_may_go():
+                await response.write_eof()
+        except _ClientGone:
+            return response, "cancelled"
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+            async with asyncio.timeout(LAST_BYTES_S):  # the connection can be used again only if nothing is left in it
+                await answer.content.readany()
+        return response, "failed" if made.has_failed else made.outcome
+
+    async def _next(self, answer: aiohttp.ClientResponse) -> bytes | None:
+        """Returns what has come, b"" at the end, or None if nothing came for so long that the client gets a comment."""
+        try:
+            async with asyncio.timeout(self._call.context.settings.sse_comment_every_s):
+                return await answer.content.readany()
+        except TimeoutError:
+            return None
+
+    async def _end_with(self, response: web.StreamResponse, error: HearthError) -> None:
+        """Sends the error as the stream's last event. A client that does not read it loses its connection."""
+        try:
+            async with asyncio.timeout(LAST_BYTES_S):
+                await response.write(b"data: %b\n\n" % msgspec.json.encode(error.body()))
+                await response.write_eof()
+        except (ConnectionError, TimeoutError):
+            if self._call.request.transport is not None:
+                self._call.request.transport.abort()
+
+    def _check_type(self, answer: aiohttp.ClientResponse, wanted: str) -> None:
+        if answer.content_type != wanted:
+            what = f"answered with the type {answer.content_type[:100]!r} where {wanted} was asked for"
+            raise failure.invalid(self._upstream.address.host, what)
+
+    def _estimate(self) -> int:
+        """Returns how many tokens the prompt may have. It counts if the answer is cut before the server says how many they are,
+        so that nobody gets a prompt for nothing."""
+        return min(len(self._body) // BYTES_A_TOKEN, self._upstream.max_model_len or LONG_PROMPT_TOKENS)
+
+
+class _ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+@contextlib.contextmanager
+def _client_may_go() -> Iterator[None]:
+    """Tells a client that is gone from a server that is: both are a ConnectionError."""
+    try:
+        yield
+    except ConnectionError:
+        raise _ClientGone from None

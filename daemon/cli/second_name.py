@@ -1,0 +1,48 @@
+"""`hearth cp NAME NEW`: gives a model a second name, a link beside its folder. The weights stay where they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Container
+from pathlib import Path
+
+from daemon.cli.client import Client, CommandError
+from daemon.cli.models_folder import add_models_option, models_folder
+from daemon.cli.partial_folder import write_errors
+from daemon.errors import EXIT_BUSY
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("new", metavar="NEW", help="the second name")
+    add_models_option(parser)
+
+
+def copy(client: Client, options: argparse.Namespace) -> None:
+    from daemon.cli import model_folder  # it knows checkpoints, which other commands need not wait for
+
+    models_dir = Path(models_folder(client, options.models))
+    with write_errors(str(models_dir)):
+        link = _linked(models_dir, options.name, options.new, model_folder.rows_by_name(client, models_dir))
+    if options.json:
+        print(json.dumps({"name": options.new, "path": str(link), "link_to": os.readlink(link)}))
+    else:
+        print(f'{options.new} is a second name of {options.name}, with settings of its own: [models."{options.new}"]')
+
+
+def _linked(models_dir: Path, name: str, new: str, known: Container[str]) -> Path:
+    """Returns the link that was made. known: the models that a daemon lists. Raises CommandError, OSError."""
+    from daemon.cli import model_folder
+
+    folder = model_folder.existing(models_dir, name).resolve()
+    link = model_folder.path_of(models_dir, new)
+    if os.path.lexists(link) or new in known:
+        message = f"there is a model {new!r} already, or something else of that name"
+        raise CommandError(EXIT_BUSY, {"code": "busy", "message": message, "details": {"name": new}})
+    # relative below the models folder, which may be moved
+    is_below = folder.is_relative_to(models_dir.resolve())
+    target = os.path.relpath(folder, link.parent.resolve()) if is_below else str(folder)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(target, target_is_directory=True)
+    return link

@@ -1,0 +1,196 @@
+"""Another server's answer, whole or as a stream of events: the model gets this node's name, and the tokens are counted.
+
+Only the outermost fields of each JSON object are read; all others are passed on as the bytes that came.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from msgspec import Raw
+
+from daemon.contracts import Generation, ReportedUsage
+from daemon.errors import HearthError
+from daemon.upstreams import failure
+
+MAX_EVENT_BYTES = 16 << 20
+_EMPTY, _LONGEST_EMPTY = b"[] \n\t", 32  # a list with nothing in it; longer ones are not looked at
+_NOT_FINISHED = b'"finish_reason":null'  # as most events have it
+_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"([a-z_]+)"')
+_DONE = b"[DONE]"
+_END = b"data: [DONE]\n\n"
+_decoder = msgspec.json.Decoder(dict[str, Raw])
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+_usage_decoder = msgspec.json.Decoder(_Usage)
+_choices_decoder = msgspec.json.Decoder(list[_Choice])
+
+
+class Answer:
+    """What is made of one answer. outcome: how the request ended as far as is known, a word of Generation.outcome. has_text:
+    whether it is a text, not an embedding."""
+
+    def __init__(self, host: str, name: str, generation: Generation, shows_usage: bool) -> None:
+        """host: the server's. name: the model's on this node. generation: counts the tokens. shows_usage: whether the client gets
+        the event that has nothing but the usage."""
+        self.outcome, self.has_text = "stop", False
+        self._host, self._shows_usage = host, shows_usage
+        self._name = Raw(msgspec.json.encode(name))
+        self._generation = generation
+        assert generation.reported is not None
+        self._reported: ReportedUsage = generation.reported
+        self._is_reported = False
+
+    def whole(self, body: bytes) -> bytes:
+        """Returns the answer to send. Raises HearthError upstream_invalid if it is no JSON object."""
+        fields = self._decode(body)
+        if (choices := fields.get("choices")) is not None:
+            try:
+                reasons = {each.finish_reason for each in _choices_decoder.decode(choices)}
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                raise self._invalid("answered with `choices` that are none") from None
+            self.outcome, self.has_text = "length" if "length" in reasons else "stop", True
+        self._count(fields)
+        return self._renamed(fields)
+
+    def _decode(self, data: bytes) -> dict[str, Raw]:
+        try:
+            return _decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise self._invalid("answered with what is no JSON object") from None
+
+    def _renamed(self, fields: dict[str, Raw]) -> bytes:
+        if "model" in fields:
+            fields["model"] = self._name
+        return msgspec.json.encode(fields)
+
+    def _count(self, fields: dict[str, Raw]) -> bool:
+        """Takes over the usage. Returns whether there was one."""
+        raw = fields.get("usage")
+        if raw is None:
+            return False
+        try:
+            usage = _usage_decoder.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # null, too
+            return False
+        self._is_reported = True
+        self._reported.prompt_tokens = max(0, usage.prompt_tokens or 0)
+        self._reported.output_tokens = max(0, usage.completion_tokens or 0)
+        details = usage.prompt_tokens_details
+        self._generation.num_cached = max(0, (details.cached_tokens if details is not None else 0) or 0)
+        return True
+
+    def _invalid(self, what: str) -> HearthError:
+        return failure.invalid(self._host, what)
+
+
+class AnswerStream(Answer):
+    """A stream of server-sent events, which come in pieces of any size and leave as whole events. is_over: whether the last one
+    has come. has_failed: whether one of them was an error. broken: why no more of them can be read."""
+
+    def __init__(self, host: str, name: str, generation: Generation, shows_usage: bool) -> None:
+        super().__init__(host, name, generation, shows_usage)
+        self.is_over = self.has_failed = False
+        self.broken: HearthError | None = None
+        self.has_text = True
+        self._held = bytearray()  # the begin of an event
+        self._seen = 0  # bytes of it that hold no event's end
+        self._is_after_cr = False  # whether a line feed that comes next belongs to the line's end before it
+        self._finish = ""  # the last finish_reason
+        self.has_begun = False  # whether an event with an answer has come
+
+    def feed(self, data: bytes) -> bytes:
+        """Returns the events that are whole now, as they are to be sent."""
+        self._held += self._with_plain_ends(data)
+        end = self._held.rfind(b"\n\n", max(0, self._seen - 1))
+        if end < 0:
+            self._seen = len(self._held)
+            if len(self._held) > MAX_EVENT_BYTES:
+                self.broken = self._invalid(f"sent an event of more than {MAX_EVENT_BYTES >> 20} MiB")
+            return b""
+        events = bytes(self._held[:end])
+        del self._held[: end + 2]
+        self._seen = 0
+        out = []
+        for event in events.split(b"\n\n"):
+            try:
+                out.append(self._event(event) if event and not self.is_over else b"")
+            except HearthError as error:  # what came before it is good
+                self.broken = error
+                break
+        return b"".join(out)
+
+    def _with_plain_ends(self, data: bytes) -> bytes:
+        """Returns the piece with a line feed at each line's end. JSON has no bare line ends within texts, so all of them separate
+        lines."""
+        if self._is_after_cr and data.startswith(b"\n"):
+            data = data[1:]
+            self._is_after_cr = False
+        if b"\r" in data:
+            self._is_after_cr = data.endswith(b"\r")
+            return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if data:
+            self._is_after_cr = False
+        return data
+
+    def ended(self) -> bytes:
+        """Returns what is to be sent when the server has ended its answer properly."""
+        if self.is_over:
+            return b""
+        out = self.feed(b"\n\n") if self._held.strip() else b""
+        if not self.is_over and not self._finish:
+            self.broken = self.broken or self._invalid("ended its stream before the answer was whole")
+        elif not self.is_over:  # some servers leave the mark out
+            self.is_over, out = True, out + _END
+        return out
+
+    def _event(self, event: bytes) -> bytes:
+        if event.startswith(b"data:") and b"\n" not in event:
+            return self._data(event[5:].strip(), b"")
+        lines = event.split(b"\n")
+        data = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        if not data:
+            return event + b"\n\n"  # a comment
+        others = [line for line in lines if line and not line.startswith(b"data:")]
+        return self._data(b" ".join(data), b"".join(line + b"\n" for line in others))
+
+    def _data(self, data: bytes, before: bytes) -> bytes:
+        """Returns an event. data: its JSON. before: its other lines."""
+        if data == _DONE:
+            self.is_over = True
+            return before + _END
+        fields = self._decode(data)
+        if "error" in fields and bytes(fields["error"]) != b"null":
+            self.has_failed = self.is_over = True
+            return b"%bdata: %b\n\n" % (before, data)
+        choices = bytes(fields["choices"]) if "choices" in fields else b""
+        has_text = len(choices) > _LONGEST_EMPTY or bool(choices.strip(_EMPTY))
+        if "usage" in fields:
+            if self._count(fields):
+                if choices and not has_text and not self._shows_usage:
+                    return b""
+            elif not self._shows_usage and bytes(fields["usage"]) == b"null":
+                del fields["usage"]  # which the client has not asked for
+        if has_text:
+            self.has_begun = True
+            if not self._is_reported:
+                self._reported.output_tokens += 1  # an estimate until the usage comes
+            if _NOT_FINISHED not in choices and (found := _FINISHED.search(choices)) is not None:
+                self._finish = found[1].decode()
+                self.outcome = "length" if self._finish == "length" else "stop"
+        return b"%bdata: %b\n\n" % (before, self._renamed(fields))

@@ -1,0 +1,121 @@
+"""What another server's failures are for the client that waits for its answer."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import time
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from daemon.errors import BadRequest, HearthError, NotNow, ServerFault
+from daemon.process import shortage
+
+RETRY_AFTER_S = 5.0
+LONGEST_WAIT_S = 3600.0
+MAX_TEXT = 2000  # characters of a message that is passed on
+
+
+def unavailable(host: str, reason: str) -> NotNow:
+    message = f"The server {host}, which answers for this model, cannot be used: {reason}."
+    return NotNow("upstream_unavailable", message, param="model", retry_after_s=RETRY_AFTER_S)
+
+
+def invalid(host: str, what: str) -> HearthError:
+    """Returns the error for an answer that is not one. what: in words, after the server's name."""
+    return ServerFault("upstream_invalid", f"The server {host}, which answers for this model, {what}.", status=502)
+
+
+def not_reached(host: str, error: Exception) -> HearthError:
+    """Returns the error for a server that could not be reached, or that broke the connection off."""
+    return shortage.in_place_of(error) or unavailable(host, reason_of(error))
+
+
+def reason_of(error: Exception) -> str:
+    """Returns words for a connection that could not be made or broke."""
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return "its name is not known"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return "its certificate is not valid"
+    if isinstance(error, aiohttp.ClientSSLError):
+        return "it cannot be spoken to by TLS"
+    if isinstance(error, TimeoutError):
+        return "it does not answer in time"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno
+        told = f"the connection failed: {os.strerror(number) if number else type(error.os_error).__name__}"
+        hint = " (may this service use the network? see docs/reference/upstream.md)"
+        return told + hint if number in (errno.EAFNOSUPPORT, errno.ENETUNREACH, errno.EPERM) else told
+    if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError | ConnectionError):
+        return "it closed the connection"
+    return "it does not speak HTTP"
+
+
+def passed_on(host: str, status: int, retry_after: str | None, body: bytes) -> HearthError:
+    """Returns the error that another server answered with, in this API's form, with its status, message, code and param. 401 and
+    407 are about this node's own key, so the client is told 502. status: 300 or more. body: the begin of it."""
+    message, kind, code, param = _said(body)
+    if status in (401, 407):
+        text = f"The server {host}, which answers for this model, does not accept this node's key (upstream_key_file)"
+        return ServerFault("upstream_denied", f"{text}.", status=502)
+    if not 400 <= status < 600:
+        return invalid(host, f"answered with the status {status}")
+    text = f"{host}: {message}" if message else f"{host} answered with the status {status}"
+    wait_s = _wait_s(retry_after)
+    error = ServerFault("upstream_error", text, param=param, kind=kind or _kind(status), retry_after_s=wait_s)
+    error.status, error.code = status, code or error.code
+    return error
+
+
+def _kind(status: int) -> str:
+    return NotNow.type if status in (429, 503) else BadRequest.type if status < 500 else ServerFault.type
+
+
+def _said(body: bytes) -> tuple[str, str, str, str | None]:
+    """Returns message, type, code and param of an error in OpenAI's form or one like it; else what can be made of it."""
+    try:
+        told: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        text = body[:MAX_TEXT].decode("utf-8", "replace").strip()
+        return ("" if text.startswith("<") else text), "", "", None  # a page of HTML says nothing to a program
+    error = told.get("error", told) if isinstance(told, dict) else told
+    if not isinstance(error, dict):
+        return _text(error), "", "", None
+    message = _text(error.get("message")) or _text(error.get("detail")) or _text(error.get("error"))
+    code = error.get("code")
+    param = error.get("param")
+    return (
+        message,
+        _word(error.get("type")),
+        _word(code),
+        param[:256] if isinstance(param, str) and param else None,
+    )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value[:MAX_TEXT]
+    return "" if value is None else msgspec.json.encode(value)[:MAX_TEXT].decode("utf-8", "replace")
+
+
+def _word(value: object) -> str:
+    """Returns a word of the error's, such as its code; "" for what is none, as vLLM's numbers."""
+    return value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else ""
+
+
+def _wait_s(retry_after: str | None) -> float | None:
+    """Returns the seconds of a header Retry-After, a number or a date; None where it says nothing that can be used."""
+    if not retry_after:
+        return None
+    try:
+        wait_s = float(retry_after)
+    except ValueError:
+        try:
+            wait_s = parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return min(max(wait_s, 1.0), LONGEST_WAIT_S) if math.isfinite(wait_s) else None

@@ -1,0 +1,50 @@
+"""Reads the keys that this node sends to other servers (`upstream_key_file`). They are never logged or shown."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+from config import credentials
+from config.load import ConfigError, located_setting
+from config.schema import NodeConfig
+
+MAX_BYTES = 16 << 10
+
+
+def paths(config: NodeConfig) -> list[str]:
+    """Returns the files that can be found; a reload reads them again."""
+    found = []
+    for model in config.models.values():
+        if model.upstream is not None and model.upstream_key_file is not None:
+            with contextlib.suppress(ConfigError):  # load() says what is wrong
+                found.append(credentials.path_of(model.upstream_key_file, "upstream_key_file"))
+    return list(dict.fromkeys(found))
+
+
+def load(config: NodeConfig, source: str) -> dict[str, str]:
+    """Returns the key of each name that has one. source: the file that the settings come from. Raises ConfigError naming the file
+    and the setting, never a key."""
+    return {
+        name: _read(source, f'models."{name}".upstream_key_file', model.upstream_key_file)
+        for name, model in config.models.items()
+        if model.upstream is not None and model.upstream_key_file is not None
+    }
+
+
+def headers(key: str) -> Mapping[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _read(source: str, where: str, value: str) -> str:
+    path = credentials.path_of(value, where)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise located_setting(ConfigError(source, where, f"{value} cannot be read: {error.strerror}")) from None
+    key = content.strip()
+    if not key or len(content) > MAX_BYTES or not all(0x21 <= byte <= 0x7E for byte in key):
+        message = f"{value} must hold a key and nothing else: one line of printable characters without spaces"
+        raise located_setting(ConfigError(source, where, message))
+    return key.decode("ascii")

@@ -1,0 +1,167 @@
+"""One name that another server answers: its address and key, whether the server can be used, and who has a place there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from daemon.errors import HearthError, NotNow
+from daemon.upstreams import failure
+
+UNKNOWN, UP, DOWN = "unknown", "up", "down"
+
+
+@dataclass(slots=True, frozen=True)
+class Address:
+    """What a request for a name is sent to. url: without a "/" at its end. model: the name there. key: "" for none."""
+
+    url: str
+    host: str
+    model: str
+    key: str
+
+
+@dataclass(slots=True, frozen=True)
+class Bounds:
+    """max_active: requests there at once. max_queued: that may wait for a place, of one tenant at most max_of_tenant, each
+    max_wait_s."""
+
+    max_active: int
+    max_queued: int
+    max_of_tenant: int
+    max_wait_s: float
+
+
+def bounds(max_active: int, max_queued: int, max_of_tenant: int, max_wait_s: float) -> Bounds:
+    """max_of_tenant: 0 for half of max_queued, as for models of this node."""
+    return Bounds(max_active, max_queued, min(max_queued, max_of_tenant or ceil(max_queued / 2)), max_wait_s)
+
+
+class Upstream:
+    """The state of one name. It must be used on the event loop."""
+
+    def __init__(self, name: str, address: Address, limits: Bounds) -> None:
+        self.name, self.address, self.limits = name, address, limits
+        self.state, self.reason = UNKNOWN, "it was not asked yet"
+        self.since_s = time.time()
+        self.last_used_s: float | None = None  # Unix seconds
+        self.max_model_len = 0  # its longest context; 0: the server does not tell
+        self.note = ""  # what is odd about it, though it answers
+        self._active: Counter[str] = Counter()  # by tenant
+        self._waiting: dict[asyncio.Future[None], str] = {}  # -> tenant, in the order of arrival
+
+    @property
+    def num_active(self) -> int:
+        return self._active.total()
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._waiting)
+
+    # ---- health
+
+    def set_state(self, state: str, reason: str) -> bool:
+        """Returns whether the state is another one now."""
+        changed, self.reason = state != self.state, reason
+        if changed:
+            self.state, self.since_s = state, time.time()
+        return changed
+
+    def refusal(self, tenant: str) -> HearthError | None:
+        """Returns why a request that came now would not be answered as far as can be told, or None."""
+        if self.state == DOWN:
+            return failure.unavailable(self.address.host, self.reason)
+        return self._queue_full(tenant) if self.num_active >= self.limits.max_active else None
+
+    # ---- places
+
+    async def enter(self, tenant: str) -> None:
+        """Waits for a place; `leave` must be called afterwards. Raises HearthError: queue_full (429), wait_exceeded (503)."""
+        self.last_used_s = time.time()
+        if self.num_active < self.limits.max_active and not self._waiting:
+            self._active[tenant] += 1
+            return
+        if (full := self._queue_full(tenant)) is not None:
+            raise full
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[place] = tenant
+        limit_s = self.limits.max_wait_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await place
+        except BaseException as error:
+            self._waiting.pop(place, None)
+            if place.done() and not place.cancelled():  # it was given a place in the same turn
+                self.leave(tenant)
+            if isinstance(error, TimeoutError):
+                message = f"waited {limit_s:g} s for a place at {self.address.host} for {self.name} (max_wait_s)"
+                raise NotNow("wait_exceeded", message, retry_after_s=failure.RETRY_AFTER_S) from None
+            raise
+
+    def leave(self, tenant: str) -> None:
+        """Gives the place to the first waiting request of the tenant that has the fewest."""
+        self._active[tenant] -= 1
+        if not self._active[tenant]:
+            del self._active[tenant]
+        self._fill()
+
+    def set_bounds(self, limits: Bounds) -> None:
+        self.limits = limits
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and self.num_active < self.limits.max_active:
+            place = min(self._waiting, key=lambda each: self._active[self._waiting[each]])
+            tenant = self._waiting.pop(place)
+            if not place.done():
+                self._active[tenant] += 1
+                place.set_result(None)
+
+    def _queue_full(self, tenant: str) -> HearthError | None:
+        limits = self.limits
+        of_tenant = sum(each == tenant for each in self._waiting.values())
+        if len(self._waiting) >= limits.max_queued:
+            message = f"{len(self._waiting)} requests wait for {self.name}; max_queued is {limits.max_queued}"
+        elif tenant and of_tenant >= limits.max_of_tenant:
+            message = f"{of_tenant} requests of {tenant} wait for {self.name}; {limits.max_of_tenant} may"
+        else:
+            return None
+        return NotNow("queue_full", message, status=429, retry_after_s=1.0)
+
+    # ---- for operators
+
+    def row(self) -> dict[str, Any]:
+        """Returns the row of `hearth models`, with the fields that models of this node have."""
+        return {
+            "name": self.name,
+            "kind": "upstream",
+            "state": self.state,
+            "device": "",
+            "upstream": self.address.host,
+            "weights_bytes": 0,
+            "kv_bytes": 0,
+            "active": self.num_active,
+            "queued": self.num_queued,
+            "pinned": False,
+            "last_used": None if self.last_used_s is None else round(self.last_used_s, 3),
+            "reason": self.reason,
+            "host_bytes": 0,
+            "saved_kv_tokens": 0,
+            "keep_alive_s": None,
+            "leaves": None,
+        }
+
+    def lines(self) -> list[str]:
+        """Returns what `hearth why` says."""
+        ago_s = max(0.0, time.time() - self.since_s)
+        there = "" if self.address.model == self.name else f" as {self.address.model!r}"
+        lines = [f"{self.name} is answered by {self.address.url}{there} (upstream); nothing of it is on this node"]
+        lines.append(f"now {self.state} for {ago_s:.0f} s: {self.reason}")
+        if self.note:
+            lines.append(self.note)
+        lines.append(f"{self.num_active} requests are there, {self.num_queued} wait; at most {self.limits.max_active} at once")
+        return lines
