@@ -23,6 +23,7 @@ import triton
 
 from benchmarks import no_driver
 from benchmarks.gpu_shapes import shape_of
+from engine.cuda.backend import MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS
 from engine.cuda.model import CudaModel
 from engine.protocol import LoadModel
 from engine.sampling.sampler import sampling_rows
@@ -30,6 +31,7 @@ from scheduler.batch.plan import BatchPlan, make_sequence_table
 
 BLOCK_TOKENS, LENGTH = 16, 4096
 WARM_UP_STEPS = 20
+GRAPHS = (MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS)
 
 
 class Sequences:
@@ -90,7 +92,7 @@ def settings_us(sequences: Sequences) -> float:
 def run(name: str, num_rows: int, chunk: int, steps: int, driver: no_driver.NoDriver, tell: Callable[..., None]) -> None:
     spec = LoadModel(1, name, "", "bfloat16", "", 0, 0, 0, LENGTH, num_rows + 1, [])
     for graph in (False, True):
-        model = no_driver.no_driver_model(spec, shape_of(name), BLOCK_TOKENS, 256 if graph else 0)
+        model = no_driver.no_driver_model(spec, shape_of(name), BLOCK_TOKENS, *(GRAPHS if graph else (0, 0)))
         model.launch_all()
         while model.num_uncaptured:
             model.capture_next()

@@ -29,7 +29,7 @@ from torch.nn import functional
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.compiler import CompiledKernel
 
-from engine.cuda import graphs, model, sequences
+from engine.cuda import graphs, mixed_graphs, model, sequences
 from engine.cuda.kernels import entry
 from engine.cuda.launch_only import ARENA_BLOCKS, AddressRange
 from engine.cuda.launches import NoGpu
@@ -51,10 +51,11 @@ R cuLaunchKernelEx(void *config, void *function, void **args, void **extra) { nu
 R cuPointerGetAttribute(P *data, int attribute, P pointer) { *data = pointer; return 0; }
 R cuDeviceGetAttribute(int *value, int attribute, int device) { *value = 1 << 18; return 0; }
 #define S(name) R name() { return 0; }
-S(cuCtxGetDevice) S(cuCtxGetLimit) S(cuCtxSetCurrent) S(cuCtxSetLimit) S(cuDeviceGet) S(cuDeviceGetCount) S(cuDevicePrimaryCtxRetain)
-S(cuDriverGetVersion) S(cuFuncGetAttribute) S(cuFuncSetAttribute) S(cuFuncSetCacheConfig) S(cuGetErrorString) S(cuGetProcAddress)
-S(cuInit) S(cuModuleGetFunction) S(cuModuleLoadData) S(cuModuleUnload) S(cuOccupancyMaxActiveClusters) S(cuPointerGetAttributes)
-S(cuStreamIsCapturing) S(cuTensorMapEncodeIm2col) S(cuTensorMapEncodeTiled)
+S(cuCtxGetDevice) S(cuCtxGetLimit) S(cuCtxSetCurrent) S(cuCtxSetLimit) S(cuDeviceGet) S(cuDeviceGetCount)
+S(cuDevicePrimaryCtxRetain) S(cuDriverGetVersion) S(cuFuncGetAttribute) S(cuFuncSetAttribute) S(cuFuncSetCacheConfig)
+S(cuGetErrorString) S(cuGetProcAddress) S(cuInit) S(cuModuleGetFunction) S(cuModuleLoadData) S(cuModuleUnload)
+S(cuOccupancyMaxActiveClusters) S(cuPointerGetAttributes) S(cuStreamIsCapturing) S(cuTensorMapEncodeIm2col)
+S(cuTensorMapEncodeTiled)
 """
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
@@ -183,17 +184,17 @@ def install() -> NoDriver:
     for option, value in ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 1 << 30)):
         libc.mallopt(option, value)
     triton.compiler.compile = _without_code
-    for module in (graphs, model, sequences):
+    for module in (graphs, mixed_graphs, model, sequences):
         vars(module)["torch"] = _Torch()
     return driver
 
 
-def no_driver_model(spec: LoadModel, shape: ModelShape, block_tokens: int, max_graph_rows: int) -> CudaModel:
+def no_driver_model(spec: LoadModel, shape: ModelShape, block_tokens: int, max_graph_rows: int, max_graph_tokens: int) -> CudaModel:
     """Returns a model whose steps do on the host what they do on a GPU's. spec: of it the dtypes and the limits count."""
     groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
     arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
     weights: Any = AddressRange(weights_bytes(shape, spec.dtype))
-    made = CudaModel(NoDriverOps(), spec, shape, weights, arena.all, block_tokens, max_graph_rows)
+    made = CudaModel(NoDriverOps(), spec, shape, weights, arena.all, block_tokens, max_graph_rows, max_graph_tokens)
     made._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
     made._staging._pinned = True
     made._measure_tries = 0  # no kernel is the faster one
