@@ -128,9 +128,9 @@ class CudaModel:
         if self._device.type == "cuda":
             cores = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // shape.num_kv_heads)
-        self._tile_tokens = entry.tile_tokens(shape.head_dim, dtype)
+        self.tile_tokens = entry.tile_tokens(shape.head_dim, dtype)
         self.graphs = DecodeGraphs(self._decode, self._staging, self._device, max_graph_rows)
-        sizes = mixed_sizes(max_graph_tokens, spec.max_sequences, self._tile_tokens)
+        sizes = mixed_sizes(max_graph_tokens, spec.max_sequences, self.tile_tokens)
         self.mixed_graphs = MixedGraphs(self.compute_mixed, self._staging, self._device, sizes)
         self._products: list[Tensor] = []  # the weights of matrix products, views of the weight range
         self._measure_tries = MEASURE_TRIES
@@ -187,13 +187,13 @@ class CudaModel:
             columns = decode_columns(plan, table, rows, padded or len(plan.slots))
             events = self._events()
             return _Begun(self.graphs.run(padded, columns) if padded else self._decode(self._staging.send(columns)), events)
-        held = int(plan.num_new.sum()), len(plan.slots), num_tiles(plan, self._tile_tokens)
+        held = int(plan.num_new.sum()), len(plan.slots), num_tiles(plan, self.tile_tokens)
         if (lacking := self.mixed_graphs.needed(*held)) is not None:
             self.capture_mixed(lacking)
         size = self.mixed_graphs.size_for(*held)
         if size is None:
             return None
-        columns = mixed_columns(plan, table, rows, size, self._tile_tokens)
+        columns = mixed_columns(plan, table, rows, size, self.tile_tokens)
         events = self._events()
         return _Begun(self.mixed_graphs.run(size, columns), events)
 
@@ -201,7 +201,7 @@ class CudaModel:
         """Starts a step of any kind by launching each kernel. rows: of what the device samples; None: it samples nothing. also:
         indices into T of further tokens whose hidden states are wanted, behind those of the sampling rows."""
         events = self._events()
-        hidden = self._forward(extend_step(plan, table, self._tile_tokens, also))
+        hidden = self._forward(extend_step(plan, table, self.tile_tokens, also))
         if rows is None:
             return _Begun(StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), hidden), events)
         sent = self._staging.send(sampling_columns(rows) | {"slots": plan.slots[plan.samples]})
@@ -293,7 +293,7 @@ class CudaModel:
         """Runs a step without sampling, for tests. Returns float32 logits: [N, V] of the sampling rows, or [T, V] of all tokens."""
         self._update_blocks(plan, table)
         everything = np.arange(int(plan.num_new.sum())) if every_token else None
-        step = extend_step(plan, table, self._tile_tokens, everything)
+        step = extend_step(plan, table, self.tile_tokens, everything)
         hidden = self._forward(step)
         part = hidden[step.num_sampling :] if every_token else hidden[: step.num_sampling]
         return self._loaded().logits(part).float().cpu().numpy()
@@ -301,12 +301,14 @@ class CudaModel:
     def restore(self) -> None:
         """Makes the model usable again after a reload, which has put the weights back into the same address range."""
         self._model = build_model(self._ops, self.shape, Weights(self.shape, self._dtype_name, self._weights))
+        self.mixed_graphs.evicted_s = None
 
     def release(self) -> None:
         """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""
         if self._device.type == "cuda" and self._model is not None:
             torch.cuda.default_stream(self._device).synchronize()  # nothing may still run on memory that is unmapped
         self._model = None
+        self.mixed_graphs.evicted_s = time.monotonic()
         self._weights.unmap()
 
     # ---- inside a step

@@ -4,6 +4,7 @@ the padding holds; and graphs of them are captured, kept and given up as engine/
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cuda import graphs, mixed_steps
+from engine.cuda import graphs, mixed_graphs, mixed_steps
 from engine.cuda.graphs import StepGraph, StepGraphs, StepOutputs
 from engine.cuda.mixed_graphs import STEPS_BEFORE_CAPTURE, MixedGraphs
 from engine.cuda.mixed_steps import PROMPTS, MixedSize, mixed_columns, mixed_padding, mixed_sizes, num_tiles
@@ -120,9 +121,9 @@ def test_a_padded_step_computes_what_the_plain_one_does(folder: Path, seed: int,
     before, ids_before = arena.clone(), last_ids.clone()
     rows = sampling_rows(step, table, [1], VOCABULARY) if step.samples.any() else None
     num_rows, num_sampling = len(step.slots), int(step.samples.sum())
-    columns, padding = mixed_columns(step, table, rows, size, model._tile_tokens), mixed_padding(size, NUM_SLOTS)
+    columns, padding = mixed_columns(step, table, rows, size, model.tile_tokens), mixed_padding(size, NUM_SLOTS)
     used = {"host_ids": int(step.num_new.sum()), "wanted": num_sampling, "top_k": num_sampling, "firsts": num_rows}
-    used |= {"starts": num_rows, "tile_firsts": num_tiles(step, model._tile_tokens)}
+    used |= {"starts": num_rows, "tile_firsts": num_tiles(step, model.tile_tokens)}
     rubbish(generator, columns, padding, used)
     with torch.inference_mode():
         plain = model._begin_plain(step, table, rows, None).outputs
@@ -320,6 +321,29 @@ def test_a_refused_graph_leaves_its_steps_to_others(caplog: pytest.LogCaptureFix
     assert own.needed(10, 2, 1) is None
 
 
+def test_graphs_of_all_models_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that needs room takes that of the one that was evicted the longest ago. Without such a one it does without graphs,
+    and its idle work ends."""
+    monkeypatch.setattr(mixed_graphs, "MOST_GRAPHS", 8)
+    monkeypatch.setattr(mixed_graphs, "_holders", [])
+    first, second, third = (Recorded(mixed_sizes(64, 64, 128)) for _ in range(3))
+    for each in (first, second):
+        while each.missing():
+            each.capture(each.missing()[0])
+    assert third.missing() == []
+    assert [third.needed(10, 2, 1) for _ in range(2 * STEPS_BEFORE_CAPTURE)] == [None] * 2 * STEPS_BEFORE_CAPTURE
+    first.evicted_s, second.evicted_s = 2.0, 1.0
+    while third.missing():
+        third.capture(third.missing()[0])
+    assert [len(each.captured) for each in (first, second, third)] == [4, 0, 4]
+    assert second.missing() != [], "those of the other one, evicted later"
+    second.evicted_s = first.evicted_s = None
+    assert second.missing() == []
+    del first
+    gc.collect()
+    assert len(second.missing()) == 4
+
+
 def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps are captured first. A model that is loaded again has all graphs, one that takes its place none of them."""
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
@@ -327,6 +351,7 @@ def test_nothing_is_captured_after_a_second_load(tmp_path: Path, stand_in_graphs
     graph = StepGraph(StandInGraph(), nothing, StepOutputs(nothing, nothing), 0.0, 0.0, 0)
     monkeypatch.setattr(StepGraphs, "_captured", lambda self, padding: graph)
     model = load_cuda_model(tmp_path, max_graph_rows=1, max_graph_tokens=16)
+    monkeypatch.setattr(mixed_graphs, "_holders", [])
     assert model.num_uncaptured == 2
     model.capture_next()
     assert (list(model.graphs.captured), list(model.mixed_graphs.captured)) == ([1], [])

@@ -47,7 +47,7 @@ def record(case: KeyCase, every: bool) -> dict[str, Any]:
             for key in list(launches)[warmed + len(added) :]:
                 added[key] = str(step)
         with torch.inference_mode():
-            for size in mixed_sizes(MAX_GRAPH_TOKENS, case.max_rows, model._tile_tokens):  # what graphs of them hold
+            for size in mixed_sizes(MAX_GRAPH_TOKENS, case.max_rows, model.tile_tokens):  # what graphs of them hold
                 num_steps += 1
                 model.compute_mixed(model._staging.send(mixed_padding(size, case.max_rows)))
                 for key in list(launches)[warmed + len(added) :]:
