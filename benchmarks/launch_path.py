@@ -1,5 +1,6 @@
 """What a step on a GPU costs the host, measured where there is none (benchmarks/no_driver.py says what is real): microseconds of
-a core's time from the plan of a step to its result, for steps that launch each kernel and for those that replay a graph.
+a core's time from the plan of a step to its result, for steps that launch each kernel and for those that replay a graph. Waits are
+not counted; a core whose caches others use takes longer, and machine_load tells how many there were.
 
 64 rows that decode at scattered places of their sequences; a mixed step has a piece of one more prompt. Rows sample with a
 temperature and top_p. JSON lines, then a table.
@@ -128,7 +129,8 @@ def main() -> None:
     lines: list[dict[str, Any]] = []
 
     def tell(**figures: Any) -> None:
-        lines.append({"benchmark": "launch_path"} | figures | {"triton": triton.__version__, "torch": torch.__version__})
+        busy = {"machine_load": round(os.getloadavg()[0], 1)}
+        lines.append({"benchmark": "launch_path"} | figures | busy | {"triton": triton.__version__, "torch": torch.__version__})
         print(json.dumps(lines[-1]), flush=True)
 
     driver = no_driver.install()

@@ -146,7 +146,7 @@ class StepGraphs(Generic[Size]):
     def run(self, size: Size, columns: Mapping[str, Any]) -> StepOutputs:
         """Runs a captured step. Returns outputs that the next run of any graph overwrites."""
         graph = self.captured[size]
-        self._staging.send(columns, graph.inputs)
+        self._staging.copy(columns, graph.inputs)
         graph.graph.replay()
         return graph.outputs
 

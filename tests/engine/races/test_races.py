@@ -133,13 +133,13 @@ def steps_do_not_wait_for_staging(run: EngineRun, monkeypatch: pytest.MonkeyPatc
     """The host fills the one staging buffer again without waiting for the copy from it."""
     monkeypatch.setattr(sequences, "NUM_STAGING", 1)
     staging = model.Staging
-    send = staging.send
+    copy = staging.copy
 
     def hasty(self: Any, *arguments: Any) -> Any:
         self._copied = [None] * len(self._copied)
-        return send(self, *arguments)
+        return copy(self, *arguments)
 
-    monkeypatch.setattr(staging, "send", hasty)
+    monkeypatch.setattr(staging, "copy", hasty)
 
 
 WORK_SPACE = "cuBLAS's work space"
