@@ -25,6 +25,7 @@ log = logging.getLogger("engine")
 
 # Steps without the graph that suits them before it is captured between steps. That takes as long as some ten of them.
 STEPS_BEFORE_CAPTURE = 16
+REPLAYS = 3  # that are measured; the fastest counts, since an idle device is slow at first
 # As many as four models have. What the driver keeps for a graph, up to 2 MiB, is in no limit of torch's. What the default budget
 # leaves of a GPU (config/devices.py) is enough for these beside as many models' decode graphs.
 MOST_GRAPHS = 48
@@ -81,7 +82,7 @@ class MixedGraphs(StepGraphs[MixedSize]):
 
     def capture(self, size: MixedSize, padding: Mapping[str, Any]) -> bool:
         """Captures a size as StepGraphs.capture says. Returns False, too, if its graph gains nothing: then it is never tried again,
-        and neither are sizes of more tokens with as many rows, which take the host no longer."""
+        and neither are larger sizes, which take the device longer and the host as long."""
         self._needed.pop(size, None)
         self._make_room()
         if not super().capture(size, padding):
@@ -96,10 +97,9 @@ class MixedGraphs(StepGraphs[MixedSize]):
             device_s * 1e3,
             graph.launch_s * 1e3,
         )
-        self._without_gain.update(
-            other for other in self._sizes if other.num_rows == size.num_rows and other.num_tokens >= size.num_tokens
-        )
-        let_go([self.captured.pop(size)])
+        larger = [other for other in self._sizes if other.num_rows >= size.num_rows and other.num_tokens >= size.num_tokens]
+        self._without_gain.update(larger)
+        let_go([self.captured.pop(other) for other in larger if other in self.captured])
         return False
 
     def _has_room(self) -> bool:
@@ -129,12 +129,15 @@ class MixedGraphs(StepGraphs[MixedSize]):
         if self._device.type != "cuda":
             return 0.0
         graph.graph.replay()  # the first one brings the graph to the device
-        started, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
-        started.record()
-        graph.graph.replay()
-        done.record()
-        done.synchronize()
-        return float(started.elapsed_time(done)) / 1e3
+        seconds = []
+        for _ in range(REPLAYS):
+            started, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+            started.record()
+            graph.graph.replay()
+            done.record()
+            done.synchronize()
+            seconds.append(float(started.elapsed_time(done)) / 1e3)
+        return min(seconds)
 
     def _named(self, size: MixedSize) -> str:
         return f"up to {size.num_tokens} tokens of {size.num_rows} rows"

@@ -284,14 +284,16 @@ def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
 
 
 def test_a_graph_that_keeps_the_device_longer_than_the_host_is_given_up() -> None:
-    """So are those of more tokens with as many rows, which would do so all the more; none of them is tried again."""
+    """So are larger ones, which would do so all the more, also if they are there already; none of them is tried again."""
     own = Recorded(mixed_sizes(512, 64, 128))
+    own.capture(MixedSize(512, 64, PROMPTS + 4))
+    assert len(own.captured) == 1
     while own.missing():
         size = own.missing()[0]
         own.seconds = (size.num_tokens * 1e-3, 0.1)
         own.capture(size)
     assert sorted((size.num_tokens, size.num_rows) for size in own.captured) == [(16, 16), (32, 16), (64, 16), (64, 64)]
-    assert [size.num_tokens for size in own.attempts if size not in own.captured] == [128, 128]
+    assert [(size.num_tokens, size.num_rows) for size in own.attempts if size not in own.captured] == [(512, 64), (128, 16)]
     for _ in range(3 * STEPS_BEFORE_CAPTURE):
         assert own.needed(100, 60, 1) is None
 
