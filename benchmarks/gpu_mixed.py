@@ -1,6 +1,7 @@
-"""Steps that decode 64 rows and compute a piece of a prompt beside them, which are most steps under load. Where no graph holds
-them, the host launches each kernel. For an 8B and a 1B model: the step's time by the clock, and the host's to launch it. Where the
-host takes nearly all of the step, the device waits for it. One JSON line each.
+"""Steps that decode 64 rows and compute a piece of a prompt beside them, which are most steps under load: as the engine runs them,
+which is as a graph where there is one that gains anything, and with each kernel launched by the host. For an 8B and a 1B model: the
+step's time by the clock, the device's, and the host's to launch it. Where the host takes nearly all of the step, the device waits
+for it. One JSON line for each piece, and one for each graph.
 
 usage: python -m benchmarks.gpu_mixed [--tiny]
 """
@@ -30,10 +31,17 @@ def mixed(bench: Bench, num_rows: int, context: int, chunk: int, steps: int) -> 
     def with_chunk(at: int) -> BatchPlan:
         return bench.mixed_plan(num_rows, context + at, chunk)
 
+    graphs = bench.model.mixed_graphs
+    size = graphs.size_for(num_rows + chunk, num_rows + 1, -(-chunk // bench.model.tile_tokens))
     for plan in (decode, with_chunk):
         pipelined(bench, plan, 3)
     alone, took = pipelined(bench, decode, steps), pipelined(bench, with_chunk, steps)
+    bench.model.mixed_graphs = graphs.none()
+    pipelined(bench, with_chunk, 3)
+    eager = pipelined(bench, with_chunk, steps)
+    bench.model.mixed_graphs = graphs
     tell(
+        what="step",
         model=bench.name,
         rows=num_rows,
         chunk=chunk,
@@ -42,9 +50,31 @@ def mixed(bench: Bench, num_rows: int, context: int, chunk: int, steps: int) -> 
         device_ms=round(took.device * 1e3, 3),
         launch_host_us=round(took.host * 1e6, 1),
         host_share=round(took.host / took.wall, 3),
+        over_device=round(took.wall / took.device, 3),
+        graph_tokens=0 if size is None else size.num_tokens,
+        eager_ms=round(eager.wall * 1e3, 3),
+        eager_device_ms=round(eager.device * 1e3, 3),
+        eager_launch_host_us=round(eager.host * 1e6, 1),
+        over_eager=round(took.wall / eager.wall, 3),
         decode_alone_ms=round(alone.wall * 1e3, 3),
         over_decode_alone=round(took.wall / alone.wall, 2),
     )
+
+
+def capture(bench: Bench) -> None:
+    """Captures what the engine would capture in idle time."""
+    while bench.model.num_uncaptured:
+        bench.model.capture_next()
+    for size, graph in bench.model.mixed_graphs.captured.items():
+        tell(
+            what="graph",
+            model=bench.name,
+            tokens=size.num_tokens,
+            rows=size.num_rows,
+            capture_ms=round(graph.capture_s * 1e3, 1),
+            graph_mib=round(graph.num_bytes / 2**20, 2),
+            eager_launch_ms=round(graph.launch_s * 1e3, 3),
+        )
 
 
 def main() -> None:
@@ -55,6 +85,7 @@ def main() -> None:
         return
     for name in ("8b", "1b"):
         bench = Bench(name, "cuda", NUM_ROWS + 1, CONTEXT + STEPS + max(CHUNKS) + 8, NUM_ROWS)
+        capture(bench)
         for chunk in CHUNKS:
             mixed(bench, NUM_ROWS, CONTEXT, chunk, STEPS)
         del bench

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.gpu_limits import CACHE_DIR
 from benchmarks.plain_memory import PlainRange
+from engine.cuda.backend import MAX_GRAPH_TOKENS
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.cuda.work_space import KEPT_BYTES
@@ -73,7 +74,8 @@ def kv_room_bytes(shape: ModelShape, dtype: str, num_rows: int) -> int:
 
 
 class Bench:
-    """A model of a shape with a table of num_rows sequences of up to `length` tokens to step it with.
+    """A model of a shape with a table of num_rows sequences of up to `length` tokens to step it with. Steps with pieces of prompts
+    may run as graphs where decode steps do (max_graph_rows).
 
     KV takes what fits on the device: where that is less than all sequences need, several share a block. Steps read as many bytes
     then and take as long, but sample other tokens. num_blocks: how many there shall be; 0: as many as the sequences need."""
@@ -97,7 +99,8 @@ class Bench:
             self.num_blocks = min(self.num_blocks, kv_room_bytes(self.shape, self.dtype, num_rows) // self.block_bytes)
         arena = torch.zeros(self.num_blocks * self.block_bytes, dtype=torch.uint8, device=device)
         spec = LoadModel(1, name, "", self.dtype, "", 0, 0, 0, length, num_rows, [])
-        self.model = CudaModel(CudaOps(CACHE_DIR), spec, self.shape, cast(Any, self.weights), arena, BLOCK_TOKENS, max_graph_rows)
+        limits = (max_graph_rows, MAX_GRAPH_TOKENS if max_graph_rows else 0)
+        self.model = CudaModel(CudaOps(CACHE_DIR), spec, self.shape, cast(Any, self.weights), arena, BLOCK_TOKENS, *limits)
         began_s = time.perf_counter()
         self.model.warm()
         self.warm_s = time.perf_counter() - began_s

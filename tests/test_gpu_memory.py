@@ -33,13 +33,15 @@ from benchmarks.gpu_node import Node
 from benchmarks.gpu_parts import PARTS
 from config.devices import CUDA_LEFT_BYTES
 from engine.contracts.steps import StepResult
-from engine.cuda.backend import MAX_GRAPH_ROWS
+from engine.cuda.backend import MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS
 from engine.cuda.graphs import graph_rows
 from engine.cuda.kernels import entry, triton_decode, triton_extend, triton_sampling, triton_unpack
+from engine.cuda.mixed_graphs import MOST_GRAPHS
+from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
 from engine.cuda.model import CudaModel
 from engine.cuda.work_space import KEPT_BYTES
 from loader import codec
-from loader.gpu_sizing import gpu_work_space_bytes
+from loader.gpu_sizing import LIBRARY_BYTES, PACKED_BYTES, gpu_work_space_bytes
 from tests.counted_memory import CountedMemory
 
 CARDS_GIB = (78, 139)  # usable, of 80 GB and of 141 GB
@@ -94,6 +96,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(torch.cuda, name, value)
     for name in ("warm", "launch"):
         monkeypatch.setattr(CudaModel, name, lambda *_: Ended())
+    monkeypatch.setattr(CudaModel, "num_uncaptured", 0)
     monkeypatch.setattr(gpu_profile, "profiled", lambda *_: None)
     monkeypatch.setattr(gpu_forward, "swap", lambda *_: None)  # takes page-locked memory of the host, and none of the device
     for module in (gpu_limits, gpu_kernels):
@@ -158,5 +161,22 @@ def test_the_default_budget_leaves_room_for_all_that_is_outside_of_it() -> None:
     """What the driver takes is an estimate until a GPU was measured: some 0.5 GiB for the context of an H100, and as much as `make
     gpu` aims at for each graph, of four models."""
     context_bytes, modules_bytes = 512 << 20, 256 << 20
-    executables_bytes = 4 * len({graph_rows(num) for num in range(1, MAX_GRAPH_ROWS + 1)}) * (2 << 20)
+    decode = {graph_rows(num) for num in range(1, MAX_GRAPH_ROWS + 1)}
+    executables_bytes = (4 * len(decode) + MOST_GRAPHS) * (2 << 20)
     assert KEPT_BYTES + context_bytes + modules_bytes + executables_bytes <= CUDA_LEFT_BYTES
+
+
+def test_what_graphs_keep_fits_beside_the_work_space() -> None:
+    """The graphs of all models share one pool, which holds what one step takes at a time. Each keeps its columns and the hidden
+    states of its rows besides. Of four 8B models that is less than what torch may keep."""
+    shape = gpu_shapes.shape_of("8b")
+    decode = {graph_rows(num) for num in range(1, MAX_GRAPH_ROWS + 1)}
+    mixed = mixed_sizes(MAX_GRAPH_TOKENS, MAX_GRAPH_ROWS, triton_extend.tile_tokens(shape.head_dim, torch.bfloat16))
+    assert 4 * len(mixed) <= MOST_GRAPHS
+    pool_bytes = gpu_work_space_bytes(shape, "bfloat16", MAX_GRAPH_TOKENS, MAX_GRAPH_ROWS) - LIBRARY_BYTES - PACKED_BYTES
+    kept_rows = sum(decode) + sum(size.num_rows for size in mixed)
+    columns_bytes = sum(column.nbytes for size in mixed for column in mixed_padding(size, MAX_GRAPH_ROWS).values())
+    block_tables_bytes = MAX_GRAPH_ROWS * (131072 // gpu_shapes.BLOCK_TOKENS) * 4
+    kept_bytes = kept_rows * (shape.hidden_size * 2 + 16 * 4) + columns_bytes + block_tables_bytes
+    work_spaces_bytes = 32 << 20  # cuBLAS's, of captures
+    assert pool_bytes + 4 * kept_bytes + work_spaces_bytes <= KEPT_BYTES

@@ -35,6 +35,7 @@ from loader.unpack import Decoder
 log = logging.getLogger("engine")
 
 MAX_GRAPH_ROWS = 256  # decode steps with more rows have no graph
+MAX_GRAPH_TOKENS = 512  # steps with pieces of prompts and more tokens have none
 FP8_CAPABILITY = (8, 9)
 
 
@@ -126,13 +127,13 @@ class CudaBackend:
                 give_back_memory()
                 model = self._made(spec, shape, weights)
         if known is not None:
-            known[1].graphs.drop()
+            known[1].drop_graphs()
         self._models[spec.model] = identity, model
         return model
 
     def _made(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
-        max_graph_rows = MAX_GRAPH_ROWS if self.memory.arena.is_cuda else 0
-        model = CudaModel(self._ops, spec, shape, weights, self.memory.arena, self._options.block_tokens, max_graph_rows)
+        limits = (MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS) if self.memory.arena.is_cuda else (0, 0)
+        model = CudaModel(self._ops, spec, shape, weights, self.memory.arena, self._options.block_tokens, *limits)
         model.warm()
         return model
 

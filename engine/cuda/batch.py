@@ -33,8 +33,8 @@ class DeviceGroup:
 @dataclass(slots=True)
 class QueryTiles:
     """The I query tiles of the rows with several new tokens, as triton_extend takes them. rows [I] int32: each tile's row. firsts
-    [I] int32: its first query among the row's new tokens. starts, num_new [R]: each row's first token in the step, and its number
-    of new tokens."""
+    [I] int32: its first query among the row's new tokens; at or above num_new in tiles that are padding. starts, num_new [R]: each
+    row's first token in the step, and its number of new tokens."""
 
     rows: Tensor
     firsts: Tensor
@@ -44,7 +44,8 @@ class QueryTiles:
 
 @dataclass(slots=True)
 class DeviceBatch:
-    """The inputs of one step. num_decode: rows with one new token. slots, contexts [R] int32: each row's slot, and how many
+    """The inputs of one step. num_decode: rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper bound, and
+    the groups' work holds the pieces of those that there are. slots, contexts [R] int32: each row's slot, and how many
     positions it has stored after this step. layer_places: for each layer, its group and its place in that group."""
 
     input_ids: Tensor  # [T]

@@ -1,21 +1,23 @@
-"""Decode steps as CUDA graphs: one for each of a few row counts, captured when first needed, all in one memory pool.
+"""Steps as CUDA graphs: one for each of a few sizes, all in one memory pool. Here are captures, memory and refusals, and the decode
+steps, whose sizes are row counts; mixed_graphs.py has the steps with pieces of prompts.
 
 A graph holds addresses: of the weights (which return to the same range after an eviction), of the KV arena, of the model's
 sequences and of its own input columns. Graphs that share a pool must not run at the same time, so all steps of a device run on one
 stream, and one thread launches them. The same thread captures, and lets go of graphs (docs/gpu.md says why).
 
-Shapes: R rows, padding included.
+Shapes: R rows, padding included; W width.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from torch import Tensor
 from engine.cuda.sequences import Staging
 
 log = logging.getLogger("engine")
+
+Size = TypeVar("Size", bound=Hashable)
 
 WARM_UP_STEPS = 2  # compile kernels and let libraries allocate what they keep, outside the capture
 RETRY_S = 60.0  # after which a graph that found no memory is tried again, and twice as long after each further refusal
@@ -47,13 +51,23 @@ def graph_rows(num_rows: int) -> int:
 
 
 @dataclass(slots=True)
-class DecodeGraph:
-    """A captured decode step of R rows. drawn: where it writes its result, ids and whether each row was bad. capture_s: seconds its
-    capture took."""
+class StepOutputs:
+    """What a step leaves on the device. drawn [2, R] int32: the sampled ids, and whether each row was bad. hidden [R, W]: the
+    hidden states that they were sampled from, for rows that the host has more to do with."""
+
+    drawn: Tensor
+    hidden: Tensor
+
+
+@dataclass(slots=True)
+class StepGraph:
+    """A captured step. outputs: where it writes them. launch_s: seconds that the host took to launch the same step without a graph.
+    capture_s: seconds its capture took."""
 
     graph: Any
     inputs: Tensor  # int32: every column, as Staging.send lays them out
-    drawn: Tensor  # [2, R] int32
+    outputs: StepOutputs
+    launch_s: float
     capture_s: float
     num_bytes: int  # by which the capture made the pool grow
 
@@ -71,12 +85,12 @@ class CaptureSpace:
     def __init__(self, device: torch.device) -> None:
         self._thread = threading.get_ident()
         self._pool, self._stream, self._first = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        self._dropped: deque[DecodeGraph] = deque()
+        self._dropped: deque[StepGraph] = deque()
         square = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
         torch.mm(square, square)  # makes the thread's handle, which must not happen within a capture
         self._record(self._first, lambda: torch.mm(square, square))
 
-    def capture(self, work: Callable[[], Tensor]) -> tuple[Any, Tensor, int]:
+    def capture(self, work: Callable[[], StepOutputs]) -> tuple[Any, StepOutputs, int]:
         """Returns a graph of what `work` launches, the result of `work`, and by how many bytes the pool grew. Raises RuntimeError
         in any other thread than the first caller's."""
         if threading.get_ident() != self._thread:
@@ -86,11 +100,11 @@ class CaptureSpace:
         result = self._record(graph, work)
         return graph, result, torch.cuda.memory_reserved() - reserved_bytes
 
-    def drop(self, graphs: list[DecodeGraph]) -> None:
+    def drop(self, graphs: list[StepGraph]) -> None:
         """Takes graphs that will not be replayed any more, from any thread. They are destroyed before the next capture."""
         self._dropped.extend(graphs)
 
-    def _record(self, graph: Any, work: Callable[[], Tensor]) -> Tensor:
+    def _record(self, graph: Any, work: Callable[[], Any]) -> Any:
         with _recording, torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads load and copy meanwhile
             try:
@@ -117,20 +131,89 @@ class _Refusal:
     wait_s: float
 
 
-class DecodeGraphs:
-    """The decode graphs of one model. step: computes columns -> [2, R] int32 (ids, and whether each row was bad) and is what is
-    captured. max_rows: steps of more rows have no graph; 0 if no step has one."""
+class StepGraphs(Generic[Size]):
+    """The graphs of one model's steps of one kind, by size. step: computes columns -> outputs and is what is captured."""
 
-    def __init__(self, step: Callable[[dict[str, Tensor]], Tensor], staging: Staging, device: torch.device, max_rows: int) -> None:
-        self._step, self._staging, self._device, self._max_rows = step, staging, device, max_rows
-        self.captured: dict[int, DecodeGraph] = {}
-        self._refused: dict[int, _Refusal] = {}
+    def __init__(self, step: Callable[[dict[str, Tensor]], StepOutputs], staging: Staging, device: torch.device) -> None:
+        self._step, self._staging, self._device = step, staging, device
+        self.captured: dict[Size, StepGraph] = {}
+        self._refused: dict[Size, _Refusal] = {}
+
+    def is_refused(self, size: Size) -> bool:
+        """Returns whether the size found no memory a short while ago."""
+        refusal = self._refused.get(size)
+        return refusal is not None and time.monotonic() < refusal.until_s
+
+    def run(self, size: Size, columns: Mapping[str, Any]) -> StepOutputs:
+        """Runs a captured step. Returns outputs that the next run of any graph overwrites."""
+        graph = self.captured[size]
+        self._staging.copy(columns, graph.inputs)
+        graph.graph.replay()
+        return graph.outputs
+
+    def capture(self, size: Size, padding: Mapping[str, Any]) -> bool:
+        """Captures the step of a size that is not refused. padding: the columns of such a step that consists of padding. Returns
+        False if there is no memory for the graph: then the size is refused for a while."""
+        for emptied in (False, True):
+            if emptied:
+                give_back_memory()
+            try:
+                self.captured[size] = self._captured(padding)
+            except RuntimeError as error:
+                why = str(error).partition("\n")[0]
+                if "out of memory" not in why.lower():  # torch.OutOfMemoryError, or what the driver said at the graph's making
+                    raise
+            else:
+                self._refused.pop(size, None)
+                return True
+        before = self._refused.get(size)
+        wait_s = RETRY_S if before is None else min(2 * before.wait_s, LONGEST_RETRY_S)
+        self._refused[size] = _Refusal(time.monotonic() + wait_s, wait_s)
+        log.warning("steps of %s have no graph for %.0f s: %s", self._named(size), wait_s, why)
+        return False
+
+    def drop(self) -> None:
+        """Gives up all graphs, in any thread."""
+        let_go(list(self.captured.values()))
+        self.captured.clear()
+
+    def _named(self, size: Size) -> str:
+        return f"size {size}"
+
+    def _captured(self, padding: Mapping[str, Any]) -> StepGraph:
+        began_s = time.perf_counter()
+        num_words = sum(-(-len(column) // 4) * 4 for column in padding.values())
+        inputs = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+        static = self._staging.send(padding, inputs)
+        space = _capture_space(self._device)
+        launch_s = math.inf
+        for _ in range(WARM_UP_STEPS):  # on the stream of steps
+            launched_s = time.perf_counter()
+            self._step(static)
+            launch_s = min(launch_s, time.perf_counter() - launched_s)
+        graph, outputs, num_bytes = space.capture(lambda: self._step(static))
+        return StepGraph(graph, inputs, outputs, launch_s, time.perf_counter() - began_s, num_bytes)
+
+
+def let_go(graphs: list[StepGraph]) -> None:
+    """Takes graphs that will not be replayed any more, in any thread."""
+    if _space is not None:
+        _space.drop(graphs)
+
+
+class DecodeGraphs(StepGraphs[int]):
+    """The decode graphs of one model, by row count. max_rows: steps of more rows have no graph; 0 if no step has one."""
+
+    def __init__(
+        self, step: Callable[[dict[str, Tensor]], StepOutputs], staging: Staging, device: torch.device, max_rows: int
+    ) -> None:
+        super().__init__(step, staging, device)
+        self._max_rows = max_rows
 
     def rows_for(self, num_rows: int) -> int:
         """Returns the row count of the graph that runs num_rows rows, or 0 if none may run them now."""
         rows = graph_rows(num_rows)
-        refusal = self._refused.get(rows)
-        return rows if rows <= self._max_rows and (refusal is None or time.monotonic() >= refusal.until_s) else 0
+        return rows if rows <= self._max_rows and not self.is_refused(rows) else 0
 
     def missing(self, max_rows: int) -> list[int]:
         """Returns the row counts of graphs that steps of up to max_rows rows may need and that are not captured yet, the smallest
@@ -138,48 +221,5 @@ class DecodeGraphs:
         sizes = dict.fromkeys(map(self.rows_for, range(1, min(max_rows, self._max_rows) + 1)))
         return [size for size in sizes if size and size not in self.captured]
 
-    def run(self, num_rows: int, columns: Mapping[str, Any]) -> Tensor:
-        """Runs a captured step of num_rows rows. Returns [2, R] int32, ids and whether each row was bad, which the next run
-        overwrites."""
-        graph = self.captured[num_rows]
-        self._staging.send(columns, graph.inputs)
-        graph.graph.replay()
-        return graph.drawn
-
-    def capture(self, num_rows: int, padding: Mapping[str, Any]) -> bool:
-        """Captures the step of num_rows rows, a count that rows_for returned. padding: the columns of so many padding rows. Returns
-        False if there is no memory for the graph: then rows_for allows none of this count for a while."""
-        for emptied in (False, True):
-            if emptied:
-                give_back_memory()
-            try:
-                self.captured[num_rows] = self._captured(padding)
-            except RuntimeError as error:
-                why = str(error).partition("\n")[0]
-                if "out of memory" not in why.lower():  # torch.OutOfMemoryError, or what the driver said at the graph's making
-                    raise
-            else:
-                self._refused.pop(num_rows, None)
-                return True
-        before = self._refused.get(num_rows)
-        wait_s = RETRY_S if before is None else min(2 * before.wait_s, LONGEST_RETRY_S)
-        self._refused[num_rows] = _Refusal(time.monotonic() + wait_s, wait_s)
-        log.warning("steps of %d rows have no graph for %.0f s: %s", num_rows, wait_s, why)
-        return False
-
-    def drop(self) -> None:
-        """Gives up all graphs, in any thread."""
-        if _space is not None:
-            _space.drop(list(self.captured.values()))
-        self.captured.clear()
-
-    def _captured(self, padding: Mapping[str, Any]) -> DecodeGraph:
-        began_s = time.perf_counter()
-        num_words = sum(-(-len(column) // 4) * 4 for column in padding.values())
-        inputs = torch.zeros(num_words, dtype=torch.int32, device=self._device)
-        static = self._staging.send(padding, inputs)
-        space = _capture_space(self._device)
-        for _ in range(WARM_UP_STEPS):  # on the stream of steps
-            self._step(static)
-        graph, drawn, num_bytes = space.capture(lambda: self._step(static))
-        return DecodeGraph(graph, inputs, drawn, time.perf_counter() - began_s, num_bytes)
+    def _named(self, size: int) -> str:
+        return f"{size} rows"

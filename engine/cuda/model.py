@@ -1,8 +1,9 @@
 """A model on a GPU. Steps are launched and their tokens read later, so the next step can start before they are known.
 
 Most of a step's inputs are computed on the device (kernels/triton_inputs.py): the host sends a few columns per row, and the device
-takes a token that the host has not seen yet from where the last step left it. A step that only decodes, with sampling settings that
-do not need the host, runs as one CUDA graph (engine/cuda/graphs.py).
+takes a token that the host has not seen yet from where the last step left it. A step that only decodes runs as one CUDA graph
+(engine/cuda/graphs.py), and so does one with pieces of prompts if it is small (mixed_graphs.py). Where the host edits logits, or
+log-probabilities of sampled tokens are wanted, it goes on from the graph's hidden states.
 
 Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,10 @@ from torch import Tensor
 from engine.contracts.steps import Launched, NoWorkSpace, StepResult
 from engine.cuda.batch import DeviceBatch, DeviceGroup, QueryTiles
 from engine.cuda.columns import Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
-from engine.cuda.graphs import DecodeGraphs
+from engine.cuda.graphs import DecodeGraphs, StepOutputs
 from engine.cuda.kernels import entry
+from engine.cuda.mixed_graphs import MixedGraphs
+from engine.cuda.mixed_steps import MixedSize, mixed_columns, mixed_padding, mixed_sizes, num_tiles
 from engine.cuda.ops import CudaOps
 from engine.cuda.sequences import DeviceSequences, Staging
 from engine.grammar.row_masks import RowMasks
@@ -35,11 +38,11 @@ from engine.ops.ops import Rotary
 from engine.protocol import LoadModel
 from engine.sampling.logprobs import owed_prompt_rows
 from engine.sampling.outputs import sampled_outputs
-from engine.sampling.sampler import constrain, sampling_rows
+from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
 from loader import kv_layout
 from loader.gpu_sizing import LOGITS_ROWS
 from loader.model_shape import ModelShape
-from scheduler.batch.plan import BatchPlan, FloatArray, SequenceTable
+from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 DECODE_PIECES_PER_CORE = 8  # contexts are cut into this many pieces per multiprocessor
 MEASURE_TRIES = 3  # captures before which sizes are measured that earlier measurements left undecided
@@ -74,11 +77,19 @@ class PendingStep:
         return StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
 
 
+class _Begun(NamedTuple):
+    """A step that was launched. events: around it, of which the second is not recorded yet."""
+
+    outputs: StepOutputs
+    events: tuple[Any, Any]
+
+
 class CudaModel:
     """An engine.contracts.steps.HostedModel on a GPU, or on the CPU with interpreted kernels (for tests). Not safe for two
     threads at a time. A load's thread makes, warms and restores it; all else is the thread's that steps (docs/gpu.md).
 
-    arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to this many rows run as graphs; 0: none do."""
+    arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to this many rows run as graphs; 0: none do.
+    max_graph_tokens: the same of steps with pieces of prompts, and their tokens."""
 
     def __init__(
         self,
@@ -89,6 +100,7 @@ class CudaModel:
         arena: Tensor,
         block_tokens: int,
         max_graph_rows: int = 0,
+        max_graph_tokens: int = 0,
     ) -> None:
         self._ops = ops
         self.name, self.vocab_size, self.weights_bytes, self.shape = spec.model, shape.vocab_size, weights.num_bytes, shape
@@ -116,8 +128,10 @@ class CudaModel:
         if self._device.type == "cuda":
             cores = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // shape.num_kv_heads)
-        self._tile_tokens = entry.tile_tokens(shape.head_dim, dtype)
+        self.tile_tokens = entry.tile_tokens(shape.head_dim, dtype)
         self.graphs = DecodeGraphs(self._decode, self._staging, self._device, max_graph_rows)
+        sizes = mixed_sizes(max_graph_tokens, spec.max_sequences, self.tile_tokens)
+        self.mixed_graphs = MixedGraphs(self.compute_mixed, self._staging, self._device, sizes)
         self._products: list[Tensor] = []  # the weights of matrix products, views of the weight range
         self._measure_tries = MEASURE_TRIES
 
@@ -150,24 +164,48 @@ class CudaModel:
         if rows is not None and masks is not None:
             constrain(rows, masks)
         by_host = owed is not None or (rows is not None and bool(rows.edits or rows.num_top is not None or masks is not None))
-        if rows is not None and not by_host and plan.samples.all() and plan.num_new.max() == 1:
-            padded = self.capture(len(plan.slots))
-            columns = decode_columns(plan, table, rows, padded or len(plan.slots))
-            started, done = self._events()  # behind a capture, which is no part of what such steps cost
-            drawn = self.graphs.run(padded, columns) if padded else self._decode(self._staging.send(columns))
-            return self._pending(drawn[:, : len(plan.slots)], started, done, began_s)
-        started, done = self._events()
-        step = extend_step(plan, table, self._tile_tokens, None if owed is None else owed.tokens)
-        hidden = self._forward(step)
+        begun = None if owed is not None else self._begin_padded(plan, table, rows, by_host)
+        if begun is None:
+            begun = self._begin_plain(plan, table, None if by_host else rows, None if owed is None else owed.tokens)
+        num_sampling = int(plan.samples.sum())
         if by_host:
-            logits = self._loaded().logits
-            return _EndedStep(
-                sampled_outputs(self._ops, hidden, step.num_sampling, rows, owed, plan, table, logits, LOGITS_ROWS, began_s)
-            )
+            hidden, logits = begun.outputs.hidden, self._loaded().logits
+            result = sampled_outputs(self._ops, hidden, num_sampling, rows, owed, plan, table, logits, LOGITS_ROWS, began_s)
+            if num_sampling:  # the next step may be launched before these tokens are in the table
+                drawn = self._staging.send({"slots": plan.slots[plan.samples], "ids": result.ids})
+                entry.set_entries(self._sequences.last_ids, drawn["slots"], drawn["ids"])
+            return _EndedStep(result)
+        return self._pending(begun.outputs.drawn[:, :num_sampling], begun.events, began_s)
+
+    def _begin_padded(self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, by_host: bool) -> _Begun | None:
+        """Starts a step that a graph runs, after capturing that where it is time to, or one that only decodes and samples on the
+        device; returns None for all others. Events are recorded behind a capture, which is no part of what such steps cost."""
+        if rows is not None and len(rows.temperature) == plan.num_new.sum():
+            padded = self.capture(len(plan.slots))
+            if by_host and not padded:
+                return None
+            columns = decode_columns(plan, table, rows, padded or len(plan.slots))
+            events = self._events()
+            return _Begun(self.graphs.run(padded, columns) if padded else self._decode(self._staging.send(columns)), events)
+        held = int(plan.num_new.sum()), len(plan.slots), num_tiles(plan, self.tile_tokens)
+        if (lacking := self.mixed_graphs.needed(*held)) is not None:
+            self.capture_mixed(lacking)
+        size = self.mixed_graphs.size_for(*held)
+        if size is None:
+            return None
+        columns = mixed_columns(plan, table, rows, size, self.tile_tokens)
+        events = self._events()
+        return _Begun(self.mixed_graphs.run(size, columns), events)
+
+    def _begin_plain(self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, also: LongArray | None) -> _Begun:
+        """Starts a step of any kind by launching each kernel. rows: of what the device samples; None: it samples nothing. also:
+        indices into T of further tokens whose hidden states are wanted, behind those of the sampling rows."""
+        events = self._events()
+        hidden = self._forward(extend_step(plan, table, self.tile_tokens, also))
         if rows is None:
-            return self._pending(torch.empty(2, 0, dtype=torch.int32, device=self._device), started, done, began_s)
-        columns = sampling_columns(rows) | {"slots": plan.slots[plan.samples]}
-        return self._pending(self._draw(hidden, self._staging.send(columns)), started, done, began_s)
+            return _Begun(StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), hidden), events)
+        sent = self._staging.send(sampling_columns(rows) | {"slots": plan.slots[plan.samples]})
+        return _Begun(self._draw(hidden, sent, sent["slots"]), events)
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -201,7 +239,8 @@ class CudaModel:
             "wanted": one,
         }
         hidden = self._forward(ExtendStep(columns, 0, 1, 1))
-        self._draw(hidden, self._staging.send(padding_columns(1, self._sequences.num_slots)))
+        sent = self._staging.send(padding_columns(1, self._sequences.num_slots))
+        self._draw(hidden, sent, sent["slots"])
         # for rows whose logits the host edits, and for log-probabilities
         logits, zero = self._loaded().logits(hidden), torch.zeros(1, dtype=torch.int32, device=self._device)
         entry.top_logprobs(logits, zero, zero, 1)
@@ -229,17 +268,32 @@ class CudaModel:
 
     @property
     def num_uncaptured(self) -> int:
-        return len(self.graphs.missing(self._sequences.num_slots)) if self._model is not None else 0
+        if self._model is None:
+            return 0
+        return len(self.graphs.missing(self._sequences.num_slots)) + len(self.mixed_graphs.missing())
 
     def capture_next(self) -> None:
-        self.capture(self.graphs.missing(self._sequences.num_slots)[0])
+        if decoding := self.graphs.missing(self._sequences.num_slots):
+            self.capture(decoding[0])
+        else:
+            self.capture_mixed(self.mixed_graphs.missing()[0])
+
+    @torch.inference_mode()
+    def capture_mixed(self, size: MixedSize) -> bool:
+        """Captures the graph of steps with pieces of prompts of a size, as `capture` does. Returns whether there is one now."""
+        return self.mixed_graphs.capture(size, mixed_padding(size, self._sequences.num_slots))
+
+    def drop_graphs(self) -> None:
+        """Gives up all graphs, in any thread."""
+        self.graphs.drop()
+        self.mixed_graphs.drop()
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
         """Runs a step without sampling, for tests. Returns float32 logits: [N, V] of the sampling rows, or [T, V] of all tokens."""
         self._update_blocks(plan, table)
         everything = np.arange(int(plan.num_new.sum())) if every_token else None
-        step = extend_step(plan, table, self._tile_tokens, everything)
+        step = extend_step(plan, table, self.tile_tokens, everything)
         hidden = self._forward(step)
         part = hidden[step.num_sampling :] if every_token else hidden[: step.num_sampling]
         return self._loaded().logits(part).float().cpu().numpy()
@@ -247,12 +301,14 @@ class CudaModel:
     def restore(self) -> None:
         """Makes the model usable again after a reload, which has put the weights back into the same address range."""
         self._model = build_model(self._ops, self.shape, Weights(self.shape, self._dtype_name, self._weights))
+        self.mixed_graphs.evicted_s = None
 
     def release(self) -> None:
         """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""
         if self._device.type == "cuda" and self._model is not None:
             torch.cuda.default_stream(self._device).synchronize()  # nothing may still run on memory that is unmapped
         self._model = None
+        self.mixed_graphs.evicted_s = time.monotonic()
         self._weights.unmap()
 
     # ---- inside a step
@@ -273,7 +329,8 @@ class CudaModel:
         started.record()
         return started, torch.cuda.Event(enable_timing=True, blocking=True)
 
-    def _pending(self, drawn: Tensor, started: Any, done: Any, began_s: float) -> PendingStep:
+    def _pending(self, drawn: Tensor, events: tuple[Any, Any], began_s: float) -> PendingStep:
+        started, done = events
         if done is not None:
             on_host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
             on_host.copy_(drawn, non_blocking=True)
@@ -281,9 +338,9 @@ class CudaModel:
             drawn = on_host
         return PendingStep(drawn, started, done, began_s)
 
-    def _decode(self, columns: dict[str, Tensor]) -> Tensor:
-        """Computes the device's part of a decode step from its columns. Returns [2, R] int32: ids, and whether each row was bad.
-        Runs eagerly, or while a graph is captured, so nothing here may read a value back from the device."""
+    def _decode(self, columns: dict[str, Tensor]) -> StepOutputs:
+        """Computes the device's part of a decode step of R rows from its columns. Runs eagerly, or while a graph is captured, so
+        nothing here may read a value back from the device."""
         numbers = columns["numbers"]
         batch = self._batch(
             numbers,
@@ -292,10 +349,27 @@ class CudaModel:
             columns["firsts"],
             numbers,
             columns["contexts"],
-            len(numbers),
+            columns["contexts"],
             None,
         )
-        return self._draw(self._loaded().forward(batch, None), columns)
+        return self._draw(self._loaded().forward(batch, None), columns, columns["slots"])
+
+    def compute_mixed(self, columns: dict[str, Tensor]) -> StepOutputs:
+        """Does the same for a step with pieces of prompts, from the columns of mixed_steps.py. Any of its R rows may be one that
+        decodes: those that are not have a context of 0 there, and the zeros that attention leaves for them are overwritten by that
+        of the tiles."""
+        tiles = QueryTiles(columns["tile_rows"], columns["tile_firsts"], columns["starts"], columns["num_new"])
+        batch = self._batch(
+            columns["token_rows"],
+            columns["host_ids"],
+            columns["slots"],
+            columns["firsts"],
+            columns["starts"],
+            columns["contexts"],
+            columns["decode_contexts"],
+            tiles,
+        )
+        return self._draw(self._loaded().forward(batch, columns["wanted"]), columns, columns["sampled_slots"])
 
     def _forward(self, step: ExtendStep) -> Tensor:
         """Returns the hidden states of the step's `wanted` tokens."""
@@ -308,7 +382,7 @@ class CudaModel:
             sent["firsts"],
             sent["starts"],
             sent["contexts"],
-            step.num_decode,
+            sent["contexts"][: step.num_decode],
             tiles,
         )
         return self._loaded().forward(batch, sent["wanted"])
@@ -321,10 +395,10 @@ class CudaModel:
         firsts: Tensor,
         starts: Tensor,
         contexts: Tensor,
-        num_decode: int,
+        decode_contexts: Tensor,
         tiles: QueryTiles | None,
     ) -> DeviceBatch:
-        sequences = self._sequences
+        sequences, num_decode = self._sequences, len(decode_contexts)
         input_ids, positions, groups = None, None, []
         turns: dict[Rotary, Tensor] = {}
         work: dict[int, Any] = {}
@@ -336,23 +410,23 @@ class CudaModel:
             if memory.rotary not in turns:
                 turns[memory.rotary] = entry.cos_sin(positions, memory.rotary.inv_freq, memory.rotary.scale)
             if num_decode and window not in work:
-                work[window] = entry.split_contexts(contexts[:num_decode], window, self._num_pieces)
+                work[window] = entry.split_contexts(decode_contexts, window, self._num_pieces)
             turning = turns[memory.rotary]
             groups.append(DeviceGroup(memory.kv, memory.scales, window, block_table, kv_slots, turning, work.get(window)))
         assert input_ids is not None
         return DeviceBatch(input_ids, num_decode, groups, self._layer_places, slots, contexts, tiles)
 
-    def _draw(self, hidden: Tensor, columns: dict[str, Tensor]) -> Tensor:
-        """Samples one id for each row of hidden [N, width] and stores it as the last token of the row's slot. Returns [2, N]
-        int32: ids, and whether each row was bad."""
+    def _draw(self, hidden: Tensor, columns: dict[str, Tensor], slots: Tensor) -> StepOutputs:
+        """Samples one id for each row of hidden [N, width], by the settings in columns, and stores it as the last token of the
+        row's slot."""
         drawn = torch.empty(2, len(hidden), dtype=torch.int32, device=self._device)
         names = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")
         for first in range(0, len(hidden), LOGITS_ROWS):
             part = slice(first, first + LOGITS_ROWS)
             logits = self._loaded().logits(hidden[part])
             drawn[0, part], drawn[1, part] = entry.sample(logits, *(columns[name][part] for name in names))
-        entry.set_entries(self._sequences.last_ids, columns["slots"], drawn[0])
-        return drawn
+        entry.set_entries(self._sequences.last_ids, slots, drawn[0])
+        return StepOutputs(drawn, hidden)
 
 
 class _EndedStep:

@@ -34,10 +34,16 @@ class Staging:
     def send(self, columns: Mapping[str, npt.NDArray[Any]], into: Tensor | None = None) -> dict[str, Tensor]:
         """Copies columns of 4-byte items to the device and returns them as tensors there. into: int32 memory on the device that
         receives them one after the other, each aligned to 16 bytes. None: new memory is allocated."""
-        places, num_words = {}, 0
+        target = self.copy(columns, into)
+        sent, at = {}, 0
         for name, column in columns.items():
-            places[name] = num_words
-            num_words += -(-len(column) // ALIGN_WORDS) * ALIGN_WORDS
+            sent[name] = _as_type(target[at : at + len(column)], column.dtype)
+            at += _num_words(column)
+        return sent
+
+    def copy(self, columns: Mapping[str, npt.NDArray[Any]], into: Tensor | None) -> Tensor:
+        """Does what `send` does, and returns the memory that has received them."""
+        num_words = sum(map(_num_words, columns.values()))
         number = self._next
         self._next = (number + 1) % NUM_STAGING
         if self._copied[number] is not None:
@@ -45,16 +51,22 @@ class Staging:
         if len(self._buffers[number]) < num_words:
             self._buffers[number] = torch.zeros(2 * num_words, dtype=torch.int32, pin_memory=self._pinned)
         buffer = self._buffers[number][:num_words]
-        words = buffer.numpy()
-        for name, column in columns.items():
-            words[places[name] : places[name] + len(column)] = column.view(np.int32)
+        words, at = buffer.numpy(), 0
+        for column in columns.values():
+            words[at : at + len(column)] = column.view(np.int32)
+            at += _num_words(column)
         target = torch.empty(num_words, dtype=torch.int32, device=self._device) if into is None else into[:num_words]
         target.copy_(buffer, non_blocking=True)
         if self._pinned:
             if self._copied[number] is None:
                 self._copied[number] = torch.cuda.Event(blocking=True)
             self._copied[number].record()
-        return {name: _as_type(target[places[name] : places[name] + len(column)], column.dtype) for name, column in columns.items()}
+        return target
+
+
+def _num_words(column: npt.NDArray[Any]) -> int:
+    """Returns the words that a column takes, up to where the next one begins."""
+    return -(-len(column) // ALIGN_WORDS) * ALIGN_WORDS
 
 
 def _as_type(words: Tensor, dtype: Any) -> Tensor:

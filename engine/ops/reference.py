@@ -176,11 +176,11 @@ def prepare_inputs(
     """Returns (input_ids, positions, kv_slots), each [T], of the tokens of a step.
 
     token_rows: [T], the row of each token. firsts, starts: [R], the position and the index in T of each row's first token. A host
-    id below 0 stands for last_ids [S + 1] of the row's slot. block_table: [S + 1, B]. Slot S is padding and gets kv_slot -1 (stored
-    nowhere)."""
+    id below 0 stands for last_ids [S + 1] of the row's slot. block_table: [S + 1, B]. Slot S is padding: its tokens are at position
+    0, and get kv_slot -1 (stored nowhere)."""
     rows = token_rows.long()
     slot = slots[rows].long()
-    positions = firsts[rows] + torch.arange(len(rows)) - starts[rows]
+    positions = torch.where(slot < len(last_ids) - 1, firsts[rows] + torch.arange(len(rows)) - starts[rows], 0)
     cells = block_table[slot, positions // block_tokens].long() * block_tokens + positions % block_tokens
     kv_slots = torch.where(slot < len(last_ids) - 1, cells, -1)
     return torch.where(host_ids < 0, last_ids[slot], host_ids), positions, kv_slots

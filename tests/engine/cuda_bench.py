@@ -32,7 +32,12 @@ INTERPRETED = [
 
 
 def load_cuda_model(
-    folder: Path, device: str = "cpu", dtype: str = "float32", max_graph_rows: int = 0, kv_cache_dtype: str = ""
+    folder: Path,
+    device: str = "cpu",
+    dtype: str = "float32",
+    max_graph_rows: int = 0,
+    kv_cache_dtype: str = "",
+    max_graph_tokens: int = 0,
 ) -> CudaModel:
     limits = (1 << 20, 0, 0, MAX_LEN, 8, [1])
     spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, *limits, kv_cache_dtype=kv_cache_dtype)
@@ -44,7 +49,7 @@ def load_cuda_model(
     weights = PlainRange(on_host.num_bytes, device)
     weights.memory.copy_(on_host.memory)
     arena = torch.full((4 << 20,), 0xFF, dtype=torch.uint8, device=device)  # NaN in every dtype
-    return CudaModel(CudaOps(CACHE_DIR), spec, source.shape, weights, arena, BLOCK_TOKENS, max_graph_rows)
+    return CudaModel(CudaOps(CACHE_DIR), spec, source.shape, weights, arena, BLOCK_TOKENS, max_graph_rows, max_graph_tokens)
 
 
 def expected(made: tuple[Path, Any], tokens: list[int]) -> np.ndarray:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,79 +18,12 @@ from engine.protocol import SamplingParams
 from scheduler.batch.plan import write_sampling
 from tests.engine.cuda_bench import INTERPRETED, PROMPT, load_cuda_model
 from tests.engine.model_bench import MAX_LEN, make_checkpoint, make_table, plan, put
+from tests.engine.stand_in_graphs import StandInGraph, remember_steps, stand_in_graphs
+
+__all__ = ["stand_in_graphs"]  # a fixture
 
 pytest.importorskip("triton")
 pytestmark = INTERPRETED
-
-HANDLES = itertools.count()
-
-
-class StandInGraph:
-    """Stands in for torch's CUDAGraph: a replay runs the captured step again and writes to the same result. As with torch's
-    allocator, a pool accepts no new graph once its last one is destroyed."""
-
-    captured: ClassVar[list[StandInGraph]] = []
-    alive: ClassVar[dict[Any, int]] = {}  # graphs of each pool
-    ended_in: ClassVar[list[int]] = []  # the threads in which graphs were destroyed
-    step: Any = None
-    drawn: Any = None
-    pool: Any = None
-
-    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-        assert capture_error_mode == "thread_local"
-        assert self.alive.get(pool) != 0, "use_count > 0 INTERNAL ASSERT FAILED"
-        self.alive[pool] = self.alive.get(pool, 0) + 1
-        self.pool = pool
-        StandInGraph.captured.append(self)
-
-    def __del__(self) -> None:
-        if self.pool is not None:
-            self.alive[self.pool] -= 1
-            self.ended_in.append(threading.get_ident())
-
-    def capture_end(self) -> None:
-        """Ends the capture. The step that ran since capture_begin is the captured one."""
-
-    def replay(self) -> None:
-        self.drawn.copy_(self.step())
-
-
-@pytest.fixture
-def stand_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Returns the stand-in for torch.cuda. num_emptied: how often torch was to give back what it keeps for later."""
-    cuda = SimpleNamespace(
-        CUDAGraph=StandInGraph,
-        Stream=SimpleNamespace,
-        stream=lambda stream: nullcontext(),
-        graph_pool_handle=lambda: (0, next(HANDLES)),
-        memory_reserved=lambda: 0,
-        num_emptied=0,
-    )
-
-    def empty_cache() -> None:
-        cuda.num_emptied += 1
-
-    cuda.empty_cache = empty_cache
-    names = {name: getattr(torch, name) for name in ("zeros", "int32", "bfloat16", "mm")}
-    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=cuda, **names))
-    monkeypatch.setattr(graphs, "_space", None)
-    yield cuda
-    StandInGraph.captured.clear()
-    StandInGraph.ended_in.clear()
-
-
-def remember_steps(model: CudaModel) -> None:
-    """Gives each stand-in graph the step that was captured with it."""
-    step = model.graphs._step
-
-    def remembered(columns: Any) -> Any:
-        drawn = step(columns)
-        if StandInGraph.captured and StandInGraph.captured[-1].step is None:
-            graph = StandInGraph.captured[-1]
-            graph.step, graph.drawn = lambda: step(columns), drawn
-        return drawn
-
-    model.graphs._step = remembered
 
 
 def decoded(model: CudaModel, rows: int, steps: int) -> list[list[int]]:

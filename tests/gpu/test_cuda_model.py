@@ -11,11 +11,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from engine.cuda import mixed_graphs
 from engine.cuda.model import CudaModel
 from engine.protocol import SamplingParams
 from scheduler.batch.plan import write_sampling
 from tests.engine.cuda_bench import KINDS, OTHER, PROMPT, load_cuda_model
 from tests.engine.model_bench import CASES, MAX_LEN, make_checkpoint, make_table, plan, put
+from tests.engine.test_cuda_model import scheduled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.4}  # of logits up to tens; matrix products of bfloat16 differ between devices
@@ -76,10 +78,24 @@ def test_graphs_give_the_same_tokens_and_outlive_their_weights(made: tuple[Path,
     assert list(model.graphs.captured) == [8], "captured again after a reload"
 
 
+def test_graphs_of_steps_with_pieces_of_prompts_give_the_same_tokens(
+    made: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with prompts in pieces beside rows that decode, steps launched ahead: each step is a graph."""
+    plain = scheduled(load_cuda_model(made[0], "cuda"), True)
+    monkeypatch.setattr(mixed_graphs, "pays", lambda device_s, launch_s: True)
+    model = load_cuda_model(made[0], "cuda", max_graph_rows=8, max_graph_tokens=32)
+    while model.num_uncaptured:
+        model.capture_next()
+    assert [size.num_tokens for size in model.mixed_graphs.captured] == [16, 32]
+    monkeypatch.setattr(model, "_forward", lambda step: pytest.fail("a step without a graph"))
+    assert scheduled(model, True) == plain
+
+
 def test_nothing_is_compiled_once_it_is_warm(made: tuple[Path, Any]) -> None:
     from triton.runtime.jit import JITFunction
 
-    model = load_cuda_model(made[0], "cuda", max_graph_rows=8)
+    model = load_cuda_model(made[0], "cuda", max_graph_rows=8, max_graph_tokens=64)
     model.warm()
     compiled: list[str] = []
     original = JITFunction._do_compile
@@ -91,7 +107,10 @@ def test_nothing_is_compiled_once_it_is_warm(made: tuple[Path, Any]) -> None:
     JITFunction._do_compile = counted
     try:
         decoded(model, 40, 2)
+        while model.num_uncaptured:
+            model.capture_next()
+        decoded(model, 2, 2)
     finally:
         JITFunction._do_compile = original
     assert compiled == []
-    assert list(model.graphs.captured) == [8]
+    assert sorted(model.graphs.captured) == [1, 2, 4, 8]

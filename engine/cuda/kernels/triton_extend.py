@@ -111,6 +111,8 @@ def _extend_kernel(
     tile = tl.program_id(1)
     row, first = tl.load(tile_rows + tile), tl.load(tile_firsts + tile)
     new, context = tl.load(num_new + row), tl.load(contexts + row)
+    if first >= new:
+        return
     before = context - new
     member, dim = first + tl.arange(0, M), tl.arange(0, PADDED_D)
     token = (tl.load(starts + row) + member).to(tl.int64)
@@ -176,7 +178,8 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes attention for tiles of `tile_tokens` queries. Only the rows of out [T, H D] of their tokens are written.
+    """Computes attention for tiles of `tile_tokens` queries. Only the rows of out [T, H D] of their tokens are written. A tile that
+    begins at or behind the end of its row's new tokens is padding, and computes nothing.
 
     scales, table_rows, sinks, widen: see triton_decode.decode_attention."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]

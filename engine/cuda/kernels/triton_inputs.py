@@ -35,6 +35,7 @@ def _prepare_kernel(
     row = tl.load(token_rows + token, mask=inside, other=0)
     slot = tl.load(slots + row, mask=inside, other=0)
     position = tl.load(firsts + row, mask=inside, other=0) + token - tl.load(starts + row, mask=inside, other=0)
+    position = tl.where(slot < num_slots, position, 0)  # padding may be longer than a block table
     known = tl.load(host_ids + token, mask=inside, other=0)
     last = tl.load(last_ids + slot, mask=inside, other=0)
     tl.store(input_ids + token, tl.where(known < 0, last, known), mask=inside)
@@ -57,8 +58,8 @@ def prepare_inputs(
     positions: Tensor,
     kv_slots: Tensor,
 ) -> None:
-    """Fills input_ids and positions [T] int32, and kv_slots [T] int64 (-1 for rows of slot S). firsts, starts: [R], the position
-    and the index in T of each row's first token. token_rows: [T], the row of each token."""
+    """Fills input_ids and positions [T] int32, and kv_slots [T] int64 (0 and -1 for rows of slot S). firsts, starts: [R], the
+    position and the index in T of each row's first token. token_rows: [T], the row of each token."""
     num_tokens = len(token_rows)
     _prepare_kernel[(triton.cdiv(num_tokens, BLOCK.value),)](
         token_rows,

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from engine.cuda import frames
-from engine.cuda.backend import CudaBackend
+from engine.cuda.backend import MAX_GRAPH_TOKENS, CudaBackend
 from engine.cuda.frames import DeviceFrames
 from engine.cuda.launch_only import launch_only_model
 from engine.cuda.launches import recorded
+from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
 from engine.protocol import Configure
 from loader import codec
 from tests.engine import cuda_stand_in
@@ -45,6 +46,12 @@ def record(case: KeyCase, every: bool) -> dict[str, Any]:
             step.run(model, table, case.max_len)
             for key in list(launches)[warmed + len(added) :]:
                 added[key] = str(step)
+        with torch.inference_mode():
+            for size in mixed_sizes(MAX_GRAPH_TOKENS, case.max_rows, model.tile_tokens):  # what graphs of them hold
+                num_steps += 1
+                model.compute_mixed(model._staging.send(mixed_padding(size, case.max_rows)))
+                for key in list(launches)[warmed + len(added) :]:
+                    added[key] = str(size)
     return {"model": case.name, "warmed": warmed, "steps": num_steps, "added": added}
 
 

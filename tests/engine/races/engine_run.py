@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from engine.contracts.loads import LoadCancelled
-from engine.contracts.steps import NoWorkSpace
-from engine.cuda import backend, graphs, model, sequences
+from engine.contracts.steps import NoWorkSpace, StepResult
+from engine.cuda import backend, graphs, mixed_graphs, model, sequences
 from engine.cuda.backend import CudaBackend
 from engine.cuda.kernels import linear_choice
 from engine.lifecycle import loads
@@ -110,6 +110,10 @@ class Layers:
         x, out = linear_choice.linear(x, self._inner, None), self._made(len(batch.input_ids))
         group = batch.groups[0]
         inputs = [group.block_table, group.kv_slots, group.turns, batch.slots, batch.contexts]
+        if group.work is not None:
+            inputs.append(group.work)
+        if (tiles := batch.tiles) is not None:
+            inputs += [tiles.rows, tiles.firsts, tiles.starts, tiles.num_new]
         self._on.launch("attention", [*map(reads, [x, *inputs]), ("kv", True), writes(out)])
         if wanted is None:
             return out
@@ -245,7 +249,10 @@ class EngineRun:
         patches: list[tuple[Any, dict[str, Any]]] = [
             (cuda_memory, {"torch": torch_on}),
             (copies, {"torch": torch_on, "triton_checksum": sums}),
-            (backend, {"torch": torch_on, "MAX_GRAPH_ROWS": 4}),
+            (backend, {"torch": torch_on, "MAX_GRAPH_ROWS": 4, "MAX_GRAPH_TOKENS": 32}),
+            (mixed_graphs, {"torch": torch_on, "STEPS_BEFORE_CAPTURE": 2, "_holders": [], "MOST_GRAPHS": 4}),
+            (mixed_graphs, {"pays": lambda *_: self._random.random() < 0.7}),
+            (model, {"sampled_outputs": self._sampled_by_host}),
             (graphs, {"torch": torch_on, "_space": None, "_recording": schedule.Lock(self.schedule)}),
             (sequences, {"torch": torch_on, "entry": entry}),
             (linear_choice, {"torch": torch_on, "functional": torch_on, "triton_linear": few_rows, "_ours_wins": {}}),
@@ -266,6 +273,11 @@ class EngineRun:
             for name, value in names.items():
                 monkeypatch.setattr(module, name, value)
         return cuda_memory
+
+    def _sampled_by_host(self, ops: Any, hidden: Any, num_sampling: int, *_: Any) -> StepResult:
+        """Stands in for sampling whose logits the host edits: a product, of which the host reads the result."""
+        linear_choice.linear(hidden, hidden, None).cpu()
+        return StepResult(np.zeros(num_sampling, np.int32), np.zeros(num_sampling, np.bool_), 0.0)
 
     # ---- the loop
 
@@ -315,6 +327,7 @@ class EngineRun:
         num_new[-1] = self._random.choice([1, 1, 3])
         slots, computed = np.arange(num_rows, dtype=np.int32), np.full(num_rows, 4, np.int32)
         life.table.block_tables[0][slots, 0] = self._random.randrange(4)
+        life.table.num_logprobs[:] = self._random.choice([-1, -1, -1, 0])
         plan = BatchPlan(1, life.spec.model, slots, computed, num_new, np.ones(num_rows, np.bool_))
         self.schedule.host.kv = [((self._arena + chunk * CHUNK, CHUNK), True) for chunk in life.place.kv.tolist()]
         before = self._under_way

@@ -1,0 +1,149 @@
+"""Steps with pieces of prompts as CUDA graphs, by the sizes of mixed_steps.py. A graph is kept if replaying it takes the device no
+longer than launching the same step takes the host: then no step is slower for its padding, whatever the model and the GPU.
+
+Sizes are captured in idle time. A model that is never idle captures one when a step has needed it often enough. All models of a
+process have so many graphs between them (MOST_GRAPHS); those of a model that was evicted are kept for its return until another
+model needs the room.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.cuda.graphs import StepGraph, StepGraphs, StepOutputs, let_go
+from engine.cuda.mixed_steps import MixedSize
+from engine.cuda.sequences import Staging
+
+log = logging.getLogger("engine")
+
+# Steps without the graph that suits them before it is captured between steps. That takes as long as some ten of them.
+STEPS_BEFORE_CAPTURE = 16
+REPLAYS = 3  # that are measured; the fastest counts, since an idle device is slow at first
+# As many as four models have. What the driver keeps for a graph, up to 2 MiB, is in no limit of torch's. What the default budget
+# leaves of a GPU (config/devices.py) is enough for these beside as many models' decode graphs.
+MOST_GRAPHS = 48
+
+_holders: list[weakref.ref[MixedGraphs]] = []  # those that have captured, of this process's models; the stepping thread's
+
+
+def pays(device_s: float, launch_s: float) -> bool:
+    """Returns whether a graph is kept. device_s: of its replay. launch_s: of the host, for the same step without it."""
+    return device_s <= launch_s
+
+
+class MixedGraphs(StepGraphs[MixedSize]):
+    """The graphs of one model's steps with pieces of prompts. sizes: those that there may be, the smallest first."""
+
+    def __init__(
+        self,
+        step: Callable[[dict[str, Tensor]], StepOutputs],
+        staging: Staging,
+        device: torch.device,
+        sizes: Sequence[MixedSize],
+    ) -> None:
+        super().__init__(step, staging, device)
+        self._sizes = tuple(sizes)
+        self._without_gain: set[MixedSize] = set()
+        self._needed: Counter[MixedSize] = Counter()  # how often each was the best and not there
+        self.evicted_s: float | None = None  # when the model was evicted, by time.monotonic()
+        self._told = False
+
+    def none(self) -> MixedGraphs:
+        """Returns the same without any size, so that each such step launches its kernels."""
+        return MixedGraphs(self._step, self._staging, self._device, ())
+
+    def missing(self) -> list[MixedSize]:
+        """Returns the sizes that may be captured now and are not, the smallest first."""
+        if not self._has_room():
+            return []
+        return [size for size in self._sizes if size not in self.captured and self._is_allowed(size)]
+
+    def size_for(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
+        """Returns the smallest captured size that holds a step; None if there is none."""
+        holding = (size for size in self.captured if size.holds(num_tokens, num_rows, num_tiles))
+        return min(holding, key=self._sizes.index, default=None)
+
+    def needed(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
+        """Returns the size to be captured before a step that is about to run; None: none is. Counts the steps that lack one."""
+        for size in self._sizes:
+            if size.holds(num_tokens, num_rows, num_tiles) and self._is_allowed(size):
+                if size in self.captured:
+                    return None
+                self._needed[size] += 1
+                return size if self._needed[size] > STEPS_BEFORE_CAPTURE and self._has_room() else None
+        return None
+
+    def capture(self, size: MixedSize, padding: Mapping[str, Any]) -> bool:
+        """Captures a size as StepGraphs.capture says. Returns False, too, if its graph gains nothing: then it is never tried again,
+        and neither are larger sizes, which take the device longer and the host as long."""
+        self._needed.pop(size, None)
+        self._make_room()
+        if not super().capture(size, padding):
+            return False
+        graph = self.captured[size]
+        device_s = self._replay_s(graph)
+        if pays(device_s, graph.launch_s):
+            return True
+        log.info(
+            "steps of %s have no graph: the device takes %.1f ms for one, the host %.1f ms to launch it",
+            self._named(size),
+            device_s * 1e3,
+            graph.launch_s * 1e3,
+        )
+        larger = [other for other in self._sizes if other.num_rows >= size.num_rows and other.num_tokens >= size.num_tokens]
+        self._without_gain.update(larger)
+        let_go([self.captured.pop(other) for other in larger if other in self.captured])
+        return False
+
+    def _has_room(self) -> bool:
+        """Returns whether there may be one more graph, if need be in place of an evicted model's."""
+        holders = _alive()
+        if sum(len(one.captured) for one in holders) < MOST_GRAPHS or any(one.evicted_s is not None for one in holders):
+            return True
+        if not self._told:
+            self._told = True
+            log.info("%d graphs of steps with pieces of prompts are captured, and no more are", MOST_GRAPHS)
+        return False
+
+    def _make_room(self) -> None:
+        """Gives up the graphs of models that were evicted, the longest ago first, until there is room for one more."""
+        if all(ref() is not self for ref in _holders):
+            _holders.append(weakref.ref(self))
+        holders = _alive()
+        evicted = sorted((one for one in holders if one.evicted_s is not None), key=lambda one: one.evicted_s or 0.0)
+        while evicted and sum(len(one.captured) for one in holders) >= MOST_GRAPHS:
+            evicted.pop(0).drop()
+
+    def _is_allowed(self, size: MixedSize) -> bool:
+        return size not in self._without_gain and not self.is_refused(size)
+
+    def _replay_s(self, graph: StepGraph) -> float:
+        """Returns the seconds in which the device replays a graph that was captured just now; 0 where there is no device."""
+        if self._device.type != "cuda":
+            return 0.0
+        graph.graph.replay()  # the first one brings the graph to the device
+        seconds = []
+        for _ in range(REPLAYS):
+            started, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+            started.record()
+            graph.graph.replay()
+            done.record()
+            done.synchronize()
+            seconds.append(float(started.elapsed_time(done)) / 1e3)
+        return min(seconds)
+
+    def _named(self, size: MixedSize) -> str:
+        return f"up to {size.num_tokens} tokens of {size.num_rows} rows"
+
+
+def _alive() -> list[MixedGraphs]:
+    """Returns those that have graphs."""
+    _holders[:] = [ref for ref in _holders if ref() is not None]
+    return [one for one in (ref() for ref in _holders) if one is not None and one.captured]

@@ -1,0 +1,90 @@
+"""Steps with pieces of prompts in a few sizes, so that each size can be one graph. What is in such a step is told by columns on the
+device: which row each token belongs to, the contexts that decode, the tiles of queries that attention computes, the tokens that are
+sampled from. What a step does not fill is padding.
+
+Shapes: T tokens, R rows, I tiles of queries, S slots. One more row, R, belongs to no sequence: padding tokens and tiles are its.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.cuda.columns import Columns, extend_step, padding_columns, sampling_columns
+from engine.sampling.sampler import SamplingRows
+from scheduler.batch.plan import BatchPlan, SequenceTable
+
+# A step reads all weights, which takes a GPU as long as computing some 300 tokens with them. Below that padding costs it little.
+# Beyond 512 tokens the device is busy for longer than the host needs to launch the step, and its graph would gain nothing.
+TOKENS = (16, 32, 64, 128, 256, 512)
+# Padding rows cost logits that nobody reads: 256 rows of 128,000 are 0.1 ms of an H100.
+ROWS = (16, 64, 256)
+# So many rows of a step may compute several tokens, or some more where their tiles are full. There is one tile for each and one for
+# each tile's length of tokens; so few that are padding end in the time of one.
+PROMPTS = 8
+
+
+@dataclass(slots=True, frozen=True)
+class MixedSize:
+    """A size of such steps: T, R and I."""
+
+    num_tokens: int
+    num_rows: int
+    num_tiles: int
+
+    def holds(self, num_tokens: int, num_rows: int, num_tiles: int) -> bool:
+        return num_tokens <= self.num_tokens and num_rows <= self.num_rows and num_tiles <= self.num_tiles
+
+
+def mixed_sizes(max_tokens: int, max_rows: int, tile_tokens: int) -> list[MixedSize]:
+    """Returns the sizes of steps of up to max_tokens tokens of a model with max_rows slots, the smallest first: 12 at most. A row
+    has at least one token, so R is at most T. tile_tokens: queries in a tile."""
+    sizes = []
+    for num_tokens in TOKENS:
+        for before, num_rows in zip((0, *ROWS), ROWS, strict=False):
+            if num_tokens <= max_tokens and num_rows <= num_tokens and before < max_rows:
+                sizes.append(MixedSize(num_tokens, num_rows, PROMPTS + num_tokens // tile_tokens))
+    return sizes
+
+
+def num_tiles(plan: BatchPlan, tile_tokens: int) -> int:
+    """Returns how many tiles the queries of a step's rows with several new tokens take."""
+    num_new = plan.num_new[plan.num_new > 1]
+    return int((-(-num_new // tile_tokens)).sum())
+
+
+def mixed_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, size: MixedSize, tile_tokens: int) -> Columns:
+    """Returns the columns of a step, padded to a size that holds it. rows: the settings of the rows that sample; None: none
+    does."""
+    step = extend_step(plan, table, tile_tokens, None)
+    columns = mixed_padding(size, len(table.request_id))
+    for name, column in step.columns.items():
+        columns[name][: len(column)] = column
+    columns["decode_contexts"][: step.num_decode] = step.columns["contexts"][: step.num_decode]
+    if rows is not None:
+        columns["sampled_slots"][: step.num_sampling] = plan.slots[plan.samples]
+        for name, column in sampling_columns(rows).items():
+            columns[name][: step.num_sampling] = column
+    return columns
+
+
+def mixed_padding(size: MixedSize, num_slots: int) -> Columns:
+    """Returns the columns of a step that consists of padding: no KV is stored, and the sampled tokens go to slot S."""
+    sampling = padding_columns(size.num_rows, num_slots)
+    nobody, each = np.int32(size.num_rows), size.num_rows + 1
+    columns: Columns = {
+        "token_rows": np.full(size.num_tokens, nobody, np.int32),
+        "host_ids": np.zeros(size.num_tokens, np.int32),
+        "slots": np.full(each, num_slots, np.int32),
+        "firsts": np.zeros(each, np.int32),
+        "starts": np.zeros(each, np.int32),
+        "contexts": np.zeros(each, np.int32),
+        "num_new": np.zeros(each, np.int32),
+        "decode_contexts": np.zeros(size.num_rows, np.int32),
+        "tile_rows": np.full(size.num_tiles, nobody, np.int32),
+        "tile_firsts": np.zeros(size.num_tiles, np.int32),
+        "wanted": np.zeros(size.num_rows, np.int32),
+        "sampled_slots": sampling["slots"],
+    }  # one array each, because some are filled in place
+    return columns | {name: sampling[name].copy() for name in ("temperature", "top_p", "top_k", "min_p", "key0", "key1")}
