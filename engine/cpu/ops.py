@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.cpu import experts as grouped_experts
 from engine.cpu import products
 from engine.cpu.batch import LONG_ROW_TOKENS, HostBatch
 from engine.cpu.products import array
@@ -190,6 +191,8 @@ class CpuOps:
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: HostBatch) -> Tensor:
         slots = batch.groups[0].slots
+        if self._served(x):
+            return grouped_experts.experts(self.kernels, x, scores, experts, shared, slots)
         matrices = (experts.gate_up, experts.down, experts.num_chosen, experts.normalised)
         return reference.experts(x, scores, *matrices, torch.from_numpy(slots) < 0, shared)
 

@@ -53,7 +53,7 @@ class CudaOps:
         return entry.gate_and_mul(gate_up, gelu=True)
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: DeviceBatch) -> Tensor:
-        raise TypeError("mixtures of experts are not built for GPUs")
+        return entry.experts(x, scores, experts, shared, batch)
 
     def rope_and_store(self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: DeviceBatch) -> None:
         if norms is None:

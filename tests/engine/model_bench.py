@@ -107,11 +107,9 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "olmo2": {"kind": "olmo2", "tie_word_embeddings": False, "pad_token_id": 0},
-    "mixtral": {"kind": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
-    "mixtral-window": {"kind": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},
+    "mixtral": {"kind": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},
     "qwen2-moe": {
         "kind": "qwen2_moe",
-        "num_hidden_layers": 4,
         "num_experts": 7,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 24,
@@ -121,12 +119,11 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "max_window_layers": 2,
     },
-    "qwen3-moe": {"kind": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24},
-    "qwen3-moe-normalised": {
+    "qwen3-moe": {
         "kind": "qwen3_moe",
         "num_hidden_layers": 4,
-        "num_experts": 5,
-        "num_experts_per_tok": 5,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
         "moe_intermediate_size": 20,
         "norm_topk_prob": True,
         "decoder_sparse_step": 2,
