@@ -124,7 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_experts": 16,
         "num_experts_per_tok": 4,
-        "moe_intermediate_size": 20,
+        "moe_intermediate_size": 24,
         "norm_topk_prob": True,
         "decoder_sparse_step": 2,
         "tie_word_embeddings": True,

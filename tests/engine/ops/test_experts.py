@@ -30,12 +30,11 @@ def batch_of(slots: Any) -> Any:
     return SimpleNamespace(groups=[SimpleNamespace(slots=np.asarray(slots, np.int64))])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("seed", range(30))
-def test_any_sizes_and_any_routing(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seed: int, threads: int) -> None:
-    ops.set_num_threads(threads)
-    share_everything(monkeypatch)
+@pytest.mark.parametrize("seed", range(20))
+def test_any_sizes_and_any_routing(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seed: int) -> None:
     draw = draws.Random(seed)
+    ops.set_num_threads(draw.choice([1, 2]))
+    share_everything(monkeypatch)
     num_experts, num_tokens = draw.choice([1, 2, 5, 16, 60, 128]), draw.choice([1, 2, 3, 7, 16, 33, 90])
     width, inner = draw.choice([16, 48, 77, 130]), draw.choice([1, 4, 24, 50, 64])
     experts = layer(dtype, num_experts, width, inner, draw.randint(1, min(8, num_experts)), draw.random() < 0.5)
