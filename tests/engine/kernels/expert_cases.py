@@ -24,7 +24,7 @@ def some_padding(draw: Draw, num_tokens: int) -> Tensor:
 
 
 def routing(draw: Draw) -> None:
-    num_tokens, num_experts = draw.one_of(1, 3, 9), draw.one_of(1, 2, 5, 17)
+    num_tokens, num_experts = draw.one_of(1, 2, 5), draw.one_of(1, 2, 5, 17)
     num_chosen, normalised = draw.between(1, min(5, num_experts)), draw.one_of(False, True)
     scores = draw.normal(num_tokens, num_experts + draw.one_of(0, 1), scale=draw.one_of(0.5, 4.0))
     if draw.one_of(False, True):
