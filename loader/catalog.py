@@ -342,12 +342,16 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 def _check_layers(shape: ModelShape, num_tensors: int) -> None:
-    """Raises CheckpointError where the files hold fewer tensors than the model has layers. Called before anything lists all
-    layers, since config.json may name any number of them."""
+    """Raises CheckpointError where the files hold fewer tensors than the model has layers, or experts. Called before anything
+    lists all layers, since config.json may name any number of them."""
     if shape.num_layers > num_tensors:
         raise CheckpointError(
             CONFIG_NAME, None, f"key num_hidden_layers: {shape.num_layers} is more than the files hold tensors ({num_tensors})"
         )
+    if shape.experts is not None:
+        num = shape.experts.num_experts * (shape.num_layers - len(shape.experts.dense_layers))
+        if num > num_tensors:
+            raise CheckpointError(CONFIG_NAME, None, f"asks for {num} experts, and the files hold {num_tensors} tensors")
 
 
 def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:

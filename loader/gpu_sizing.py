@@ -28,9 +28,20 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     residual = tokens * hidden * 3 * item  # residual, normed, a product's result
     pieces = (max_sequences + -(-DECODE_PIECES // shape.num_kv_heads)) * shape.num_heads * (shape.head_dim + 1) * 4
     attention = tokens * ((query + 2 * key) + (2 if shape.whole_width_norms else 1) * query) * item + pieces
-    mlp = tokens * shape.intermediate_size * 3 * item
+    mlp = tokens * max(shape.intermediate_size * 3 * item, _expert_bytes(shape, item))
     rows = min(LOGITS_ROWS, max(1, max_sequences))
     # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them
     logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item)
     # a quarter more for what an allocator of blocks cannot use
     return (residual + max(attention, mlp, logits) + tokens * 64) * 5 // 4 + LIBRARY_BYTES + PACKED_BYTES
+
+
+def _expert_bytes(shape: ModelShape, item: int) -> int:
+    """Returns what the experts of one layer take for each token of a step, however tokens are routed."""
+    experts = shape.experts
+    if experts is None:
+        return 0
+    # for each expert of a token: what gate and up gave, and down's output; its number, weight and place
+    grouped = experts.num_chosen * ((experts.intermediate_size + shape.hidden_size) * item + 12)
+    shared = 3 * experts.shared_size * item + shape.hidden_size * item
+    return grouped + shared + shape.hidden_size * item + (experts.num_experts + 1) * item

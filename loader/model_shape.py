@@ -8,6 +8,19 @@ from loader.rope_config import RopeParameters
 
 
 @dataclass(slots=True, frozen=True)
+class ExpertShape:
+    """The experts of a model (loader/architectures/experts.py). Every layer has them, except dense_layers, which have an MLP of
+    ModelShape.intermediate_size."""
+
+    num_experts: int  # of a layer
+    num_chosen: int  # for each token
+    intermediate_size: int  # of each expert
+    normalised: bool  # the weights of a token's experts add up to 1
+    shared_size: int = 0  # intermediate size of the expert that all tokens pass through; 0: there is none
+    dense_layers: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, frozen=True)
 class ModelShape:
     """Sizes and settings of one model. Counts are numbers of elements, lengths are in tokens. What all models of a family have in
     common is in the family's description (loader/architectures)."""
@@ -34,6 +47,7 @@ class ModelShape:
     logit_softcap: float = 0.0
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once
     local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
+    experts: ExpertShape | None = None  # of a mixture of experts
     pooling: str = ""  # of an encoder: mean or cls; "": the model generates text
     type_vocab_size: int = 0  # of an encoder: kinds of segments
     cut_sizes: tuple[int, ...] = ()  # of an encoder trained for it (Matryoshka): what its vectors may be cut to

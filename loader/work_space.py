@@ -46,12 +46,29 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
     widened_linear.py)."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # queries, keys and values beside attention's result, or beside the queries as they are normalised
-    layer = max((3 if shape.whole_width_norms else 2) * query + 2 * key, 3 * shape.intermediate_size)
+    attention = (3 if shape.whole_width_norms else 2) * query + 2 * key
+    layer = max(attention, 3 * shape.intermediate_size, expert_bytes(shape, dtype) // ITEM_BYTES[dtype])
     # residual, update, normed, output, and as much for gaps between those that are taken and given back
     around = 8 * shape.hidden_size
     rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
     tokens = recorded_tokens(min(max_num_batched_tokens, MAX_RECORDED_TOKENS))
     return max(rows * (around + max(layer, shape.vocab_size)), tokens * (around + layer)) * ITEM_BYTES[dtype]
+
+
+def expert_bytes(shape: ModelShape, dtype: str) -> int:
+    """Returns an upper bound of what the experts of one layer take for each token of a step, however tokens are routed: each passes
+    through the same number of experts."""
+    experts = shape.experts
+    if experts is None:
+        return 0
+    item, hidden, inner = ITEM_BYTES[dtype], shape.hidden_size, experts.intermediate_size
+    # for each expert of a token: its input beside gate and up, or these beside their product; its place, its weight
+    grouped = experts.num_chosen * ((max(hidden, inner) + 2 * inner) * item + 16)
+    # the reference computes one expert at a time, perhaps for all tokens: its arrays, and its output and their sum in float32
+    reference = (2 * hidden + 4 * inner) * item + 3 * hidden * 4
+    shared = 3 * experts.shared_size * item + hidden * item
+    scores = (experts.num_experts + 1) * (item + 24)  # also sorted, with the places they had, and their softmax
+    return max(grouped, reference) + shared + hidden * item + scores
 
 
 def sampler_rows(vocab_size: int) -> int:
@@ -90,7 +107,7 @@ def work_space_bytes(
     gathered = context * 2 * (2 * key + query) * item + tile * context * 5
     if shape.attention_softcap:  # scores of one KV head's queries as products, in float32 and as weights
         gathered += shape.num_heads // shape.num_kv_heads * tile * context * (2 * item + 2 * 4)
-    mlp = tokens * shape.intermediate_size * 4 * item
+    mlp = tokens * max(shape.intermediate_size * 4 * item, expert_bytes(shape, dtype))
     logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
     if weight_format.widened_bytes:  # a part of a matrix, and its products before they are scaled

@@ -290,6 +290,8 @@ class Registry:
             return f'models."{name}".quantize: {asked.name} is not built for {gpus[0]}; name cpu devices in its "devices"'
         if shape.pooling and not asked.runs_encoders:
             return f'models."{name}".quantize: {asked.name} is not built for encoders'
+        if shape.experts is not None and not asked.runs_experts:
+            return f'models."{name}".quantize: {asked.name} is not built for mixtures of experts; leave it out'
         return ""
 
     def _kv_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:

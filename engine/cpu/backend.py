@@ -80,6 +80,8 @@ class CpuBackend:
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
         if shape.pooling and not weight_format.runs_encoders:
             raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built for encoders")
+        if shape.experts is not None and not weight_format.runs_experts:
+            raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built for mixtures of experts")
 
     def early_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CpuModel | None:
         return None if shape.pooling else self._decoder_model(spec, shape, weights)

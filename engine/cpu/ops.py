@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.cpu import experts as grouped_experts
 from engine.cpu import products
 from engine.cpu.batch import LONG_ROW_TOKENS, HostBatch
 from engine.cpu.products import array
 from engine.cpu.recording.program import call, empty, into, is_recording
 from engine.host import compiled
 from engine.ops import reference, reference_inputs
-from engine.ops.ops import HeadNorms, Int8Matrix, Rotary
+from engine.ops.ops import ExpertMatrices, HeadNorms, Int8Matrix, Rotary
 from loader.formats.int8 import WIDENED_BYTES
 from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
@@ -187,6 +188,13 @@ class CpuOps:
         out = empty(gate_up, gate_up.shape[0], gate_up.shape[1] // 2)
         call(self.kernels.gelu_and_mul if gelu else self.kernels.silu_and_mul, array(gate_up), array(out))
         return out
+
+    def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: HostBatch) -> Tensor:
+        slots = batch.groups[0].slots
+        if self._served(x):
+            return grouped_experts.experts(self.kernels, x, scores, experts, shared, slots)
+        matrices = (experts.gate_up, experts.down, experts.num_chosen, experts.normalised)
+        return reference.experts(x, scores, *matrices, torch.from_numpy(slots) < 0, shared)
 
     def rope_and_store(self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: HostBatch) -> None:
         query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)

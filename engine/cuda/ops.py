@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import entry
 from engine.ops import reference
-from engine.ops.ops import HeadNorms, Int8Matrix
+from engine.ops.ops import ExpertMatrices, HeadNorms, Int8Matrix
 
 
 class CudaOps:
@@ -51,6 +51,9 @@ class CudaOps:
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         return entry.gate_and_mul(gate_up, gelu=True)
+
+    def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: DeviceBatch) -> Tensor:
+        return entry.experts(x, scores, experts, shared, batch)
 
     def rope_and_store(self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: DeviceBatch) -> None:
         if norms is None:

@@ -7,22 +7,32 @@ from typing import Any
 from torch import Tensor
 
 from engine.layers.weights import Weights
-from engine.ops.ops import Ops
+from engine.ops.ops import Ops, StepBatch
 from loader.architectures.decoder import GELU_TANH, SILU, Decoder
+from loader.model_shape import ModelShape
 
 
 class GatedMLP:
-    """The feed-forward part of one layer: x [T, hidden] -> [T, hidden]."""
+    """A feed-forward network: x [T, hidden] -> [T, hidden]. gate_up, down: names of its tensors in the checkpoint, which follow the
+    prefix."""
 
-    def __init__(self, ops: Ops[Any], family: Decoder, weights: Weights, layer: int) -> None:
-        names, prefix = family.names, family.names.layer.format(layer)
-        self.gate_up_weight = weights.matrix(prefix, names.gate_up)
-        self.gate_up_bias = weights.find_fused(prefix, names.gate_up, ".bias")
-        self.down_weight = weights.matrix(prefix, (names.down,))
-        self.down_bias = weights.find(f"{prefix}{names.down}.bias")
+    def __init__(
+        self, ops: Ops[Any], weights: Weights, prefix: str, gate_up: tuple[str, ...], down: str, activation: str = SILU
+    ) -> None:
+        self.gate_up_weight = weights.matrix(prefix, gate_up)
+        self.gate_up_bias = weights.find_fused(prefix, gate_up, ".bias")
+        self.down_weight = weights.matrix(prefix, (down,))
+        self.down_bias = weights.find(f"{prefix}{down}.bias")
         self.linear = ops.linear
-        self.activate = {SILU: ops.silu_and_mul, GELU_TANH: ops.gelu_and_mul}[family.activation]  # [T, 2 W] -> [T, W]
+        self.activate = {SILU: ops.silu_and_mul, GELU_TANH: ops.gelu_and_mul}[activation]  # [T, 2 W] -> [T, W]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @classmethod
+    def of_layer(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> GatedMLP:
+        """Returns the feed-forward part of a layer without experts."""
+        names = family.names
+        return cls(ops, weights, names.layer.format(layer), names.gate_up, names.down, family.activation)
+
+    def __call__(self, x: Tensor, batch: StepBatch) -> Tensor:
+        """Computes the network. The step's other inputs are not needed; layers with experts need them."""
         gate_up = self.linear(x, self.gate_up_weight, self.gate_up_bias)
         return self.linear(self.activate(gate_up), self.down_weight, self.down_bias)

@@ -47,6 +47,11 @@ class Weights:
         values = self._memory.tensor(slots[0].offset_bytes, (num_outputs, slots[0].shape[1]), torch.int8)
         return Int8Matrix(values, self._memory.tensor(slots[0].scales_at_bytes, (num_outputs,), torch.float32))
 
+    def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor:
+        """Returns the matrices prefix + name of all names, joined as `fused` does, as `num` equal parts [num, N, K]."""
+        joined = self.fused(prefix, names, ".weight")
+        return joined.view(num, len(joined) // num, joined.shape[1])
+
     def find_fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
         """Returns the joined tensors as `fused` does, or None if the model has no such parameters."""
         return self.fused(prefix, names, suffix) if f"{prefix}{names[0]}{suffix}" in self._slots else None

@@ -1,4 +1,4 @@
-"""Dense decoders: Llama, Mistral, Qwen, Phi, Gemma, OLMo and what else `loader.architectures.decoder.Decoder` can describe.
+"""Decoders: Llama, Mixtral, Mistral, Qwen, Phi, Gemma, OLMo and what else `loader.architectures.decoder.Decoder` can describe.
 
 T tokens of all rows end to end; hidden: model width; V vocabulary. Weights are views of the model's one memory range.
 """
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention import Attention
+from engine.layers.experts import MixtureOfExperts
 from engine.layers.mlp import GatedMLP
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, Ops
-from loader.architectures.decoder import Decoder
+from loader.architectures.decoder import Decoder, has_experts
 from loader.model_shape import ModelShape
 
 
@@ -30,7 +31,8 @@ class DecoderLayer(Generic[BatchT]):
         self.attention = Attention(ops, family, shape, weights, layer)
         self.attended_norm = weights.get(f"{prefix}{names.attended_norm}.weight") if names.attended_norm else None
         self.mlp_norm = weights.get(f"{prefix}{names.mlp_norm}.weight") if names.mlp_norm else None
-        self.mlp = GatedMLP(ops, family, weights, layer)
+        mlp = MixtureOfExperts if has_experts(shape, layer) else GatedMLP
+        self.mlp: GatedMLP | MixtureOfExperts[BatchT] = mlp.of_layer(ops, family, shape, weights, layer)
         self.mlp_output_norm = weights.get(f"{prefix}{names.mlp_output_norm}.weight") if names.mlp_output_norm else None
 
     def __call__(self, update: Tensor | None, residual: Tensor, batch: BatchT) -> Tensor:
@@ -38,7 +40,7 @@ class DecoderLayer(Generic[BatchT]):
         update = self.attention(self._added(update, residual, self.attention_norm), batch)
         if self.attended_norm is not None:
             update = self.ops.rms_norm(update, self.attended_norm, self.eps, self.around_one)
-        update = self.mlp(self._added(update, residual, self.mlp_norm))
+        update = self.mlp(self._added(update, residual, self.mlp_norm), batch)
         if self.mlp_output_norm is not None:
             update = self.ops.rms_norm(update, self.mlp_output_norm, self.eps, self.around_one)
         return update

@@ -2,7 +2,7 @@
 and a model is given one implementation when it is built.
 
 Shapes: T tokens, W width, H query heads, G KV heads, D head size, P pairs of a head's dimensions that are rotated, N sampling rows,
-V vocabulary.
+V vocabulary, E experts, I their intermediate size.
 """
 
 from __future__ import annotations
@@ -19,6 +19,17 @@ class Int8Matrix:
 
     values: Tensor
     scales: Tensor
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class ExpertMatrices:
+    """The experts of one layer: gate_up [E, 2 I, W] with each expert's gate before its up, down [E, W, I]. num_chosen: how many
+    of them each token passes through. normalised: the weights of a token's experts are made to add up to 1."""
+
+    gate_up: Tensor
+    down: Tensor
+    num_chosen: int
+    normalised: bool
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,6 +119,14 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Returns gelu(gate) * up as [T, W]; gate_up is [T, 2 W]. gelu: its form with tanh."""
+        ...
+
+    def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: BatchT_contra) -> Tensor:
+        """Returns what a layer's experts make of x [T, W], as [T, W]: the sum of each token's chosen experts' outputs
+        (down(silu(gate) * up)), weighted with the softmax of its scores. It is 0 for padding, which reads no expert.
+
+        scores [T, E]: the router's. Of equal scores the lower expert is chosen. shared [T, W]: what an expert for all tokens made
+        of x. It is added times the sigmoid of a further column of scores, [T, E + 1]."""
         ...
 
     def rope_and_store(self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: BatchT_contra) -> None:

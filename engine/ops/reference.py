@@ -282,6 +282,42 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
+def route(scores: Tensor, num_chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Returns the experts [T, C] int64 that each token passes through, the one with the highest of its scores [T, E] first, and
+    their weights [T, C] float32: the softmax of the scores, or (normalised) that divided by its sum over the C experts. Of equal
+    scores the lower expert is chosen."""
+    wide = scores.float()
+    ordered, chosen = torch.sort(wide, dim=-1, descending=True, stable=True)
+    if normalised:
+        return chosen[:, :num_chosen], torch.softmax(ordered[:, :num_chosen], dim=-1)
+    return chosen[:, :num_chosen], torch.softmax(wide, dim=-1).gather(1, chosen[:, :num_chosen])
+
+
+def experts(
+    x: Tensor,
+    scores: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    num_chosen: int,
+    normalised: bool,
+    is_padding: Tensor,
+    shared: Tensor | None,
+) -> Tensor:
+    """Returns what the experts of a layer make of x [T, W], see engine/ops/ops.py. gate_up [E, 2 I, W], down [E, W, I];
+    is_padding [T] bool. Each expert's output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
+    chosen, weights = route(scores[:, : len(gate_up)], num_chosen, normalised)
+    chosen = chosen.masked_fill(is_padding.unsqueeze(1), len(gate_up))
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in range(len(gate_up)):
+        tokens, places = torch.where(chosen == expert)
+        if len(tokens):
+            made = functional.linear(silu_and_mul(functional.linear(x[tokens], gate_up[expert])), down[expert])
+            total.index_add_(0, tokens, made.float() * weights[tokens, places].unsqueeze(1))
+    if shared is not None:
+        total += shared.float() * torch.sigmoid(scores[:, len(gate_up) :].float())
+    return total.masked_fill_(is_padding.unsqueeze(1), 0.0).to(x.dtype)
+
+
 def gather_rows(table: Tensor, ids: Tensor, scale: float) -> Tensor:
     """Returns the rows `ids` [T] of table [V, W] as [T, W], multiplied with scale in float32."""
     rows = functional.embedding(ids, table)

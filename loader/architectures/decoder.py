@@ -1,4 +1,5 @@
-"""Dense decoders that generate text: an embedding, layers of attention and gated MLP with RMS norms around them, and a head.
+"""Decoders that generate text: an embedding, layers of attention and gated MLP with RMS norms around them, and a head. The MLP of a
+layer may be a mixture of experts (experts.py).
 
 A family is one `Decoder`, whose values say what differs from other families. loader/architectures reads config.json and lists
 tensors by it; engine/models/decoder.py runs it. Defaults are those of transformers' configuration classes, which apply if a
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
+from loader.architectures.experts import Experts
 from loader.architectures.windows import Windows
 from loader.config_fields import Fields
 from loader.model_shape import ModelShape
@@ -56,7 +58,9 @@ class Decoder:
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    attention_bias: bool | None = None  # of queries, keys and values; None: the key attention_bias says
+    attention_bias: bool | None = None  # of queries, keys and values; None: the key attention_bias_key says
+    attention_bias_key: str = "attention_bias"
+    attention_bias_default: bool = False  # if that key is absent
     output_bias: bool | None = None  # of the attention's output; None: as attention_bias
     has_mlp_bias_key: bool = False  # else the MLP has no biases
     query_scalar: float | None = None  # default of the key query_pre_attn_scalar; None: no such key, it is head_dim
@@ -67,6 +71,7 @@ class Decoder:
     norms_around_one: bool = False  # norms multiply by 1 + weight
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once, else over each head
     scales_embeddings: bool = False  # by the square root of the width
+    experts: Experts | None = None  # None: each layer has one MLP
 
     def parse(self, fields: Fields) -> ModelShape:
         """Implements Architecture.parse."""
@@ -85,7 +90,9 @@ class Decoder:
         # layers that turn by frequencies of their own differ from the others even where they see as much
         keeps_all = self.rope.is_local
         windows = self.windows.by_layer(fields, self.name, num_layers, max_position_embeddings, keeps_all)
-        attention_bias = fields.boolean("attention_bias") if self.attention_bias is None else self.attention_bias
+        attention_bias = self.attention_bias
+        if attention_bias is None:
+            attention_bias = fields.boolean(self.attention_bias_key, self.attention_bias_default)
         return ModelShape(
             architecture=self.name,
             hidden_size=hidden_size,
@@ -109,16 +116,19 @@ class Decoder:
             logit_softcap=_softcap(fields, "final_logit_softcapping", self.logit_softcap),
             whole_width_norms=self.whole_width_norms,
             local_rope=local_rope,
+            experts=None if self.experts is None else self.experts.parse(fields, num_layers),
         )
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
         """Implements Architecture.tensor_groups."""
         names, hidden = self.names, shape.hidden_size
         groups = [one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden)]
-        in_a_layer = self._groups_of_any_layer(shape)
+        before, behind = self._groups_around_mlp(shape)
+        dense = [*before, *self._mlp_groups(shape), *behind]
+        sparse = [*before, *self._expert_groups(shape), *behind]
         for layer in range(shape.num_layers):
             prefix = names.layer.format(layer)
-            groups += [group.in_layer(layer, prefix) for group in in_a_layer]
+            groups += [group.in_layer(layer, prefix) for group in (sparse if has_experts(shape, layer) else dense)]
         groups.append(one_tensor(f"{names.final_norm}.weight", hidden))
         if not shape.tie_word_embeddings:
             groups.append(one_tensor(f"{names.head}.weight", shape.vocab_size, hidden))
@@ -129,22 +139,33 @@ class Decoder:
         head."""
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{self.names.head}.weight")
 
-    def _groups_of_any_layer(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the tensor groups of one layer, with names that lack the layer's prefix."""
-        names, hidden, inner = self.names, shape.hidden_size, shape.intermediate_size
+    def _groups_around_mlp(self, shape: ModelShape) -> tuple[list[TensorGroup], list[TensorGroup]]:
+        """Returns the tensor groups that a layer has before those of its MLP, and behind them. Their names lack the layer's
+        prefix."""
+        names, hidden = self.names, shape.hidden_size
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         query_norm, key_norm = (query, key) if self.whole_width_norms else (shape.head_dim, shape.head_dim)
-        return [
+        before = [
             *_norms(hidden, names.attention_norm),
             *_projections(names.queries_keys_values, (query, key, key), hidden, shape.attention_bias),
             *_norms(query_norm, names.query_norm),
             *_norms(key_norm, names.key_norm),
             *_projections((names.attention_output,), (hidden,), query, shape.output_bias),
             *_norms(hidden, names.attended_norm, names.mlp_norm),
+        ]
+        return before, _norms(hidden, names.mlp_output_norm)
+
+    def _mlp_groups(self, shape: ModelShape) -> list[TensorGroup]:
+        names, hidden, inner = self.names, shape.hidden_size, shape.intermediate_size
+        return [
             *_projections(names.gate_up, (inner, inner), hidden, shape.mlp_bias),
             *_projections((names.down,), (hidden,), inner, shape.mlp_bias),
-            *_norms(hidden, names.mlp_output_norm),
         ]
+
+    def _expert_groups(self, shape: ModelShape) -> list[TensorGroup]:
+        if self.experts is None or shape.experts is None:
+            return []
+        return self.experts.tensor_groups(shape.experts, shape.hidden_size)
 
     def _refuse_variants(self, fields: Fields) -> None:
         activation = fields.values.get(self.activation_key) or self.activation
@@ -155,6 +176,11 @@ class Decoder:
 
     def _query_scalar(self, fields: Fields, head_dim: int) -> float:
         return head_dim if self.query_scalar is None else fields.positive("query_pre_attn_scalar", self.query_scalar)
+
+
+def has_experts(shape: ModelShape, layer: int) -> bool:
+    """Returns whether the layer is a mixture of experts."""
+    return shape.experts is not None and layer not in shape.experts.dense_layers
 
 
 def _norms(width: int, *names: str) -> list[TensorGroup]:

@@ -17,6 +17,9 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "gemma2",
     "gemma3",
     "olmo2",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
     "bert",
 )
 _DESCRIPTIONS: list[Architecture] = [import_module(f"loader.architectures.{file}").ARCHITECTURE for file in _FILES]

@@ -52,13 +52,25 @@ def from_a_layer_on(asked: Asked) -> list[bool]:
     """The rule by which layers from number `max_window_layers` on, or those that `layer_types` lists, have a window if
     `use_sliding_window` is true."""
     fields = asked.fields
-    if not fields.boolean("use_sliding_window"):
-        if asked.listed is not None and any(asked.listed):
-            raise fields.fail("layer_types", f"has {_SLIDING} layers, but use_sliding_window is false")
+    if not _wants_windows(asked):
         return [False] * asked.num_layers
     first = fields.integer("max_window_layers", 28, at_least=0)
     windowed = not fields.is_null("sliding_window")
     return asked.listed if asked.listed is not None else [windowed and layer >= first for layer in range(asked.num_layers)]
+
+
+def every_second_up_to_a_layer(asked: Asked) -> list[bool]:
+    """The rule by which the first, third, fifth layer and so on below number `max_window_layers`, or those that `layer_types`
+    lists, have a window if `use_sliding_window` is true."""
+    if not _wants_windows(asked):
+        return [False] * asked.num_layers
+    end = asked.fields.integer("max_window_layers", 28, at_least=0)
+    return asked.listed if asked.listed is not None else [layer % 2 == 0 and layer < end for layer in range(asked.num_layers)]
+
+
+def every_layer_if_asked(asked: Asked) -> list[bool]:
+    """The rule of every_layer, for families that have windows only if `use_sliding_window` is true."""
+    return every_layer(asked) if _wants_windows(asked) else [False] * asked.num_layers
 
 
 def all_but_every_nth(nth: int, key: str = "") -> Rule:
@@ -70,6 +82,15 @@ def all_but_every_nth(nth: int, key: str = "") -> Rule:
         return asked.listed if asked.listed is not None else [(layer + 1) % pattern != 0 for layer in range(asked.num_layers)]
 
     return rule
+
+
+def _wants_windows(asked: Asked) -> bool:
+    """Returns whether `use_sliding_window` is true. Raises CheckpointError if it is not, but layers are listed as sliding."""
+    if asked.fields.boolean("use_sliding_window"):
+        return True
+    if asked.listed is not None and any(asked.listed):
+        raise asked.fields.fail("layer_types", f"has {_SLIDING} layers, but use_sliding_window is false")
+    return False
 
 
 @dataclass(slots=True, frozen=True)

@@ -35,4 +35,5 @@ INT8 = WeightFormat(
     widened_bytes=WIDENED_BYTES,
     runs_on_gpus=False,
     runs_encoders=False,
+    runs_experts=False,
 )

@@ -67,4 +67,5 @@ STORED_INT8 = WeightFormat(
     widened_bytes=int8.WIDENED_BYTES,
     runs_on_gpus=False,
     runs_encoders=False,
+    runs_experts=False,
 )

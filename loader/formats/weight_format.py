@@ -61,7 +61,8 @@ class WeightFormat:
     checkpoint with this `quantization_config` is in the format; None: the format is none of checkpoints. title: the format of such
     checkpoints, for messages. ignores: whether such a checkpoint may hold this tensor in addition. kernels: the set of kernels
     (engine/cpu/kernels/wanted.py) that it needs besides those of the dtype; "": none. widened_bytes: how much of a matrix a step
-    holds in the model's dtype at a time. runs_on_gpus, runs_encoders: whether GPUs, and encoders, support it."""
+    holds in the model's dtype at a time. runs_on_gpus, runs_encoders, runs_experts: whether GPUs, encoders, and
+    mixtures of experts support it."""
 
     name: str
     settings: tuple[str | None, ...]
@@ -74,6 +75,7 @@ class WeightFormat:
     widened_bytes: int = 0
     runs_on_gpus: bool = True
     runs_encoders: bool = True
+    runs_experts: bool = True
 
 
 def aligned(offset_bytes: int) -> int:

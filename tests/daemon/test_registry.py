@@ -18,7 +18,9 @@ from loader.formats.stored_int8 import STORED_INT8
 from scheduler.node import events
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.e2e.test_embeddings import make_encoder
+from tests.loader.checkpoints import write_checkpoint
 from tests.loader.compressed import compress
+from tests.loader.test_experts import MIXTRAL
 
 MIB = 1 << 20
 
@@ -240,6 +242,14 @@ async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: P
         refused, _, _ = await scanned(devices, kv_cache_dtype="fp8", devices=named)
         wanted = 'models."a".kv_cache_dtype: fp8 is built for cuda devices only, and this model may live on cpu:0'
         assert refused.unusable == wanted
+
+
+async def test_a_mixture_of_experts_is_not_rounded_to_int8(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a", MIXTRAL)
+    (facts,) = registered(await make_registry(tmp_path).rescan()).values()
+    assert (facts.unusable, facts.weights_bytes > 0) == ("", True)
+    (facts,) = registered(await make_registry(tmp_path, a=ModelConfig(quantize="int8")).rescan()).values()
+    assert facts.unusable == 'models."a".quantize: int8 is not built for mixtures of experts; leave it out'
 
 
 async def test_a_gpus_work_space_does_not_grow_with_the_context(tmp_path: Path) -> None:

@@ -81,7 +81,9 @@ def test_dynamic_rope(runner: TorchRunner, tmp_path: Path, max_len: int) -> None
     model.release()
 
 
-@pytest.mark.parametrize("case", ["mistral-window", "phi3-partial-window", "gemma2", "gemma3", "olmo2"])
+@pytest.mark.parametrize(
+    "case", ["mistral-window", "phi3-partial-window", "gemma2", "gemma3", "olmo2", "mixtral", "qwen2-moe", "qwen3-moe"]
+)
 def test_bfloat16_follows_transformers(runner: TorchRunner, tmp_path: Path, case: str) -> None:
     """The mean error against float32 is at most 1.2 times that of transformers in bfloat16."""
     whole = make_checkpoint(tmp_path, **CASES[case])

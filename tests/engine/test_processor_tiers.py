@@ -22,8 +22,8 @@ TIERS = ["-avx512bf16", "-avx512vnni", "-avx512", "-sve,-bf16"]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("removal", TIERS)
 def test_products(removal: str, record_property: Callable[[str, str], None]) -> None:
-    """The tests of products pass without these features. They run in another process, because the compiler ends a process that asks
-    it for features the processor lacks."""
+    """The tests of products, and of experts', pass without these features. They run in another process, because the compiler ends a
+    process that asks it for features the processor lacks."""
     if os.environ.get(VARIABLE):
         pytest.skip(f"features are taken away already: {VARIABLE}={os.environ[VARIABLE]}")
     missing = {name.lstrip("-") for name in removal.split(",")} - host_features()
@@ -41,6 +41,7 @@ def test_products(removal: str, record_property: Callable[[str, str], None]) -> 
             "-o",
             "timeout=300",
             "tests/engine/ops/test_products.py",
+            "tests/engine/ops/test_experts.py",
         ],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {VARIABLE: removal},

@@ -146,6 +146,84 @@ OLMO2_7B: dict[str, Any] = {
     "torch_dtype": "float32",
     "vocab_size": 100352,
 }
+MIXTRAL_8X7B: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+QWEN15_MOE: dict[str, Any] = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 PUBLISHED = {
     "Mistral 7B": (MISTRAL_7B, 7_241_732_096),
     "Qwen2.5 7B": (QWEN25_7B, 7_615_616_512),
@@ -154,6 +232,9 @@ PUBLISHED = {
     "Gemma 2 2B": (GEMMA2_2B, 2_614_341_888),
     "Gemma 3 1B": (GEMMA3_1B, 999_885_952),
     "OLMo 2 7B": (OLMO2_7B, 7_298_617_344),
+    "Mixtral 8x7B": (MIXTRAL_8X7B, 46_702_792_704),
+    "Qwen1.5 MoE A2.7B": (QWEN15_MOE, 14_315_784_192),
+    "Qwen3 30B A3B": (QWEN3_30B_A3B, 30_532_122_624),
 }
 
 
@@ -173,6 +254,8 @@ def newer(config: dict[str, Any]) -> dict[str, Any]:
         local = {"rope_type": "default", "rope_theta": config["rope_local_base_freq"]}
         rope = {"full_attention": rope, "sliding_attention": local}
         given["layer_types"] = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(26)]
+    if config.get("model_type") == "qwen3_moe":
+        given["num_local_experts"] = given.pop("num_experts")
     return given | {"rope_parameters": rope, "dtype": config["torch_dtype"]}
 
 
@@ -298,8 +381,8 @@ def test_gemma3() -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (MISTRAL_7B, {"architectures": ["MixtralForCausalLM"]}, "architectures: 'MixtralForCausalLM'"),
-        (QWEN25_7B, {"architectures": ["Qwen2MoeForCausalLM"]}, "architectures: 'Qwen2MoeForCausalLM'"),
+        (MIXTRAL_8X7B, {"architectures": ["DeepseekV3ForCausalLM"]}, "architectures: 'DeepseekV3ForCausalLM'"),
+        (QWEN3_30B_A3B, {"architectures": ["GptOssForCausalLM"]}, "architectures: 'GptOssForCausalLM'"),
         (GEMMA3_1B, {"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures: 'Gemma3ForConditionalGeneration'"),
         (MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "layer_types"),
         (QWEN25_7B, {"layer_types": ["chunked_attention"] * 28}, "layer_types: 'chunked_attention'"),

@@ -12,19 +12,22 @@ from typing import Any
 
 import numba
 
-from engine.cpu.kernels import amx_tiles, int8, linear, rows, sampling
+from engine.cpu.kernels import amx_tiles, experts, grouped_linear, int8, linear, rows, sampling
 from engine.cpu.kernels.amx import TILE_ROWS, fits_tiles, may_use_tiles
 from engine.cpu.kernels.amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
 from engine.cpu.kernels.amx_linear import scratch_words as amx_scratch_words
 from engine.cpu.kernels.amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
 from engine.cpu.kernels.attention import paged_attention_parallel, paged_attention_serial
 from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
+from engine.cpu.kernels.experts import route
+from engine.cpu.kernels.grouped_linear import widened_scratch_floats as grouped_widened_scratch_floats
 from engine.cpu.kernels.inputs import rotary_turns, sampling_settings, step_blocks, step_tokens
 from engine.cpu.kernels.int8 import int8_linear_parallel, int8_linear_serial
 from engine.cpu.kernels.linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.cpu.kernels.logprobs import penalise, top_logprobs
 from engine.cpu.kernels.prefill import prefill_attention_parallel, prefill_attention_serial
 from engine.cpu.kernels.sampling import sample_parallel, sample_serial
+from engine.cpu.kernels.widened_linear import FEW_ROWS as FEW_WIDENED_ROWS
 from engine.cpu.kernels.widened_linear import scratch_floats as widened_scratch_floats
 from engine.cpu.kernels.widened_linear import widened_linear_parallel, widened_linear_serial
 from engine.host.processor import this_processor
@@ -39,11 +42,15 @@ __all__ = [
     "amx_int8_linear",
     "amx_linear",
     "amx_scratch_words",
+    "combine",
     "few_rows_linear",
     "gather_rows",
     "gelu_and_mul",
     "greedy_bfloat16",
     "greedy_float32",
+    "grouped_linear_kernel",
+    "grouped_widened_linear",
+    "grouped_widened_scratch_floats",
     "int8_linear",
     "int8_linear_kernel",
     "linear_kernel",
@@ -54,6 +61,7 @@ __all__ = [
     "rms_norm",
     "rope_and_store",
     "rotary_turns",
+    "route",
     "sample",
     "sampling_settings",
     "sampling_shares",
@@ -145,6 +153,11 @@ def _shares_weights(x: Any, weight: Any) -> bool:
     return _thread.num_threads > 1 and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
 
 
+def _shares_experts(x: Any, weight: Any) -> bool:
+    """Tells whether the products of sorted rows with experts are shared; there are at most as many experts as rows."""
+    return _thread.num_threads > 1 and weight[0].nbytes * min(len(weight), len(x)) >= _SHARED_WEIGHTS
+
+
 def _shares_tiles(weight: Any) -> bool:
     return _thread.num_threads > 1 and weight.nbytes >= _SHARED_TILES
 
@@ -227,6 +240,16 @@ def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: 
     return few_rows_linear if num_rows <= FEW_ROWS_INT8[dtype] else None
 
 
+def grouped_linear_kernel(num_outputs: int, dtype: str) -> tuple[Any, int]:
+    """Returns the kernel that multiplies sorted rows of dtype with their experts' weights, and the most rows of an expert that it
+    multiplies: none where there are so few outputs."""
+    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
+        kernel, most_rows = grouped_widened_linear, FEW_WIDENED_ROWS
+    else:
+        kernel, most_rows = grouped_few_rows_linear, FEW_ROWS[dtype]
+    return kernel, most_rows if num_outputs >= linear.MIN_OUTPUTS else 0
+
+
 def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
     return HAS_MATRIX_UNIT and row_bytes % amx_tiles.STEP_BYTES == 0 and num_outputs >= amx_tiles.PANEL
 
@@ -248,6 +271,15 @@ paged_attention = PagedAttention()
 prefill_attention = PrefillAttention()
 few_rows_linear = Forms(few_rows_linear_serial, few_rows_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 widened_linear = Forms(widened_linear_serial, widened_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+grouped_few_rows_linear = Forms(
+    grouped_linear.grouped_linear_serial, grouped_linear.grouped_linear_parallel, lambda args: _shares_experts(args[0], args[1])
+)
+grouped_widened_linear = Forms(
+    grouped_linear.grouped_widened_linear_serial,
+    grouped_linear.grouped_widened_linear_parallel,
+    lambda args: _shares_experts(args[0], args[1]),
+)
+combine = Forms(experts.combine_serial, experts.combine_parallel, lambda args: _deals_out_rows(args[-1]))
 int8_linear = Forms(int8_linear_serial, int8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 amx_linear = Forms(amx_linear_serial, amx_linear_parallel, lambda args: _shares_tiles(args[1]))
 amx_int8_linear = Forms(amx_int8_linear_serial, amx_int8_linear_parallel, lambda args: _shares_tiles(args[1]))

@@ -18,7 +18,7 @@ from engine.cpu.kernels.tiles import dot_tile, fold_sums
 from engine.cpu.kernels.vectors import LANES
 
 MIN_OUTPUTS = 4
-_STRIPE = 32  # outputs a thread takes at a time
+STRIPE = 32  # outputs a thread takes at a time
 _TILE = 4 * 4 * LANES  # partial sums of 4 rows and 4 outputs
 _PIECE_BYTES = 32 << 10  # all rows' inputs that are used at a time
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
@@ -58,7 +58,7 @@ def _write_outputs(folded: Any, num_rows: int, row: int, first: int, scale: Any,
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _linear_stripe(x: Any, weight: Any, scale: Any, bias: Any, out: Any, begin: int, end: int) -> None:
+def linear_stripe(x: Any, weight: Any, scale: Any, bias: Any, out: Any, begin: int, end: int) -> None:
     """Computes the outputs from begin to below end."""
     num_rows, num_inputs = x.shape
     num_outputs = weight.shape[0]
@@ -95,8 +95,8 @@ def _few_rows_linear(
     out: Any,  # [R, N]
 ) -> None:
     num_outputs = weight.shape[0]
-    for stripe in prange((num_outputs + _STRIPE - 1) // _STRIPE):
-        _linear_stripe(x, weight, scale, bias, out, stripe * _STRIPE, min((stripe + 1) * _STRIPE, num_outputs))
+    for stripe in prange((num_outputs + STRIPE - 1) // STRIPE):
+        linear_stripe(x, weight, scale, bias, out, stripe * STRIPE, min((stripe + 1) * STRIPE, num_outputs))
 
 
 few_rows_linear_serial = njit(**_OPTIONS)(_few_rows_linear)

@@ -15,7 +15,21 @@ from typing import Any
 
 import numba
 
-from engine.cpu.kernels import amx_linear, attention, entry, inputs, int8, linear, logprobs, prefill, rows, sampling, widened_linear
+from engine.cpu.kernels import (
+    amx_linear,
+    attention,
+    entry,
+    experts,
+    grouped_linear,
+    inputs,
+    int8,
+    linear,
+    logprobs,
+    prefill,
+    rows,
+    sampling,
+    widened_linear,
+)
 from engine.cpu.kernels.amx import HAS_TILES
 from engine.cpu.kernels.amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
 from engine.cpu.kernels.attention import paged_attention_parallel, paged_attention_serial
@@ -35,6 +49,8 @@ _SECONDS = {
     entry.widened_linear.serial: 5.0,
     entry.int8_linear.serial: 3.0,
     entry.few_rows_linear.serial: 2.0,
+    entry.grouped_few_rows_linear.serial: 2.0,
+    entry.grouped_widened_linear.serial: 4.0,
 }
 SHORT_S = 0.7
 _preparing = threading.Lock()  # loads of two models may ask at the same time
@@ -137,6 +153,7 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         (entry.step_blocks, None, inputs.STEP_BLOCKS),
         (entry.sampling_settings, None, inputs.SAMPLING_SETTINGS),
         (entry.rotary_turns, None, inputs.ROTARY_TURNS),
+        (entry.route, None, experts.route_signature(element)),
         (entry.top_logprobs, None, logprobs.top_logprobs_signature(element)),
         _both(entry.greedy_float32, sampling.GREEDY_FLOAT32),
         _both(entry.gather_rows, rows.gather_rows_signature(element)),
@@ -145,6 +162,7 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         _both(entry.rope_and_store, rows.rope_and_store_signature(element)),
         _both(entry.silu_and_mul, gate),
         _both(entry.gelu_and_mul, gate),
+        _both(entry.combine, experts.combine_signature(element)),
         _both(entry.sample, sampling.sample_signature(element)),
         (paged_attention_serial, paged_attention_parallel, attention.paged_attention_signature(element)),
         (prefill_attention_serial, prefill_attention_parallel, of_prefill),
@@ -152,9 +170,11 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
         widened = widened_linear.widened_linear_signature(element, element)
         wanted.append(_both(entry.widened_linear, widened))
+        wanted.append(_both(entry.grouped_widened_linear, grouped_linear.grouped_widened_linear_signature(element)))
     else:
         few_rows = linear.few_rows_linear_signature(element, element)
         wanted.append(_both(entry.few_rows_linear, few_rows))
+        wanted.append(_both(entry.grouped_few_rows_linear, grouped_linear.grouped_linear_signature(element)))
     if HAS_TILES and dtype == "bfloat16":
         wanted.append((prefill_tiles_serial, prefill_tiles_parallel, of_prefill))
     if dtype == "bfloat16" and entry.HAS_MATRIX_UNIT:

@@ -36,7 +36,8 @@ from engine.cpu.kernels.widened_tiles import (
 )
 
 FEW_ROWS = 28
-_STRIPE = 8 * OUTPUTS  # outputs whose weights stay in the second-level cache until all rows have used them
+WIDENED_STRIPE = 8 * OUTPUTS  # outputs whose weights stay in the second-level cache until all rows have used them
+STRIPE_FLOATS = WIDENED_STRIPE // OUTPUTS * TILE_FLOATS  # work space for one of them
 _PIECE = 1024  # inputs of a tile's rows that stay in the first-level cache
 # _PACKED_PIECE: inputs that are packed at a time. _PANELS: panels that are multiplied with them one after the other, while that
 # piece of all rows' inputs stays in the second-level cache (256 rows of 2048 inputs all at once take a sixth longer).
@@ -58,17 +59,22 @@ def _padded(count: int, to: int) -> int:
     return (count + to - 1) // to * to
 
 
-_padded_to = njit(**_HELPER)(_padded)
+def padded_inputs(num_inputs: int) -> int:
+    """Returns how many float32 a row takes once it is widened for few rows."""
+    return (num_inputs + STEP - 1) // STEP * STEP
+
+
+padded_inputs_of = njit(**_HELPER)(padded_inputs)
 
 
 def scratch_floats(num_rows: int, num_inputs: int, num_shares: int) -> int:
     """Returns how many float32 of scratch a product needs: the widened inputs, and the work space of each share."""
-    return _padded(num_rows * _padded(num_inputs, STEP), _LINE_FLOATS) + num_shares * _own_floats(num_rows)
+    return _padded(num_rows * padded_inputs(num_inputs), _LINE_FLOATS) + num_shares * _own(num_rows)
 
 
 def _own(num_rows: int) -> int:
     if num_rows <= FEW_ROWS:
-        return _STRIPE // OUTPUTS * TILE_FLOATS
+        return STRIPE_FLOATS
     return (_PACKED_PIECE + _PANELS * num_rows) * PANEL
 
 
@@ -83,10 +89,16 @@ def _tile_rows(tile: int, num_tiles: int, num_rows: int) -> tuple[int, int]:
 
 
 @njit(**_HELPER)
-def _widen_rows(x: Any, weight: Any, first: int, num_rows: int, columns: Any) -> None:
+def widened_tiles(num_rows: int) -> int:
+    """Returns into how many tiles few rows are split."""
+    return (num_rows + ROWS - 1) // ROWS
+
+
+@njit(**_HELPER)
+def _widen_tile(x: Any, weight: Any, first: int, num_rows: int, columns: Any) -> None:
     """Widens the rows of a tile into `columns` as add_products needs them, padded with zeros after a row's last input."""
     num_inputs = x.shape[1]
-    at = first * _padded_to(num_inputs, STEP)
+    at = first * padded_inputs_of(num_inputs)
     whole = num_inputs // STEP * STEP
     for k in range(0, whole, STEP):
         for r in range(first, first + num_rows):
@@ -99,6 +111,16 @@ def _widen_rows(x: Any, weight: Any, first: int, num_rows: int, columns: Any) ->
                 last[k - whole] = x[r, k]
             widen_step(last, 0, columns, at, weight)
             at += STEP
+
+
+@njit(**_HELPER)
+def widen_rows(x: Any, weight: Any, columns: Any) -> None:
+    """Widens few rows, all of x, into `columns`."""
+    num_rows = x.shape[0]
+    num_tiles = widened_tiles(num_rows)
+    for tile in range(num_tiles):
+        first, rows = _tile_rows(tile, num_tiles, num_rows)
+        _widen_tile(x, weight, first, rows, columns)
 
 
 @njit(**_HELPER)
@@ -151,7 +173,9 @@ def _write_row(sums: Any, at: int, begin: int, end: int, scale: Any, bias: Any, 
 
 
 @njit(**_HELPER)
-def _stripe(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, sums: Any, out: Any, begin: int, end: int) -> None:
+def widened_stripe(
+    columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, sums: Any, out: Any, begin: int, end: int
+) -> None:
     """Computes the outputs from begin to below end, for few rows."""
     num_rows, (num_outputs, num_inputs) = out.shape[0], weight.shape
     whole = num_inputs // STEP * STEP
@@ -159,12 +183,12 @@ def _stripe(columns: Any, num_tiles: int, weight: Any, scale: Any, bias: Any, su
     base = min(begin, num_outputs - OUTPUTS)  # the last panel of all may overlap the one before
     fetched = (OUTPUTS - 1 + num_tiles) // num_tiles  # weight rows needed next that each tile prefetches
     # prefetch the following outputs, or, if several tiles use these, the following stripe
-    next_at = (OUTPUTS if num_tiles == 1 else _STRIPE) * num_inputs
+    next_at = (OUTPUTS if num_tiles == 1 else WIDENED_STRIPE) * num_inputs
     last = np.zeros((OUTPUTS, STEP), weight.dtype)
-    results = np.empty((ROWS, _STRIPE + OUTPUTS), np.float32)
+    results = np.empty((ROWS, WIDENED_STRIPE + OUTPUTS), np.float32)
     for tile in range(num_tiles):
         first, rows = _tile_rows(tile, num_tiles, num_rows)
-        at = first * _padded_to(num_inputs, STEP)
+        at = first * padded_inputs_of(num_inputs)
         ahead = next_at + min(tile * fetched, OUTPUTS - 1) * num_inputs
         for k in range(0, whole, _PIECE):
             steps = min(_PIECE, whole - k) // STEP
@@ -259,7 +283,7 @@ def _share(
 ) -> None:
     """Computes one share of the outputs. words: the widened inputs, then each share's work space (see scratch_floats)."""
     num_rows, num_outputs = out.shape
-    at_once = _PANELS * PANEL if packs else _STRIPE
+    at_once = _PANELS * PANEL if packs else WIDENED_STRIPE
     own_floats = _own_floats(num_rows)
     own = words[words.shape[0] - own_floats * (num_shares - share) :][:own_floats]
     stripes = (num_outputs + at_once - 1) // at_once
@@ -268,7 +292,7 @@ def _share(
         if packs:
             _panels(words, num_tiles, weight, scale, bias, own, out, begin, end)
         else:
-            _stripe(words, num_tiles, weight, scale, bias, own, out, begin, end)
+            widened_stripe(words, num_tiles, weight, scale, bias, own, out, begin, end)
 
 
 def widened_linear_signature(element: types.Type, weight: types.Type) -> Any:
@@ -286,14 +310,12 @@ def _widened_linear(
 ) -> None:
     num_rows, num_outputs = out.shape
     packs = num_rows > FEW_ROWS and num_outputs >= PANEL
-    of_tile = PACKED_ROWS if packs else ROWS
-    num_tiles = (num_rows + of_tile - 1) // of_tile
+    num_tiles = (num_rows + PACKED_ROWS - 1) // PACKED_ROWS if packs else widened_tiles(num_rows)
     if packs:
         for tile in prange(num_tiles):
             _lay_out(x, *_tile_rows(int64(tile), num_tiles, num_rows), words)
     else:
-        for tile in range(num_tiles):
-            _widen_rows(x, weight, *_tile_rows(int64(tile), num_tiles, num_rows), words)
+        widen_rows(x, weight, words)
     for share in prange(num_shares):
         _share(words, num_tiles, packs, weight, scale, bias, int64(share), num_shares, out)
 

@@ -83,7 +83,12 @@ class Recorder:
         self.missed = ""
         self._scratch, self._watches, self._dry = scratch, watches, dry
         self._calling = False
-        self.thread = threading.get_ident()  # a model's first step may run at the same time, in another thread
+        self._thread = threading.get_ident()  # a model's first step may run at the same time, in another thread
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what the calling thread does now is to be recorded. What a call does itself is part of that call."""
+        return not self._calling and self._thread == threading.get_ident()
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return self._scratch.take(num_rows, width, dtype)
@@ -127,14 +132,14 @@ def recording(recorder: Recorder) -> Iterator[None]:
 def is_recording() -> bool:
     """Returns whether a step is being recorded in this thread."""
     recorder = _recorder
-    return recorder is not None and recorder.thread == threading.get_ident()
+    return recorder is not None and recorder.is_open
 
 
 def call(kernel: Callable[..., Any], *args: Any) -> None:
     """Makes a kernel call, and records it if this thread is recording. args must not contain a tensor that the model holds: it
     would seem to be in use for as long as the program is kept."""
     recorder = _recorder
-    if recorder is None or recorder.thread != threading.get_ident():
+    if recorder is None or not recorder.is_open:
         kernel(*args)
     else:
         recorder.call(kernel, *args)
@@ -143,7 +148,7 @@ def call(kernel: Callable[..., Any], *args: Any) -> None:
 def empty(like: Tensor, num_rows: int, width: int) -> Tensor:
     """Returns uninitialised memory [num_rows, width] for the result of a call."""
     recorder = _recorder
-    if recorder is None or recorder.thread != threading.get_ident():
+    if recorder is None or not recorder.is_open:
         return like.new_empty(num_rows, width)
     return recorder.empty(num_rows, width, like.dtype)
 

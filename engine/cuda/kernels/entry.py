@@ -15,6 +15,7 @@ from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import (
     linear_choice,
     triton_decode,
+    triton_experts,
     triton_extend,
     triton_inputs,
     triton_rope,
@@ -22,6 +23,7 @@ from engine.cuda.kernels import (
     triton_sampling,
 )
 from engine.host import compiled
+from engine.ops.ops import ExpertMatrices
 
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
@@ -55,6 +57,23 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around
 def gate_and_mul(gate_up: Tensor, gelu: bool) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     triton_rows.gate_and_mul(gate_up, gelu, out)
+    return out
+
+
+def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: DeviceBatch) -> Tensor:
+    """Returns what the experts of a layer make of x [T, W], as Ops.experts does."""
+    num_experts, num_chosen, kv_slots = len(experts.gate_up), experts.num_chosen, batch.groups[0].kv_slots
+    chosen, weights, firsts, pairs = triton_experts.empty_routing(len(x), num_chosen, num_experts, x.device)
+    triton_experts.route(scores, kv_slots, num_experts, experts.normalised, chosen, weights)
+    triton_experts.sort(chosen, firsts, pairs)
+    inner, made = x.new_empty(len(pairs), experts.down.shape[2]), x.new_empty(len(pairs), x.shape[1])
+    tiles = (triton_experts.tile_rows(len(pairs), num_experts),)
+    for tile in triton_experts.TILE_ROWS if linear_choice.launches_both() else tiles:
+        how = (firsts, pairs, num_chosen)
+        triton_experts.grouped_linear(x, experts.gate_up, *how, True, tile, INTERPRETED, inner)
+        triton_experts.grouped_linear(inner, experts.down, *how, False, tile, INTERPRETED, made)
+    out = torch.empty_like(x)
+    triton_experts.combine(made, weights, kv_slots, scores, shared, out)
     return out
 
 

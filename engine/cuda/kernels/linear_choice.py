@@ -40,6 +40,11 @@ class _Launching(threading.local):
 _launching = _Launching()
 
 
+def launches_both() -> bool:
+    """Returns whether the calling thread is within `both_kernels`."""
+    return _launching.both
+
+
 def few_rows(num_rows: int) -> int:
     """Returns the row count under which num_rows is measured: 1, 2 or 4. Returns 0 if num_rows is too large for our kernel."""
     return 0 if num_rows > triton_linear.MAX_ROWS else 1 << (num_rows - 1).bit_length()
@@ -72,7 +77,8 @@ def launch_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 @contextmanager
 def both_kernels() -> Iterator[None]:
-    """Inside, this thread's products of few rows launch our kernel too, whichever is chosen, now or later."""
+    """Inside, this thread's products of few rows launch our kernel too, whichever is chosen, now or later, and those of experts the
+    kernels for few and for many rows."""
     _launching.both = True
     try:
         yield

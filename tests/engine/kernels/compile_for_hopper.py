@@ -24,6 +24,7 @@ from engine.cuda.kernels import (
     linear_choice,
     triton_checksum,
     triton_decode,
+    triton_experts,
     triton_extend,
     triton_inputs,
     triton_rope,
@@ -37,6 +38,7 @@ from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
 
 BLOCK_TOKENS = 16
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, VOCAB, ROWS = 32, 8, 128, 4096, 14336, 128256, 8
+EXPERTS, CHOSEN, EXPERT_INNER = 64, 8, 768
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -117,6 +119,16 @@ def main() -> None:
         for norms in ((None, None), (norm, norm)):
             triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, *kv, 3, HEADS, longs)
     x = torch.zeros(ROWS, WIDTH, dtype=dtype)
+    routing = triton_experts.empty_routing(ROWS, CHOSEN, EXPERTS, x.device)
+    scores = torch.zeros(ROWS, EXPERTS + 1, dtype=dtype)
+    triton_experts.route(scores, longs, EXPERTS, True, *routing[:2])
+    triton_experts.sort(routing[0], *routing[2:])
+    gate_up, down = torch.zeros(EXPERTS, 2 * EXPERT_INNER, WIDTH, dtype=dtype), x  # nothing is read
+    inner, made = (torch.zeros(ROWS * CHOSEN, width, dtype=dtype) for width in (EXPERT_INNER, WIDTH))
+    for tile in triton_experts.TILE_ROWS:
+        triton_experts.grouped_linear(x, gate_up, *routing[2:], CHOSEN, True, tile, False, inner)
+        triton_experts.grouped_linear(inner, down, *routing[2:], CHOSEN, False, tile, False, made)
+    triton_experts.combine(made, routing[1], longs, scores, x, x)
     entry.rms_norm(x, x[0], 1e-5, False)
     entry.add_rms_norm(x, x, x[0], 1e-5, False)
     for gelu in (False, True):

@@ -16,7 +16,16 @@ from loader.architectures.registry import architecture_of
 from loader.hf_config import parse_config
 from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table, write_sampling
-from tests.loader.test_families import GEMMA2_2B, GEMMA3_1B, MISTRAL_7B, OLMO2_7B, PHI3_MINI_4K, QWEN25_7B
+from tests.loader.test_families import (
+    GEMMA2_2B,
+    GEMMA3_1B,
+    MISTRAL_7B,
+    MIXTRAL_8X7B,
+    OLMO2_7B,
+    PHI3_MINI_4K,
+    QWEN15_MOE,
+    QWEN25_7B,
+)
 
 BLOCK_TOKENS = 16
 MAX_LEN, MAX_ROWS = 400, 260  # more rows than are sampled from at a time (256) and than one work list kernel takes (64)
@@ -72,6 +81,8 @@ CASES = [
     KeyCase("gemma3 fp8", GEMMA3_1B, kv_cache_dtype="fp8", more={"num_hidden_layers": 7, "vocab_size": 1000}),
     KeyCase("phi3", PHI3_MINI_4K, block_offset=8, more={"head_dim": 96, "sliding_window": 64}),
     KeyCase("olmo2 float32", OLMO2_7B, "float32", more={"vocab_size": 1003, "num_attention_heads": 2, "num_key_value_heads": 2}),
+    KeyCase("qwen2 moe", QWEN15_MOE, more={"vocab_size": 4096, "num_experts": 24, "mlp_only_layers": [1], "num_hidden_layers": 3}),
+    KeyCase("mixtral float32 at odd places", MIXTRAL_8X7B, "float32", block_offset=8, more={"num_experts": 8, "vocab_size": 4096}),
     KeyCase("one block a sequence", MISTRAL_7B, max_len=BLOCK_TOKENS, max_rows=1, more={"sliding_window": None}),
 ]
 # Each stands for settings that the others do not have; the whole list takes many minutes.
@@ -82,6 +93,7 @@ COVERING = (
     "qwen3 norms at odd places",
     "gemma2",
     "olmo2 float32",
+    "qwen2 moe",
     "one block a sequence",
 )
 

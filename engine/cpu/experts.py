@@ -1,0 +1,92 @@
+"""Computes a mixture of experts with the CPU kernels: tokens are sorted by expert, and each expert's rows are multiplied together.
+
+kernels: the module engine.cpu.kernels.entry. Shapes: T tokens, W width, E experts, C experts that each token passes through,
+P = T * C pairs of a token and one of its experts, sorted by expert, I the experts' intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cpu.products import array, linear
+from engine.cpu.recording.program import call, empty
+from engine.ops.ops import ExpertMatrices
+
+
+@dataclass(slots=True, frozen=True)
+class _Routing:
+    """Where a step's tokens go, as kernels.route writes it. memory: what the arrays are views of."""
+
+    memory: Tensor
+    weights: Any  # [T, C] float32
+    places: Any  # [T, C] int32
+    firsts: Any  # [E + 1] int32
+    tokens: Any  # [P] int64
+
+    @classmethod
+    def empty(cls, like: Tensor, num_chosen: int, num_experts: int) -> _Routing:
+        """Returns uninitialised arrays for the rows of `like` [T, W]."""
+        num_pairs = len(like) * num_chosen
+        num_words = 4 * num_pairs + num_experts + 1
+        memory = empty(like, 1, num_words * 4 // like.element_size())
+        words = memory.view(torch.int32).view(-1).numpy()
+        of_tokens = (len(like), num_chosen)
+        tokens, weights, places, firsts = np.split(words, (2 * num_pairs, 3 * num_pairs, 4 * num_pairs))
+        return cls(memory, weights.view(np.float32).reshape(of_tokens), places.reshape(of_tokens), firsts, tokens.view(np.int64))
+
+
+def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, shared: Tensor | None, slots: Any) -> Tensor:
+    """Returns what Ops.experts does. slots [T] int64: below 0 for padding."""
+    num_experts, num_chosen = len(matrices.gate_up), matrices.num_chosen
+    routing = _Routing.empty(x, num_chosen, num_experts)
+    where = (routing.weights, routing.places)
+    call(kernels.route, array(scores), slots, num_experts, matrices.normalised, *where, routing.firsts, routing.tokens)
+    rows = empty(x, len(x) * num_chosen, x.shape[1])
+    call(kernels.gather_rows, routing.tokens, array(x), 1.0, array(rows))
+    gate_up = _grouped_linear(kernels, rows, matrices.gate_up, routing, len(x))
+    del rows  # recorded steps place the next result where it was
+    activated = empty(x, len(gate_up), gate_up.shape[1] // 2)
+    call(kernels.silu_and_mul, array(gate_up), array(activated))
+    del gate_up
+    made = _grouped_linear(kernels, activated, matrices.down, routing, len(x))
+    del activated
+    out = empty(x, *x.shape)
+    also = array(x)[:0] if shared is None else array(shared)
+    call(kernels.combine, array(made), *where, slots, array(scores), also, array(out))
+    return out
+
+
+def _grouped_linear(kernels: Any, x: Tensor, weight: Tensor, routing: _Routing, num_tokens: int) -> Tensor:
+    """Returns each row of x [P, K] times its expert's matrix of weight [E, N, K]. num_tokens: the most rows an expert may have."""
+    out = empty(x, len(x), weight.shape[1])
+    kernel, most_rows = kernels.grouped_linear_kernel(weight.shape[1], "bfloat16" if x.dtype is torch.bfloat16 else "float32")
+    if num_tokens > most_rows:
+        views = (x.view(x.shape), weight.view(weight.shape))
+        call(_many_rows, kernels, *views, routing.firsts, most_rows, out.view(out.shape))
+    if most_rows:
+        num_shares = kernels.num_shares()
+        scratch: tuple[Any, ...] = ()
+        if kernel is kernels.grouped_widened_linear:
+            num_floats = kernels.grouped_widened_scratch_floats(*x.shape, num_shares)
+            scratch = (empty(x, 1, 2 * num_floats).view(torch.float32).view(-1).numpy(),)  # lent for this call only
+        call(kernel, array(x), array(weight), routing.firsts, most_rows, *scratch, num_shares, array(out))
+    return out
+
+
+def _many_rows(kernels: Any, x: Tensor, weight: Tensor, firsts: Any, most_rows: int, out: Tensor) -> None:
+    """Multiplies the rows of each expert that has more than most_rows of them, with the kernel that multiplies so many rows with
+    any matrix, or with torch."""
+    for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
+        if end - first > most_rows:
+            rows, to = x[first:end], out[first:end]
+            product = linear(kernels, rows, weight[expert], None)
+            if product is None:
+                torch.mm(rows, weight[expert].t(), out=to)
+            else:
+                to.copy_(product)

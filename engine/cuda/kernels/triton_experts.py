@@ -1,0 +1,268 @@
+"""Mixtures of experts on the GPU (Triton): which experts each token passes through, their pairs sorted by expert, products of these
+with the experts' weights, and the weighted sum. Reference implementations: reference.route, reference.experts.
+
+Nothing is read back by the host, and grids depend on shapes alone, so that a captured graph runs any routing: there are as many
+programs of a product as the worst routing needs, each finds its tile by the number of rows of each expert, and those that find none
+end at once.
+
+Shapes: T tokens, W width, E experts, C experts that each token passes through, P = T * C pairs of a token and one of its experts
+(pair t * C + c is token t's), K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_ROWS = (16, 64)  # rows that a program of a product multiplies: for few rows an expert, and for many
+_FEW_ROWS = 16  # an expert, on average: up to here tiles are of the first size
+_SORT_BLOCK = 1024
+_COMBINE_BLOCK = 1024
+
+
+def tile_rows(num_pairs: int, num_experts: int) -> int:
+    return TILE_ROWS[0] if num_pairs <= _FEW_ROWS * num_experts else TILE_ROWS[1]
+
+
+def _padded_experts(num_experts: int) -> int:
+    return max(16, triton.next_power_of_2(num_experts))
+
+
+@triton.jit
+def _route_kernel(
+    scores,  # [T, COLUMNS]; the first E columns are the router's
+    kv_slots,  # [T] int64: below 0 for padding
+    chosen,  # [T, C] int32: E for padding
+    weights,  # [T, C] float32
+    COLUMNS: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    PADDED_E: tl.constexpr,
+    PADDED_C: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    at, number = tl.arange(0, PADDED_E), tl.arange(0, PADDED_C)
+    left = tl.load(scores + token * COLUMNS + at, mask=at < E, other=float("-inf")).to(tl.float32)
+    top = tl.max(left, axis=0)
+    if not NORMALISED:
+        total = tl.sum(tl.exp(left - top), axis=0)
+    experts = tl.zeros([PADDED_C], tl.int32)
+    factors = tl.zeros([PADDED_C], tl.float32)
+    for turn in tl.static_range(C):
+        best = tl.max(left, axis=0)
+        expert = tl.min(tl.where(left == best, at, E - 1), axis=0)  # of NaN, which equals nothing, the last
+        experts = tl.where(number == turn, expert, experts)
+        factors = tl.where(number == turn, tl.exp(best - top), factors)
+        left = tl.where(at == expert, float("-inf"), left)
+    if NORMALISED:
+        total = tl.sum(factors, axis=0)
+    experts = tl.where(tl.load(kv_slots + token) < 0, E, experts)
+    tl.store(chosen + token * C + number, experts, mask=number < C)
+    tl.store(weights + token * C + number, factors / total, mask=number < C)
+
+
+def route(scores: Tensor, kv_slots: Tensor, num_experts: int, normalised: bool, chosen: Tensor, weights: Tensor) -> None:
+    """Fills chosen [T, C] int32 and weights [T, C] float32 as reference.route returns them; padding chooses expert E."""
+    num_tokens, num_chosen = chosen.shape
+    _route_kernel[(num_tokens,)](
+        scores,
+        kv_slots,
+        chosen,
+        weights,
+        COLUMNS=scores.shape[1],
+        E=num_experts,
+        C=num_chosen,
+        NORMALISED=normalised,
+        PADDED_E=_padded_experts(num_experts),
+        PADDED_C=triton.next_power_of_2(num_chosen),
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _sort_kernel(
+    chosen,  # [P] int32
+    firsts,  # [E + 1] int32
+    pairs,  # [P] int32
+    num_pairs,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    expert, at = tl.program_id(0), tl.arange(0, BLOCK)
+    lower, own = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        other = tl.load(chosen + start + at, mask=start + at < num_pairs, other=E)
+        lower += (other < expert).to(tl.int32)
+        own += (other == expert).to(tl.int32)
+    first = tl.sum(lower, axis=0)
+    tl.store(firsts + expert, first)
+    if expert == E - 1:
+        tl.store(firsts + E, first + tl.sum(own, axis=0))
+    for start in range(0, num_pairs, BLOCK):
+        is_own = tl.load(chosen + start + at, mask=start + at < num_pairs, other=E) == expert
+        place = tl.cumsum(is_own.to(tl.int32), axis=0)
+        tl.store(pairs + first + place - 1, start + at, mask=is_own)
+        first += tl.sum(is_own.to(tl.int32), axis=0)
+
+
+def sort(chosen: Tensor, firsts: Tensor, pairs: Tensor, block: int = _SORT_BLOCK) -> None:
+    """Fills pairs [P] int32 with the numbers of the pairs of expert 0, of expert 1, and so on, each in ascending order, and firsts
+    [E + 1] int32 with where each expert's begin; behind the last one, their number. Padding's pairs are left out.
+    block: how many pairs are looked at at a time."""
+    num_experts = len(firsts) - 1
+    _sort_kernel[(num_experts,)](chosen, firsts, pairs, chosen.numel(), E=num_experts, BLOCK=block, num_warps=4)
+
+
+@triton.jit
+def _grouped_kernel(
+    x,  # [T, K] if GATED, by token; else [P, K], by place among the sorted pairs
+    weight,  # [E, 2 N, K] if GATED, else [E, N, K]
+    firsts,  # [E + 1] int32
+    pairs,  # [P] int32
+    out,  # [P, N]: by place among the sorted pairs if GATED, else by pair
+    E: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PADDED_E: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    tile, at = tl.program_id(0), tl.arange(0, PADDED_E)
+    begins = tl.load(firsts + at, mask=at < E, other=0)
+    ends = tl.load(firsts + 1 + at, mask=at < E, other=0)
+    num_tiles = (ends - begins + M - 1) // M  # of each expert; its tiles come after those of the experts before
+    is_before = tl.cumsum(num_tiles, axis=0) <= tile
+    expert = tl.sum(is_before.to(tl.int32), axis=0)
+    if expert >= E:  # there are not so many tiles
+        return
+    row = tl.load(firsts + expert) + (tile - tl.sum(tl.where(is_before, num_tiles, 0), axis=0)) * M + tl.arange(0, M)
+    there = row < tl.load(firsts + expert + 1)
+    pair = tl.load(pairs + row, mask=there, other=0)
+    if GATED:
+        x_row, out_row = pair // C, row
+    else:
+        x_row, out_row = row, pair
+    output, inner = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    rows_at = x + x_row.to(tl.int64)[:, None] * K
+    columns_at = weight + expert.to(tl.int64) * ((2 if GATED else 1) * N * K) + output[None, :] * K
+    total = tl.zeros([M, BLOCK_N], tl.float32)
+    total_up = total
+    for start in range(0, K, BLOCK_K):
+        at_k = start + inner
+        rows = tl.load(rows_at + at_k[None, :], mask=there[:, None] & (at_k < K)[None, :], other=0.0)
+        seen = (output < N)[None, :] & (at_k < K)[:, None]
+        columns = tl.load(columns_at + at_k[:, None], mask=seen, other=0.0)
+        if WIDEN:
+            rows, columns = rows.to(tl.float32), columns.to(tl.float32)
+        total = tl.dot(rows, columns, total, input_precision="ieee")
+        if GATED:
+            columns = tl.load(columns_at + N * K + at_k[:, None], mask=seen, other=0.0)
+            if WIDEN:
+                columns = columns.to(tl.float32)
+            total_up = tl.dot(rows, columns, total_up, input_precision="ieee")
+    narrow: tl.constexpr = out.dtype.element_ty
+    if GATED:
+        gate, up = total.to(narrow).to(tl.float32), total_up.to(narrow).to(tl.float32)
+        total = (gate / (1.0 + tl.exp(-gate))).to(narrow).to(tl.float32) * up
+    place = out + out_row.to(tl.int64)[:, None] * N + output[None, :]
+    tl.store(place, total.to(narrow), mask=there[:, None] & (output < N)[None, :])
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, firsts: Tensor, pairs: Tensor, num_chosen: int, gated: bool, tile: int, widen: bool, out: Tensor
+) -> None:
+    """Multiplies sorted pairs (see `sort`) with their experts' weights. Rows of out [P, N] that belong to no pair are undefined.
+
+    gated: x [T, K] are tokens, of each of which a pair takes its own; weight [E, 2 N, K] has each expert's gate before its up, and
+    out becomes silu(gate) * up, in the order of the sorted pairs. Otherwise x [P, K] is in that order, weight is [E, N, K], and out
+    in the order of the pairs' numbers. tile: one of TILE_ROWS. widen: products are of float32 (where kernels are interpreted)."""
+    num_experts, num_pairs = len(firsts) - 1, len(pairs)
+    num_inputs, num_outputs = x.shape[1], out.shape[1]
+    wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
+    block_n, block_k = (32, 64 if wide_items else 128) if few else (64, 32 if wide_items else 64)
+    most_tiles = min(num_experts, num_pairs) + num_pairs // tile
+    _grouped_kernel[(most_tiles, triton.cdiv(num_outputs, block_n))](
+        x,
+        weight,
+        firsts,
+        pairs,
+        out,
+        E=num_experts,
+        C=num_chosen,
+        K=num_inputs,
+        N=num_outputs,
+        GATED=gated,
+        M=tile,
+        BLOCK_N=block_n,
+        BLOCK_K=min(block_k, max(16, triton.next_power_of_2(num_inputs))),
+        PADDED_E=_padded_experts(num_experts),
+        WIDEN=widen,
+        num_warps=4,
+        num_stages=2 if wide_items else 3,
+    )
+
+
+@triton.jit
+def _weighted_sum_kernel(
+    made,  # [T, C, W]
+    weights,  # [T, C] float32
+    kv_slots,  # [T] int64
+    scores,  # [T, COLUMNS]
+    shared,  # [T, W], read if SHARED
+    out,  # [T, W]
+    COLUMNS: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, total = at < W, tl.zeros([BLOCK], tl.float32)
+    narrow: tl.constexpr = out.dtype.element_ty
+    if tl.load(kv_slots + token) < 0:
+        tl.store(out + token * W + at, total.to(narrow), mask=inside)
+        return
+    for number in tl.static_range(C):
+        pair = token * C + number
+        total += tl.load(made + pair * W + at, mask=inside, other=0.0).to(tl.float32) * tl.load(weights + pair)
+    if SHARED:
+        gate = 1.0 / (1.0 + tl.exp(-tl.load(scores + token * COLUMNS + COLUMNS - 1).to(tl.float32)))
+        total += tl.load(shared + token * W + at, mask=inside, other=0.0).to(tl.float32) * gate
+    tl.store(out + token * W + at, total.to(narrow), mask=inside)
+
+
+def combine(made: Tensor, weights: Tensor, kv_slots: Tensor, scores: Tensor, shared: Tensor | None, out: Tensor) -> None:
+    """Writes to out [T, W] the sum of made [P, W] over each token's pairs, with their weights [T, C], and shared [T, W] times the
+    sigmoid of the last column of scores; 0 for padding."""
+    num_tokens, width = out.shape
+    block = min(_COMBINE_BLOCK, triton.next_power_of_2(width))
+    _weighted_sum_kernel[(num_tokens, triton.cdiv(width, block))](
+        made,
+        weights,
+        kv_slots,
+        scores,
+        made if shared is None else shared,
+        out,
+        COLUMNS=scores.shape[1],
+        C=weights.shape[1],
+        W=width,
+        SHARED=shared is not None,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def empty_routing(
+    num_tokens: int, num_chosen: int, num_experts: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns uninitialised chosen [T, C], weights [T, C], firsts [E + 1] and pairs [P]."""
+    chosen = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=device)
+    firsts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    return chosen, torch.empty_like(chosen, dtype=torch.float32), firsts, torch.empty_like(chosen.view(-1))

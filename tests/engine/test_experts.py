@@ -1,0 +1,62 @@
+"""A mixture of experts as a whole: in several files, in half precision, and after its requests were preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.loading.runner import TorchRunner
+from tests.engine.model_bench import CASES, load, make_checkpoint, make_memory, make_runner, make_table, plan, put
+
+PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[TorchRunner]:
+    memory = make_memory()
+    runner = make_runner(memory)
+    runner._kernels.result()
+    yield runner
+    memory.close()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("qwen2-moe")
+    return folder, make_checkpoint(folder, **CASES["qwen2-moe"])
+
+
+def logits(runner: TorchRunner, folder: Path, dtype: str = "float32", steps: tuple[int, ...] = (60,)) -> np.ndarray:
+    """Returns the logits of PROMPT, computed in steps of so many tokens."""
+    model = load(runner, folder, dtype)
+    table = make_table(groups=model.kv_groups)
+    put(table, 2, PROMPT)
+    starts = np.cumsum((0, *steps[:-1])).tolist()
+    found = [model.logits(plan((2, at, num)), table, every_token=True) for at, num in zip(starts, steps, strict=True)]
+    model.release()
+    return np.concatenate(found)
+
+
+def test_three_files_and_one_are_the_same_model(runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path) -> None:
+    saved[1].save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) >= 3
+    assert np.array_equal(logits(runner, tmp_path), logits(runner, saved[0]))
+
+
+def test_what_a_preempted_request_computes_again_is_the_same(runner: TorchRunner, saved: tuple[Path, Any]) -> None:
+    """A request that comes back computes its prompt and its output so far as one prompt, where it had computed them token by
+    token."""
+    with torch.inference_mode():
+        wanted = saved[1](torch.tensor([PROMPT])).logits[0].numpy()
+    for steps in ((20, *[1] * 40), (60,), (7, 33, 20)):
+        assert np.abs(logits(runner, saved[0], steps=steps) - wanted).max() < 2e-4
+
+
+def test_float16_follows_float32(runner: TorchRunner, saved: tuple[Path, Any]) -> None:
+    exact, half = logits(runner, saved[0]), logits(runner, saved[0], "float16")
+    assert np.abs(half - exact).mean() < 0.01 * np.abs(exact).mean()
