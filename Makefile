@@ -40,7 +40,7 @@ TESTS_AT_ONCE ?= 3
 test: $(VENV)/.test
 	@echo "\$$ $(BIN)/python -m tests.kernel_cache   # compiles the CPU kernels: a minute the first time"
 	@$(BIN)/python -m tests.kernel_cache
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
 
 # Features of the processor that are taken away (engine/host/processor.py); the tests print what they skip for it.
 TIERS ?= -amx -avx512bf16 -avx512vnni -avx512

@@ -12,10 +12,20 @@ processor.limit_libraries()  # torch reads it when it is imported
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests import file_order  # noqa: E402
+
 REPORTED = "reported"  # a property of a test whose value is printed at the end of the run
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files into the order of tests/file_order.py where several workers take them (--no-loadscope-reorder keeps it)."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        files = file_order.ordered(item.nodeid.partition("::")[0] for item in items)
+        places = {file: at for at, file in enumerate(files)}
+        items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

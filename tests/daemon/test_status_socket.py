@@ -46,7 +46,7 @@ def test_modes(node: Node) -> None:
 def test_reading_commands_work_and_the_others_are_denied(node: Node) -> None:
     arguments = {"NAME": ["a"], "MODEL|REQUEST": ["a"], "": []}
     for command in commands_of(make_parser()):
-        if command.argument not in arguments or command.name in ("hash-key", "pack", "verify"):
+        if command.argument not in arguments or command.name in ("cp", "hash-key", "pack", "rm", "verify"):
             continue  # work as the caller, not in the daemon
         result = over_status(node, command.name, *arguments[command.argument], "--json")
         if command.name == "gpus" and result.returncode:
@@ -55,6 +55,9 @@ def test_reading_commands_work_and_the_others_are_denied(node: Node) -> None:
             assert result.returncode == 0, (command.name, result.stderr)
         else:
             assert (result.returncode, json.loads(result.stdout)["code"]) == (6, "permission_denied"), command.name
+    deleting = over_status(node, "rm", "a", "--yes", "--models", str(node.folder / "models"), "--json")
+    assert (deleting.returncode, json.loads(deleting.stdout)["code"]) == (6, "permission_denied")
+    assert (node.folder / "models" / "a").is_dir()
     assert node.state("a") == "cold", "a denied command did something"
     assert node.json("status")["draining"] is False
 
