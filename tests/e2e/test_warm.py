@@ -25,12 +25,12 @@ def test_at_the_start(tmp_path: Path) -> None:
     with Node(tmp_path / "n", config=SETTINGS, devices=["cpu=8MiB"]) as node:  # room for one
         node.wait_for(lambda: "ready" in (node.state("a"), node.state("b")), "one of them to be loaded")
         there, other = ("a", "b") if node.state("a") == "ready" else ("b", "a")
-        node.wait_for(lambda: "so far" in node.cli("ps").stdout, "the other one's refusal")
+        reason = f"it would take the place of {there}, loaded ahead as well"  # at first: that one's load goes first
+        node.wait_for(lambda: reason in node.cli("why", other).stdout, "the other one's refusal")
         assert f"{other} was not loaded ahead at the start so far: " in node.cli("ps").stdout
-        assert f"it would take the place of {there}, loaded ahead as well" in node.cli("why", other).stdout
         assert "is loaded ahead at the start, 04:00 (warm), next in " in node.cli("why", "b").stdout
         assert "nobody was not loaded ahead at the start: no model 'nobody' on this node" in node.log_text()
         assert node.state(there) == "ready", "a keep_alive of 0 counts from the first request on"
         with node.openai() as client:
             assert client.completions.create(model=other, prompt="x", max_tokens=1).model == other, "requests may"
-        assert f"{other} was not loaded" not in node.cli("ps").stdout
+        node.wait_for(lambda: f"{other} was not loaded" not in node.cli("ps").stdout, "the end of the refusal")
