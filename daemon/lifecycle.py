@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from config import credentials, host_tier
+from config import host_tier
 from config import load as config_load
 from config import reload as config_reload
 from config.devices import device_budgets
@@ -27,7 +27,6 @@ from config.provenance import Sources
 from config.schema import DeviceBudget, NodeConfig
 from config.settings_files import folder_of, present_files
 from config.units import format_bytes, machine_memory_bytes
-from daemon.access import keys
 from daemon.access.admission import Access
 from daemon.access.cors import Cors
 from daemon.access.expiry import ExpiryLog
@@ -43,9 +42,10 @@ from daemon.http.client_addresses import ClientAddresses, too_many
 from daemon.http.connection import Runner
 from daemon.http.serving import listen, refuse_request
 from daemon.node.node import NodeParts, scheduler_settings
-from daemon.operate import handover
+from daemon.operate import handover, named_files
 from daemon.operate.control import make_control_runner
 from daemon.operate.health import NodeHealth
+from daemon.operate.named_files import NamedFiles
 from daemon.operate.overload import refuse_command
 from daemon.operate.page_snapshot import snapshot
 from daemon.page.feed import PageFeed
@@ -54,13 +54,10 @@ from daemon.process.fd_store import FdStore
 from daemon.process.file_watch import FileWatch, Signature, folders_of, signature
 from daemon.process.systemd_notify import Notifier
 from daemon.process.version import VERSION
-from daemon.record import audit_log
 from daemon.record.state import NodeState
 from daemon.scanning.folder_watch import FolderWatch
 from daemon.scanning.rescans import Rescans
 from daemon.scanning.scanner import ModelScanner
-from daemon.traces import headers
-from daemon.upstreams import keys as upstream_keys
 from loader import open_files
 from loader.catalog import Checkpoint
 from scheduler.node import events
@@ -75,8 +72,8 @@ TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
 
 
 class Lifecycle:
-    """One run of the daemon. flags: the values given on the command line, read again at each reload. known: the keys; None if no
-    keys are required. pair: the certificate; None without TLS. trace_headers: as of headers.load."""
+    """One run of the daemon. flags: the values given on the command line, read again at each reload. files: what the settings
+    name."""
 
     def __init__(
         self,
@@ -84,16 +81,13 @@ class Lifecycle:
         devices: Sequence[DeviceBudget],
         config_path: str | None,
         flags: Mapping[str, Any],
-        known: keys.Keys | None = None,
+        files: NamedFiles,
         inventory: Inventory | None = None,
-        pair: tls.Tls | None = None,
-        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._trace_headers = trace_headers or {}
         self._inventory = inventory or Driver()
         self._config, self._devices, self._config_path, self._flags = config, devices, config_path, flags
-        self._keys = known
-        self._tls = pair
+        self._named = files  # as they were before the start
+        self._keys, self._tls = files.keys, files.tls
         self._certificate_log = tls.CertificateLog()
         self._acceptors: list[Acceptor] = []
         self._accesses: list[Access] = []  # the rules of the listeners that require keys
@@ -131,7 +125,7 @@ class Lifecycle:
         node.reload = self.reload_as_asked
         node.keys, node.tls = self._keys, self._tls
         node.audit.use(self._config.audit_log, self._config.audit_requests)
-        node.traces.use(self._config.traces, self._trace_headers)
+        node.traces.use(self._config.traces, self._named.trace_headers)
         for number in (signal.SIGTERM, signal.SIGINT, RESTART_SIGNAL):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
@@ -151,7 +145,7 @@ class Lifecycle:
         )
         control = make_control_runner(node, FLUSH_LIMIT_S)
         status = make_control_runner(node, FLUSH_LIMIT_S, read_only=True)
-        node.upstreams.use(self._config, upstream_keys.load(self._config, self._config_path or "flags"))
+        node.upstreams.use(self._config, self._named.upstream_keys)
         node.tasks.start("looking at other servers", node.upstreams.watch)
         node.tasks.start("looking for keys that expire", lambda: self._expiries.run(lambda: self._keys))
         node.tasks.start("looking for the certificate's end", self._look_at_certificate)
@@ -288,12 +282,8 @@ class Lifecycle:
 
     def _files(self) -> list[str]:
         """Returns the files that a reload reads."""
-        config = self._config
-        keys_file = [credentials.path_of(config.keys_file, "keys_file")] if config.keys_file else []
-        traces = config.traces
-        headers_file = [credentials.path_of(traces.headers_file, "traces.headers_file")] if traces.headers_file else []
         settings_files = present_files(self._config_path) if self._config_path else []
-        return [*settings_files, *keys_file, *headers_file, *tls.files(config), *upstream_keys.paths(config)]
+        return [*settings_files, *named_files.paths(self._config)]
 
     def _present(self) -> tuple[list[str], Signature]:
         """Returns a value that changes when a reload may read something else."""
@@ -320,9 +310,6 @@ class Lifecycle:
 
     def _tls_context(self) -> ssl.SSLContext | None:
         return self._tls.context if self._tls is not None else None
-
-    def _tls_of(self, config: NodeConfig) -> tls.Tls | None:
-        return tls.load(config, "flags" if "tls_certificate" in self._flags else self._config_path or "flags")
 
     async def _look_at_certificate(self) -> None:
         """Warns before the certificate ends, and looks whether its files have changed where the kernel tells nothing of it, as on
@@ -372,13 +359,9 @@ class Lifecycle:
             devices = device_budgets(new, machine_memory_bytes(), source, partial(memories, self._inventory))
             new = host_tier.resolved(new, devices, machine_memory_bytes(), source)
             plan = config_reload.plan(node.config, new)
-            keys_there = upstream_keys.load(plan.effective, self._config_path or "flags")
-            known = keys.load(plan.effective.keys_file) if plan.effective.keys_file else None
-            audit_log.check(plan.effective.audit_log, "flags" if "audit_log" in self._flags else self._config_path or "flags")
-            pair = self._tls_of(plan.effective)
-            if pair is None:
-                self._tls_of(new)  # a restart will want it
-            trace_headers = headers.load(plan.effective.traces)
+            files = named_files.read(plan.effective, self._config_path, self._flags)
+            if files.tls is None:
+                named_files.read_tls(new, self._config_path, self._flags)  # a restart will want it
         except config_load.ConfigError as error:
             raise node.reloads.refuse(error) from None
         try:
@@ -390,11 +373,12 @@ class Lifecycle:
         node.settings.config = node.dispatcher.config = self._config = plan.effective
         node.settings.sources = Sources(self._config_path, self._flags)
         node.settings.needs_restart = plan.needs_restart
+        known, pair = files.keys, files.tls
         if pair is not None and self._tls is not None and pair.digest != self._tls.digest:
             plan.applied.append(f"the certificate {pair.certificate.shown}")
             self._tls = node.tls = pair  # for new connections; those that are open go on with theirs
         node.scheduler.reconfigure(scheduler_settings(plan.effective))
-        node.upstreams.use(plan.effective, keys_there)
+        node.upstreams.use(plan.effective, files.upstream_keys)
         changed_keys = known.changes_from(self._keys) if known is not None and self._keys is not None else []
         if changed_keys:
             plan.applied.append("the content of keys_file")
@@ -412,7 +396,7 @@ class Lifecycle:
             log.warning("these keys need a restart: %s", ", ".join(plan.needs_restart))
         node.audit.write("reload", applied=plan.applied, needs_restart=plan.needs_restart, tenants=changed_keys)
         node.audit.use(plan.effective.audit_log, plan.effective.audit_requests)
-        node.traces.use(plan.effective.traces, trace_headers)
+        node.traces.use(plan.effective.traces, files.trace_headers)
         node.ring.add("reload", applied=plan.applied, needs_restart=plan.needs_restart)
         unknown = node.registry.unknown_models()
         return {"ok": True, "applied": plan.applied, "needs_restart": plan.needs_restart, "unknown_models": unknown}
@@ -488,10 +472,8 @@ def serve(
     devices: Sequence[DeviceBudget],
     config_path: str | None,
     flags: Mapping[str, Any],
-    known: keys.Keys | None = None,
+    files: NamedFiles,
     inventory: Inventory | None = None,
-    pair: tls.Tls | None = None,
-    trace_headers: Mapping[str, str] | None = None,
 ) -> int:
     """Runs a node to its end. Returns the exit code: 0 if it stopped when told to, 1 if it could not start."""
     import uvloop
@@ -500,11 +482,11 @@ def serve(
     faulthandler.enable()  # at a watchdog's SIGABRT the log shows where each thread was
 
     async def main() -> int:
-        return await Lifecycle(config, devices, config_path, flags, known, inventory, pair, trace_headers).run()
+        return await Lifecycle(config, devices, config_path, flags, files, inventory).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main())
-    except (sockets.SocketError, config_load.ConfigError, OSError) as error:
+    except (sockets.SocketError, OSError) as error:
         print(f"hearthd: {error}", file=sys.stderr)
         return 1

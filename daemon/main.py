@@ -17,18 +17,15 @@ from config.devices import device_budgets
 from config.schema import NodeConfig
 from config.settings_files import present_files
 from config.units import format_bytes, machine_memory_bytes
-from daemon.access import keys
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories
-from daemon.http import listeners, tls
+from daemon.http import listeners
 from daemon.models import models_check
+from daemon.operate import named_files
 from daemon.process import installation
 from daemon.process.arguments import ArgumentParser
 from daemon.process.version import VERSION
-from daemon.record import audit_log
-from daemon.traces import headers
-from daemon.upstreams import keys as upstream_keys
 from engine.host.processor import UnknownFeature, this_processor
 from loader import open_files
 
@@ -89,15 +86,11 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         if not os.path.isdir(config.models_dir):
             wrong = config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
             raise config_load.located_setting(wrong)
-        known = keys.load(config.keys_file) if config.keys_file else None
-        upstream_keys.load(config, source)
-        audit_log.check(config.audit_log, "flags" if "audit_log" in flags else source)
-        trace_headers = headers.load(config.traces)
-        listeners.check(config, known is not None, source)
-        pair = tls.load(config, "flags" if "tls_certificate" in flags else source)
+        files = named_files.read(config, path, flags)
+        listeners.check(config, files.keys is not None, source)
         processor = this_processor()
         warnings = models_check.check(config, source) if check else []
-        if check and pair is not None and (ending := pair.certificate.warning(time.time())):
+        if check and files.tls is not None and (ending := files.tls.certificate.warning(time.time())):
             warnings.append(ending)
     except (config_load.ConfigError, UnknownFeature) as error:
         print(f"hearthd: {error}", file=sys.stderr)
@@ -107,8 +100,8 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         for warning in [*warnings, *lacking]:
             print(f"hearthd: warning: {warning}", file=sys.stderr)
         named = ", ".join(f"{device.name} {format_bytes(device.budget_bytes)}" for device in devices)
-        files = f", settings {', '.join(present_files(path))}" if path else ""
-        print(f"ok: models {config.models_dir}, listen {config.listen}, control {config.control}, devices {named}{files}")
+        settings = f", settings {', '.join(present_files(path))}" if path else ""
+        print(f"ok: models {config.models_dir}, listen {config.listen}, control {config.control}, devices {named}{settings}")
         return EXIT_OK
     from daemon import lifecycle
     from daemon.process import logs
@@ -116,9 +109,9 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
     logs.set_up(config.log_level, config.log_format)
     for one in lacking:
         logs.log.log(logging.ERROR if one.stops else logging.WARNING, "%s", one)
-    if known is not None:
-        logs.log.info("%s: tenants with keys: %d", config.keys_file, len(known.tenants))
-        known.warn_if_empty(config.keys_file)
+    if files.keys is not None:
+        logs.log.info("%s: tenants with keys: %d", config.keys_file, len(files.keys.tenants))
+        files.keys.warn_if_empty(config.keys_file)
     elif config.insecure:
         logs.log.warning("no keys and --insecure: anybody who reaches %s may use the models", config.listen)
     limit = open_files.raise_limit()
@@ -130,4 +123,4 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         logs.log.info("processor: %s", processor.describe())
     if not config.device:
         logs.log.info("no --device: cpu:0 gets %s, half of the machine's memory", format_bytes(devices[0].budget_bytes))
-    return lifecycle.serve(config, devices, path, flags, known, inventory, pair, trace_headers)
+    return lifecycle.serve(config, devices, path, flags, files, inventory)

@@ -1,0 +1,56 @@
+"""Reads the files that settings name: keys of tenants, the certificate, headers for a collector of traces, keys for other servers.
+
+The start, its check and each reload read them in this way, and a change of one of them makes the node reload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from config import credentials
+from config.schema import NodeConfig
+from daemon.access import keys
+from daemon.access.keys import Keys
+from daemon.http import tls
+from daemon.http.tls import Tls
+from daemon.record import audit_log
+from daemon.traces import headers
+from daemon.upstreams import keys as upstream_keys
+
+
+@dataclass(slots=True, frozen=True)
+class NamedFiles:
+    """What the files hold. keys: None if no keys are required. tls: None without TLS. trace_headers: what goes with traces.
+    upstream_keys: for other servers, by the model's name here."""
+
+    keys: Keys | None
+    tls: Tls | None
+    trace_headers: Mapping[str, str]
+    upstream_keys: Mapping[str, str]
+
+
+def read(config: NodeConfig, path: str | None, flags: Container[str]) -> NamedFiles:
+    """Returns what the files hold, and checks that the audit log has a folder. path: of the settings file, for errors; None: there
+    is none. flags: the keys that were given on the command line. Raises ConfigError."""
+    known = keys.load(config.keys_file) if config.keys_file else None
+    keys_there = upstream_keys.load(config, path or "flags")
+    audit_log.check(config.audit_log, _source_of("audit_log", path, flags))
+    return NamedFiles(known, read_tls(config, path, flags), headers.load(config.traces), keys_there)
+
+
+def read_tls(config: NodeConfig, path: str | None, flags: Container[str]) -> Tls | None:
+    """Returns the certificate alone, as `read` does. Raises ConfigError."""
+    return tls.load(config, _source_of("tls_certificate", path, flags))
+
+
+def paths(config: NodeConfig) -> list[str]:
+    """Returns the files that `read` reads. Raises ConfigError."""
+    traces = config.traces
+    keys_file = [credentials.path_of(config.keys_file, "keys_file")] if config.keys_file else []
+    headers_file = [credentials.path_of(traces.headers_file, "traces.headers_file")] if traces.headers_file else []
+    return [*keys_file, *headers_file, *tls.files(config), *upstream_keys.paths(config)]
+
+
+def _source_of(key: str, path: str | None, flags: Container[str]) -> str:
+    return "flags" if key in flags or not path else path
