@@ -10,12 +10,12 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping
-from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
 import aiohttp
 
 from config.trace_endpoint import TraceEndpoint
+from daemon.process import retry_after
 from daemon.process.version import VERSION
 from daemon.traces import otlp
 from daemon.traces.resolver import DaemonThreadResolver
@@ -173,7 +173,7 @@ class Exporter:
                 status = response.status
                 if status // 100 == 2:
                     return _taken(await _read(response))
-                retry_after_s = _retry_after_s(response.headers.get("Retry-After", "")) if status in _AGAIN else None
+                retry_after_s = retry_after.seconds(response.headers.get("Retry-After")) if status in _AGAIN else None
                 return _Answer(f"it answers {status}", status in _AGAIN, retry_after_s)
         except TimeoutError:
             problem = f"it does not answer within {POST_S:g} s"
@@ -234,14 +234,3 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
         if len(answer) > ANSWER_BYTES:
             break
     return answer[:ANSWER_BYTES]
-
-
-def _retry_after_s(header: str) -> float | None:
-    """Returns the seconds that a Retry-After header asks for, None if it is none."""
-    text = header.strip()
-    if text.isascii() and text.isdigit():
-        return float(text[:9])
-    try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return None

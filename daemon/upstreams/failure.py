@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
-import time
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault
+from daemon.process import retry_after as retry_after_header
 from daemon.process import shortage
 
 RETRY_AFTER_S = 5.0
@@ -65,7 +63,9 @@ def passed_on(host: str, status: int, retry_after: str | None, body: bytes) -> H
     if not 400 <= status < 600:
         return invalid(host, f"answered with the status {status}")
     text = f"{host}: {message}" if message else f"{host} answered with the status {status}"
-    wait_s = _wait_s(retry_after)
+    wait_s = retry_after_header.seconds(retry_after)
+    if wait_s is not None:
+        wait_s = min(max(wait_s, 1.0), LONGEST_WAIT_S)
     error = ServerFault("upstream_error", text, param=param, kind=kind or _kind(status), retry_after_s=wait_s)
     error.status, error.code = status, code or error.code
     return error
@@ -105,17 +105,3 @@ def _text(value: object) -> str:
 def _word(value: object) -> str:
     """Returns a word of the error's, such as its code; "" for what is none, as vLLM's numbers."""
     return value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else ""
-
-
-def _wait_s(retry_after: str | None) -> float | None:
-    """Returns the seconds of a header Retry-After, a number or a date; None where it says nothing that can be used."""
-    if not retry_after:
-        return None
-    try:
-        wait_s = float(retry_after)
-    except ValueError:
-        try:
-            wait_s = parsedate_to_datetime(retry_after).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
-    return min(max(wait_s, 1.0), LONGEST_WAIT_S) if math.isfinite(wait_s) else None
