@@ -6,6 +6,7 @@ from config import trace_endpoint
 from config.credentials import path_of
 from config.load import ConfigError
 from config.schema import TracesConfig
+from loader.regular_file import read_regular
 
 _KEY = "traces.headers_file"
 MAX_BYTES = 64 << 10
@@ -19,14 +20,11 @@ def load(config: TracesConfig) -> dict[str, str]:
 
 def _read(path: str) -> dict[str, str]:
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_BYTES + 1)
+        text = read_regular(path, MAX_BYTES).decode("utf-8")
     except OSError as error:
         raise ConfigError(path, _KEY, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(path, _KEY, "is no UTF-8 text") from None
-    if len(text) > MAX_BYTES:
-        raise ConfigError(path, _KEY, f"is longer than {MAX_BYTES} bytes")
     headers = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):

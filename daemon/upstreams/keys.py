@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from config import credentials
 from config.load import ConfigError, located_setting
 from config.schema import NodeConfig
+from loader.regular_file import read_regular
 
 MAX_BYTES = 16 << 10
 
@@ -39,12 +40,10 @@ def headers(key: str) -> Mapping[str, str]:
 def _read(source: str, where: str, value: str) -> str:
     path = credentials.path_of(value, where)
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        key = read_regular(path, MAX_BYTES).strip()
     except OSError as error:
         raise located_setting(ConfigError(source, where, f"{value} cannot be read: {error.strerror}")) from None
-    key = content.strip()
-    if not key or len(content) > MAX_BYTES or not all(0x21 <= byte <= 0x7E for byte in key):
+    if not key or not all(0x21 <= byte <= 0x7E for byte in key):
         message = f"{value} must hold a key and nothing else: one line of printable characters without spaces"
         raise located_setting(ConfigError(source, where, message))
     return key.decode("ascii")

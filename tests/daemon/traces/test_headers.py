@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,9 @@ def test_one_that_cannot_be_used(tmp_path: Path, content: bytes | None, words: l
     for word in [str(path), "traces.headers_file", *words]:
         assert word in str(error.value)
     assert "secret" not in str(error.value)
+
+
+def test_a_pipe_is_refused_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "headers")
+    with pytest.raises(ConfigError, match=r"traces\.headers_file: cannot be read: is a named pipe, not a regular file"):
+        headers.load(TracesConfig(headers_file=str(tmp_path / "headers")))
