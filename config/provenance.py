@@ -70,9 +70,8 @@ class Sources:
 
 
 def settings(config: NodeConfig, sources: Sources, needs_restart: Collection[str] = ()) -> list[Setting]:
-    """Returns all of the node's settings in the schema's order, then `[traces]`, the
-    entries of `[names]` and what models have set. Secret values are hidden. config: as
-    it is used. needs_restart: dotted keys whose value in the file is another one."""
+    """Returns all of the node's settings in the schema's order, then `[traces]`, the entries of `[names]` and what models have set.
+    Secret values are hidden. config: as it is used. needs_restart: dotted keys whose value in the file is another one."""
     found = _of_struct(config, (), sources, needs_restart, skip=("names", "traces", "models"))
     found += _of_struct(config.traces, ("traces",), sources, needs_restart)
     found += [Setting(f'names."{name}"', targets, sources.of("names", name), LIVE, False) for name, targets in config.names.items()]
@@ -91,9 +90,7 @@ def _of_struct(
     skip: Collection[str] = (),
 ) -> list[Setting]:
     live = live_keys(type(struct)) if not isinstance(struct, SamplingDefaults) else set(struct.__struct_fields__)
-    prefix = (
-        f'models."{table[1]}".' + "".join(f"{part}." for part in table[2:]) if table[1:] else "".join(f"{part}." for part in table)
-    )
+    prefix = "".join(f'"{part}".' if at == 1 else f"{part}." for at, part in enumerate(table))  # the second names a model
     return [
         Setting(
             prefix + key,

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from engine.cuda.sequences import Staging
+from engine.cuda.sequences import Staging, words_of
 
 log = logging.getLogger("engine")
 
@@ -182,8 +182,7 @@ class StepGraphs(Generic[Size]):
 
     def _captured(self, padding: Mapping[str, Any]) -> StepGraph:
         began_s = time.perf_counter()
-        num_words = sum(-(-len(column) // 4) * 4 for column in padding.values())
-        inputs = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+        inputs = torch.zeros(words_of(padding), dtype=torch.int32, device=self._device)
         static = self._staging.send(padding, inputs)
         space = _capture_space(self._device)
         launch_s = math.inf

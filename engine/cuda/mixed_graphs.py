@@ -26,8 +26,8 @@ log = logging.getLogger("engine")
 # Steps without the graph that suits them before it is captured between steps. That takes as long as some ten of them.
 STEPS_BEFORE_CAPTURE = 16
 REPLAYS = 3  # that are measured; the fastest counts, since an idle device is slow at first
-# As many as four models have. What the driver keeps for a graph, up to 2 MiB, is in no limit of torch's. What the default budget
-# leaves of a GPU (config/devices.py) is enough for these beside as many models' decode graphs.
+# Four models have as many graphs. The driver keeps up to 2 MiB for a graph, which no limit of torch's counts; what the default
+# budget leaves of a GPU (config/devices.py) is enough for these beside as many models' decode graphs.
 MOST_GRAPHS = 48
 
 _holders: list[weakref.ref[MixedGraphs]] = []  # those that have captured, of this process's models; the stepping thread's

@@ -38,12 +38,12 @@ class Staging:
         sent, at = {}, 0
         for name, column in columns.items():
             sent[name] = _as_type(target[at : at + len(column)], column.dtype)
-            at += _num_words(column)
+            at += _words_of_column(column)
         return sent
 
     def copy(self, columns: Mapping[str, npt.NDArray[Any]], into: Tensor | None) -> Tensor:
         """Does what `send` does, and returns the memory that has received them."""
-        num_words = sum(map(_num_words, columns.values()))
+        num_words = words_of(columns)
         number = self._next
         self._next = (number + 1) % NUM_STAGING
         if self._copied[number] is not None:
@@ -54,7 +54,7 @@ class Staging:
         words, at = buffer.numpy(), 0
         for column in columns.values():
             words[at : at + len(column)] = column.view(np.int32)
-            at += _num_words(column)
+            at += _words_of_column(column)
         target = torch.empty(num_words, dtype=torch.int32, device=self._device) if into is None else into[:num_words]
         target.copy_(buffer, non_blocking=True)
         if self._pinned:
@@ -64,7 +64,12 @@ class Staging:
         return target
 
 
-def _num_words(column: npt.NDArray[Any]) -> int:
+def words_of(columns: Mapping[str, npt.NDArray[Any]]) -> int:
+    """Returns how many words of memory Staging.send fills with the columns."""
+    return sum(map(_words_of_column, columns.values()))
+
+
+def _words_of_column(column: npt.NDArray[Any]) -> int:
     """Returns the words that a column takes, up to where the next one begins."""
     return -(-len(column) // ALIGN_WORDS) * ALIGN_WORDS
 

@@ -137,6 +137,17 @@ CASES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 9.0,
     },
 }
+# One case for each way in which a recorded step differs.
+RECORDED_CASES = [
+    "llama-biases-linear",
+    "qwen3-tied-biases",
+    "mistral-window",
+    "phi3-partial-window",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "qwen2-moe",
+]
 
 
 def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 3, **changes: Any) -> Any:

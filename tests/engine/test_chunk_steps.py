@@ -24,6 +24,7 @@ from scheduler.batch.step_limits import CHUNK_STEP_TOKENS
 from tests.engine import model_bench
 from tests.engine.model_bench import (
     CASES,
+    RECORDED_CASES,
     forget_behind_windows,
     load,
     make_checkpoint,
@@ -36,16 +37,6 @@ from tests.engine.model_bench import (
 
 SLOTS, LENGTH = 12, 128
 TOKENS = np.random.default_rng(4).integers(2, 211, (SLOTS, LENGTH)).tolist()
-FAMILIES = [
-    "llama-biases-linear",
-    "qwen3-tied-biases",
-    "mistral-window",
-    "phi3-partial-window",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "qwen2-moe",
-]
 # For each step its rows (slot, first position, tokens) and which of them sample. Chunks of up to 16 tokens are attended token by
 # token, longer ones as a whole.
 STEPS = [
@@ -72,7 +63,7 @@ def runner() -> Iterator[TorchRunner]:
     memory.close()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=RECORDED_CASES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     make_checkpoint(folder, **CASES[request.param])

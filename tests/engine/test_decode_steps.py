@@ -29,6 +29,7 @@ from tests.engine import model_bench
 from tests.engine.model_bench import (
     BLOCK_TOKENS,
     CASES,
+    RECORDED_CASES,
     forget_behind_windows,
     load,
     make_checkpoint,
@@ -41,16 +42,6 @@ from tests.engine.model_bench import (
 
 SLOTS = 24
 TOKENS = np.random.default_rng(2).integers(2, 211, (SLOTS, 48)).tolist()
-FAMILIES = [
-    "llama-biases-linear",
-    "qwen3-tied-biases",
-    "mistral-window",
-    "phi3-partial-window",
-    "gemma2",
-    "gemma3",
-    "olmo2",
-    "qwen2-moe",
-]
 # 12 and 17 rows are padded to 16 and 24 in bfloat16; products of 24 rows are computed by torch
 BATCHES = [[3], [3, 5], [5], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [2, 19], list(range(17)), [19]]
 
@@ -65,7 +56,7 @@ def runner() -> Iterator[TorchRunner]:
     memory.close()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=RECORDED_CASES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     make_checkpoint(folder, **CASES[request.param])

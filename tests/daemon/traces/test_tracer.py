@@ -57,7 +57,7 @@ def drawn(low: int) -> bytes:
 
 @pytest.mark.parametrize(("sample", "first_left_out"), [(1.0, None), (0.5, 1 << 63), (0.25, 1 << 62), (0.0, 0)])
 def test_a_share_of_traces_is_taken_by_their_ids(sample: float, first_left_out: int | None) -> None:
-    """As TraceIdRatioBased: services with the same share take the same traces, and a larger share takes all of a smaller one's."""
+    """Services with the same share take the same traces, and a larger share takes all of a smaller one's (TraceIdRatioBased)."""
     tracer = Tracer(sample, Out())
     for low, is_taken in ((0, sample > 0), ((1 << 64) - 1, sample == 1), ((1 << 62) - 1, sample >= 0.25)):
         assert tracer.begin((), (), drawn(low), 1.0).is_sampled is is_taken
