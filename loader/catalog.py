@@ -312,7 +312,7 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     tensors = [tensor for header in headers.values() for tensor in header.tensors]
     if checkpoint.shape.pooling and any(tensor.name.startswith("bert.") for tensor in tensors):
         checkpoint.shape = replace(checkpoint.shape, tensor_prefix="bert.")
-    _check_layers(checkpoint.shape, len(tensors))
+    check_counts(checkpoint.shape, len(tensors))
     checkpoint.shape = replace(checkpoint.shape, plain_groups=layout.plain_groups(checkpoint.shape, tensors))
     checkpoint.shape = shape = replace(checkpoint.shape, block_offsets=layout.block_offsets(checkpoint.shape, tensors))
     checkpoint.weights_bytes = {dtype: layout.weights_bytes(shape, dtype, stored_format(shape)) for dtype in DTYPES}
@@ -341,7 +341,7 @@ def _stat(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _check_layers(shape: ModelShape, num_tensors: int) -> None:
+def check_counts(shape: ModelShape, num_tensors: int) -> None:
     """Raises CheckpointError where the files hold fewer tensors than the model has layers, or experts. Called before anything
     lists all layers, since config.json may name any number of them."""
     if shape.num_layers > num_tensors:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -62,6 +62,19 @@ def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[i
             why = f"is stored as {plain[0].dtype}, and {other}, which is read together with it, is quantised: not served"
             raise CheckpointError(plain[0].file, plain[0].name, why)
         if plain:
+            found.add(at)
+    return frozenset(found)
+
+
+def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset[int]:
+    """Returns ModelShape.plain_groups of a checkpoint with tensors of these names: a group is plain if none of the names is there
+    that its matrices have in the checkpoint's format alone (those of scales)."""
+    if not shape.stored_format:
+        return frozenset()
+    own, found = stored_format(shape), set()
+    for at, group in enumerate(_groups(shape)):
+        plain = {name for name, _ in group.tensors}
+        if group.may_be_quantized and not any(tensor.name in names for tensor in own.stored(group) if tensor.name not in plain):
             found.add(at)
     return frozenset(found)
 

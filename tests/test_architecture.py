@@ -35,7 +35,9 @@ DAEMON_FROM_ENGINE = {
 }
 # direct_io: system calls alone; `hearth doctor` reads from the drive with it; packer and verifier: `hearth pack`, on numpy
 DAEMON_FROM_LOADER = {
+    "loader.capacity",
     "loader.catalog",
+    "loader.described_model",
     "loader.direct_io",
     "loader.errors",
     "loader.formats.registry",

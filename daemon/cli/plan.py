@@ -24,7 +24,32 @@ VERDICTS = {
 }
 
 
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--config",
+        metavar="FOLDER",
+        default="",
+        help="what the model in this folder would take, by its config.json; no daemon is asked",
+    )
+    add("--devices", metavar="KIND=[Nx]BYTES", default="", help="with --config: on these devices, as in cuda=8x80GiB or cpu=64GiB")
+    add("--dtype", metavar="DTYPE", default="auto", help="with --config: the model's dtype (default: the checkpoint's)")
+    add("--quantize", metavar="FORMAT", default=None, help="with --config: the model's quantize")
+    add("--kv-cache-dtype", metavar="DTYPE", default="auto", help="with --config: the model's kv_cache_dtype")
+    add("--max-model-len", metavar="TOKENS", type=int, default=None, help="with --config: default: the checkpoint's")
+    add("--max-sequences", metavar="N", type=int, default=None, help="with --config: in one batch (default 256)")
+
+
 def plan(client: Client, options: argparse.Namespace) -> None:
+    if options.config:
+        if options.name:
+            raise _usage("give NAME or --config, not both")
+        from daemon.cli.capacity import capacity_plan  # it reads checkpoints, which other commands need not wait for
+
+        capacity_plan(options)
+        return
+    if not options.name:
+        raise _usage("which model? Name it, or a folder with --config")
     value = client.get(f"/control/v1/plan/{quote(options.name)}")
     if options.json:
         print(json.dumps(value, indent=1))

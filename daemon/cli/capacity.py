@@ -1,0 +1,190 @@
+"""`hearth plan --config FOLDER`: what a model would take on devices that need not be there, from its config.json alone, or from its
+files where they are there. Needs no daemon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from config import units
+from config.devices import CUDA_LEFT_BYTES
+from config.load import CUDA_DEFAULTS, DTYPES
+from config.schema import ModelConfig, NodeConfig
+from daemon.cli.client import CommandError
+from daemon.cli.table import size
+from daemon.errors import EXIT_NO_FIT, EXIT_USAGE
+from loader import capacity
+from loader.described_model import CONFIG, HEADERS, INDEX, DescribedModel, described_model
+from loader.errors import CheckpointError
+from loader.formats.registry import FORMATS, held_format
+from loader.kv_layout import KV_FP8, asked_kv_cache_dtype
+from loader.model_shape import ModelShape
+
+_DEVICES = re.compile(r"(cpu|cuda)=(?:(\d+)x)?(.+)\Z")
+_MOST_DEVICES = 1024
+_SOURCES = {
+    HEADERS: "by the headers of its weight files",
+    INDEX: "by config.json and the names in its index; the weights are not there",
+    CONFIG: "by config.json alone",
+}
+
+
+def capacity_plan(options: argparse.Namespace) -> None:
+    """Prints the plan. Raises CommandError."""
+    kind, num_devices, memory_bytes = _devices(options.devices) if options.devices else ("", 0, 0)
+    described = _described(options.config)
+    shape, settings = described.shape, _settings(options, described.shape, kind)
+    need = capacity.model_need(shape, settings)
+    budget_bytes = max(0, memory_bytes - (CUDA_LEFT_BYTES if kind == "cuda" else 0))
+    # on one device, as this version places it, and divided over all of them
+    shares = [
+        capacity.share_of(shape, settings, capacity.Devices(kind, number, budget_bytes))
+        for number in sorted({1, num_devices} - {0})
+    ]
+    shares = shares if num_devices else []
+    if options.json:
+        print(json.dumps(_as_json(described, settings, need, shares), indent=1))
+    else:
+        _tell(described, settings, need, shares, memory_bytes)
+    if shares and not any(share.fits for share in shares):
+        message = f"{options.config} does not fit on {options.devices}"
+        raise CommandError(EXIT_NO_FIT, {"code": "would_not_fit", "message": message, "details": {}})
+
+
+def _described(folder: str) -> DescribedModel:
+    try:
+        return described_model(Path(folder))
+    except CheckpointError as error:
+        raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{folder}: {error}", "details": {}}) from None
+    except OSError as error:
+        raise _usage(f"--config {error.filename or folder}: {error.strerror}") from None
+
+
+def _devices(text: str) -> tuple[str, int, int]:
+    """Returns kind, number and memory of the devices that --devices names. Raises CommandError."""
+    form = "--devices: as in cuda=8x80GiB, cuda=80GiB or cpu=64GiB"
+    match = _DEVICES.match(text)
+    if match is None:
+        raise _usage(f"{form}; not {text!r}")
+    try:
+        memory_bytes = units.parse_bytes(match[3])
+    except ValueError as error:
+        raise _usage(f"{form}; {match[3]!r} {error}") from None
+    num_devices = int(match[2] or 1)
+    if not 1 <= num_devices <= _MOST_DEVICES:
+        raise _usage(f"{form}; from 1 to {_MOST_DEVICES} devices, not {num_devices}")
+    return match[1], num_devices, memory_bytes
+
+
+def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capacity.Settings:
+    """Returns the settings of a node with such devices that sets nothing else. Raises CommandError for a value that the model or
+    the devices do not allow."""
+    node = NodeConfig(**({} if kind == "cpu" else CUDA_DEFAULTS))
+    longest = shape.max_position_embeddings
+    max_model_len = longest if options.max_model_len is None else options.max_model_len
+    if not 1 <= max_model_len <= longest:
+        raise _usage(f"--max-model-len: from 1 to the checkpoint's {longest}, not {max_model_len}")
+    for option, value, allowed in (
+        ("--dtype", options.dtype, DTYPES),
+        ("--kv-cache-dtype", options.kv_cache_dtype, ("auto", KV_FP8)),
+    ):
+        if value not in allowed:
+            raise _usage(f"{option}: one of {', '.join(allowed)}, not {value!r}")
+    max_sequences = ModelConfig().max_sequences if options.max_sequences is None else options.max_sequences
+    if max_sequences < 1:
+        raise _usage(f"--max-sequences: at least 1, not {max_sequences}")
+    try:
+        weight_format = held_format(shape, options.quantize)
+    except ValueError as error:
+        raise _usage(f"--{error}") from None
+    for refused, why in (
+        (kind == "cuda" and not weight_format.runs_on_gpus, f"{weight_format.name} is not built for cuda devices"),
+        (shape.pooling and kind == "cuda", "encoders are not built for cuda devices"),
+        (shape.pooling and not weight_format.runs_encoders, f"{weight_format.name} is not built for encoders"),
+        (shape.experts and not weight_format.runs_experts, f"{weight_format.name} is not built for mixtures of experts"),
+        (options.kv_cache_dtype == KV_FP8 and kind == "cpu", "--kv-cache-dtype fp8 is built for cuda devices only"),
+    ):
+        if refused:
+            raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{options.config}: {why}", "details": {}})
+    return capacity.Settings(
+        dtype=shape.dtype if options.dtype == "auto" else options.dtype,
+        weight_format=weight_format,
+        kv_cache_dtype=asked_kv_cache_dtype(options.kv_cache_dtype),
+        max_model_len=max_model_len,
+        max_sequences=max_sequences,
+        max_num_batched_tokens=node.max_num_batched_tokens,
+        block_tokens=node.block_tokens,
+        chunk_bytes=units.parse_bytes(node.chunk_bytes),
+    )
+
+
+def _as_json(
+    described: DescribedModel, settings: capacity.Settings, need: capacity.ModelNeed, shares: list[capacity.Share]
+) -> dict[str, Any]:
+    named = {**asdict(replace(settings, weight_format=FORMATS[""])), "weight_format": settings.weight_format.name}
+    return {
+        "architecture": described.shape.architecture,
+        "source": described.source,
+        "settings": named,
+        **asdict(need),
+        "shares": [{**asdict(share), "fits": share.fits} for share in shares],
+    }
+
+
+def _tell(
+    described: DescribedModel,
+    settings: capacity.Settings,
+    need: capacity.ModelNeed,
+    shares: list[capacity.Share],
+    memory_bytes: int,
+) -> None:
+    of_token = f", {_count(need.active_parameters)} for a token" if need.active_parameters < need.num_parameters else ""
+    held = f"{settings.weight_format.name} matrices, the rest {settings.dtype}" if settings.weight_format.name else settings.dtype
+    print(f"{described.shape.architecture}, {_count(need.num_parameters)} parameters{of_token}: {_SOURCES[described.source]}")
+    print(f"weights     {size(need.weights_bytes)} ({held})")
+    for number, kv in enumerate(need.kv):
+        seen = f"the last {kv.window_tokens} tokens" if kv.window_tokens else "all tokens"
+        print(f"{'KV' if not number else '':12}{size(kv.token_bytes)} a token in {kv.num_layers} layers that see {seen}")
+    if need.kv:
+        print(f"{'':12}{size(need.sequence_bytes)} for one request of {settings.max_model_len} tokens{_fp8(settings)}")
+    for share in shares:
+        _tell_share(share, settings, memory_bytes)
+    if len(shares) > 1:
+        print("\nhearthd places a model on one device; over several, these are the sums of tensor parallelism")
+
+
+def _fp8(settings: capacity.Settings) -> str:
+    return f", as {settings.kv_cache_dtype}" if settings.kv_cache_dtype else ""
+
+
+def _tell_share(share: capacity.Share, settings: capacity.Settings, memory_bytes: int) -> None:
+    devices = share.devices
+    number = devices.num_devices
+    where, each = (f"one {devices.kind} device", "") if number == 1 else (f"{number} {devices.kind} devices", " on each")
+    print(f"\n{where} of {size(memory_bytes)}: {'fits' if share.fits else 'does not fit'}")
+    if devices.budget_bytes < memory_bytes:
+        print(f"            {size(memory_bytes - devices.budget_bytes)}{each} for the CUDA context and what the driver keeps")
+    print(f"            {size(share.weights_bytes)}{each} for weights")
+    steps = f"steps of {settings.max_num_batched_tokens} tokens and {settings.max_sequences} requests"
+    print(f"            {size(share.work_space_bytes)}{each} for {steps}")
+    if share.free_bytes < 0:
+        print(f"            {size(-share.free_bytes)}{each} too little")
+    elif not share.sequence_bytes:
+        print(f"            {size(share.free_bytes)}{each} are left")
+    else:
+        longest = "of any length" if share.tokens is None else f"{share.tokens} tokens, or"
+        left = f"{size(share.free_bytes * number)} are left for KV" + (f", {size(share.free_bytes)}{each}" if each else "")
+        print(f"            {left}: {longest} {share.sequences} requests of {settings.max_model_len} tokens")
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def _usage(message: str) -> CommandError:
+    return CommandError(EXIT_USAGE, {"code": "invalid_request", "message": message, "details": {}})

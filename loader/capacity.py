@@ -1,0 +1,155 @@
+"""Computes what a model takes on devices that need not be there: its weights, its work space, its KV, and the tokens that fit.
+
+On several devices the sums are those of tensor parallelism: each device holds an equal part of the matrices and of the KV heads, or
+one KV head where there are fewer heads than devices, and a work space of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from loader.formats.weight_format import WeightFormat
+from loader.gpu_sizing import gpu_work_space_bytes
+from loader.kv_layout import KVGroupSpec, group_chunks, kv_bytes_per_token, kv_dtype_of, kv_groups, kv_reserved_bytes
+from loader.layout import num_parameters, weights_bytes
+from loader.model_shape import ModelShape
+from loader.work_space import work_space_bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Devices:
+    """Equal devices. kind: cuda or cpu. budget_bytes: what models may use of each."""
+
+    kind: str
+    num_devices: int
+    budget_bytes: int
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """The settings that sizes depend on, as config/schema.py describes them."""
+
+    dtype: str
+    weight_format: WeightFormat
+    kv_cache_dtype: str
+    max_model_len: int
+    max_sequences: int
+    max_num_batched_tokens: int
+    block_tokens: int
+    chunk_bytes: int
+
+
+@dataclass(slots=True, frozen=True)
+class KVNeed:
+    """The KV of the layers that see equally far. window_tokens: 0: all tokens; else a sequence keeps so many, and those of the
+    piece of a prompt that is being computed. token_bytes: of one token, in all these layers."""
+
+    num_layers: int
+    window_tokens: int
+    token_bytes: int
+
+
+@dataclass(slots=True, frozen=True)
+class ModelNeed:
+    """What a model takes, however many devices it is on. active_parameters: those that one token's step multiplies with, of a
+    mixture of experts fewer than there are. sequence_bytes: of the KV of one sequence of max_model_len."""
+
+    num_parameters: int
+    active_parameters: int
+    weights_bytes: int
+    kv: tuple[KVNeed, ...]
+    sequence_bytes: int
+
+
+@dataclass(slots=True, frozen=True)
+class Share:
+    """What a model takes and leaves on each of `devices`. All bytes are of one device. free_bytes: what is left for KV, below 0
+    where so much is missing. kv_token_bytes: of one token in the layers that see all tokens. sequence_bytes: of the KV of one
+    sequence of max_model_len. tokens: the longest sequence whose KV fits (None: any length, since no layer sees all tokens).
+    sequences: how many of max_model_len fit at once."""
+
+    devices: Devices
+    weights_bytes: int
+    work_space_bytes: int
+    free_bytes: int
+    kv_token_bytes: int
+    sequence_bytes: int
+    tokens: int | None
+    sequences: int
+
+    @property
+    def fits(self) -> bool:
+        return self.sequences > 0
+
+
+def model_need(shape: ModelShape, settings: Settings) -> ModelNeed:
+    total = num_parameters(shape)
+    groups = _groups(shape, settings)
+    return ModelNeed(
+        num_parameters=total,
+        active_parameters=total - _idle_parameters(shape),
+        weights_bytes=weights_bytes(shape, settings.dtype, settings.weight_format),
+        kv=tuple(KVNeed(len(one.layers), one.window_tokens, one.block_bytes // one.block_tokens) for one in groups),
+        sequence_bytes=_sequence_bytes(shape, settings),
+    )
+
+
+def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
+    chunk = settings.chunk_bytes
+    weights = _chunks(math.ceil(weights_bytes(shape, settings.dtype, settings.weight_format) / devices.num_devices), chunk)
+    work_space = _chunks(_work_space_bytes(shape, settings, devices.kind), chunk)
+    free = devices.budget_bytes // chunk * chunk - weights - work_space
+    own = replace(shape, num_kv_heads=math.ceil(shape.num_kv_heads / devices.num_devices))
+    groups, sequence = _groups(own, settings), _sequence_bytes(own, settings)
+    token = sum(one.block_bytes // one.block_tokens for one in groups if not one.window_tokens)
+    lengths = settings.max_model_len, settings.max_num_batched_tokens
+    windows = chunk * (1 + sum(group_chunks(one, *lengths, chunk) for one in groups if one.window_tokens))
+    return Share(
+        devices=devices,
+        weights_bytes=weights,
+        work_space_bytes=work_space,
+        free_bytes=free,
+        kv_token_bytes=token,
+        sequence_bytes=sequence,
+        tokens=max(0, free - windows) // token if token else None,
+        sequences=max(0, free // sequence) if sequence else int(free >= 0),
+    )
+
+
+def _groups(shape: ModelShape, settings: Settings) -> tuple[KVGroupSpec, ...]:
+    if shape.pooling:
+        return ()
+    return kv_groups(shape, kv_dtype_of(settings.dtype, settings.kv_cache_dtype), settings.block_tokens)
+
+
+def _sequence_bytes(shape: ModelShape, settings: Settings) -> int:
+    """Returns the bytes of the chunks that the ledger (scheduler/node/ledger.py) reserves for one sequence of max_model_len."""
+    if shape.pooling:
+        return 0
+    kv_dtype, chunk = kv_dtype_of(settings.dtype, settings.kv_cache_dtype), settings.chunk_bytes
+    if any(shape.layer_windows):
+        lengths = settings.max_model_len, settings.block_tokens, settings.max_num_batched_tokens
+        return kv_reserved_bytes(shape, kv_dtype, *lengths, chunk) + chunk
+    return _chunks(settings.max_model_len * kv_bytes_per_token(shape, kv_dtype), chunk) + chunk
+
+
+def _work_space_bytes(shape: ModelShape, settings: Settings, kind: str) -> int:
+    batch = settings.max_num_batched_tokens, settings.max_sequences
+    if kind == "cuda":
+        return gpu_work_space_bytes(shape, settings.dtype, *batch)
+    return work_space_bytes(shape, settings.dtype, *batch, settings.max_model_len, settings.weight_format)
+
+
+def _idle_parameters(shape: ModelShape) -> int:
+    """Returns the parameters of the experts that a token does not pass through."""
+    experts = shape.experts
+    if experts is None:
+        return 0
+    each = 3 * experts.intermediate_size * shape.hidden_size
+    return (shape.num_layers - len(experts.dense_layers)) * (experts.num_experts - experts.num_chosen) * each
+
+
+def _chunks(num_bytes: int, chunk_bytes: int) -> int:
+    """Returns the bytes of the chunks that hold num_bytes."""
+    return -(-num_bytes // chunk_bytes) * chunk_bytes

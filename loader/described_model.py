@@ -1,0 +1,55 @@
+"""Reads what a folder says about a model whose weights need not be there: config.json, and the names or headers of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from loader import catalog, layout
+from loader.errors import CheckpointError
+from loader.hf_config import CONFIG_NAME, parse_config
+from loader.model_shape import ModelShape
+from loader.regular_file import read_regular
+from loader.safetensors import INDEX_NAME, MAX_TENSORS, read_index
+
+# What the sizes follow from: the weight files' headers, the names in their index, or config.json alone.
+HEADERS, INDEX, CONFIG = "headers", "index", "config"
+
+
+@dataclass(slots=True, frozen=True)
+class DescribedModel:
+    """A model, and what its sizes follow from: HEADERS, INDEX or CONFIG. With CONFIG, matrices that the checkpoint may hold plain
+    although the others are quantised count as quantised."""
+
+    shape: ModelShape
+    source: str
+
+
+def described_model(folder: Path) -> DescribedModel:
+    """Reads the folder. Raises CheckpointError, which names file and key or tensor, UnsupportedModel, and OSError."""
+    shape = parse_config(read_regular(folder / CONFIG_NAME, catalog.MAX_CONFIG_BYTES))
+    checkpoint = catalog.scan_one(folder)
+    if checkpoint.failure is not None:
+        raise checkpoint.failure
+    if checkpoint.error:
+        raise CheckpointError(str(folder), None, checkpoint.error)
+    if checkpoint.complete and checkpoint.shape is not None:
+        return DescribedModel(checkpoint.shape, HEADERS)
+    try:
+        names = set(read_index(folder))
+    except FileNotFoundError:
+        _check_count(shape)
+        return DescribedModel(shape, CONFIG)
+    catalog.check_counts(shape, len(names))
+    shape = replace(shape, plain_groups=layout.plain_groups_by_name(shape, names))
+    for tensor in layout.stored_tensors(shape):
+        if tensor.name not in names:
+            raise CheckpointError(INDEX_NAME, tensor.name, "missing: config.json asks for it")
+    return DescribedModel(shape, INDEX)
+
+
+def _check_count(shape: ModelShape) -> None:
+    """Raises CheckpointError for more experts than files may hold tensors, before anything lists them all."""
+    num = shape.num_layers * (shape.experts.num_experts if shape.experts is not None else 1)
+    if num > MAX_TENSORS:
+        raise CheckpointError(CONFIG_NAME, None, f"asks for {num} experts in all; a model may have {MAX_TENSORS} tensors")

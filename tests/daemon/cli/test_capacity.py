@@ -1,0 +1,221 @@
+"""`hearth plan --config`: published models' sizes from config.json alone, the ledger's verdict on one device, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.cli import main
+from loader.capacity import Devices, Settings, share_of
+from loader.formats.plain import PLAIN
+from loader.hf_config import parse_config
+from loader.kv_layout import kv_bytes_per_token, kv_reserved_bytes
+from loader.layout import weights_bytes
+from loader.safetensors import INDEX_NAME
+from loader.work_space import work_space_bytes
+from scheduler.node.events import ModelFacts
+from scheduler.node.ledger import size_of
+from tests.loader.checkpoints import CONFIG, write_checkpoint
+from tests.loader.compressed import quantization_config
+
+LLAMA31_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN3_235B_A22B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 94,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 94,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def folder_of(tmp_path: Path, config: dict[str, Any]) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    assert main.run(["plan", "--json", *args]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# parameters, those of a token, bytes of KV a token: published; (devices, bytes each): tokens that fit
+@pytest.mark.parametrize(
+    ("config", "parameters", "active", "token_bytes", "devices", "tokens"),
+    [
+        (LLAMA31_8B, 8_030_261_248, 8_030_261_248, 131_072, "cuda=80GiB", (500_000, 520_000)),
+        (QWEN3_235B_A22B, 235_093_634_560, 22_190_763_520, 192_512, "cuda=8x80GiB", (500_000, 525_000)),
+    ],
+)
+def test_published_models(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, Any],
+    parameters: int,
+    active: int,
+    token_bytes: int,
+    devices: str,
+    tokens: tuple[int, int],
+) -> None:
+    plan = planned(capsys, "--config", folder_of(tmp_path, config), "--devices", devices)
+    assert (plan["num_parameters"], plan["active_parameters"], plan["source"]) == (parameters, active, "config")
+    assert 2 * parameters <= plan["weights_bytes"] < 2 * parameters * 1.001
+    assert [need["token_bytes"] for need in plan["kv"]] == [token_bytes]
+    assert tokens[0] < plan["shares"][-1]["tokens"] < tokens[1]
+
+
+def test_what_is_kept_twice_where_devices_outnumber_kv_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path, QWEN3_235B_A22B)
+    four, eight = (planned(capsys, "--config", folder, "--devices", f"cuda={n}x141GB")["shares"][-1] for n in (4, 8))
+    assert four["kv_token_bytes"] == eight["kv_token_bytes"] == 192_512 // 4
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_one_device_is_judged_as_by_the_ledger(windows: bool) -> None:
+    """The least budget that this arithmetic calls enough is the least that the node scheduler accepts."""
+    family = {"architectures": ["MistralForCausalLM"], "sliding_window": 40} if windows else {}
+    config = CONFIG | family | {"max_position_embeddings": 4096, "hidden_size": 64, "vocab_size": 4096}
+    shape, chunk = parse_config(json.dumps(config).encode()), 64 << 10
+    settings = Settings("float32", PLAIN, "", 1000, 8, 128, 16, chunk)
+    reserved = kv_reserved_bytes(shape, "float32", 1000, 16, 128, chunk) if windows else 0
+    facts = ModelFacts(
+        name="m",
+        weights_bytes=weights_bytes(shape, "float32"),
+        kv_bytes_per_token=kv_bytes_per_token(shape, "float32"),
+        work_space_bytes=work_space_bytes(shape, "float32", 128, 8, 1000),
+        max_model_len=1000,
+        kv_reserved_bytes=reserved,
+    )
+    size = size_of(facts, chunk)
+    least = (size.chunks + size.work_space_chunks) * chunk
+    assert share_of(shape, settings, Devices("cpu", 1, least)).sequences == 1
+    assert not share_of(shape, settings, Devices("cpu", 1, least - 1)).fits
+
+
+def test_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An index names the matrices that a quantised checkpoint holds plain; without one they count as quantised."""
+    config = CONFIG | {"quantization_config": quantization_config()}
+    folder = folder_of(tmp_path, config)
+    every = planned(capsys, "--config", folder, "--devices", "cpu=1GiB")
+    assert (every["source"], every["settings"]["weight_format"]) == ("config", "compressed-tensors int8")
+    shape = parse_config(json.dumps(config).encode())
+    names = dict.fromkeys(named(shape, plain="layers.1.mlp.down_proj"), "model.safetensors")
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    by_index = planned(capsys, "--config", folder)
+    assert by_index["source"] == "index"
+    assert by_index["weights_bytes"] > every["weights_bytes"]
+    names.pop("model.norm.weight")
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    assert main.run(["plan", "--config", folder]) == 4
+    assert "tensor model.norm.weight: missing" in capsys.readouterr().err
+
+
+def named(shape: Any, plain: str) -> list[str]:
+    from loader.layout import stored_tensors
+
+    return [one.name for one in stored_tensors(shape) if plain not in one.name or not one.name.endswith("_scale")]
+
+
+def test_files_that_are_there_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path, CONFIG)
+    plan = planned(capsys, "--config", str(tmp_path), "--devices", "cpu=64MiB", "--max-model-len", "32")
+    assert plan["source"] == "headers"
+    assert plan["shares"][0]["fits"]
+
+
+def test_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path, QWEN3_235B_A22B)
+    assert main.run(["plan", "--config", folder, "--devices", "cuda=8x80GiB"]) == 0
+    told = capsys.readouterr().out
+    for line in (
+        "Qwen3MoeForCausalLM, 235.09 B parameters, 22.19 B for a token: by config.json alone",
+        "one cuda device of 80.0 GiB: does not fit",
+        "8 cuda devices of 80.0 GiB: fits",
+        "54.8 GiB on each for weights",
+        "hearthd places a model on one device",
+    ):
+        assert line in told
+    assert main.run(["plan", "--config", folder, "--devices", "cuda=80GiB"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        ([], 2, "which model? Name it, or a folder with --config"),
+        (["name", "--config", "{}"], 2, "give NAME or --config, not both"),
+        (["--config", "/nowhere"], 2, "--config /nowhere/config.json: No such file"),
+        (["--config", "{}", "--devices", "80GiB"], 2, "--devices: as in cuda=8x80GiB"),
+        (["--config", "{}", "--devices", "cuda=0x80GiB"], 2, "from 1 to 1024 devices, not 0"),
+        (["--config", "{}", "--devices", "cuda=80XB"], 2, "'80XB' must be a number of bytes"),
+        (["--config", "{}", "--max-model-len", "0"], 2, "--max-model-len: from 1 to the checkpoint's 131072, not 0"),
+        (["--config", "{}", "--max-sequences", "0"], 2, "--max-sequences: at least 1, not 0"),
+        (["--config", "{}", "--dtype", "int8"], 2, "--dtype: one of auto, float32"),
+        (["--config", "{}", "--quantize", "int7"], 2, "--quantize: 'int7' is no weight format"),
+        (["--config", "{}", "--quantize", "int8", "--devices", "cuda=80GiB"], 4, "int8 is not built for cuda devices"),
+        (["--config", "{}", "--kv-cache-dtype", "fp8", "--devices", "cpu=80GiB"], 4, "is built for cuda devices only"),
+    ],
+)
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, message: str) -> None:
+    folder = folder_of(tmp_path, LLAMA31_8B)
+    assert main.run(["plan", *(arg.format(folder) for arg in args)]) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, "'FalconForCausalLM' is not supported"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4096, "num_experts_per_tok": 1, "num_hidden_layers": 1024},
+            "experts",
+        ),
+    ],
+)
+def test_hostile_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str) -> None:
+    assert main.run(["plan", "--config", folder_of(tmp_path, QWEN3_235B_A22B | changes)]) == 4
+    assert message in capsys.readouterr().err
