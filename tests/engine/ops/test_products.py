@@ -23,7 +23,11 @@ from engine.cpu.kernels import int8  # noqa: E402
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
     """Takes the place of the folder's fixture: only what these tests call is compiled, so that they can be run for many kinds of
-    processor."""
+    processor. Where a model was loaded in this process before, its kernels would compile no other forms."""
+    for forms in (getattr(ops.kernels, name) for name in ops.kernels.__all__):
+        if isinstance(forms, ops.kernels.Forms):
+            forms.serial.disable_compile(False)
+            forms.parallel.disable_compile(False)
     yield
     ops.set_num_threads(1)
 
