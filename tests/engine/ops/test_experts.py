@@ -15,9 +15,10 @@ from engine.cpu.recording.program import Recorder, Scratch, recording
 from engine.ops import reference
 from engine.ops.ops import ExpertMatrices
 from tests.engine.cpu_ops import ops
-from tests.engine.ops.twins import both, random, same, share_everything
+from tests.engine.ops.twins import both, compiled_as_called, random, same, share_everything
 
 pytest.importorskip("numba")
+kernels = compiled_as_called  # in place of the folder's fixture
 
 
 def layer(dtype: torch.dtype, num_experts: int, width: int, inner: int, chosen: int, normalised: bool = True) -> ExpertMatrices:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,22 +10,14 @@ from engine.host import compiled
 from engine.host.processor import this_processor
 from engine.ops.ops import Int8Matrix
 from tests.engine.cpu_ops import ops
-from tests.engine.ops.twins import both, random, same, share_everything
+from tests.engine.ops.twins import both, compiled_as_called, random, same, share_everything
 from tests.kernel_cache import CACHE_DIR
 
 pytest.importorskip("numba")
 compiled.keep_in(CACHE_DIR)  # before a kernel is imported
 from engine.cpu.kernels import int8  # noqa: E402
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels() -> Iterator[None]:
-    """Takes the place of the folder's fixture: only what these tests call is compiled, so that they can be run for many kinds of
-    processor."""
-    yield
-    ops.set_num_threads(1)
-
-
+kernels = compiled_as_called  # in place of the folder's fixture
 SIZES = [(64, 32, 1), (768, 70, 5), (2048, 130, 16), (8192 + 64, 300, 33), (128, 600, 250)]  # inputs, outputs, rows
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,18 @@ from tests.engine.cpu_ops import ops
 
 # Against float64, torch's own float32 product of 2,000 inputs is off by 7e-6 on aarch64, the kernels' by 9e-7.
 TOLERANCE = {torch.float32: 1e-5 if platform.machine() == "aarch64" else 2e-6, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_as_called() -> Iterator[None]:
+    """Lets kernels be compiled when a test calls them, and no others, so that such tests can be run for many kinds of processor.
+    Where a model was loaded in this process before, its kernels would compile no other forms."""
+    for one in (getattr(ops.kernels, name) for name in ops.kernels.__all__):
+        for form in (one.serial, one.parallel) if isinstance(one, ops.kernels.Forms) else (one,):
+            if hasattr(form, "disable_compile"):
+                form.disable_compile(False)
+    yield
+    ops.set_num_threads(1)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any, Any]:
