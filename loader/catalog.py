@@ -310,8 +310,7 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
         checkpoint.shape = replace(checkpoint.shape, pooling=parse_pooling(pooling_text))
     headers = read_headers(folder, PACKED_DIR if is_packed_only(folder) else "")
     tensors = [tensor for header in headers.values() for tensor in header.tensors]
-    if checkpoint.shape.pooling and any(tensor.name.startswith("bert.") for tensor in tensors):
-        checkpoint.shape = replace(checkpoint.shape, tensor_prefix="bert.")
+    checkpoint.shape = layout.as_stored(checkpoint.shape, {tensor.name for tensor in tensors})
     check_counts(checkpoint.shape, len(tensors))
     checkpoint.shape = replace(checkpoint.shape, plain_groups=layout.plain_groups(checkpoint.shape, tensors))
     checkpoint.shape = shape = replace(checkpoint.shape, block_offsets=layout.block_offsets(checkpoint.shape, tensors))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from loader.architectures.registry import named_architecture
+from loader.architectures.wrapper import TEXT_KEY
 from loader.config_fields import json_fields
 from loader.formats.registry import FORMATS, recognised_format
 from loader.model_shape import ModelShape
@@ -46,6 +47,8 @@ def parse_generation(config_text: bytes, generation_text: bytes | None) -> Gener
     """Returns the ids that end texts and the recommended sampling settings, from generation_config.json, else from config.json.
     Raises CheckpointError, which names file and key."""
     config = json_fields(config_text, CONFIG_NAME)
+    if not config.has("eos_token_id"):
+        config = config.mapping(TEXT_KEY) or config
     if generation_text is None:
         return GenerationDefaults(config.ids("eos_token_id"), _first(config.ids("bos_token_id")))
     given = json_fields(generation_text, GENERATION_CONFIG_NAME)

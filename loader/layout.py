@@ -29,6 +29,11 @@ CONTENT_VERSION = 1
 MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place instead of costing up to a block of padding
 
 
+def as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
+    """Returns the shape for a checkpoint whose tensors have these names."""
+    return architecture_of(shape).as_stored(shape, names)
+
+
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Returns name and shape of every parameter, whatever format the checkpoint stores it in."""
     return dict(item for group in _groups(shape) for item in group.tensors)

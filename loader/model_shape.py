@@ -52,7 +52,7 @@ class ModelShape:
     type_vocab_size: int = 0  # of an encoder: kinds of segments
     cut_sizes: tuple[int, ...] = ()  # of an encoder trained for it (Matryoshka): what its vectors may be cut to
     any_cut_size: bool = False  # of an encoder trained for it: its vectors may be cut to any size
-    tensor_prefix: str = ""  # of an encoder: what its parameters' names begin with
+    tensor_prefix: str = ""  # what the parameters' names begin with, where a family's checkpoints differ in it
     stored_format: str = ""  # the weight format (loader/formats) of the checkpoint's matrices; "": plain
     plain_groups: frozenset[int] = frozenset()  # tensor groups that are stored plain although the others are not
     block_offsets: tuple[int, ...] = ()  # where large parameters begin in the files (block_offsets in layout.py); (): unknown

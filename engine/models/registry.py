@@ -13,6 +13,7 @@ from engine.models.decoder import DecoderModel
 from engine.ops.ops import BatchT, BatchT_contra, Ops
 from loader.architectures.decoder import Decoder
 from loader.architectures.registry import architecture_of
+from loader.architectures.wrapper import Wrapper
 from loader.model_shape import ModelShape
 
 
@@ -31,6 +32,8 @@ class Encoder(Protocol):
 def build_model(ops: Ops[BatchT], shape: ModelShape, weights: Weights) -> CausalLM[BatchT]:
     """Builds a model that generates text. Raises TypeError for a family that does not; callers ask shape.pooling first."""
     family = architecture_of(shape)
+    if isinstance(family, Wrapper):
+        family = family.decoder_of(shape)
     if isinstance(family, Decoder):
         return DecoderModel(ops, family, shape, weights)
     raise TypeError(f"{shape.architecture} is not built: nothing runs a {type(family).__name__}")

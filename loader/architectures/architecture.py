@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 from loader.config_fields import Fields
@@ -50,6 +51,11 @@ class Architecture(Protocol):
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
         """Returns whether a checkpoint may contain this tensor in addition to those of tensor_groups. It is not read."""
+        ...
+
+    def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
+        """Returns the shape for a checkpoint whose tensors have these names, where a family's checkpoints name the same tensors in
+        different ways. Called once the files, or their index, are read, before tensor_groups."""
         ...
 
 

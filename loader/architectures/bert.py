@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
 from loader.config_fields import Fields
@@ -87,6 +88,10 @@ class Encoder:
     def ignores(self, shape: ModelShape, name: str) -> bool:
         """Implements Architecture.ignores: the pooler is not used, and stored position numbers are not needed."""
         return name.removeprefix(shape.tensor_prefix).startswith(("pooler.", "embeddings.position_ids"))
+
+    def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
+        """Implements Architecture.as_stored: models with a head for training name their encoder `bert`."""
+        return replace(shape, tensor_prefix="bert.") if any(name.startswith("bert.") for name in names) else shape
 
 
 ARCHITECTURE = Encoder("BertModel", "bert")

@@ -8,6 +8,7 @@ checkpoint leaves a key out.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
@@ -138,6 +139,10 @@ class Decoder:
         """Implements Architecture.ignores: stored rotary frequencies, and a stored head of a model that uses its embedding as its
         head."""
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{self.names.head}.weight")
+
+    def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
+        """Implements Architecture.as_stored: there is one way."""
+        return shape
 
     def _groups_around_mlp(self, shape: ModelShape) -> tuple[list[TensorGroup], list[TensorGroup]]:
         """Returns the tensor groups that a layer has before those of its MLP, and behind them. Their names lack the layer's

@@ -20,6 +20,8 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "gemma3_wrapper",
+    "mistral3_wrapper",
     "bert",
 )
 _DESCRIPTIONS: list[Architecture] = [import_module(f"loader.architectures.{file}").ARCHITECTURE for file in _FILES]

@@ -13,10 +13,11 @@ import pytest
 from loader.architectures import registry
 from loader.architectures.bert import Encoder
 from loader.architectures.registry import ARCHITECTURES
+from loader.architectures.wrapper import Wrapper
 from loader.errors import CheckpointError, UnsupportedModel
-from loader.hf_config import parse_config
+from loader.hf_config import parse_config, parse_generation
 from loader.kv_layout import kv_bytes_per_token, kv_groups
-from loader.layout import parameter_shapes, weights_bytes
+from loader.layout import num_parameters, parameter_shapes, weights_bytes
 from loader.model_shape import ModelShape
 from loader.rope_config import RopeParameters
 from loader.work_space import work_space_bytes
@@ -224,6 +225,43 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+# As published: what the text_config of Gemma 3 leaves out is that of its configuration class.
+GEMMA3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27},
+}
+MISTRAL_SMALL_31: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1024, "model_type": "pixtral", "num_hidden_layers": 24},
+}
 PUBLISHED = {
     "Mistral 7B": (MISTRAL_7B, 7_241_732_096),
     "Qwen2.5 7B": (QWEN25_7B, 7_615_616_512),
@@ -274,8 +312,27 @@ def test_figures_and_dialects_of_published_models(name: str) -> None:
 def test_model_type_stands_in_for_architectures() -> None:
     for family in ARCHITECTURES.values():
         activation = "gelu" if isinstance(family, Encoder) else "silu"
-        shape = parse(QWEN25_7B, architectures="absent", model_type=family.model_type, hidden_act=activation)
+        text = {"text_config": QWEN25_7B} if isinstance(family, Wrapper) else {}
+        shape = parse(QWEN25_7B, architectures="absent", model_type=family.model_type, hidden_act=activation, **text)
         assert shape.architecture == family.name
+
+
+def test_text_models_in_wrappers() -> None:
+    small, large = parse(GEMMA3_4B), parse(MISTRAL_SMALL_31)
+    assert num_parameters(small) == 3_880_263_168
+    assert small.tie_word_embeddings
+    assert (small.num_heads, small.num_kv_heads, small.head_dim, small.max_position_embeddings) == (8, 4, 256, 131_072)
+    assert (small.rope.kind, small.rope.theta, small.rope.factor) == ("linear", 1e6, 8.0)
+    assert small.local_rope == RopeParameters(theta=1e4)
+    assert small.layer_windows[:6] == (1024,) * 5 + (0,)
+    assert num_parameters(large) == 23_572_403_200
+    assert not large.tie_word_embeddings
+    generation = parse_generation(json.dumps(GEMMA3_4B).encode(), None)
+    assert generation.eos_token_ids == (1, 106)
+    inner = {"eos_token_id": 7}
+    assert parse_generation(json.dumps(GEMMA3_4B | {"eos_token_id": None, "text_config": inner}).encode(), None).eos_token_ids == (
+        7,
+    )
 
 
 def test_every_description_is_listed() -> None:
@@ -383,7 +440,7 @@ def test_gemma3() -> None:
     [
         (MIXTRAL_8X7B, {"architectures": ["DeepseekV3ForCausalLM"]}, "architectures: 'DeepseekV3ForCausalLM'"),
         (QWEN3_30B_A3B, {"architectures": ["GptOssForCausalLM"]}, "architectures: 'GptOssForCausalLM'"),
-        (GEMMA3_1B, {"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures: 'Gemma3ForConditionalGeneration'"),
+        (GEMMA3_4B, {"text_config": {"model_type": "gemma4_text"}}, r"text_config\.model_type: 'gemma4_text'"),
         (MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "layer_types"),
         (QWEN25_7B, {"layer_types": ["chunked_attention"] * 28}, "layer_types: 'chunked_attention'"),
         (QWEN25_7B, {"rope_scaling": {"type": "mrope"}}, r"rope_scaling\.rope_type: 'mrope'"),

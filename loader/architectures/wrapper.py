@@ -1,0 +1,88 @@
+"""Wrappers: checkpoints in which a decoder lies beside an encoder of images or sound. The decoder is served, the rest is not read.
+
+The decoder's settings are the object `text_config` of config.json. The names of its tensors begin in one of several ways, by the
+version of transformers that wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from loader.architectures.architecture import TensorGroup
+from loader.architectures.decoder import Decoder, TensorNames
+from loader.config_fields import Fields
+from loader.model_shape import ModelShape
+
+TEXT_KEY = "text_config"
+_BODY = "model."  # what the names of a decoder's tensors begin with, but for the head's
+# what those names begin with in a wrapper instead, and what the head's name begins with
+_PREFIXES = {"language_model.model.": "language_model.", "model.language_model.": ""}
+_FIRST = "language_model.model."
+# keys that a wrapper may have beside text_config instead of within it
+_OUTER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings")
+
+
+@dataclass(slots=True, frozen=True)
+class Wrapper:
+    """The description of one family of wrappers. text: the decoder's. defaults: what text_config may leave out although config.json
+    of the decoder alone must have it. others: what the names of all other tensors begin with."""
+
+    name: str
+    model_type: str
+    text: Decoder
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = (
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    )
+
+    def parse(self, fields: Fields) -> ModelShape:
+        """Implements Architecture.parse."""
+        text = fields.mapping(TEXT_KEY)
+        if text is None:
+            raise fields.fail(TEXT_KEY, "missing")
+        model_type = text.values.get("model_type", self.text.model_type)
+        if model_type != self.text.model_type:
+            raise text.unsupported(
+                "model_type", f"{model_type!r} is not supported in {self.name}; supported: {self.text.model_type}"
+            )
+        outer = {key: fields.values[key] for key in _OUTER_KEYS if fields.has(key)}
+        inner = {key: value for key, value in text.values.items() if value is not None or key not in self.defaults}
+        shape = self.text.parse(Fields({**self.defaults, **outer, **inner}, text.file, text.prefix))
+        return replace(shape, architecture=self.name, tensor_prefix=_FIRST)
+
+    def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
+        """Implements Architecture.tensor_groups."""
+        return self.decoder_of(shape).tensor_groups(shape)
+
+    def ignores(self, shape: ModelShape, name: str) -> bool:
+        """Implements Architecture.ignores."""
+        return name.startswith(self.others) or self.decoder_of(shape).ignores(shape, name)
+
+    def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
+        """Implements Architecture.as_stored. A head that is there is used: config.json may leave out that it is not tied."""
+        for prefix, of_head in _PREFIXES.items():
+            if any(name.startswith(prefix) for name in names):
+                tied = shape.tie_word_embeddings and f"{of_head}{self.text.names.head}.weight" not in names
+                return replace(shape, tensor_prefix=prefix, tie_word_embeddings=tied)
+        return shape
+
+    def decoder_of(self, shape: ModelShape) -> Decoder:
+        """Returns the decoder's description with the names that its tensors have in the checkpoint."""
+        return replace(self.text, names=_placed(self.text.names, shape.tensor_prefix))
+
+
+@cache
+def _placed(names: TensorNames, prefix: str) -> TensorNames:
+    return replace(
+        names,
+        embedding=prefix + names.embedding.removeprefix(_BODY),
+        layer=prefix + names.layer.removeprefix(_BODY),
+        final_norm=prefix + names.final_norm.removeprefix(_BODY),
+        head=_PREFIXES[prefix] + names.head,
+    )

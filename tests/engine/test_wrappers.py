@@ -1,0 +1,109 @@
+"""Text models inside checkpoints that also hold an encoder of images: every logit equals transformers', whichever way the
+checkpoint names its tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from loader.catalog import scan_one
+from tests.engine.model_bench import COMMON, load, make_memory, make_runner, make_table, plan, put
+
+PROMPT = np.random.default_rng(11).integers(0, 211, 40).tolist()
+TINY_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.", "": "model."}
+
+
+def make_wrapper(folder: Path, kind: str) -> Any:
+    """Saves a seeded random wrapper and returns transformers' own copy of it."""
+    import transformers
+
+    if kind == "gemma3":
+        text = COMMON | {"num_hidden_layers": 7, "sliding_window": 6, "query_pre_attn_scalar": 24}
+        config: Any = transformers.Gemma3Config(text_config=text, vision_config=TINY_VISION, mm_tokens_per_image=1)
+        model: Any = transformers.Gemma3ForConditionalGeneration(config)
+    else:
+        text = COMMON | {"model_type": "mistral", "sliding_window": None}
+        config = transformers.Mistral3Config(text_config=text, vision_config=TINY_VISION | {"model_type": "pixtral"})
+        config.tie_word_embeddings = False
+        model = transformers.Mistral3ForConditionalGeneration(config)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.model.language_model.named_parameters():
+            parameter.normal_(0.0, 0.2)
+            if "norm" in name and kind != "gemma3":  # Gemma's factors are 1 + weight
+                parameter += 1.0
+        if kind != "gemma3":
+            model.lm_head.weight.normal_(0.0, 0.2)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+def rename(source: Path, folder: Path) -> Path:
+    """Copies the checkpoint with the names that its tensors have within transformers 5."""
+    shutil.copytree(source, folder)
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        old = next(old for old in NAMES if name.startswith(old))
+        tensors[NAMES[old] + name.removeprefix(old)] = tensor.clone()
+    assert sum(name.startswith("model.language_model.layers.") for name in tensors) > 20
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+def test_logits(tmp_path: Path, kind: str) -> None:
+    theirs = make_wrapper(tmp_path / "first", kind)
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([PROMPT])).logits[0].numpy()
+    assert np.abs(wanted).max() > 1.0
+    other = rename(tmp_path / "first", tmp_path / "second")
+    runner = make_runner(make_memory())
+    for folder in (tmp_path / "first", other):
+        model = load(runner, folder)
+        table = make_table(groups=model.kv_groups)
+        put(table, 1, PROMPT)
+        first = model.logits(plan((1, 0, 32)), table, every_token=True)
+        steps = [model.logits(plan((1, at, 1)), table)[0] for at in range(32, len(PROMPT))]
+        assert np.abs(np.concatenate((first, np.stack(steps))) - wanted).max() < 2e-4
+        model.release()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    make_wrapper(tmp_path / "whole", "mistral3")
+
+    def error(change: Any) -> str:
+        folder = tmp_path / "changed"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", folder)
+        config = json.loads((folder / "config.json").read_text())
+        change(config)
+        (folder / "config.json").write_text(json.dumps(config))
+        return scan_one(folder).error
+
+    assert not error(lambda config: None)
+    assert "key text_config: missing" in error(lambda config: config.pop("text_config"))
+    assert "key text_config.model_type: 'ministral3' is not supported in Mistral3ForConditionalGeneration" in error(
+        lambda config: config["text_config"].update(model_type="ministral3")
+    )
+    assert "key text_config.hidden_size: 'wide' is not a whole number" in error(
+        lambda config: config["text_config"].update(hidden_size="wide")
+    )
+    tensors = load_file(tmp_path / "whole" / "model.safetensors")
+    save_file(tensors | {"audio_tower.x": torch.zeros(1)}, tmp_path / "whole" / "model.safetensors")
+    assert "tensor audio_tower.x: Mistral3ForConditionalGeneration with this config.json has no such" in error(lambda config: None)
