@@ -18,12 +18,17 @@ CUDA_LEFT_BYTES = 3 << 29
 
 @dataclass(slots=True, frozen=True)
 class GpuMemory:
-    """A GPU and its memory. index: the driver's number for it, in the order of the bus. total_bytes: its memory without what the
-    driver keeps for itself."""
+    """A GPU, or a MIG slice of one, and its memory. index: the driver's number for the GPU, in the order of the bus. total_bytes:
+    its memory without what the driver keeps for itself. taken_bytes: how much of it processes hold that are no engines of
+    hearthd's. unusable: why no engine can run on it; "": one can. is_slice: only its UUID names it, for the number means the GPU.
+    """
 
     index: int
     uuid: str
     total_bytes: int
+    taken_bytes: int = 0
+    unusable: str = ""
+    is_slice: bool = False
 
 
 class NoGpus(Exception):
@@ -62,24 +67,30 @@ def _device_budgets(
             raise ConfigError(source, "device", f"{text!r} {error}") from None
         if name in devices:
             raise ConfigError(source, "device", f"{name} is named twice")
-        uuid, total_bytes = "", memory_bytes
+        uuid, total_bytes, free_bytes = "", memory_bytes, memory_bytes
         if name.startswith("cuda"):
             try:
                 gpu = _gpu(name.partition(":")[2], gpus())
             except (NoGpus, LookupError) as error:
                 raise ConfigError(source, "device", f"{text!r}: {error}") from None
-            uuid, total_bytes = gpu.uuid, gpu.total_bytes
+            if gpu.unusable:
+                raise ConfigError(source, "device", f"{text!r}: {gpu.unusable}")
+            uuid, total_bytes, free_bytes = gpu.uuid, gpu.total_bytes, gpu.total_bytes - gpu.taken_bytes
             other = next((device.name for device in devices.values() if device.uuid == uuid), None)
             if other is not None:
                 raise ConfigError(source, "device", f"{text!r} is the same GPU as {other}, {uuid}")
         try:
-            budget_bytes = units.parse_budget(amount, total_bytes) if amount else max(0, total_bytes - CUDA_LEFT_BYTES)
+            budget_bytes = units.parse_budget(amount, total_bytes) if amount else max(0, free_bytes - CUDA_LEFT_BYTES)
         except ValueError as error:
             raise ConfigError(source, "device", f"{text!r}: the budget {error}") from None
         least = MIN_CHUNKS * units.parse_bytes(config.chunk_bytes)
         if budget_bytes < least:
+            taken = total_bytes - free_bytes
+            others = f"; other processes hold {units.format_bytes(taken)} of {units.format_bytes(total_bytes)}" if taken else ""
             raise ConfigError(
-                source, "device", f"{text!r}: the budget must be at least 8 chunks of chunk_bytes, {units.format_bytes(least)}"
+                source,
+                "device",
+                f"{text!r}: the budget must be at least 8 chunks of chunk_bytes, {units.format_bytes(least)}{others}",
             )
         if uuid and budget_bytes > total_bytes:
             has = units.format_bytes(total_bytes)
@@ -97,8 +108,11 @@ def _device_budgets(
 
 def _gpu(name: str, gpus: Sequence[GpuMemory]) -> GpuMemory:
     """Returns the GPU with this number or with a UUID that begins with `name`. Raises LookupError if none or several match."""
-    found = [gpu for gpu in gpus if (gpu.index == int(name) if name.isdigit() else gpu.uuid.lower().startswith(name.lower()))]
+    if name.isdigit():
+        found = [gpu for gpu in gpus if gpu.index == int(name) and not gpu.is_slice]
+    else:
+        found = [gpu for gpu in gpus if gpu.uuid.lower().startswith(name.lower())]
     if len(found) == 1:
         return found[0]
-    known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
+    known = ", ".join(gpu.uuid if gpu.is_slice else f"{gpu.index} ({gpu.uuid})" for gpu in gpus) or "none"
     raise LookupError(f"{'more than one GPU' if found else 'no GPU'} is {name!r}; the driver has {known}")

@@ -19,7 +19,7 @@ from config.settings_files import present_files
 from config.units import format_bytes, machine_memory_bytes
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.gpu.driver import Driver
-from daemon.gpu.inventory import Inventory, memories
+from daemon.gpu.inventory import Inventory, memories, remarks
 from daemon.http import listeners
 from daemon.models import models_check
 from daemon.operate import named_files
@@ -121,6 +121,8 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         )
     if any(device.name.startswith("cpu") for device in devices):
         logs.log.info("processor: %s", processor.describe())
+    for remark in remarks(inventory, devices):
+        logs.log.warning("%s", remark)
     if not config.device:
         logs.log.info("no --device: cpu:0 gets %s, half of the machine's memory", format_bytes(devices[0].budget_bytes))
     return lifecycle.serve(config, devices, path, flags, files, inventory)

@@ -41,7 +41,9 @@ def text(rows: list[dict[str, Any]]) -> str:
         return "the driver sees no GPU"
     lines = [table(HEADER, [_row(row) for row in rows], frozenset({0, 3, 4, 5, 6, 7, 8}))]
     for row in rows:
-        lines += [f"\n{row['index']}: {row['uuid']}"] + [f"  {row['problem']}"] * bool(row["problem"])
+        lines.append(f"\n{row['index']}: {row['uuid']}" + (f", a slice of {row['slice_of']}" if row["slice_of"] else ""))
+        told = dict.fromkeys((row["problem"], row["unusable"] and f"not usable: {row['unusable']}", row["note"]))
+        lines += [f"  {text}" for text in told if text]
         for one in row["processes"]:
             used = "unknown" if one["used_bytes"] is None else size(one["used_bytes"])
             lines.append(f"  pid {one['pid']} {one['name']}: {used}")

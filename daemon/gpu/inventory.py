@@ -11,6 +11,7 @@ from config.schema import DeviceBudget
 from config.units import format_bytes
 
 HOLDERS_NAMED = 5
+MIN_CUDA = 12000  # the oldest CUDA version that the driver must support: 12.0, as NVML writes it
 
 # After these faults nothing that runs on the GPU can be trusted to go on, or to return from a call: the engine is ended. After
 # other faults the driver itself ends the process at fault, and CUDA reports it there. Source: NVIDIA, "XID Errors".
@@ -32,20 +33,23 @@ FATAL_XIDS = {
 
 @dataclass(slots=True, frozen=True)
 class GpuProcess:
-    """A process that uses a GPU. used_bytes: None if the driver does not report it."""
+    """A process that uses a GPU. used_bytes: None if the driver does not report it. is_engine: whether it is an engine of
+    hearthd's, of this daemon or of one before it."""
 
     pid: int
     name: str
     used_bytes: int | None
+    is_engine: bool = False
 
 
 @dataclass(slots=True, frozen=True)
 class Gpu:
-    """The state of one GPU. A reading is None if the GPU has no such sensor, or if asking for it failed.
+    """The state of one GPU, or of a MIG slice of one. A reading is None if there is no such sensor, or if asking for it failed.
 
     total_bytes: without what the driver reserves. ecc_errors: memory errors since the driver was loaded that could not be
     corrected. faulty_rows: memory rows that were taken out of use because of errors. problem: a state of its memory that needs a
-    reset or a repair, or why the GPU could not be asked; uuid is "" then."""
+    reset or a repair, or why the GPU could not be asked; uuid is "" then. slice_of: the UUID of the GPU that is divided; "" for a
+    whole one. unusable: why no engine can run on it. note: a setting of the driver's that an operator should know of."""
 
     index: int
     uuid: str
@@ -59,10 +63,19 @@ class Gpu:
     faulty_rows: int | None = None
     problem: str = ""
     processes: tuple[GpuProcess, ...] = ()
+    slice_of: str = ""
+    unusable: str = ""
+    note: str = ""
+
+    @property
+    def taken_bytes(self) -> int:
+        """How much of its memory is held by processes that are no engines, as far as the driver reports it."""
+        return sum(one.used_bytes or 0 for one in self.processes if not one.is_engine)
 
     @property
     def memory(self) -> GpuMemory:
-        return GpuMemory(self.index, self.uuid, self.total_bytes)
+        taken = min(self.taken_bytes, self.total_bytes)
+        return GpuMemory(self.index, self.uuid, self.total_bytes, taken, self.unusable, bool(self.slice_of))
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,6 +117,29 @@ def holders(gpu: Gpu, not_pids: Collection[int] = ()) -> str:
     told = [f"pid {one.pid} {one.name} {'?' if one.used_bytes is None else format_bytes(one.used_bytes)}" for one in others]
     more = [f"{len(told) - HOLDERS_NAMED} more"] if len(told) > HOLDERS_NAMED else []
     return ", ".join(told[:HOLDERS_NAMED] + more)
+
+
+def remarks(inventory: Inventory, devices: Sequence[DeviceBudget]) -> list[str]:
+    """Returns what an operator should know at the start about the GPUs of the node's devices: who else holds their memory, and
+    notes."""
+    if not any(device.uuid for device in devices):
+        return []
+    try:
+        gpus = {gpu.uuid: gpu for gpu in inventory.gpus()}
+    except NoGpus as error:
+        return [str(error)]
+    found = []
+    for device in devices:
+        gpu = gpus.get(device.uuid)
+        if gpu is None or not device.uuid:
+            continue
+        if gpu.taken_bytes:
+            held = holders(gpu, [one.pid for one in gpu.processes if one.is_engine])
+            of = f"{format_bytes(gpu.taken_bytes)} of {format_bytes(gpu.total_bytes)}"
+            found.append(f"{device.name}: others hold {of}: {held}; its budget is {format_bytes(device.budget_bytes)}")
+        if gpu.note:
+            found.append(f"{device.name}: {gpu.note}")
+    return found
 
 
 def why_no_memory(inventory: Inventory, device: DeviceBudget, error: str) -> str:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pynvml
 
 from config.devices import NoGpus
-from daemon.gpu.inventory import Gpu, GpuFault, GpuProcess
+from config.units import format_bytes
+from daemon.gpu.inventory import MIN_CUDA, Gpu, GpuFault, GpuProcess
 
+MIN_CAPABILITY = (8, 0)  # of a GPU: bfloat16, and what Triton's kernels are built for
 VOLATILE, UNCORRECTED = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
 
 
@@ -30,7 +33,8 @@ class Nvml:
         with self._lock:
             _start()
             try:
-                return [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+                old = _old_driver()
+                return [gpu for index in range(pynvml.nvmlDeviceGetCount()) for gpu in _gpu_and_slices(index, old)]
             except pynvml.NVMLError as error:
                 raise NoGpus(f"NVIDIA's driver: {error}") from None
 
@@ -58,7 +62,19 @@ def _start() -> None:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise NoGpus(f"NVIDIA's driver cannot be asked: {error}") from None
+        hint = ""
+        if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+            hint = "; libnvidia-ml.so.1 comes with the driver, and into a container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        raise NoGpus(f"NVIDIA's driver cannot be asked: {error}{hint}") from None
+
+
+def _old_driver() -> str:
+    """Returns why the driver is too old, "" if it is not."""
+    cuda = _ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+    if cuda is None or cuda >= MIN_CUDA:
+        return ""
+    version = _ask(pynvml.nvmlSystemGetDriverVersion) or "of unknown version"
+    return f"the driver {version} is for CUDA {cuda // 1000}.{cuda % 1000 // 10}: 12.0 or newer is needed"
 
 
 def _watched() -> Any:
@@ -75,14 +91,53 @@ def _watched() -> Any:
         raise NoGpus(f"NVIDIA's driver reports no faults: {error}") from None
 
 
-def _gpu(index: int) -> Gpu:
-    """Returns the state of a GPU. One that has fallen off the bus is reported as far as possible."""
+def _gpu_and_slices(index: int, old_driver: str) -> list[Gpu]:
+    """Returns a GPU, followed by its MIG slices if it is divided. One that is off the bus is reported as far as possible."""
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    except pynvml.NVMLError as error:
+        return [Gpu(index, "", "", 0, problem=str(error), unusable=str(error))]
+    gpu = _gpu(index, handle)
+    unusable, note = gpu.unusable or old_driver or _too_old(handle), ""
+    mode = _ask(pynvml.nvmlDeviceGetComputeMode, handle)
+    if mode == pynvml.NVML_COMPUTEMODE_PROHIBITED:
+        unusable = unusable or f"its compute mode is Prohibited: `nvidia-smi -i {index} -c DEFAULT` allows programs on it"
+    elif mode in (pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD):
+        note = "its compute mode is Exclusive: one process at a time, so no model can have an engine of its own there (isolate)"
+    modes = _ask(pynvml.nvmlDeviceGetMigMode, handle)  # now, and after the next reset
+    if modes is None or modes[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+        return [replace(gpu, unusable=unusable, note=note)]
+    slices = [replace(one, slice_of=gpu.uuid, unusable=one.unusable or unusable, note=note) for one in _slices(index, handle)]
+    named = ", ".join(f"{one.uuid} ({one.name}, {format_bytes(one.total_bytes)})" for one in slices)
+    divided = f"it is divided by MIG; name a slice: {named}" if slices else "MIG is enabled and has no slices: nvidia-smi mig -cgi"
+    return [replace(gpu, unusable=unusable or divided, note=note), *slices]
+
+
+def _slices(index: int, handle: Any) -> list[Gpu]:
+    """Returns the MIG slices of a GPU; numbers without one are left out."""
+    found = []
+    for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+        if part is not None:
+            found.append(_gpu(index, part))
+    return found
+
+
+def _too_old(handle: Any) -> str:
+    """Returns why kernels cannot run on a GPU of this generation, "" if they can."""
+    capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    if capability is None or tuple(capability) >= MIN_CAPABILITY:
+        return ""
+    return f"its compute capability is {capability[0]}.{capability[1]}: 8.0 or newer is needed (Ampere, Ada, Hopper, Blackwell)"
+
+
+def _gpu(index: int, handle: Any) -> Gpu:
+    """Returns the state of a GPU or of a slice."""
+    try:
         uuid, name = str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle))
         total_bytes, used_bytes = _memory(handle)
     except pynvml.NVMLError as error:
-        return Gpu(index, "", "", 0, problem=str(error))
+        return Gpu(index, "", "", 0, problem=str(error), unusable=str(error))
     utilisation = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
     power_mw = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
     remapped = _ask(pynvml.nvmlDeviceGetRemappedRows, handle)
@@ -123,7 +178,15 @@ def _memory_problem(remapped: Any) -> str:
 
 def _processes(handle: Any) -> tuple[GpuProcess, ...]:
     found = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
-    return tuple(GpuProcess(int(one.pid), _name(int(one.pid)), one.usedGpuMemory) for one in found)
+    return tuple(GpuProcess(int(one.pid), _name(int(one.pid)), one.usedGpuMemory, _is_engine(int(one.pid))) for one in found)
+
+
+def _is_engine(pid: int) -> bool:
+    """Returns whether the process was started as daemon/engines/workers.py starts engines."""
+    try:
+        return b"\0-m\0engine\0--channel-fd\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _name(pid: int) -> str:

@@ -30,6 +30,7 @@ class GpuWatch:
         self._devices = [device for device in devices if device.uuid]
         self.xids: dict[str, list[int]] = {}
         self._known_lost: set[str] = set()
+        self._divided: dict[str, str] = {}  # UUID of a MIG slice -> that of its GPU
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -43,6 +44,8 @@ class GpuWatch:
         self._stop.set()
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(NoGpus):  # the loop meets it again
+            self._divided = {gpu.uuid: gpu.slice_of for gpu in self._inventory.gpus() if gpu.slice_of}
         while not self._stop.is_set():
             try:
                 fault = self._inventory.next_fault(LISTEN_S)
@@ -72,5 +75,5 @@ class GpuWatch:
         known.append(fault.xid)
         del known[:-KEPT_XIDS]
         for device in self._devices:
-            if device.uuid == uuid:
+            if uuid in (device.uuid, self._divided.get(device.uuid)):  # the driver tells of the GPU, whose slices are devices
                 self._on_fault(device, fault)

@@ -47,6 +47,27 @@ def test_gpus_by_number_and_by_uuid_leave_room_for_the_driver() -> None:
     ]
 
 
+def test_slices_and_gpus_that_others_use() -> None:
+    gpus = [
+        GpuMemory(0, "GPU-a", 80 * GIB, unusable="it is divided by MIG; name a slice: MIG-1"),
+        GpuMemory(0, "MIG-1", 10 * GIB, is_slice=True),
+        GpuMemory(1, "GPU-b", 80 * GIB, taken_bytes=30 * GIB),
+        GpuMemory(2, "GPU-c", 80 * GIB, taken_bytes=79 * GIB),
+    ]
+
+    def budgets(*devices: str) -> list[int]:
+        return [one.budget_bytes for one in device_budgets(load(None, {"device": list(devices)}), GIB, gpus=lambda: gpus)]
+
+    assert budgets("cuda:MIG-1", "cuda:1") == [10 * GIB - CUDA_LEFT_BYTES, 50 * GIB - CUDA_LEFT_BYTES]
+    assert budgets("cuda:1=78GiB") == [78 * GIB], "a size that is given is taken at its word"
+    with pytest.raises(ConfigError, match=r"'cuda:0': it is divided by MIG; name a slice: MIG-1"):
+        budgets("cuda:0")
+    with pytest.raises(ConfigError, match=r"at least 8 chunks .*; other processes hold 79\.0 GiB of 80\.0 GiB"):
+        budgets("cuda:2")
+    with pytest.raises(ConfigError, match=r"no GPU is '3'; the driver has 0 \(GPU-a\), MIG-1, 1 \(GPU-b\)"):
+        budgets("cuda:3")
+
+
 def test_without_a_driver_a_cuda_device_is_an_error_and_a_cpu_device_asks_nobody() -> None:
     def gpus() -> list[GpuMemory]:
         raise NoGpus("NVIDIA's driver cannot be asked: Driver Not Loaded")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import subprocess
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from config.devices import NoGpus
 from config.schema import DeviceBudget
-from daemon.gpu.inventory import Gpu, GpuFault, GpuProcess, holders, rows_of, why_no_memory
+from daemon.gpu.inventory import Gpu, GpuFault, GpuProcess, holders, remarks, rows_of, why_no_memory
 from daemon.gpu.nvml import Nvml
 from daemon.gpu.watch import GpuWatch
 
@@ -88,6 +90,13 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "nvmlInit": None,
         "nvmlDeviceGetCount": 1,
         "nvmlDeviceGetHandleByIndex": "handle",
+        "nvmlDeviceGetMigMode": unsupported,
+        "nvmlDeviceGetMaxMigDeviceCount": 3,
+        "nvmlDeviceGetMigDeviceHandleByIndex": unsupported,
+        "nvmlDeviceGetComputeMode": pynvml.NVML_COMPUTEMODE_DEFAULT,
+        "nvmlDeviceGetCudaComputeCapability": (9, 0),
+        "nvmlSystemGetCudaDriverVersion_v2": 13000,
+        "nvmlSystemGetDriverVersion": "580.1",
         "nvmlDeviceGetUUID": "GPU-a",
         "nvmlDeviceGetName": "H200",
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=100, reserved=3, used=40),
@@ -103,10 +112,11 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
     def answer(name: str) -> Any:
-        def function(*_: Any, **__: Any) -> Any:
-            if isinstance(answers[name], Exception):
-                raise answers[name]
-            return answers[name]
+        def function(*arguments: Any, **__: Any) -> Any:
+            found = answers[name](*arguments) if callable(answers[name]) else answers[name]
+            if isinstance(found, Exception):
+                raise found
+            return found
 
         return function
 
@@ -134,6 +144,75 @@ def test_nvml_without_sensors_driver_or_gpu(nvml: dict[str, Any]) -> None:
     nvml["nvmlInit"] = pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     with pytest.raises(NoGpus, match="NVIDIA's driver cannot be asked: Driver Not Loaded"):
         Nvml().gpus()
+
+
+def test_what_no_engine_can_run_on_is_told(nvml: dict[str, Any]) -> None:
+    def unusable() -> str:
+        (gpu,) = Nvml().gpus()
+        assert gpu.memory.unusable == gpu.unusable
+        return gpu.unusable
+
+    assert unusable() == ""
+    nvml["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_PROHIBITED
+    assert unusable() == "its compute mode is Prohibited: `nvidia-smi -i 0 -c DEFAULT` allows programs on it"
+    nvml["nvmlDeviceGetCudaComputeCapability"] = [7, 5]
+    assert "its compute capability is 7.5: 8.0 or newer is needed" in unusable()
+    nvml["nvmlSystemGetCudaDriverVersion_v2"] = 11040
+    assert unusable() == "the driver 580.1 is for CUDA 11.4: 12.0 or newer is needed"
+    nvml["nvmlInit"] = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    with pytest.raises(NoGpus, match=r"NVML Shared Library Not Found; libnvidia-ml\.so\.1 .*CAPABILITIES=compute,utility"):
+        Nvml().gpus()
+
+
+def test_slices_are_gpus_of_their_own(nvml: dict[str, Any]) -> None:
+    def handle(_: str, number: int) -> Any:
+        return pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND) if number == 1 else f"slice {number}"
+
+    nvml["nvmlDeviceGetMigMode"] = [1, 1]
+    nvml["nvmlDeviceGetMigDeviceHandleByIndex"] = handle
+    nvml["nvmlDeviceGetUUID"] = lambda of: "GPU-a" if of == "handle" else f"MIG-{of[-1]}"
+    nvml["nvmlDeviceGetName"] = lambda of: "H100" if of == "handle" else "H100 MIG 1g.10gb"
+    whole, first, second = Nvml().gpus()
+    assert whole.unusable == "it is divided by MIG; name a slice: MIG-0 (H100 MIG 1g.10gb, 97 B), MIG-2 (H100 MIG 1g.10gb, 97 B)"
+    assert [(one.index, one.uuid, one.slice_of, one.unusable) for one in (first, second)] == [
+        (0, "MIG-0", "GPU-a", ""),
+        (0, "MIG-2", "GPU-a", ""),
+    ]
+    assert first.memory.is_slice
+    nvml["nvmlDeviceGetMigDeviceHandleByIndex"] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+    assert [gpu.unusable for gpu in Nvml().gpus()] == ["MIG is enabled and has no slices: nvidia-smi mig -cgi"]
+
+
+async def test_a_fault_of_a_divided_gpu_is_one_of_its_slices() -> None:
+    told: asyncio.Queue[str] = asyncio.Queue()
+    gpus = [Gpu(0, "GPU-a", "x", 1), Gpu(0, "MIG-1", "x", 1, slice_of="GPU-a"), Gpu(1, "GPU-b", "x", 1)]
+    devices = [DeviceBudget("cuda:MIG-1", 1, "MIG-1"), DeviceBudget("cuda:1", 1, "GPU-b")]
+    watch = GpuWatch(Scripted(gpus, [GpuFault("GPU-a", 48)]), devices, lambda device, fault: told.put_nowait(device.name))
+    watch.start()
+    async with asyncio.timeout(20):
+        assert await told.get() == "cuda:MIG-1"
+    watch.stop()
+    assert told.empty()
+
+
+def test_what_others_hold_is_told_and_engines_are_no_others(nvml: dict[str, Any]) -> None:
+    engine = [sys.executable, "-c", "import sys; print(1, flush=True); sys.stdin.read()", "-m", "engine", "--channel-fd", "3"]
+    with subprocess.Popen(engine, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        held = [SimpleNamespace(pid=process.pid, usedGpuMemory=50), SimpleNamespace(pid=1 << 30, usedGpuMemory=7)]
+        nvml["nvmlDeviceGetComputeRunningProcesses"] = held
+        nvml["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+        found = Nvml()
+        (gpu,) = found.gpus()
+        assert (gpu.taken_bytes, gpu.memory.taken_bytes) == (7, 7)
+        first, second = remarks(found, [DeviceBudget("cpu:0", 1), DeviceBudget("cuda:0", 90, "GPU-a")])
+        assert process.stdin is not None
+        process.stdin.close()
+    assert first == f"cuda:0: others hold 7 B of 97 B: pid {1 << 30} unknown 7 B; its budget is 90 B"
+    assert second.startswith("cuda:0: its compute mode is Exclusive: one process at a time")
+    assert remarks(Scripted("no driver"), [DeviceBudget("cpu:0", 1)]) == []
+    assert remarks(Scripted("no driver"), [DEVICE]) == ["no driver"]
 
 
 def test_nvmls_events(nvml: dict[str, Any]) -> None:

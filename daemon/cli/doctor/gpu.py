@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from config.devices import NoGpus
 from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from daemon.cli.table import size
-from daemon.gpu.inventory import Gpu, Inventory, holders
-
-MIN_CUDA = 12000  # the oldest CUDA version that the driver must support: 12.0, as NVML writes it
+from daemon.gpu.inventory import MIN_CUDA, Gpu, Inventory, holders
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,6 +48,8 @@ def device(name: str, gpu: Gpu | None, uuid: str, budget_bytes: int, is_running:
     if gpu is None:
         return Finding(name, FAIL, f"the driver has no {uuid} (any more)", "journalctl -k | grep Xid; reset the GPU or the machine")
     found = f"{gpu.name}, {size(gpu.used_bytes)} of {size(gpu.total_bytes)} used"
+    if gpu.unusable:
+        return Finding(name, FAIL, f"{gpu.name}: {gpu.unusable}", "name another device")
     if gpu.problem:
         return Finding(
             name, FAIL if "repair" in gpu.problem else WARN, f"{found}; {gpu.problem}", "nvidia-smi --gpu-reset when it is idle"
@@ -63,6 +63,8 @@ def device(name: str, gpu: Gpu | None, uuid: str, budget_bytes: int, is_running:
         return Finding(
             name, WARN, f"{found}; {gpu.ecc_errors} memory errors not corrected", "nvidia-smi --gpu-reset when it is idle"
         )
+    if gpu.note:
+        return Finding(name, WARN, f"{found}; {gpu.note}", f"nvidia-smi -i {gpu.index} -c DEFAULT")
     return Finding(name, OK, found)
 
 
