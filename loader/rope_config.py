@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loader.config_fields import Fields
 
@@ -17,12 +17,15 @@ _LAYER_KINDS = ("full_attention", "sliding_attention")
 @dataclass(slots=True, frozen=True)
 class RopeRules:
     """What a family's config.json may say about its rotary embedding. theta: the base if config.json gives none. may_be_partial:
-    whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. is_local: whether layers with
-    windows have frequencies of their own."""
+    whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: the part if config.json gives
+    none. is_local: whether layers with windows have frequencies of their own. interleaved: whether a pair is two neighbouring
+    dimensions, not one of the first half and one of the second."""
 
     theta: float = 10000.0
     may_be_partial: bool = False
+    partial: float = 1.0
     is_local: bool = False
+    interleaved: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,6 +52,7 @@ class RopeParameters:
     beta_slow: float = 1.0
     truncate: bool = True  # yarn: the range between both is widened to whole dimensions
     extended_to: int = 0
+    interleaved: bool = False  # a pair is two neighbouring dimensions
 
     def rotary_dim(self, head_dim: int) -> int:
         return int(head_dim * self.partial_rotary_factor)
@@ -66,7 +70,8 @@ def parse_rope(
         if new is not None and has_kinds:
             raise new.unsupported("full_attention", f"{name} is supported with one rotary embedding only")
         theta = fields.number("rope_theta", rules.theta)
-        return _rope(new or old or nothing, fields, name, rules, theta, head_dim, max_position_embeddings), None
+        rope = _rope(new or old or nothing, fields, name, rules, theta, head_dim, max_position_embeddings)
+        return replace(rope, interleaved=rules.interleaved), None
     if new is not None and not has_kinds:
         # before transformers 5 knew one per kind of layer, this object was the full layers'
         wide: Fields | None = new
@@ -126,7 +131,7 @@ def _rope(
 
 def _partial(given: Fields, fields: Fields, name: str, rules: RopeRules, head_dim: int) -> float:
     holder = given if given.has("partial_rotary_factor") else fields
-    share = holder.number("partial_rotary_factor", 1.0)
+    share = holder.number("partial_rotary_factor", rules.partial)
     if share == 1.0:
         return share
     if not rules.may_be_partial:

@@ -196,7 +196,9 @@ class CpuOps:
         matrices = (experts.gate_up, experts.down, experts.num_chosen, experts.normalised)
         return reference.experts(x, scores, *matrices, torch.from_numpy(slots) < 0, shared)
 
-    def rope_and_store(self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: HostBatch) -> None:
+    def rope_and_store(
+        self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: HostBatch, interleaved: bool = False
+    ) -> None:
         query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
         eps, around_one = (0.0, False) if norms is None else (norms.eps, norms.around_one)
         group, place = batch.group_of(layer)
@@ -204,7 +206,7 @@ class CpuOps:
         if not self._served(qkv) or group.scales is not None:
             slots = torch.from_numpy(group.slots)
             of_norms = (query_norm, key_norm, around_one, eps)
-            reference.rope_and_store(qkv, group.cos_sin, *of_norms, kv, place, heads, slots, group.scales)
+            reference.rope_and_store(qkv, group.cos_sin, *of_norms, kv, place, heads, slots, group.scales, interleaved)
             return
         columns = array(qkv)
         none = columns[0, :0]
@@ -224,6 +226,7 @@ class CpuOps:
             kv.shape[4],
             kv.shape[5],
             group.slots,
+            interleaved,
         )
 
     def attention(self, qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: HostBatch) -> Tensor:

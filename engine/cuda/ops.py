@@ -55,11 +55,13 @@ class CudaOps:
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: DeviceBatch) -> Tensor:
         return entry.experts(x, scores, experts, shared, batch)
 
-    def rope_and_store(self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: DeviceBatch) -> None:
+    def rope_and_store(
+        self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: DeviceBatch, interleaved: bool = False
+    ) -> None:
         if norms is None:
-            entry.rope_and_store(qkv, None, None, False, 0.0, layer, heads, batch)
+            entry.rope_and_store(qkv, None, None, False, 0.0, layer, heads, batch, interleaved)
         else:
-            entry.rope_and_store(qkv, norms.query, norms.key, norms.around_one, norms.eps, layer, heads, batch)
+            entry.rope_and_store(qkv, norms.query, norms.key, norms.around_one, norms.eps, layer, heads, batch, interleaved)
 
     def attention(self, qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: DeviceBatch) -> Tensor:
         return entry.attention(qkv, layer, heads, scale, softcap, batch)

@@ -31,6 +31,7 @@ class Attention(Generic[BatchT]):
         self.whole_width_norms = norms if family.whole_width_norms else None
         self.layer, self.heads = layer, shape.num_heads
         self.scale, self.softcap = shape.query_scale, shape.attention_softcap
+        self.interleaved = shape.rope.interleaved
 
     def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
         ops = self.ops
@@ -38,6 +39,6 @@ class Attention(Generic[BatchT]):
         if (norms := self.whole_width_norms) is not None:
             ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
             ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)
-        ops.rope_and_store(qkv, self.head_norms, self.layer, self.heads, batch)
+        ops.rope_and_store(qkv, self.head_norms, self.layer, self.heads, batch, self.interleaved)
         attended = ops.attention(qkv, self.layer, self.heads, self.scale, self.softcap, batch)
         return ops.linear(attended, self.out_weight, self.out_bias)

@@ -129,9 +129,12 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         of x. It is added times the sigmoid of a further column of scores, [T, E + 1]."""
         ...
 
-    def rope_and_store(self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: BatchT_contra) -> None:
+    def rope_and_store(
+        self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: BatchT_contra, interleaved: bool = False
+    ) -> None:
         """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, does the same to the keys, and
-        stores keys and values in the KV blocks. The keys in qkv are undefined afterwards."""
+        stores keys and values in the KV blocks. The keys in qkv are undefined afterwards. interleaved: pairs are neighbouring
+        dimensions, else dimension i and dimension P + i."""
         ...
 
     def attention(self, qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: BatchT_contra) -> Tensor:

@@ -49,13 +49,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around
     return rms_norm(residual, weight, eps, around_one)
 
 
-def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Applies rotary embedding to x [T, heads, D]: pairs dimension i with dimension P + i of the first 2 P dimensions and rotates
-    each pair in float32. The other dimensions are unchanged. cos_sin: [T, 2 P] float32, P cosines, then P sines."""
+def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Applies rotary embedding to x [T, heads, D]: pairs dimension i with dimension P + i of the first 2 P dimensions (interleaved:
+    dimension 2 i with the next) and rotates each pair in float32. The other dimensions are unchanged. cos_sin: [T, 2 P] float32, P
+    cosines, then P sines."""
     cosine, sine = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     turning = cos_sin.shape[1]
-    left, right = x[..., :turning].float().chunk(2, dim=-1)
-    turned = torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1).to(x.dtype)
+    wide = x[..., :turning].float()
+    left, right = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
+    pairs = (left * cosine - right * sine, right * cosine + left * sine)
+    turned = (torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)).to(x.dtype)
     return torch.cat((turned, x[..., turning:]), dim=-1)
 
 
@@ -71,6 +74,7 @@ def rope_and_store(
     heads: int,
     slots: Tensor,
     scales: Tensor | None = None,
+    interleaved: bool = False,
 ) -> None:
     """Normalises (if norms are given) and rotates the queries and keys of qkv [T, (H + 2 G) D] in place, and stores keys and
     values.
@@ -82,8 +86,8 @@ def rope_and_store(
     if query_norm is not None and key_norm is not None:
         query.copy_(rms_norm(query, query_norm, eps, around_one))
         key.copy_(rms_norm(key, key_norm, eps, around_one))
-    query.copy_(rotate(query, cos_sin))
-    key.copy_(rotate(key, cos_sin))
+    query.copy_(rotate(query, cos_sin, interleaved))
+    key.copy_(rotate(key, cos_sin, interleaved))
     stored = slots >= 0
     blocks, places = slots[stored] // block_tokens, slots[stored] % block_tokens
     for which, of_tokens in enumerate((key[stored], heads_of[stored, heads + kv_heads :])):

@@ -17,6 +17,8 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "gemma2",
     "gemma3",
     "olmo2",
+    "glm",
+    "glm4",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",

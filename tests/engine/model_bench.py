@@ -107,6 +107,12 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "olmo2": {"kind": "olmo2", "tie_word_embeddings": False, "pad_token_id": 0},
+    "glm4": {
+        "kind": "glm4",
+        "pad_token_id": 0,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "mixtral": {"kind": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},
     "qwen2-moe": {
         "kind": "qwen2_moe",
@@ -146,6 +152,7 @@ RECORDED_CASES = [
     "gemma2",
     "gemma3",
     "olmo2",
+    "glm4",
     "qwen2-moe",
 ]
 
@@ -161,6 +168,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
         "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+        "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),

@@ -225,6 +225,24 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+GLM4_9B: dict[str, Any] = {
+    "architectures": ["Glm4ForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151552,
+}
 # As published: what the text_config of Gemma 3 leaves out is that of its configuration class.
 GEMMA3_4B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -270,6 +288,7 @@ PUBLISHED = {
     "Gemma 2 2B": (GEMMA2_2B, 2_614_341_888),
     "Gemma 3 1B": (GEMMA3_1B, 999_885_952),
     "OLMo 2 7B": (OLMO2_7B, 7_298_617_344),
+    "GLM-4 9B 0414": (GLM4_9B, 9_400_279_040),
     "Mixtral 8x7B": (MIXTRAL_8X7B, 46_702_792_704),
     "Qwen1.5 MoE A2.7B": (QWEN15_MOE, 14_315_784_192),
     "Qwen3 30B A3B": (QWEN3_30B_A3B, 30_532_122_624),

@@ -123,7 +123,7 @@ def _add_rms_norm(x: Any, residual: Any, weight: Any, around_one: bool, eps: flo
 def rope_and_store_signature(element: types.Type) -> Any:
     sizes = (int64,) * 6
     norms = (element[::1], element[::1], boolean, float64)
-    return void(element[:, ::1], float32[:, ::1], *norms, element[::1], *sizes, int64[::1])
+    return void(element[:, ::1], float32[:, ::1], *norms, element[::1], *sizes, int64[::1], boolean)
 
 
 @njit(inline="always", fastmath=FASTMATH)
@@ -142,6 +142,16 @@ def _turn(qkv: Any, at: int, turns: Any, turns_at: int, half: int) -> None:
         _turn_lanes(qkv, at, turns, turns_at, half, d, LANES)
     if whole < half:
         _turn_lanes(qkv, at, turns, turns_at, half, whole, half - whole)
+
+
+@njit(**_HELPER)
+def _turn_neighbours(qkv: Any, token: int, begin: int, turns: Any, half: int) -> None:
+    """Rotates `half` pairs of neighbouring columns of a token's row, from column `begin` on."""
+    for d in range(half):
+        left, right = widen(qkv[token, begin + 2 * d]), widen(qkv[token, begin + 2 * d + 1])
+        cosine, sine = turns[token, d], turns[token, half + d]
+        qkv[token, begin + 2 * d] = narrow(left * cosine - right * sine, qkv[0, 0])
+        qkv[token, begin + 2 * d + 1] = narrow(right * cosine + left * sine, qkv[0, 0])
 
 
 @njit(**_HELPER)
@@ -175,6 +185,7 @@ def _rope_and_store(
     block_tokens: int,
     head_dim: int,
     slots: Any,  # [T] int64: block * block_tokens + place in the block; below 0: store nothing
+    interleaved: bool,  # pairs are neighbouring dimensions, else i and P + i
 ) -> None:
     plane, turning = block_tokens * head_dim, cos_sin.shape[1]  # elements from one KV head's keys to the next's
     line = 64 // kv.itemsize
@@ -190,7 +201,10 @@ def _rope_and_store(
             at = own + head * head_dim
             if query_norm.shape[0] > 0:
                 _norm_vector(qkv, at, query_norm if head < heads else key_norm, around_one, eps, qkv)
-            _turn(qkv, at, cos_sin, token * turning, turning // 2)
+            if interleaved:
+                _turn_neighbours(qkv, token, head * head_dim, cos_sin, turning // 2)
+            else:
+                _turn(qkv, at, cos_sin, token * turning, turning // 2)
         if slots[token] >= 0:
             to = _place_of(slots[token], layers, layer, kv_heads, block_tokens, head_dim)
             for head in range(2 * kv_heads):

@@ -86,10 +86,11 @@ def rope_and_store(
     layer: int,
     heads: int,
     batch: DeviceBatch,
+    interleaved: bool,
 ) -> None:
     group, place = batch.group_of(layer)
     norms, kv = (query_norm, key_norm, around_one, eps), (group.kv, group.scales)
-    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, place, heads, group.kv_slots)
+    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, place, heads, group.kv_slots, interleaved)
 
 
 def attention(

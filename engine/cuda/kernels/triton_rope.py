@@ -71,16 +71,19 @@ def _rope_and_store_kernel(
     PAIRS: tl.constexpr,  # P, padded
     REST: tl.constexpr,  # D - 2 P, padded; 0: every dimension is rotated
     FP8: tl.constexpr,
+    INTERLEAVED: tl.constexpr,  # pairs are neighbouring dimensions, else i and P + i
 ):
     narrow: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_query, is_value = head < H, head >= H + G
     at = tl.arange(0, PAIRS)
+    first = 2 * at if INTERLEAVED else at
+    second = first + 1 if INTERLEAVED else P + at
     inside = (head < H + 2 * G)[:, None] & (at < P)[None, :]
     row = qkv + token * ((H + 2 * G) * D) + head[:, None] * D
-    left = tl.load(row + at[None, :], mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(row + (P + at)[None, :], mask=inside, other=0.0).to(tl.float32)
+    left = tl.load(row + first[None, :], mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(row + second[None, :], mask=inside, other=0.0).to(tl.float32)
     if REST > 0:
         beyond = 2 * P + tl.arange(0, REST)
         inside_rest = (head < H + 2 * G)[:, None] & (beyond < D)[None, :]
@@ -89,13 +92,13 @@ def _rope_and_store_kernel(
         total = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
         if REST > 0:
             total += tl.sum(rest * rest, axis=1)
-        for_query = tl.load(query_norm + at, mask=at < P, other=0.0).to(tl.float32)
-        for_key = tl.load(key_norm + at, mask=at < P, other=0.0).to(tl.float32)
+        for_query = tl.load(query_norm + first, mask=at < P, other=0.0).to(tl.float32)
+        for_key = tl.load(key_norm + first, mask=at < P, other=0.0).to(tl.float32)
         as_query = _normed(left, total, for_query, AROUND_ONE, D, eps, narrow)
         as_key = _normed(left, total, for_key, AROUND_ONE, D, eps, narrow)
         left = tl.where(is_value[:, None], left, tl.where(is_query[:, None], as_query, as_key))
-        for_query = tl.load(query_norm + P + at, mask=at < P, other=0.0).to(tl.float32)
-        for_key = tl.load(key_norm + P + at, mask=at < P, other=0.0).to(tl.float32)
+        for_query = tl.load(query_norm + second, mask=at < P, other=0.0).to(tl.float32)
+        for_key = tl.load(key_norm + second, mask=at < P, other=0.0).to(tl.float32)
         as_query = _normed(right, total, for_query, AROUND_ONE, D, eps, narrow)
         as_key = _normed(right, total, for_key, AROUND_ONE, D, eps, narrow)
         right = tl.where(is_value[:, None], right, tl.where(is_query[:, None], as_query, as_key))
@@ -111,8 +114,8 @@ def _rope_and_store_kernel(
     turned_right = tl.where(is_value[:, None], right, right * cosine + left * sine).to(narrow)
     # each element is loaded and stored by the same thread, so writing in place is no race
     keep = is_query[:, None] & (at < P)[None, :]
-    tl.store(row + at[None, :], turned_left, mask=keep)
-    tl.store(row + (P + at)[None, :], turned_right, mask=keep)
+    tl.store(row + first[None, :], turned_left, mask=keep)
+    tl.store(row + second[None, :], turned_right, mask=keep)
     if REST > 0:
         rest = rest.to(narrow)
         if NORMS:
@@ -136,8 +139,8 @@ def _rope_and_store_kernel(
             rest = e4m3_of(rest * inverse)
     cell = kv + block_at + (place * D)[:, None]
     stored = kept[:, None] & (at < P)[None, :]
-    tl.store(cell + at[None, :], turned_left, mask=stored)
-    tl.store(cell + (P + at)[None, :], turned_right, mask=stored)
+    tl.store(cell + first[None, :], turned_left, mask=stored)
+    tl.store(cell + second[None, :], turned_right, mask=stored)
     if REST > 0:
         tl.store(cell + beyond[None, :], rest, mask=kept[:, None] & (beyond < D)[None, :])
 
@@ -154,6 +157,7 @@ def rope_and_store(
     layer: int,
     heads: int,
     slots: Tensor,
+    interleaved: bool = False,
 ) -> None:
     """Normalises (if norms are given) and rotates the queries of qkv in place, and stores the rotated keys and the values at slots
     [T]. Unlike reference.rope_and_store it leaves qkv's keys as they are."""
@@ -185,5 +189,6 @@ def rope_and_store(
         PAIRS=padded,
         REST=triton.next_power_of_2(beyond) if beyond else 0,
         FP8=scales is not None,
+        INTERLEAVED=interleaved,
         num_warps=4,
     )

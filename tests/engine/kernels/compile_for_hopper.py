@@ -118,6 +118,7 @@ def main() -> None:
             triton_extend.extend_attention(qkv, *kv, 3, HEADS, *columns, window, 0.1, softcap, None, False, out)
         for norms in ((None, None), (norm, norm)):
             triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, *kv, 3, HEADS, longs)
+        triton_rope.rope_and_store(qkv, turns, None, None, False, 1e-6, *kv, 3, HEADS, longs, True)
     x = torch.zeros(ROWS, WIDTH, dtype=dtype)
     routing = triton_experts.empty_routing(ROWS, CHOSEN, EXPERTS, x.device)
     scores = torch.zeros(ROWS, EXPERTS + 1, dtype=dtype)

@@ -1,0 +1,21 @@
+"""GLM-4 9B as published for transformers (Glm): q, k and v apart, gate and up as one tensor. Half of each head is rotated, in pairs
+of neighbouring dimensions.
+"""
+
+from __future__ import annotations
+
+from loader.architectures.decoder import Decoder, TensorNames
+from loader.rope_config import RopeRules
+
+NAMES = TensorNames(gate_up=("mlp.gate_up_proj",))
+ROPE = RopeRules(may_be_partial=True, partial=0.5, interleaved=True)
+ARCHITECTURE = Decoder(
+    "GlmForCausalLM",
+    "glm",
+    names=NAMES,
+    rope=ROPE,
+    head_dim=128,
+    rms_norm_eps=1.5625e-7,
+    attention_bias_default=True,
+    output_bias=False,
+)

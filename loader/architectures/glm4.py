@@ -1,0 +1,14 @@
+"""GLM-4-0414 and GLM-Z1, 9B and 32B (Glm4): GLM-4 with norms of what attention and the MLP add."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loader.architectures import glm
+
+ARCHITECTURE = replace(
+    glm.ARCHITECTURE,
+    name="Glm4ForCausalLM",
+    model_type="glm4",
+    names=replace(glm.NAMES, attended_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm"),
+)
