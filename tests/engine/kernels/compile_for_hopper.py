@@ -1,8 +1,8 @@
-"""Compiles every Triton kernel to machine code for compute capability 9.0, on a machine without a GPU, as the engine would launch
-it for an 8B model in bfloat16. Prints one JSON line for each kernel: what the assembler reports of it, and which instructions it
-has.
+"""Compiles every Triton kernel to machine code for compute capability 9.0 or another, on a machine without a GPU, as the engine
+would launch it for an 8B model in bfloat16. Prints one JSON line for each kernel: what the assembler reports of it, and which
+instructions it has.
 
-usage: python -m tests.engine.kernels.compile_for_hopper (not under TRITON_INTERPRET)
+usage: python -m tests.engine.kernels.compile_for_hopper [CAPABILITY] (90, 80, 89, 100; not under TRITON_INTERPRET)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import pathlib
 import re
 import subprocess
+import sys
 import tempfile
 from typing import Any
 
@@ -45,8 +46,11 @@ CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 class NoGpu:
     """Stands in for Triton's driver, with the methods that compiling needs."""
 
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
     def get_current_device(self) -> int:
         return 0
@@ -56,15 +60,39 @@ class NoGpu:
 
 
 def assembled(cubin: bytes) -> dict[str, int]:
-    """Returns the registers and stack_bytes of compiled code. stack_bytes: what did not fit into registers."""
+    """Returns the registers, stack_bytes, instructions and loop_instructions of compiled code. stack_bytes: what did not fit into
+    registers. loop_instructions: those of its longest loop without another loop in it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         told = subprocess.run([str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name: int(re.findall(rf"{key}:(\d+)", told)[0]) for name, key in (("registers", "REG"), ("stack_bytes", "STACK"))}
+        code = subprocess.run([str(CUOBJDUMP), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    found = {name: int(re.findall(rf"{key}:(\d+)", told)[0]) for name, key in (("registers", "REG"), ("stack_bytes", "STACK"))}
+    return found | counted(code)
 
 
-def compile_instead_of_running() -> None:
+def counted(code: str) -> dict[str, int]:
+    """Returns how many instructions a listing of machine code has, in all and in its longest innermost loop."""
+    lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+([^;]*);", code, re.MULTILINE)
+    at = {int(address, 16): number for number, (address, _) in enumerate(lines)}
+    loops = []
+    for number, (address, text) in enumerate(lines):
+        target = re.search(r"\bBRA\b[^`]*?(0x[0-9a-f]+)", text)
+        if target and int(target[1], 16) < int(address, 16):  # a branch to itself behind the end is no loop
+            loops.append((at.get(int(target[1], 16), number), number))
+    innermost = [(begin, end) for begin, end in loops if not any(begin <= b and e < end for b, e in loops)]
+    return {"instructions": len(lines), "loop_instructions": max((end - begin + 1 for begin, end in innermost), default=0)}
+
+
+def widest_load_bytes(ptx: str) -> int:
+    """Returns the bytes that one thread loads from the device's memory with its widest instruction, into registers or shared
+    memory."""
+    direct = [int(many or 1) * int(bits) // 8 for many, bits in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)\s", ptx)]
+    copied = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^,\n]*,[^,\n]*, (0x[0-9a-f]+)", ptx)]
+    return max(direct + copied, default=0)
+
+
+def compile_instead_of_running(capability: int) -> None:
     seen: set[str] = set()
     run = JITFunction.run
 
@@ -80,13 +108,15 @@ def compile_instead_of_running() -> None:
                 "shared_bytes": made.metadata.shared,
                 "wgmma": ptx.count("wgmma.mma_async"),
                 "mma": ptx.count("mma.sync"),
+                "tcgen05": ptx.count("tcgen05.mma"),
+                "widest_load_bytes": widest_load_bytes(ptx),
                 "async_copies_of_16_bytes": len(re.findall(r"cp\.async\.cg[^\n]*, 0x10", ptx)),
             }
             print(json.dumps(line | assembled(made.asm["cubin"])), flush=True)
         return made
 
     JITFunction.run = compiled
-    triton.runtime.driver.set_active(NoGpu())
+    triton.runtime.driver.set_active(NoGpu(capability))
 
 
 def kept_as(kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -96,9 +126,9 @@ def kept_as(kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     return kv_views(torch.zeros(ROWS * block_bytes, dtype=torch.uint8), group, KV_HEADS, HEAD_DIM, kv_dtype)
 
 
-def main() -> None:
+def main(capability: int) -> None:
     assert not entry.INTERPRETED
-    compile_instead_of_running()
+    compile_instead_of_running(capability)
     dtype = torch.bfloat16
     qkv = torch.zeros(ROWS, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
     out = torch.zeros(ROWS, HEADS * HEAD_DIM, dtype=dtype)
@@ -111,7 +141,9 @@ def main() -> None:
     entry.split_contexts(torch.zeros(entry.MANY_ROWS, dtype=torch.int32), 0, 132)
     work = entry.split_contexts(ints, 0, 132)
     turns, norm = entry.cos_sin(ints, torch.zeros(HEAD_DIM // 2), 1.0), qkv[0, :HEAD_DIM]
-    for kv in kept_as("bfloat16"), kept_as(KV_FP8):
+    for kv in [
+        kept_as(kind) for kind in ("bfloat16", KV_FP8) if kind != KV_FP8 or capability >= 89
+    ]:  # FP8_CAPABILITY of the backend
         triton_decode.decode_attention(qkv, *kv, 3, HEADS, table, ints, work, 0.1, 0.0, None, False, out)
         for window, softcap in ((0, 0.0), (4096, 50.0)):
             columns = (table, ints, ints, ints, ints, ints, ints)
@@ -150,4 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
