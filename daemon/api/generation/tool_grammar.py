@@ -21,9 +21,9 @@ _NOTES = frozenset({"description", "title", "$comment"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 JSON_SCHEMA = "json_schema:"
 _SEPARATORS = {"item_separator": ",", "key_separator": ":"}
-_COMPACT = {"whitespace_flexible": False, **_SEPARATORS}
+COMPACT = {"whitespace_flexible": False, **_SEPARATORS}
 # blanks between JSON's tokens are bounded: a model that has nothing to say would write them for ever
-_SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", **_SEPARATORS}
+SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", **_SEPARATORS}
 
 
 def argument_schemas(tools: ToolRequest) -> list[str]:
@@ -32,7 +32,7 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
     schemas = []
     for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
         if not strict and tools.choice == AUTO:
-            schemas.append(_with_options({"type": "object"}, _SPACED))
+            schemas.append(with_options({"type": "object"}, SPACED))
             continue
         try:
             schema = _bare(json.loads(data)) or {"properties": {}}
@@ -42,7 +42,7 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
             where = f"tools[{at}].function.parameters.type"
             raise invalid(where, f"{where}: must be object")
         closed_schema.close(schema)
-        schemas.append(_with_options(schema, _COMPACT))
+        schemas.append(with_options(schema, COMPACT))
     return schemas
 
 
@@ -71,7 +71,7 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
     if answer:
         rules += [
             f"start: {calls} | answer",
-            f"answer: %json {_with_options(json.loads(answer), _SPACED)}",
+            f"answer: %json {with_options(json.loads(answer), SPACED)}",
         ]
     elif tools.choice == AUTO:
         rules += _with_text(marker, calls, tools.many, special)
@@ -105,7 +105,7 @@ def _bare(schema: Any) -> Any:
     }
 
 
-def _with_options(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
+def with_options(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
     """Returns the schema as JSON with llguidance's options, which are not a client's to set."""
     return json.dumps({"x-guidance": options} | schema | {"x-guidance": options}, ensure_ascii=False)
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from daemon.text.tool_parsers import generic, hermes, llama3, mistral, named_call
+from daemon.text.tool_parsers import generic, harmony, hermes, llama3, mistral, named_call
 from daemon.text.tool_parsers.pieces import ToolParser
 
-HERMES, LLAMA3, MISTRAL, NONE = "hermes", "llama3", "mistral", "none"
+HARMONY, HERMES, LLAMA3, MISTRAL, NONE = "harmony", "hermes", "llama3", "mistral", "none"
 GENERIC = "generic"  # not a model's own: used for forced calls of models with NONE
 THINK = "think"
 # shown in the text even if they are special tokens, because the parsers look for them
@@ -27,6 +27,8 @@ def detect_tools(template: str, model_type: str) -> str:
     here."""
     if "tools" not in template or "<function=" in template:
         return NONE
+    if harmony.speaks_harmony(template):
+        return HARMONY
     if mistral.MARKER in template:
         return MISTRAL
     if hermes.OPEN in template:
@@ -37,12 +39,16 @@ def detect_tools(template: str, model_type: str) -> str:
 
 
 def detect_reasoning(template: str) -> str:
+    if harmony.speaks_harmony(template):
+        return HARMONY
     return THINK if "</think>" in template or "<think>" in template else NONE
 
 
 def tool_parser(dialect: str, names: Sequence[str]) -> ToolParser:
     """Returns a parser for one reply. names: the tools that the request offers. Raises ValueError for a dialect without a
     parser."""
+    if dialect == HARMONY:
+        return harmony.HarmonyParser(names)
     if dialect == HERMES:
         return hermes.HermesParser()
     if dialect == LLAMA3:
