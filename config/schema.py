@@ -115,7 +115,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chat_template: Annotated[str | None, key("a Jinja file used instead of the checkpoint's template", reload=LIVE)] = None
     tool_parser: Annotated[
         str | None,
-        key("how it writes tool calls: harmony, hermes, llama3, mistral or none; default: told by the template", reload=LIVE),
+        key(
+            "how it writes tool calls: harmony, hermes, llama3, mistral, qwen3_coder or none; default: told by the template",
+            reload=LIVE,
+        ),
     ] = None
     reasoning_parser: Annotated[
         str | None,

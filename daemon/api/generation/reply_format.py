@@ -18,6 +18,7 @@ from daemon.api.bodies.response_format import MAX_GRAMMAR_BYTES
 from daemon.api.bodies.tools import AUTO, ToolRequest
 from daemon.api.context import ApiContext
 from daemon.api.generation.harmony_grammar import HarmonyGrammar, check_marks
+from daemon.api.generation.qwen3_coder_grammar import inexpressible
 from daemon.api.generation.tool_dialect import reply_dialect
 from daemon.api.generation.tool_grammar import JSON_SCHEMA, argument_schemas, tool_grammar
 from daemon.contracts import Generation
@@ -31,7 +32,7 @@ from daemon.text.reply_parser import Reply, ReplyParser, assemble
 from daemon.text.token_table import MarkedTable, TokenTable
 from daemon.text.tool_parsers import harmony
 from daemon.text.tool_parsers.pieces import Piece
-from daemon.text.tool_parsers.registry import HARMONY, LLAMA3, NONE, id_of_call, tool_parser
+from daemon.text.tool_parsers.registry import GENERIC, HARMONY, LLAMA3, NONE, QWEN3_CODER, id_of_call, tool_parser
 
 READ_AT_ONCE = 4 << 10  # characters between two turns of the loop: at most 3 ms
 PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are no single tokens
@@ -62,6 +63,7 @@ class ReplyFormat:
     table: TokenTable  # shows the markers, too
     dialect: str  # none: no tools
     names: tuple[str, ...]
+    schemas: tuple[bytes, ...]  # of the parameters of each
     one_call: bool
     reasoning: bool
     grammar: str  # as SamplingParams.grammar; "" for none
@@ -77,7 +79,7 @@ class ReplyFormat:
             end = decode(self.table, generation.prompt[-PROMPT_END_TOKENS:])
             reading = harmony.HarmonyParser(self.names, self.dialect != NONE, self.reasoning, end, self.in_answer)
             return ReplyParser(reading, None, self.one_call)
-        tools = tool_parser(self.dialect, self.names) if self.dialect != NONE else None
+        tools = tool_parser(self.dialect, self.names, self.schemas) if self.dialect != NONE else None
         splitter = None
         if self.reasoning:
             end = decode(self.table, generation.prompt[-PROMPT_END_TOKENS:])
@@ -106,7 +108,7 @@ class ReplyFormat:
 
 def plain_format(table: TokenTable) -> ReplyFormat:
     """Returns the format of replies without calls and reasoning, whose text is one kind of piece."""
-    return ReplyFormat(table=table, dialect=NONE, names=(), one_call=False, reasoning=False, grammar="")
+    return ReplyFormat(table=table, dialect=NONE, names=(), schemas=(), one_call=False, reasoning=False, grammar="")
 
 
 async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table: TokenTable) -> ReplyFormat | None:
@@ -122,6 +124,8 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
     dialect, grammar = NONE, ""
     if tools is not None:
         dialect = await reply_dialect(context, model, tools)
+        if dialect == QWEN3_CODER:
+            dialect = _held_dialect(tools)
 
         def write(markers: Mapping[int, str], schemas: Sequence[str], answer: str) -> str:
             return tool_grammar(tools, schemas, dialect, markers, answer)
@@ -136,10 +140,29 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
         table=MarkedTable(table, facts.markers),
         dialect=dialect,
         names=tuple(tools.names) if tools is not None else (),
+        schemas=tuple(tools.schemas) if tools is not None else (),
         one_call=tools is not None and not tools.parallel,
         reasoning=reasoning,
         grammar=grammar,
         in_reasoning=head.options["continue_final_message"] == CONTINUES_REASONING,
+    )
+
+
+def _held_dialect(tools: ToolRequest) -> str:
+    """Returns the dialect of a Qwen3-Coder's reply: for forced calls hearthd's if its own cannot be held to the schemas. Raises
+    BadRequest if strict calls cannot."""
+    if tools.choice == AUTO and True not in tools.strict:
+        return QWEN3_CODER
+    found = inexpressible(argument_schemas(tools))
+    if found is None:
+        return QWEN3_CODER
+    if tools.choice != AUTO:
+        return GENERIC
+    where = f"tools[{found[0]}].function.parameters.{found[1]}"
+    raise BadRequest(
+        "unsupported_grammar",
+        f"{where}: calls of this model are plain text, which cannot be held to this; leave strict out, or force the call",
+        param=where,
     )
 
 
@@ -167,6 +190,7 @@ async def _harmony_format(
         table=MarkedTable(table, dict(marks)),
         dialect=NONE if tools is None else HARMONY,
         names=() if tools is None else tuple(tools.names),
+        schemas=(),
         one_call=tools is not None and not tools.parallel,
         reasoning=reasoning,
         grammar=grammar,

@@ -13,9 +13,10 @@ from typing import Any
 from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.tools import AUTO, NAMED, ToolRequest
 from daemon.api.generation import closed_schema
+from daemon.api.generation.qwen3_coder_grammar import function_rules
 from daemon.text import reasoning
-from daemon.text.tool_parsers import generic, hermes, llama3, mistral, named_call
-from daemon.text.tool_parsers.registry import GENERIC, HERMES, LLAMA3
+from daemon.text.tool_parsers import generic, hermes, llama3, mistral, named_call, qwen3_coder
+from daemon.text.tool_parsers.registry import GENERIC, HERMES, LLAMA3, QWEN3_CODER
 
 _NOTES = frozenset({"description", "title", "$comment"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
@@ -54,7 +55,7 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
     chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
     newer = named_call.ARGS in special
     marker = ""
-    if dialect == HERMES:
+    if dialect in (HERMES, QWEN3_CODER):
         marker = hermes.OPEN
         body, calls = f'"\\n" tool "\\n" {_marker(hermes.CLOSE, special)}', 'call ("\\n" call)*'
     elif dialect == LLAMA3:
@@ -74,11 +75,15 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
             f"answer: %json {with_options(json.loads(answer), SPACED)}",
         ]
     elif tools.choice == AUTO:
-        rules += _with_text(marker, calls, tools.many, special)
+        barred = qwen3_coder.FUNCTION if dialect == QWEN3_CODER else ""  # it begins a call without the marker
+        rules += _with_text(marker, calls, tools.many, special, barred)
     else:
         rules.append(f"start: {calls}")
     rules.append("tool: " + " | ".join(f"tool_{at}" for at in chosen))
     for at in chosen:
+        if dialect == QWEN3_CODER:
+            rules += function_rules(at, tools.names[at], json.loads(schemas[at]), COMPACT)
+            continue
         if marker == mistral.MARKER and newer:
             written = f"{json.dumps(tools.names[at])} {special[named_call.ARGS]} args_{at}"
         elif dialect == GENERIC:
@@ -118,8 +123,9 @@ def _some(separator: str, many: bool) -> str:
     return f"({json.dumps(separator)} tool)*" if many else ""
 
 
-def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str]) -> list[str]:
-    """Returns the rules of replies that need not call. Reasoning may come first, also if its markers are special tokens."""
+def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str], barred: str) -> list[str]:
+    """Returns the rules of replies that need not call. Reasoning may come first, also if its markers are special tokens. barred:
+    what their text may not contain, besides the marker."""
     think = ""
     rules = []
     if reasoning.OPEN in special and reasoning.CLOSE in special:
@@ -130,12 +136,14 @@ def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str]) 
         # a reply that begins with a brace is a call; behind the tag, which is a token, whatever came before it
         tagged = f" | TEXT? {special[llama3.PYTHON_TAG]} {calls}" if llama3.PYTHON_TAG in special else ""
         return [*rules, r"TEXT: /\s*[^{\s](?s:.*)/", f"start: {think}(TEXT? | {calls}{tagged})"]
+    bar = f" & ~/(?s:.*){barred}(?s:.*)/" if barred else ""
     if marker in special:
-        return [*rules, "TEXT: /(?s:.+)/", f"start: {think}TEXT? (call TEXT?){'*' if many else '?'}"]
+        return [*rules, f"TEXT: /(?s:.+)/{bar}", f"start: {think}TEXT? (call TEXT?){'*' if many else '?'}"]
     return [
         *rules,
-        f"head[suffix={json.dumps(marker)}]: /(?s:.*)/",
-        f"TEXT: /(?s:.+)/ & ~/(?s:.*){_escaped(marker)}(?s:.*)/",
+        f"head[suffix={json.dumps(marker)}]: HEAD",
+        f"HEAD: /(?s:.*)/{bar}",
+        f"TEXT: /(?s:.+)/ & ~/(?s:.*){_escaped(marker)}(?s:.*)/{bar}",
         f"start: {think}(TEXT? | (head body){'+' if many else ''} TEXT?)",
     ]
 

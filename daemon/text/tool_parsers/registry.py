@@ -7,10 +7,11 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from daemon.text.tool_parsers import generic, harmony, hermes, llama3, mistral, named_call
+from daemon.text.tool_parsers import generic, harmony, hermes, llama3, mistral, named_call, qwen3_coder
 from daemon.text.tool_parsers.pieces import ToolParser
 
 HARMONY, HERMES, LLAMA3, MISTRAL, NONE = "harmony", "hermes", "llama3", "mistral", "none"
+QWEN3_CODER = "qwen3_coder"
 GENERIC = "generic"  # not a model's own: used for forced calls of models with NONE
 THINK = "think"
 # shown in the text even if they are special tokens, because the parsers look for them
@@ -25,8 +26,10 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 def detect_tools(template: str, model_type: str) -> str:
     """Returns the dialect of the template's tool calls; NONE if it shows the model no tools, or in a dialect that is not known
     here."""
-    if "tools" not in template or "<function=" in template:
+    if "tools" not in template:
         return NONE
+    if qwen3_coder.FUNCTION in template:  # without parameters in tags it is a dialect that is not known here
+        return QWEN3_CODER if qwen3_coder.PARAMETER in template else NONE
     if harmony.speaks_harmony(template):
         return HARMONY
     if mistral.MARKER in template:
@@ -44,13 +47,15 @@ def detect_reasoning(template: str) -> str:
     return THINK if "</think>" in template or "<think>" in template else NONE
 
 
-def tool_parser(dialect: str, names: Sequence[str]) -> ToolParser:
-    """Returns a parser for one reply. names: the tools that the request offers. Raises ValueError for a dialect without a
-    parser."""
+def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = ()) -> ToolParser:
+    """Returns a parser for one reply. names: the tools that the request offers. schemas: of each one's parameters. Raises
+    ValueError for a dialect without a parser."""
     if dialect == HARMONY:
         return harmony.HarmonyParser(names)
     if dialect == HERMES:
         return hermes.HermesParser()
+    if dialect == QWEN3_CODER:
+        return qwen3_coder.Qwen3CoderParser(names, schemas)
     if dialect == LLAMA3:
         return llama3.Llama3Parser(names)
     if dialect == MISTRAL:
