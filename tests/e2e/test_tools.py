@@ -92,7 +92,7 @@ def test_harmony(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "harmony", "messages": MESSAGES, "max_tokens": 1500, "logit_bias": {str(END_ID): 4}}
     schema: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": PARAMETERS}}
     reasonings = []
-    for seed in range(3):
+    for seed in range(2):
         for fields in (
             {"tools": TOOLS, "tool_choice": "required"},
             {"tools": TOOLS, "tool_choice": WEATHER},
