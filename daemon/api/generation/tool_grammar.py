@@ -15,8 +15,8 @@ from daemon.api.bodies.tools import AUTO, NAMED, ToolRequest
 from daemon.api.generation import closed_schema
 from daemon.api.generation.qwen3_coder_grammar import function_rules
 from daemon.text import reasoning
-from daemon.text.tool_parsers import generic, hermes, llama3, mistral, named_call, qwen3_coder
-from daemon.text.tool_parsers.registry import GENERIC, HERMES, LLAMA3, QWEN3_CODER
+from daemon.text.tool_parsers import deepseek, generic, hermes, llama3, mistral, named_call, qwen3_coder
+from daemon.text.tool_parsers.registry import DEEPSEEK_V3, DEEPSEEK_V31, GENERIC, HERMES, LLAMA3, QWEN3_CODER
 
 _NOTES = frozenset({"description", "title", "$comment"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
@@ -62,6 +62,9 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
         body, calls = "tool", 'call ("; " call)*'
     elif dialect == GENERIC:
         body, calls = "tool", f"call ({json.dumps(generic.BETWEEN)} call)*"
+    elif dialect in (DEEPSEEK_V3, DEEPSEEK_V31):
+        marker, calls, between = deepseek.OPEN, "call", '"\\n" ' if dialect == DEEPSEEK_V3 else ""
+        body = f"tool {f'({between}tool)* ' if tools.many else ''}{_marker(deepseek.CLOSE, special)}"
     elif newer:
         marker, body, calls = mistral.MARKER, "tool", "call+"
     else:
@@ -84,7 +87,9 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
         if dialect == QWEN3_CODER:
             rules += function_rules(at, tools.names[at], json.loads(schemas[at]), COMPACT)
             continue
-        if marker == mistral.MARKER and newer:
+        if marker == deepseek.OPEN:
+            written = _in_deepseek(tools.names[at], f"args_{at}", dialect, special)
+        elif marker == mistral.MARKER and newer:
             written = f"{json.dumps(tools.names[at])} {special[named_call.ARGS]} args_{at}"
         elif dialect == GENERIC:
             start, end = generic.before_arguments(tools.names[at]), generic.AFTER_ARGUMENTS
@@ -94,6 +99,15 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
             written = f'{json.dumps(start)} args_{at} "}}"'
         rules += [f"tool_{at}: {written}", f"args_{at}: %json {schemas[at]}"]
     return "lark:" + "\n".join(rules)
+
+
+def _in_deepseek(name: str, arguments: str, dialect: str, special: Mapping[str, str]) -> str:
+    """Returns the right side of a call's rule. arguments: their rule."""
+    begin, separator, end = (_marker(text, special) for text in (deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END))
+    if dialect == DEEPSEEK_V31:
+        return f"{begin} {json.dumps(name)} {separator} {arguments} {end}"
+    opening, closing = f"{name}\n{deepseek.JSON_FENCE}\n", f"\n{deepseek.FENCE}"
+    return f'{begin} "{deepseek.KIND}" {separator} {json.dumps(opening)} {arguments} {json.dumps(closing)} {end}'
 
 
 def _bare(schema: Any) -> Any:
