@@ -25,8 +25,8 @@ TLS_VERSIONS = ("1.2", "1.3")
 RUNNERS = ("torch", "null")
 QUANTIZATIONS = ("int8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
-TOOL_PARSERS = ("hermes", "llama3", "mistral", "none")
-REASONING_PARSERS = ("think", "none")
+TOOL_PARSERS = ("deepseek_v3", "deepseek_v31", "harmony", "hermes", "llama3", "mistral", "qwen3_coder", "none")
+REASONING_PARSERS = ("harmony", "think", "none")
 _PATHS = (
     *("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file"),
     *("tls_certificate", "tls_key", "tls_client_ca"),

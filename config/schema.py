@@ -114,10 +114,20 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling: Annotated[SamplingDefaults, key("defaults where a request names none", reload=LIVE)] = SamplingDefaults()
     chat_template: Annotated[str | None, key("a Jinja file used instead of the checkpoint's template", reload=LIVE)] = None
     tool_parser: Annotated[
-        str | None, key("how it writes tool calls: hermes, llama3, mistral or none; default: told by the template", reload=LIVE)
+        str | None,
+        key(
+            "how it writes tool calls: deepseek_v3, deepseek_v31, harmony, hermes, llama3, mistral, qwen3_coder or none; "
+            "default: told by the template",
+            reload=LIVE,
+        ),
     ] = None
     reasoning_parser: Annotated[
-        str | None, key("think: `<think>…</think>` becomes reasoning_content; or none; default: told by the template", reload=LIVE)
+        str | None,
+        key(
+            "what becomes reasoning_content: think, `<think>…</think>`; harmony, gpt-oss's analysis; or none; default: told by the "
+            "template",
+            reload=LIVE,
+        ),
     ] = None
     upstream: Annotated[
         str | None,

@@ -15,6 +15,7 @@ from typing import Protocol
 from daemon.streams.prompt_trail import PromptTrail
 from daemon.streams.stream import Text
 from daemon.text.detokenizer import Detokenizer, detokenizer
+from daemon.text.header_tokens import HeaderTokens
 from daemon.text.token_table import TokenTable
 from engine.protocol import FINISH_STOP, PromptLogprobs
 
@@ -185,8 +186,9 @@ class AnnotatedText(Text):
         trail: LogprobTrail | None,
         echo: tuple[Sequence[int], str | None] | None,
         drop_tokens: bool,
+        headers: HeaderTokens | None = None,
     ) -> None:
-        super().__init__(table, end_ids, stops, min_tokens)
+        super().__init__(table, end_ids, stops, min_tokens, headers)
         self.trail, self._echo, self._drop_tokens = trail, echo, drop_tokens
         self._shown: list[str] = []  # the prompt's text so far
         self._shown_tokens = 0

@@ -18,6 +18,7 @@ from daemon.errors import HearthError, ServerFault
 from daemon.streams.stream_clock import StreamClock
 from daemon.streams.stream_parts import SSE_COMMENT, Channel, Connection, Frames, GroupEnd, Member
 from daemon.text.detokenizer import Detokenizer, detokenizer
+from daemon.text.header_tokens import HeaderTokens
 from daemon.text.stop_strings import StopStrings
 from daemon.text.token_table import TokenTable, escape
 from engine.protocol import FINISH_ABORT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP
@@ -27,15 +28,24 @@ REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 
 
 class Text:
-    """Detokenising and stop strings of one sequence, for streamed responses and for those in one piece."""
+    """Detokenising and stop strings of one sequence, for streamed responses and for those in one piece. headers: of a reply in
+    Harmony, where stop strings are not looked for in headers."""
 
-    __slots__ = ("_detokenizer", "_end_ids", "_min_tokens", "_stops", "matched", "num_tokens")
+    __slots__ = ("_detokenizer", "_end_ids", "_headers", "_min_tokens", "_stops", "matched", "num_tokens")
 
-    def __init__(self, table: TokenTable, end_ids: frozenset[int], stops: Sequence[str], min_tokens: int) -> None:
+    def __init__(
+        self,
+        table: TokenTable,
+        end_ids: frozenset[int],
+        stops: Sequence[str],
+        min_tokens: int,
+        headers: HeaderTokens | None = None,
+    ) -> None:
         self._detokenizer: Detokenizer = detokenizer(table)
         self._end_ids = end_ids
         self._stops = StopStrings(stops) if stops else None
         self._min_tokens = min_tokens
+        self._headers = headers
         self.num_tokens = 0
         self.matched = False
 
@@ -58,7 +68,8 @@ class Text:
         for at in range(len(ids)):
             last = at == len(ids) - 1
             text = self._add(ids[at : at + 1], finish if last else FINISH_NONE)
-            if self.num_tokens <= self._min_tokens:
+            in_header = self._headers is not None and self._headers.covers(ids[at])
+            if in_header or self.num_tokens <= self._min_tokens:
                 parts.append(self._stops.end() + text)
             else:
                 parts.append(self._stops.add(text))

@@ -17,7 +17,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from daemon.errors import BadRequest
+from daemon.text.harmony_history import harmony_kwargs, harmony_messages, harmony_tools
 from daemon.text.jobs import TEMPLATE_CPU_S
+from daemon.text.tool_parsers.harmony import speaks_harmony
 
 T = TypeVar("T")
 
@@ -63,6 +65,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._special_tokens = special_tokens
         self._knows_developer = "developer" in source
+        self._speaks_harmony = speaks_harmony(source)
         with _limited():
             self._template = _guard(lambda: environment.from_string(source))
 
@@ -75,6 +78,8 @@ class ChatTemplate:
         documents: list[dict[str, Any]] | None = None,
     ) -> str:
         plain = [self._plain(message) for message in messages]
+        if self._speaks_harmony:
+            plain, tools, kwargs = harmony_messages(plain), harmony_tools(tools), harmony_kwargs(kwargs)
         variables = {
             "tools": tools,
             "documents": documents,

@@ -16,6 +16,7 @@ from daemon.text.jobs import TextFacts, is_template_text
 from daemon.text.table_builder import build_table, read_tokenizer_file, unsupported
 from daemon.text.token_lower_bound import TokenLowerBound
 from daemon.text.token_table import PackedTable
+from daemon.text.tool_parsers.harmony import marks_of
 from daemon.text.tool_parsers.registry import MARKERS, detect_reasoning, detect_tools
 from loader.regular_file import read_regular
 
@@ -85,7 +86,7 @@ class CheckpointText:
     def facts(self) -> TextFacts:
         """Returns what the checkpoint's files say about its replies. A file that cannot be read counts as empty here; the request
         that needs it reports the error."""
-        template, model_type, markers = "", "", {}
+        template, model_type, markers, harmony_marks = "", "", {}, {}
         with contextlib.suppress(BadRequest):
             template = self._template_source()
         with contextlib.suppress(BadRequest):
@@ -93,7 +94,8 @@ class CheckpointText:
         with contextlib.suppress(BadRequest):
             added = self.tokenizer().get_added_tokens_decoder()
             markers = {token_id: token.content for token_id, token in added.items() if token.special and token.content in MARKERS}
-        return TextFacts(detect_tools(template, model_type), detect_reasoning(template), markers)
+            harmony_marks = marks_of({token_id: token.content for token_id, token in added.items()})
+        return TextFacts(detect_tools(template, model_type), detect_reasoning(template), markers, harmony_marks)
 
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

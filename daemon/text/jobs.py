@@ -138,6 +138,7 @@ class TextFacts(Struct, frozen=True, array_like=True):
     tool_parser: str = "none"
     reasoning_parser: str = "none"
     markers: dict[int, str] = {}  # id -> a parser's marker that is a special token; it would otherwise be left out of texts
+    harmony_marks: dict[int, str] = {}  # id -> the character that stands for it in texts that Harmony's parser reads
 
 
 def is_template_text(chat_template: str) -> bool:

@@ -10,8 +10,8 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, C
 
 
 class ReplyParser:
-    """The parser of one reply. White space between calls, and between text and calls, is dropped. one_call: calls after the first
-    complete one are dropped."""
+    """The parser of one reply. White space between calls, and between text and calls, is dropped. tools: a parser of whole replies
+    finds the reasoning, too. one_call: calls after the first complete one are dropped."""
 
     __slots__ = ("_dropped", "_one_call", "_reasoning", "_spaces", "_tools", "num_calls")
 
@@ -67,6 +67,8 @@ class ReplyParser:
                     out.append(Piece(CONTENT, "".join(self._spaces) + body))
                     self._spaces.clear()
                 self._spaces.append(piece.text[len(body) :])
+            elif kind == REASONING:
+                out.append(piece)
             elif not (self._one_call and self.num_calls):
                 if kind == CALL:
                     self._dropped = "".join(self._spaces)

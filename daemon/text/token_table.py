@@ -58,6 +58,10 @@ class TokenTable:
         """Returns the token's bytes like `raw`, but special tokens by their names."""
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]] if 0 <= token_id < self.num_tokens else b""
 
+    def is_marker(self, token_id: int) -> bool:
+        """Returns whether it is a special token that is shown to a parser, see MarkedTable."""
+        return False
+
     def raw_first(self, token_id: int) -> bytes:
         """Returns the token's bytes as they read when it is the first token that is not skipped."""
         raw = self.raw(token_id)
@@ -77,7 +81,8 @@ class TokenTable:
 
 
 class MarkedTable(TokenTable):
-    """A table that also shows some special tokens. markers: id -> text. `escaped` does not include them."""
+    """A table that also shows some special tokens. markers: id -> the text that a parser looks for. `escaped` does not include
+    them."""
 
     __slots__ = ("_markers",)
 
@@ -88,6 +93,9 @@ class MarkedTable(TokenTable):
 
     def flag(self, token_id: int) -> int:
         return NORMAL if token_id in self._markers else super().flag(token_id)
+
+    def is_marker(self, token_id: int) -> bool:
+        return token_id in self._markers
 
     def raw(self, token_id: int) -> bytes:
         marker = self._markers.get(token_id)

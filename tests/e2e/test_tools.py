@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
+from tokenizers import Tokenizer
 
-from tests.e2e.checkpoints import make_model
+from daemon.text.tool_parsers.harmony import MARKS
+from tests.e2e.checkpoints import END_ID, make_model
 from tests.e2e.node import Node
 
-DIALECTS = ("hermes", "llama3", "mistral")
+DIALECTS = ("hermes", "llama3", "mistral", "qwen3_coder")
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"enum": ["Köln", 'a "b" }']}, "days": {"type": "integer", "minimum": 1, "maximum": 99}},
@@ -36,8 +39,23 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     for seed, dialect in enumerate(DIALECTS):
         make_model(folder / "models" / dialect, seed=seed)
         config += f'[models.{dialect}]\ntool_parser = "{dialect}"\n'
+    make_harmony(folder / "models" / "harmony")
+    config += "[models.harmony]\nmax_model_len = 2048\n"
     with Node(folder, devices=["cpu:0=96MiB"], runner="null", null_step_ms=0.2, config=config) as running:
         yield running
+
+
+def make_harmony(folder: Path) -> None:
+    """A model whose tokenizer and template are in the manner of gpt-oss's, and whose end token is <|return|> alone."""
+    make_model(folder, seed=7, vocab_size=272)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(MARKS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id("<|return|>")}))
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endfor %}"
+        "{{ tools }}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}{# <|channel|> #}"
+    )
 
 
 def check(name: str, arguments: str) -> None:
@@ -67,6 +85,30 @@ def test_forced(client: openai.OpenAI, dialect: str, choice: Any) -> None:
         for chunk in client.chat.completions.create(**options, seed=seed, parallel_tool_calls=False, stream=True):
             parts += [each.function.arguments for each in chunk.choices[0].delta.tool_calls or ()]
         assert "".join(parts) == call.function.arguments
+
+
+def test_harmony(client: openai.OpenAI) -> None:
+    """Headers are written by the grammar, the analysis is the model's, and calls and answers follow their schemas."""
+    options: dict[str, Any] = {"model": "harmony", "messages": MESSAGES, "max_tokens": 1500, "logit_bias": {str(END_ID): 4}}
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": PARAMETERS}}
+    reasonings = []
+    for seed in range(2):
+        for fields in (
+            {"tools": TOOLS, "tool_choice": "required"},
+            {"tools": TOOLS, "tool_choice": WEATHER},
+            {"response_format": schema},
+        ):
+            whole = client.chat.completions.create(**options, **fields, seed=seed).choices[0]
+            message: Any = whole.message
+            if "tools" in fields:
+                assert (whole.finish_reason, message.content) == ("tool_calls", None)
+                (call,) = message.tool_calls
+                check(call.function.name, call.function.arguments)
+            else:
+                assert (whole.finish_reason, message.tool_calls) == ("stop", None)
+                check("get_weather", message.content)
+            reasonings.append(message.reasoning_content)
+    assert any(reasonings)
 
 
 class Weather(pydantic.BaseModel):

@@ -26,7 +26,6 @@ from daemon.api.response_store import StoredResponse, with_conversation, without
 from daemon.errors import BadRequest, HearthError
 from daemon.http.answers import json_response
 from daemon.streams.stream_parts import Frames
-from daemon.text.reasoning import reasoning_end
 from daemon.text.token_table import escape
 from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, CONTENT, REASONING, Piece
 
@@ -234,7 +233,7 @@ def _whole(make: Callable[[AnswerHead], _Response], finished: Finished) -> objec
     for piece in _without_broken_calls(parsed.pieces):
         response.render(piece, 0)
     if parsed.reply.reasoning:
-        response.num_reasoning = collector.tokens_until(reasoning_end("".join(collector.parts)))
+        response.num_reasoning = collector.tokens_until(parsed.reasoning_end)
     response.finish(0, parsed.reason, finished.num_tokens)
     return response.finished(finished.num_tokens)
 

@@ -61,10 +61,13 @@ async def answer(
         reply = plain_format(table)
     if reply is not None and reply.grammar:
         head.grammar = reply.grammar
+    if reply is not None and not head.ignore_eos:
+        head.stop_token_ids += reply.end_ids
     bad_words = await bad_word_ids(context.text, model, head.outputs.bad_words)
     generations = await _generations(form, head, call, model, prompts, public_id, bad_words)
     written = written_prompts(head, prompt)
-    texts = texts_of(head, model, table if reply is None else reply.table, generations, written, form.shows_end_token)
+    shown, marks = (table, {}) if reply is None else (reply.table, reply.harmony_marks)
+    texts = texts_of(head, model, shown, generations, written, form.shows_end_token, marks)
     known = AnswerHead(public_id, call.progress.created, model.name, generations, texts, head.include_usage, head.continuous_usage)
     request = _Request(call, form, known, reply)
     return await request.stream(table) if head.stream else await request.whole(model)

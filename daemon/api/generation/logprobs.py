@@ -73,7 +73,10 @@ class ChatLogprobs:
                 b"{%b,%b}" % (self._name(token_id), _logprob(logprob))
                 for token_id, logprob in zip(entry.top_ids, entry.top, strict=True)
             ]
-            token = (_named(entry.text, entry.raw), _logprob(entry.logprob), b",".join(top))
+            # what a parser reads in place of a special token is not its name
+            is_marker = self._table.is_marker(entry.token_id)
+            name = self._name(entry.token_id) if is_marker else _named(entry.text, entry.raw)
+            token = (name, _logprob(entry.logprob), b",".join(top))
             self._content.append(b'{%b,%b,"top_logprobs":[%b]}' % token)
 
     def json(self) -> bytes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +17,8 @@ from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.response_format import MAX_GRAMMAR_BYTES
 from daemon.api.bodies.tools import AUTO, ToolRequest
 from daemon.api.context import ApiContext
+from daemon.api.generation.harmony_grammar import HarmonyGrammar, check_marks
+from daemon.api.generation.qwen3_coder_grammar import inexpressible
 from daemon.api.generation.tool_dialect import reply_dialect
 from daemon.api.generation.tool_grammar import JSON_SCHEMA, argument_schemas, tool_grammar
 from daemon.contracts import Generation
@@ -25,12 +27,12 @@ from daemon.models.entry import ModelEntry
 from daemon.streams.stream import Collector
 from daemon.streams.tool_stream import finish_reason
 from daemon.text.detokenizer import decode
-from daemon.text.jobs import TextFacts
-from daemon.text.reasoning import OPEN, ReasoningSplitter
+from daemon.text.reasoning import OPEN, ReasoningSplitter, reasoning_end
 from daemon.text.reply_parser import Reply, ReplyParser, assemble
 from daemon.text.token_table import MarkedTable, TokenTable
+from daemon.text.tool_parsers import harmony
 from daemon.text.tool_parsers.pieces import Piece
-from daemon.text.tool_parsers.registry import LLAMA3, NONE, id_of_call, tool_parser
+from daemon.text.tool_parsers.registry import GENERIC, HARMONY, LLAMA3, NONE, QWEN3_CODER, id_of_call, tool_parser
 
 READ_AT_ONCE = 4 << 10  # characters between two turns of the loop: at most 3 ms
 PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are no single tokens
@@ -38,13 +40,15 @@ PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are 
 
 class ParsedReply(NamedTuple):
     """A reply that was taken apart. call_ids: one for each call. reason: OpenAI's finish_reason. has_reasoning: reasoning was
-    looked for, found or not. pieces: the parts in the order of the text."""
+    looked for, found or not. pieces: the parts in the order of the text. reasoning_end: the index in that text after the
+    reasoning."""
 
     reply: Reply
     call_ids: list[str]
     reason: str
     has_reasoning: bool
     pieces: list[Piece]
+    reasoning_end: int
 
     def whole_calls(self) -> Iterator[tuple[str, str, str]]:
         """Yields (id, name, arguments) of the calls whose arguments are a JSON object: all but one that max_tokens cut short."""
@@ -59,14 +63,23 @@ class ReplyFormat:
     table: TokenTable  # shows the markers, too
     dialect: str  # none: no tools
     names: tuple[str, ...]
+    schemas: tuple[bytes, ...]  # of the parameters of each
     one_call: bool
     reasoning: bool
     grammar: str  # as SamplingParams.grammar; "" for none
     in_reasoning: bool = False  # it continues the client's own message, inside its reasoning
+    is_harmony: bool = False  # what follows is of such replies only
+    harmony_marks: Mapping[int, str] = field(default_factory=dict)  # token id -> its character
+    in_answer: bool = False  # it continues the client's own message
+    end_ids: tuple[int, ...] = ()  # that end it, although the checkpoint does not name them
 
     def parser(self, generation: Generation) -> ReplyParser:
         """Returns a parser for one reply."""
-        tools = tool_parser(self.dialect, self.names) if self.dialect != NONE else None
+        if self.is_harmony:
+            end = decode(self.table, generation.prompt[-PROMPT_END_TOKENS:])
+            reading = harmony.HarmonyParser(self.names, self.dialect != NONE, self.reasoning, end, self.in_answer)
+            return ReplyParser(reading, None, self.one_call)
+        tools = tool_parser(self.dialect, self.names, self.schemas) if self.dialect != NONE else None
         splitter = None
         if self.reasoning:
             end = decode(self.table, generation.prompt[-PROMPT_END_TOKENS:])
@@ -84,7 +97,8 @@ class ReplyFormat:
         reply = assemble(pieces)
         new_id = self.call_ids(drawn, collector.index)
         ids = [new_id() for _ in reply.calls]
-        return ParsedReply(reply, ids, finish_reason(reason, parser.num_calls), self.reasoning, pieces)
+        end = harmony.reasoning_end(text) if self.is_harmony else reasoning_end(text)
+        return ParsedReply(reply, ids, finish_reason(reason, parser.num_calls), self.reasoning, pieces, end)
 
     def call_ids(self, drawn: Callable[[str], bytes], index: int) -> Callable[[], str]:
         """Returns what makes an id for each call of a sequence, one after the other. drawn: see Progress."""
@@ -94,22 +108,31 @@ class ReplyFormat:
 
 def plain_format(table: TokenTable) -> ReplyFormat:
     """Returns the format of replies without calls and reasoning, whose text is one kind of piece."""
-    return ReplyFormat(table=table, dialect=NONE, names=(), one_call=False, reasoning=False, grammar="")
+    return ReplyFormat(table=table, dialect=NONE, names=(), schemas=(), one_call=False, reasoning=False, grammar="")
 
 
 async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table: TokenTable) -> ReplyFormat | None:
     """Returns how replies are taken apart, or None if the text is the reply. Raises BadRequest if the model's calls cannot be
     read, or the tools cannot be followed."""
     tools = head.tools
-    if tools is None and (head.grammar or model.reasoning_parser == NONE):
-        return None  # a reply that follows a grammar is that text
     facts = await context.text.facts(model)
+    own, reasons = model.tool_parser or facts.tool_parser, model.reasoning_parser or facts.reasoning_parser
+    if own == HARMONY or (reasons == HARMONY and tools is None):
+        return await _harmony_format(context, head, model, table, facts.harmony_marks, reasons != NONE)
+    if tools is None and (head.grammar or reasons == NONE):
+        return None  # a reply that follows a grammar is that text
     dialect, grammar = NONE, ""
     if tools is not None:
         dialect = await reply_dialect(context, model, tools)
-        grammar = await _grammar(context, head, tools, dialect, facts)
+        if dialect == QWEN3_CODER:
+            dialect = _held_dialect(tools)
+
+        def write(markers: Mapping[int, str], schemas: Sequence[str], answer: str) -> str:
+            return tool_grammar(tools, schemas, dialect, markers, answer)
+
+        grammar = await _grammar(context, head, tools, dialect, facts.markers, write)
     forced = bool(head.grammar) or (tools is not None and tools.choice != AUTO)
-    reasoning = (model.reasoning_parser or facts.reasoning_parser) != NONE and not forced
+    reasoning = reasons != NONE and not forced
     reasoning = reasoning and head.options["continue_final_message"] != CONTINUES_ANSWER
     if not reasoning and tools is None:
         return None
@@ -117,6 +140,7 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
         table=MarkedTable(table, facts.markers),
         dialect=dialect,
         names=tuple(tools.names) if tools is not None else (),
+        schemas=tuple(tools.schemas) if tools is not None else (),
         one_call=tools is not None and not tools.parallel,
         reasoning=reasoning,
         grammar=grammar,
@@ -124,20 +148,81 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
     )
 
 
-async def _grammar(context: ApiContext, head: Head, tools: ToolRequest, dialect: str, facts: TextFacts) -> str:
-    """Returns the grammar that the reply must follow; "" if the tools ask for none."""
+def _held_dialect(tools: ToolRequest) -> str:
+    """Returns the dialect of a Qwen3-Coder's reply: for forced calls hearthd's if its own cannot be held to the schemas. Raises
+    BadRequest if strict calls cannot."""
+    if tools.choice == AUTO and True not in tools.strict:
+        return QWEN3_CODER
+    found = inexpressible(argument_schemas(tools))
+    if found is None:
+        return QWEN3_CODER
+    if tools.choice != AUTO:
+        return GENERIC
+    where = f"tools[{found[0]}].function.parameters.{found[1]}"
+    raise BadRequest(
+        "unsupported_grammar",
+        f"{where}: calls of this model are plain text, which cannot be held to this; leave strict out, or force the call",
+        param=where,
+    )
+
+
+async def _harmony_format(
+    context: ApiContext, head: Head, model: ModelEntry, table: TokenTable, marks: Mapping[int, str], reasoning: bool
+) -> ReplyFormat:
+    """Returns how replies in Harmony are taken apart. Raises BadRequest if the tools or the grammar cannot be followed."""
+    tools, in_answer = head.tools, bool(head.options["continue_final_message"])
+    begun = bool(head.options["add_generation_prompt"])
+    grammar = ""
+    if tools is not None:
+
+        def write(markers: Mapping[int, str], schemas: Sequence[str], answer: str) -> str:
+            return HarmonyGrammar(markers, begun, in_answer).tools(tools, schemas, answer)
+
+        grammar = await _grammar(context, head, tools, HARMONY, marks, write)
+    elif head.grammar:
+        grammar = HarmonyGrammar(marks, begun, in_answer).answer(head.grammar)
+        # the client's own was checked alone
+        await context.text.check_grammar(head.grammar_field, HarmonyGrammar({}, begun, in_answer).answer(head.grammar))
+    if grammar:
+        check_marks(marks, head.grammar_field or "tools", model.name)
+    ends = [token_id for token_id, mark in marks.items() if mark in (harmony.RETURN, harmony.CALL)]
+    return ReplyFormat(
+        table=MarkedTable(table, dict(marks)),
+        dialect=NONE if tools is None else HARMONY,
+        names=() if tools is None else tuple(tools.names),
+        schemas=(),
+        one_call=tools is not None and not tools.parallel,
+        reasoning=reasoning,
+        grammar=grammar,
+        is_harmony=True,
+        harmony_marks=marks,
+        in_answer=in_answer,
+        end_ids=tuple(each for each in ends if each < model.vocab_size and each not in model.eos_token_ids),
+    )
+
+
+async def _grammar(
+    context: ApiContext,
+    head: Head,
+    tools: ToolRequest,
+    dialect: str,
+    markers: Mapping[int, str],
+    write: Callable[[Mapping[int, str], Sequence[str], str], str],
+) -> str:
+    """Returns the grammar that the reply must follow; "" if the tools ask for none. markers: token id -> text of the special tokens
+    in it. write: writes it for markers, schemas of arguments, and a schema of the answer or ""."""
     answer = head.grammar
     if tools.choice == AUTO and True not in tools.strict and not answer:
         return ""
     if answer and (tools.choice != AUTO or dialect == LLAMA3 or not answer.startswith(JSON_SCHEMA)):
         raise invalid("tools", f"tools: {head.grammar_field} is there already, and one reply cannot follow both")
     schemas = argument_schemas(tools)
-    grammar = tool_grammar(tools, schemas, dialect, facts.markers, answer.removeprefix(JSON_SCHEMA))
+    grammar = write(markers, schemas, answer.removeprefix(JSON_SCHEMA))
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise invalid("tools", f"tools: {len(grammar)} characters are more than the {MAX_GRAMMAR_BYTES} a grammar may have")
     try:
         # without the special tokens, which only the engine knows
-        await context.text.check_grammar("tools", tool_grammar(tools, schemas, dialect, {}, answer.removeprefix(JSON_SCHEMA)))
+        await context.text.check_grammar("tools", write({}, schemas, answer.removeprefix(JSON_SCHEMA)))
     except BadRequest:
         for at, schema in enumerate(schemas):
             await context.text.check_grammar(f"tools[{at}].function.parameters", JSON_SCHEMA + schema)

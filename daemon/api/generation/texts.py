@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -11,6 +11,7 @@ from daemon.contracts import Generation
 from daemon.models.entry import ModelEntry
 from daemon.streams.annotated_text import AnnotatedText, LogprobTrail
 from daemon.streams.stream import Text
+from daemon.text.header_tokens import HeaderTokens
 from daemon.text.token_table import TokenTable
 
 _strings = msgspec.msgpack.Decoder(list[str])
@@ -29,17 +30,23 @@ def texts_of(
     generations: Sequence[Generation],
     written: Sequence[str] | None,
     shows_end_token: bool,
+    harmony_marks: Mapping[int, str],
 ) -> list[Text]:
     """Returns one for each generation, in order; those with log-probabilities also set the generation's. written: written_prompts
-    of the request. shows_end_token: see AnswerFormat."""
+    of the request. shows_end_token: see AnswerFormat. harmony_marks: see ReplyFormat."""
     end_ids = frozenset(head.stop_token_ids) if head.ignore_eos else frozenset((*model.eos_token_ids, *head.stop_token_ids))
     outputs = head.outputs
     if outputs.logprobs < 0 and not outputs.echo:
-        return [Text(table, end_ids, head.stop, head.min_tokens) for _ in generations]
+        return [Text(table, end_ids, head.stop, head.min_tokens, _headers(harmony_marks)) for _ in generations]
     texts: list[Text] = []
     for at, generation in enumerate(generations):
         trail = LogprobTrail(table, end_ids, outputs.logprobs, keep_end=shows_end_token) if outputs.logprobs >= 0 else None
         generation.logprobs = trail
         echo = (generation.prompt, written[at // outputs.n] if written is not None else None) if outputs.echo else None
-        texts.append(AnnotatedText(table, end_ids, head.stop, head.min_tokens, trail, echo, drop_tokens=head.max_tokens == 0))
+        drops, headers = head.max_tokens == 0, _headers(harmony_marks)
+        texts.append(AnnotatedText(table, end_ids, head.stop, head.min_tokens, trail, echo, drops, headers))
     return texts
+
+
+def _headers(harmony_marks: Mapping[int, str]) -> HeaderTokens | None:
+    return HeaderTokens(harmony_marks) if harmony_marks else None

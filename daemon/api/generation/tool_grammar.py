@@ -13,17 +13,18 @@ from typing import Any
 from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.tools import AUTO, NAMED, ToolRequest
 from daemon.api.generation import closed_schema
+from daemon.api.generation.qwen3_coder_grammar import function_rules
 from daemon.text import reasoning
-from daemon.text.tool_parsers import generic, hermes, llama3, mistral, named_call
-from daemon.text.tool_parsers.registry import GENERIC, HERMES, LLAMA3
+from daemon.text.tool_parsers import deepseek, generic, hermes, llama3, mistral, named_call, qwen3_coder
+from daemon.text.tool_parsers.registry import DEEPSEEK_V3, DEEPSEEK_V31, GENERIC, HERMES, LLAMA3, QWEN3_CODER
 
 _NOTES = frozenset({"description", "title", "$comment"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 JSON_SCHEMA = "json_schema:"
 _SEPARATORS = {"item_separator": ",", "key_separator": ":"}
-_COMPACT = {"whitespace_flexible": False, **_SEPARATORS}
+COMPACT = {"whitespace_flexible": False, **_SEPARATORS}
 # blanks between JSON's tokens are bounded: a model that has nothing to say would write them for ever
-_SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", **_SEPARATORS}
+SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", **_SEPARATORS}
 
 
 def argument_schemas(tools: ToolRequest) -> list[str]:
@@ -32,7 +33,7 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
     schemas = []
     for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
         if not strict and tools.choice == AUTO:
-            schemas.append(_with_options({"type": "object"}, _SPACED))
+            schemas.append(with_options({"type": "object"}, SPACED))
             continue
         try:
             schema = _bare(json.loads(data)) or {"properties": {}}
@@ -42,7 +43,7 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
             where = f"tools[{at}].function.parameters.type"
             raise invalid(where, f"{where}: must be object")
         closed_schema.close(schema)
-        schemas.append(_with_options(schema, _COMPACT))
+        schemas.append(with_options(schema, COMPACT))
     return schemas
 
 
@@ -54,13 +55,16 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
     chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
     newer = named_call.ARGS in special
     marker = ""
-    if dialect == HERMES:
+    if dialect in (HERMES, QWEN3_CODER):
         marker = hermes.OPEN
         body, calls = f'"\\n" tool "\\n" {_marker(hermes.CLOSE, special)}', 'call ("\\n" call)*'
     elif dialect == LLAMA3:
         body, calls = "tool", 'call ("; " call)*'
     elif dialect == GENERIC:
         body, calls = "tool", f"call ({json.dumps(generic.BETWEEN)} call)*"
+    elif dialect in (DEEPSEEK_V3, DEEPSEEK_V31):
+        marker, calls, between = deepseek.OPEN, "call", '"\\n" ' if dialect == DEEPSEEK_V3 else ""
+        body = f"tool {f'({between}tool)* ' if tools.many else ''}{_marker(deepseek.CLOSE, special)}"
     elif newer:
         marker, body, calls = mistral.MARKER, "tool", "call+"
     else:
@@ -71,15 +75,21 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
     if answer:
         rules += [
             f"start: {calls} | answer",
-            f"answer: %json {_with_options(json.loads(answer), _SPACED)}",
+            f"answer: %json {with_options(json.loads(answer), SPACED)}",
         ]
     elif tools.choice == AUTO:
-        rules += _with_text(marker, calls, tools.many, special)
+        barred = qwen3_coder.FUNCTION if dialect == QWEN3_CODER else ""  # it begins a call without the marker
+        rules += _with_text(marker, calls, tools.many, special, barred)
     else:
         rules.append(f"start: {calls}")
     rules.append("tool: " + " | ".join(f"tool_{at}" for at in chosen))
     for at in chosen:
-        if marker == mistral.MARKER and newer:
+        if dialect == QWEN3_CODER:
+            rules += function_rules(at, tools.names[at], json.loads(schemas[at]), COMPACT)
+            continue
+        if marker == deepseek.OPEN:
+            written = _in_deepseek(tools.names[at], f"args_{at}", dialect, special)
+        elif marker == mistral.MARKER and newer:
             written = f"{json.dumps(tools.names[at])} {special[named_call.ARGS]} args_{at}"
         elif dialect == GENERIC:
             start, end = generic.before_arguments(tools.names[at]), generic.AFTER_ARGUMENTS
@@ -89,6 +99,15 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
             written = f'{json.dumps(start)} args_{at} "}}"'
         rules += [f"tool_{at}: {written}", f"args_{at}: %json {schemas[at]}"]
     return "lark:" + "\n".join(rules)
+
+
+def _in_deepseek(name: str, arguments: str, dialect: str, special: Mapping[str, str]) -> str:
+    """Returns the right side of a call's rule. arguments: their rule."""
+    begin, separator, end = (_marker(text, special) for text in (deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END))
+    if dialect == DEEPSEEK_V31:
+        return f"{begin} {json.dumps(name)} {separator} {arguments} {end}"
+    opening, closing = f"{name}\n{deepseek.JSON_FENCE}\n", f"\n{deepseek.FENCE}"
+    return f'{begin} "{deepseek.KIND}" {separator} {json.dumps(opening)} {arguments} {json.dumps(closing)} {end}'
 
 
 def _bare(schema: Any) -> Any:
@@ -105,7 +124,7 @@ def _bare(schema: Any) -> Any:
     }
 
 
-def _with_options(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
+def with_options(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
     """Returns the schema as JSON with llguidance's options, which are not a client's to set."""
     return json.dumps({"x-guidance": options} | schema | {"x-guidance": options}, ensure_ascii=False)
 
@@ -118,8 +137,9 @@ def _some(separator: str, many: bool) -> str:
     return f"({json.dumps(separator)} tool)*" if many else ""
 
 
-def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str]) -> list[str]:
-    """Returns the rules of replies that need not call. Reasoning may come first, also if its markers are special tokens."""
+def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str], barred: str) -> list[str]:
+    """Returns the rules of replies that need not call. Reasoning may come first, also if its markers are special tokens. barred:
+    what their text may not contain, besides the marker."""
     think = ""
     rules = []
     if reasoning.OPEN in special and reasoning.CLOSE in special:
@@ -130,12 +150,14 @@ def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str]) 
         # a reply that begins with a brace is a call; behind the tag, which is a token, whatever came before it
         tagged = f" | TEXT? {special[llama3.PYTHON_TAG]} {calls}" if llama3.PYTHON_TAG in special else ""
         return [*rules, r"TEXT: /\s*[^{\s](?s:.*)/", f"start: {think}(TEXT? | {calls}{tagged})"]
+    bar = f" & ~/(?s:.*){barred}(?s:.*)/" if barred else ""
     if marker in special:
-        return [*rules, "TEXT: /(?s:.+)/", f"start: {think}TEXT? (call TEXT?){'*' if many else '?'}"]
+        return [*rules, f"TEXT: /(?s:.+)/{bar}", f"start: {think}TEXT? (call TEXT?){'*' if many else '?'}"]
     return [
         *rules,
-        f"head[suffix={json.dumps(marker)}]: /(?s:.*)/",
-        f"TEXT: /(?s:.+)/ & ~/(?s:.*){_escaped(marker)}(?s:.*)/",
+        f"head[suffix={json.dumps(marker)}]: HEAD",
+        f"HEAD: /(?s:.*)/{bar}",
+        f"TEXT: /(?s:.+)/ & ~/(?s:.*){_escaped(marker)}(?s:.*)/{bar}",
         f"start: {think}(TEXT? | (head body){'+' if many else ''} TEXT?)",
     ]
 

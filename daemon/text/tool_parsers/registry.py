@@ -7,15 +7,20 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from daemon.text.tool_parsers import generic, hermes, llama3, mistral, named_call
+from daemon.text.tool_parsers import deepseek, generic, harmony, hermes, llama3, mistral, named_call, qwen3_coder
 from daemon.text.tool_parsers.pieces import ToolParser
 
-HERMES, LLAMA3, MISTRAL, NONE = "hermes", "llama3", "mistral", "none"
+HARMONY, HERMES, LLAMA3, MISTRAL, NONE = "harmony", "hermes", "llama3", "mistral", "none"
+QWEN3_CODER = "qwen3_coder"
+DEEPSEEK_V3, DEEPSEEK_V31 = "deepseek_v3", "deepseek_v31"  # one parser reads both
 GENERIC = "generic"  # not a model's own: used for forced calls of models with NONE
 THINK = "think"
 # shown in the text even if they are special tokens, because the parsers look for them
 MARKERS = frozenset(
-    [hermes.OPEN, hermes.CLOSE, llama3.PYTHON_TAG, mistral.MARKER, named_call.ARGS, named_call.CALL_ID, "<think>", "</think>"]
+    [
+        *(hermes.OPEN, hermes.CLOSE, llama3.PYTHON_TAG, mistral.MARKER, named_call.ARGS, named_call.CALL_ID, "<think>", "</think>"),
+        *(deepseek.OPEN, deepseek.CLOSE, deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END),
+    ]
 )
 # model_type in config.json -> the dialect of its family, for templates that take tools but contain no marker
 _FAMILIES = {"llama": LLAMA3, "mistral": MISTRAL, "qwen2": HERMES, "qwen3": HERMES}
@@ -25,8 +30,14 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 def detect_tools(template: str, model_type: str) -> str:
     """Returns the dialect of the template's tool calls; NONE if it shows the model no tools, or in a dialect that is not known
     here."""
-    if "tools" not in template or "<function=" in template:
+    if "tools" not in template:
         return NONE
+    if qwen3_coder.FUNCTION in template:  # without parameters in tags it is a dialect that is not known here
+        return QWEN3_CODER if qwen3_coder.PARAMETER in template else NONE
+    if harmony.speaks_harmony(template):
+        return HARMONY
+    if deepseek.OPEN in template:
+        return DEEPSEEK_V3 if deepseek.JSON_FENCE in template else DEEPSEEK_V31
     if mistral.MARKER in template:
         return MISTRAL
     if hermes.OPEN in template:
@@ -37,14 +48,22 @@ def detect_tools(template: str, model_type: str) -> str:
 
 
 def detect_reasoning(template: str) -> str:
+    if harmony.speaks_harmony(template):
+        return HARMONY
     return THINK if "</think>" in template or "<think>" in template else NONE
 
 
-def tool_parser(dialect: str, names: Sequence[str]) -> ToolParser:
-    """Returns a parser for one reply. names: the tools that the request offers. Raises ValueError for a dialect without a
-    parser."""
+def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = ()) -> ToolParser:
+    """Returns a parser for one reply. names: the tools that the request offers. schemas: of each one's parameters. Raises
+    ValueError for a dialect without a parser."""
+    if dialect == HARMONY:
+        return harmony.HarmonyParser(names)
     if dialect == HERMES:
         return hermes.HermesParser()
+    if dialect in (DEEPSEEK_V3, DEEPSEEK_V31):
+        return deepseek.DeepSeekParser()
+    if dialect == QWEN3_CODER:
+        return qwen3_coder.Qwen3CoderParser(names, schemas)
     if dialect == LLAMA3:
         return llama3.Llama3Parser(names)
     if dialect == MISTRAL:

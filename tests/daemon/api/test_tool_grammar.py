@@ -14,8 +14,10 @@ from daemon.api.bodies.tools import AUTO, NAMED, REQUIRED, ToolRequest
 from daemon.api.generation.tool_grammar import argument_schemas, tool_grammar
 from daemon.errors import BadRequest
 from daemon.text.reply_parser import ReplyParser, parse_whole
-from daemon.text.tool_parsers.registry import GENERIC, HERMES, LLAMA3, MISTRAL, tool_parser
+from daemon.text.tool_parsers import deepseek
+from daemon.text.tool_parsers.registry import DEEPSEEK_V3, DEEPSEEK_V31, GENERIC, HERMES, LLAMA3, MISTRAL, tool_parser
 from engine.grammar.compile import compile_grammar
+from tests.daemon.text.test_reply_parser import fenced, separated
 from tests.daemon.text.tokenizers_made import byte_level
 
 CITY = {
@@ -26,6 +28,7 @@ CITY = {
     "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 99}},
 }
 GOOD, BAD = '{"city":"Köln","days":3}', '{"city":"Bonn","days":3}'
+DEEPSEEK = [deepseek.OPEN, deepseek.CLOSE, deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END]
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
 NEWER = "mistral newer"  # with [ARGS]
 
@@ -38,6 +41,10 @@ def request(choice: str = REQUIRED, parallel: bool = True, strict: bool = False)
 def written(dialect: str, *calls: tuple[str, str]) -> str:
     if dialect == GENERIC:
         return "\n".join(f'{{"name":"{name}","arguments":{arguments}}}' for name, arguments in calls)
+    if dialect == DEEPSEEK_V3:
+        return fenced(*calls)
+    if dialect == DEEPSEEK_V31:
+        return separated(*calls)
     objects = [f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls]
     if dialect == HERMES:
         return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
@@ -89,8 +96,10 @@ class Vocabulary:
 PLAIN = Vocabulary([])
 SPECIAL = Vocabulary(MARKERS)
 OLDER = Vocabulary(["[TOOL_CALLS]"])
+SEEK = Vocabulary(["<think>", "</think>", *DEEPSEEK])
 CASES: list[tuple[str, Vocabulary]] = [
     (HERMES, PLAIN), (HERMES, SPECIAL), (LLAMA3, PLAIN), (LLAMA3, SPECIAL), (MISTRAL, PLAIN), (MISTRAL, OLDER), (NEWER, SPECIAL),
+    (DEEPSEEK_V3, SEEK), (DEEPSEEK_V31, SEEK),
 ]  # fmt: skip
 FORCED = [*CASES, (GENERIC, PLAIN), (GENERIC, SPECIAL)]  # nobody is free to call in that one
 WEATHER, SEARCH = ("get_weather", GOOD), ("search", '{"q":[1,{}]}')

@@ -16,6 +16,8 @@ from daemon.text.reply_parser import Reply, ReplyParser, parse_whole
 from daemon.text.tool_parsers.json_value import JsonValue
 from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, CONTENT, REASONING, Piece
 from daemon.text.tool_parsers.registry import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
     GENERIC,
     HERMES,
     LLAMA3,
@@ -32,6 +34,9 @@ WEATHER = '{"city": "Köln \\"am\\" Rhein</tool_call>", "days": [1, 2.5e3, -0, n
 SEARCH = '{ "q" : "a } ] , b",\n "n":{}, "l": [[],{}] }'
 
 
+DS_BEGIN = "<｜tool▁call▁begin｜>"
+
+
 def call(name: str, arguments: str, key: str = "arguments") -> str:
     return json.dumps({"name": name})[:-1] + f', "{key}": {arguments}}}'
 
@@ -42,6 +47,18 @@ def compact(name: str, arguments: str) -> str:
 
 def reversed_call(name: str, arguments: str) -> str:
     return f'{{"arguments": {arguments}, "name": "{name}"}}'
+
+
+def fenced(*calls: tuple[str, str]) -> str:
+    """As DeepSeek-V3 writes them."""
+    written = (f"{DS_BEGIN}function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>" for name, arguments in calls)
+    return "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>"
+
+
+def separated(*calls: tuple[str, str]) -> str:
+    """As DeepSeek-V3.1 writes them."""
+    written = (f"{DS_BEGIN}{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>" for name, arguments in calls)
+    return "<｜tool▁calls▁begin｜>" + "".join(written) + "<｜tool▁calls▁end｜>"
 
 
 ONE, TWO = [("get_weather", WEATHER)], [("get_weather", WEATHER), ("search", SEARCH)]
@@ -122,6 +139,18 @@ REPLIES = {
         f"[TOOL_CALLS] [{call(*ONE[0])}, {{'name'}}]",
         Reply(", {'name'}]", calls=ONE),
     ),
+    "deepseek v3": (DEEPSEEK_V3, f"Hm.{fenced(*ONE)}", Reply("Hm.", calls=ONE)),
+    "deepseek v3 two": (DEEPSEEK_V3, fenced(*TWO), Reply(calls=TWO)),
+    "deepseek v3.1": (DEEPSEEK_V31, f"Hm.\n{separated(*TWO)} so", Reply("Hm. so", calls=TWO)),
+    "deepseek no fence": (DEEPSEEK_V3, fenced(*ONE).replace("```json", "").replace("```", ""), Reply(calls=ONE)),
+    "deepseek no ends": (DEEPSEEK_V31, separated(*TWO).replace("<｜tool▁call▁end｜>", "")[:-18], Reply(calls=TWO)),
+    "deepseek no call": (DEEPSEEK_V31, "<｜tool▁calls▁begin｜>well <｜tool▁call", Reply("<｜tool▁calls▁begin｜>well <｜tool▁call")),
+    "deepseek no name": (DEEPSEEK_V3, fenced(("", "{}")), None),
+    "deepseek bad name": (DEEPSEEK_V31, separated(("a b", "{}")), None),
+    "deepseek other kind": (DEEPSEEK_V3, fenced(*ONE).replace("function", "code"), None),
+    "deepseek other fence": (DEEPSEEK_V3, fenced(*ONE).replace("```json", "```js"), None),
+    "deepseek broken": (DEEPSEEK_V31, separated(("a", '{"x": 01}')), None),
+    "deepseek unfinished": (DEEPSEEK_V31, separated(*ONE)[:60], None),
     "generic": (GENERIC, compact(*ONE[0]), Reply(calls=ONE)),
     "generic two": (GENERIC, f"{compact(*TWO[0])}\n{compact(*TWO[1])}", Reply(calls=TWO)),
     "generic blanks": (GENERIC, f"\n {call(*TWO[0])} \n\n{call(*TWO[1])}\n", Reply(calls=TWO)),
@@ -187,7 +216,7 @@ def test_any_cuts_give_the_same(name, reasoning, cut, data):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([HERMES, LLAMA3, MISTRAL, GENERIC]), st.data())
+@given(st.sampled_from([DEEPSEEK_V3, DEEPSEEK_V31, HERMES, LLAMA3, MISTRAL, GENERIC]), st.data())
 def test_damaged_text_gives_the_same_in_any_cuts_and_loses_nothing(dialect, data):
     _, text, _ = REPLIES[data.draw(st.sampled_from([name for name in sorted(REPLIES) if REPLIES[name][0] == dialect]))]
     at, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
@@ -237,6 +266,7 @@ def test_a_call_that_turns_out_broken_is_withdrawn_with_its_text():
         (MISTRAL, '[TOOL_CALLS] [{"name": "search", "arguments": {"q": "x'),
         (MISTRAL, '[TOOL_CALLS]search[ARGS]{"q": "x'),
         (GENERIC, '{"name":"search","arguments":{"q": "x'),
+        (DEEPSEEK_V31, '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{"q": "x'),
     ],
 )
 def test_a_call_cut_off_by_max_tokens_stays_a_call(dialect, text):
@@ -328,6 +358,8 @@ def test_what_pythons_reader_refuses_is_refused(value, rng, insert, data):
         ("{% if tools %}<tool_call>", "qwen2", HERMES),
         ("{% if tools %}<tool_call>\n<function=x>", "qwen3", NONE),
         ("{% if tools %}{{ '<|python_tag|>' }}", "llama", LLAMA3),
+        ("{% if tools %}<｜tool▁calls▁begin｜>\n```json", "qwen3", DEEPSEEK_V3),
+        ("{% if tools %}<｜tool▁calls▁begin｜>", "qwen3", DEEPSEEK_V31),
         ("{% if tools %}[TOOL_CALLS]", "llama", MISTRAL),
         ("{% if tools %}{{ tools | tojson }}", "llama", LLAMA3),
         ("{% if tools %}{{ tools | tojson }}", "phi3", NONE),

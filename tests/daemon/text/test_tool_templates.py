@@ -15,7 +15,7 @@ from daemon.text.detokenizer import decode
 from daemon.text.jobs import TextFacts
 from daemon.text.service import TextService
 from daemon.text.token_table import MarkedTable
-from daemon.text.tool_parsers.registry import HERMES, LLAMA3, MISTRAL, NONE, THINK, tool_parser
+from daemon.text.tool_parsers.registry import HARMONY, HERMES, LLAMA3, MISTRAL, NONE, THINK, tool_parser
 from tests.daemon.api.fakes import entry
 from tests.daemon.text.tokenizers_made import byte_level, checkpoint
 
@@ -160,4 +160,4 @@ def test_every_setting_has_its_parser():
     for dialect in TOOL_PARSERS:
         if dialect != NONE:
             assert tool_parser(dialect, []).end(cut=False) == []
-    assert REASONING_PARSERS == (THINK, NONE)
+    assert REASONING_PARSERS == (HARMONY, THINK, NONE)

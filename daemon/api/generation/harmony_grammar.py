@@ -1,0 +1,98 @@
+"""The grammar (Lark, as llguidance reads it) of a reply in Harmony with forced or strict tools, or whose answer follows a grammar.
+The headers are the format's, the analysis is free.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from daemon.api.bodies.decode import invalid
+from daemon.api.bodies.tools import AUTO, NAMED, ToolRequest
+from daemon.api.generation.tool_grammar import COMPACT, SPACED, with_options
+from daemon.text.tool_parsers.harmony import (
+    ANALYSIS,
+    CHANNEL,
+    COMMENTARY,
+    CONSTRAIN,
+    END,
+    FINAL,
+    FUNCTIONS,
+    JSON,
+    MARKS,
+    MESSAGE,
+    ROLE,
+    START,
+)
+
+_NEEDED = (START, END, MESSAGE, CHANNEL, CONSTRAIN)
+_UNESCAPED = re.compile(r"\\.|[/\n]", re.DOTALL)
+
+
+class HarmonyGrammar:
+    """Writes the grammars of one request. marks: token id -> its character; without them the characters themselves stand in the
+    grammar, which is good enough to check it. begun: whether the prompt ends with the header's begin. in_answer: the prompt ends
+    within an answer, which the reply continues."""
+
+    def __init__(self, marks: Mapping[int, str], begun: bool, in_answer: bool) -> None:
+        special = {mark: f"<[{token_id}]>" for token_id, mark in marks.items()}
+        start, end, message, channel, constrain = (special.get(mark) or json.dumps(mark) for mark in _NEEDED)
+        self._channel, self._message, self._constrain = channel, message, constrain
+        self._in_answer = in_answer
+        begin = f'{start} "{ROLE}"'
+        self._opening = f"{end} {begin} " if in_answer else "" if begun else f"{begin} "
+        self._free = [
+            "TEXT: /(?s:.+)/",
+            f'think: {channel} "{ANALYSIS}" {message} TEXT? {end} {begin}',
+            f'say: {channel} "{COMMENTARY}" {message} TEXT? {end} {begin}',
+        ]
+
+    def answer(self, grammar: str) -> str:
+        """Returns the grammar of a reply of which the answer follows `grammar`, as in SamplingParams.grammar."""
+        if self._in_answer:
+            return grammar
+        kind, _, text = grammar.partition(":")
+        if kind == "lark":
+            body = f"answer: %lark {{\n{text}\n}}"
+        elif kind == "regex":
+            body = f"answer: /{_UNESCAPED.sub(_escaped, text)}/"
+        else:
+            body = f"answer: %json {with_options(json.loads(text), COMPACT if kind == 'compact_json' else SPACED)}"
+        return self._lark(f"start: {self._opening}think* final", self._final("answer"), body)
+
+    def tools(self, tools: ToolRequest, schemas: Sequence[str], answer: str) -> str:
+        """Returns the grammar of a reply with tools. schemas: from argument_schemas. answer: a JSON schema that the answer follows,
+        "" for any. The format has one call a reply."""
+        chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
+        rules = [f'call: {self._channel} "{COMMENTARY} to={FUNCTIONS}" tool', "tool: " + " | ".join(f"tool_{at}" for at in chosen)]
+        for at in chosen:
+            header = f'{json.dumps(tools.names[at] + " ")} {self._constrain} "{JSON}" {self._message}'
+            rules += [f"tool_{at}: {header} args_{at}", f"args_{at}: %json {schemas[at]}"]
+        if tools.choice != AUTO:
+            return self._lark(f"start: {self._opening}think* call", *rules)
+        text = "answer" if answer else "TEXT?"
+        if answer:
+            rules.append(f"answer: %json {with_options(json.loads(answer), SPACED)}")
+        rest = f"{self._opening}(think | say)* (call | final)"
+        start = f"start: {text} | {text} {rest}" if self._in_answer else f"start: {rest}"
+        return self._lark(start, self._final(text), *rules)
+
+    def _final(self, text: str) -> str:
+        return f'final: {self._channel} "{FINAL}" {self._message} {text}'
+
+    def _lark(self, *rules: str) -> str:
+        return "lark:" + "\n".join([*rules, *self._free])
+
+
+def check_marks(marks: Mapping[int, str], field: str, model: str) -> None:
+    """Raises BadRequest if the tokenizer lacks a special token of the format. field: the request's that needs a grammar."""
+    lacking = [name for name, mark in MARKS.items() if mark in _NEEDED and mark not in marks.values()]
+    if lacking:
+        raise invalid(
+            field, f"{field}: the tokenizer of {model} has no token {lacking[0]}, without which a reply cannot be held to it"
+        )
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return {"/": "\\/", "\n": "\\n"}.get(found[0], found[0])

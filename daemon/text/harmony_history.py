@@ -1,0 +1,69 @@
+"""Messages and tools as Harmony's chat templates read them.
+
+Such a template writes of a turn one call, and its reasoning or its text, not both; it knows one message of instructions, and needs
+a description of every function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Message = dict[str, Any]
+
+_INSTRUCTIONS = ("system", "developer")
+_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}  # the format knows low, medium and high
+
+
+def harmony_messages(messages: list[Message]) -> list[Message]:
+    """Returns the messages with reasoning as `thinking`. Instructions at the start become one message. A turn of several calls
+    becomes one turn for each, with its result behind it, and what it said beside them is joined to its reasoning, since the
+    template writes a calling turn's text on the analysis channel, too."""
+    num_first = next((at for at, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
+    shown = messages[num_first:]
+    if num_first:
+        shown = [{**messages[0], "content": _joined(*(each["content"] for each in messages[:num_first]))}, *shown]
+    out: list[Message] = []
+    while shown:
+        message, *shown = shown
+        if "reasoning_content" in message:
+            message = {**message, "thinking": message["reasoning_content"]}
+        calls = message.get("tool_calls")
+        if not calls:
+            out.append(message)
+            continue
+        num_results = next((at for at, each in enumerate(shown) if each["role"] != "tool"), len(shown))
+        results, shown = shown[:num_results], shown[num_results:]
+        thinking = _joined(message.get("thinking"), message["content"])
+        ids = {call.get("id", "") for call in calls}
+        for at, call in enumerate(calls):
+            turn = {key: value for key, value in message.items() if key != "thinking"} | {"content": "", "tool_calls": [call]}
+            out.append(turn | {"thinking": thinking} if thinking and at == 0 else turn)
+            out += results if at == len(calls) - 1 else _taken(results, call.get("id", ""), ids)
+    return out
+
+
+def _taken(results: list[Message], call_id: str, ids: set[str]) -> list[Message]:
+    """Takes a call's results out of the list: those that name it, else the first if it names none of the turn's calls. ids: of
+    those."""
+    mine = [each for each in results if call_id and each.get("tool_call_id") == call_id]
+    mine = mine or [each for each in results[:1] if not each.get("tool_call_id") or each["tool_call_id"] not in ids]
+    for each in mine:
+        results.remove(each)
+    return mine
+
+
+def harmony_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Returns the tools with a description for each function."""
+    if tools is None:
+        return None
+    return [{**tool, "function": {**tool["function"], "description": tool["function"].get("description") or ""}} for tool in tools]
+
+
+def harmony_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the template's variables with the nearest `reasoning_effort` that the format knows."""
+    effort = kwargs.get("reasoning_effort")
+    return {**kwargs, "reasoning_effort": _EFFORTS[effort]} if isinstance(effort, str) and effort in _EFFORTS else kwargs
+
+
+def _joined(*texts: str | None) -> str:
+    return "\n\n".join(text for text in texts if text)

@@ -1,0 +1,26 @@
+"""Follows which tokens of a reply in Harmony are headers, in which stop strings are not looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from daemon.text.tool_parsers.harmony import CHANNEL, CONSTRAIN, START
+
+
+class HeaderTokens:
+    """The state of one reply. marks: token id -> its character (daemon/text/tool_parsers/harmony.py)."""
+
+    __slots__ = ("_inside", "_marks")
+
+    def __init__(self, marks: Mapping[int, str]) -> None:
+        self._marks = marks
+        self._inside = False
+
+    def covers(self, token_id: int) -> bool:
+        """Takes the next token and returns whether it is of a header, or the end of a message."""
+        mark = self._marks.get(token_id)
+        if mark is None:
+            return self._inside
+        # the other marks end a header or a message; <|constrain|> is a part of a header
+        self._inside = mark in (START, CHANNEL) or (self._inside and mark == CONSTRAIN)
+        return True

@@ -1,0 +1,112 @@
+"""The dialect of DeepSeek: `<｜tool▁calls▁begin｜>`, the calls, `<｜tool▁calls▁end｜>`. In V3.1 a call is
+`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`. V3 and R1 write `function<｜tool▁sep｜>NAME`, and on the next lines
+the arguments, fenced as JSON.
+"""
+
+from __future__ import annotations
+
+from daemon.text.tool_parsers.call import NAME, Call
+from daemon.text.tool_parsers.dialect import DialectParser
+from daemon.text.tool_parsers.json_value import JsonValue
+from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL_END, Piece
+
+OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+KIND = "function"  # what V3 writes before the separator
+FENCE, JSON_FENCE = "```", "```json"
+_MOST_NAME = 256  # characters, with the separator
+
+_FIRST, _SECOND, _FENCE, _ARGUMENTS = range(4)  # what is expected next: before and behind the separator, a fence, the arguments
+
+
+class _NamedCall(Call):
+    """Reads a call of either form from its name to the end of its arguments."""
+
+    __slots__ = ("_expected", "_first", "_value", "_word")
+
+    def __init__(self, index: int, lead: str) -> None:
+        super().__init__(index, lead)
+        self._expected = _FIRST
+        self._first = ""  # what stands before the separator
+        self._word = ""  # of what is being read
+        self._value = JsonValue()
+
+    def _read(self, text: str, at: int, out: list[Piece]) -> int:
+        while at < len(text) and not (self.done or self.bad):
+            if self._expected == _ARGUMENTS:
+                at = self._arguments(text, at, out)
+            else:
+                self._step(text[at], out)
+                at += not self.bad and self._expected != _ARGUMENTS
+        return at
+
+    def _step(self, char: str, out: list[Piece]) -> None:
+        """Takes the next character. The brace with which the arguments begin is left to them."""
+        if self._expected == _FIRST:
+            self._word += char
+            self.bad = len(self._word) > _MOST_NAME
+            if self._word.endswith(SEPARATOR):
+                self._first, self._word = self._word.removesuffix(SEPARATOR).strip(), ""
+                self._expected = _SECOND
+        elif self._expected == _SECOND:
+            if char == "{" and not self._word:
+                self._named(self._first, out)
+                self._expected = _ARGUMENTS
+            elif char == "\n" and self._word:
+                self._named(self._word.strip(), out)
+                self._word, self._expected = "", _FENCE
+            elif self._word or char not in " \t\r\n":
+                self._word += char
+                self.bad = self._first != KIND or len(self._word) > _MOST_NAME
+        elif char == "{" and self._word in ("", JSON_FENCE):
+            self._expected = _ARGUMENTS
+        elif char not in " \t\r\n" or self._word not in ("", JSON_FENCE):
+            self._word += char
+            self.bad = not JSON_FENCE.startswith(self._word)
+
+    def _named(self, name: str, out: list[Piece]) -> None:
+        self.bad = not NAME.fullmatch(name)
+        if not self.bad:
+            self._announce(name, out)
+
+    def _arguments(self, text: str, at: int, out: list[Piece]) -> int:
+        end = self._value.feed(text, at)
+        if end > at:
+            out.append(Piece(ARGUMENTS, text[at:end], self._index))
+        self.bad, self.done = self._value.bad, self._value.done
+        if self.done:
+            out.append(Piece(CALL_END, "", self._index))
+        return end
+
+
+class DeepSeekParser(DialectParser):
+    marker = OPEN
+
+    def opened(self) -> None:
+        self.mode = self._opened
+
+    def _opened(self, text: str, at: int, out: list[Piece]) -> int:
+        return self._tag(text, at, (BEGIN,))
+
+    def after(self, text: str, at: int, out: list[Piece]) -> int:
+        """Reads what closes a call and the calls, and the next call's begin. Closing tags may be missing."""
+        return self._tag(text, at, (FENCE, END, BEGIN, CLOSE))
+
+    def _tag(self, text: str, at: int, tags: tuple[str, ...]) -> int:
+        at = self.skip_spaces(text, at)
+        rest = text[at:]
+        for tag in tags:
+            if rest.startswith(tag):
+                if tag == BEGIN:
+                    self.begin(_NamedCall(self.num_calls, self.lead + BEGIN))
+                else:
+                    self.lead = ""
+                    if tag == CLOSE:
+                        self.mode = self.content
+                return at + len(tag)
+        if rest and any(tag.startswith(rest) for tag in tags):
+            self.held = rest
+            return len(text)
+        if rest:
+            self.no_call()
+        return at

@@ -1,0 +1,94 @@
+"""JSON's types of a function's parameters, for dialects that write their values as plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+STRING = frozenset({"string"})
+_ANY = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # what models write for JSON's words
+_MOST_DEPTH = 16  # of schemas within each other, and references
+
+
+class ParameterTypes:
+    """The types by a parameter's name. schema: of all parameters, as JSON; it is read when it is first asked for."""
+
+    __slots__ = ("_schema",)
+
+    def __init__(self, schema: bytes = b"{}") -> None:
+        self._schema: Any = schema
+
+    def of(self, name: str) -> frozenset[str]:
+        """Returns the types that the value may have. A parameter that the schema does not name is a string."""
+        if isinstance(self._schema, bytes):
+            try:
+                self._schema = json.loads(self._schema)
+            except (ValueError, RecursionError):
+                self._schema = {}
+        properties = self._schema.get("properties") if isinstance(self._schema, dict) else None
+        if isinstance(properties, dict) and name in properties:
+            return types_of(properties[name], self._schema)
+        return STRING
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Returns the types that a value of the schema may have; all where the schema does not say so in one of the usual ways. root:
+    the schema that references are looked up in."""
+    if not isinstance(schema, dict) or depth > _MOST_DEPTH:
+        return _ANY
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset({kind}) & _ANY or _ANY
+    if isinstance(kind, list):
+        return frozenset(each for each in kind if isinstance(each, str)) & _ANY or _ANY
+    if "const" in schema:
+        return _types_of_value(schema["const"])
+    if isinstance(schema.get("enum"), list):
+        return frozenset().union(*map(_types_of_value, schema["enum"])) or _ANY
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return frozenset().union(*(types_of(each, root, depth + 1) for each in schema[key])) or _ANY
+    found = referred(schema, root)
+    return _ANY if found is schema else types_of(found, root, depth + 1)
+
+
+def referred(schema: dict[str, Any], root: Mapping[str, Any]) -> Any:
+    """Returns the schema that a schema refers to, itself if it refers to none, None if there is none."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    found: Any = root
+    for part in reference[2:].split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """Returns a value as JSON: as it stands if it is JSON of one of the types, or if it is JSON and may not be a string; otherwise
+    as a string. Quotes belong to the text where a string is expected."""
+    bare = text.strip()
+    bare = _PYTHON.get(bare, bare)
+    try:
+        found = _types_of_value(msgspec.json.decode(bare))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    is_value = types == _ANY if found == STRING else bool(found & types) or "string" not in types
+    return bare if is_value else json.dumps(text, ensure_ascii=False)
+
+
+def _types_of_value(value: Any) -> frozenset[str]:
+    if value is None:
+        return frozenset({"null"})
+    if isinstance(value, bool):
+        return frozenset({"boolean"})
+    if isinstance(value, int):
+        return frozenset({"integer", "number"})
+    if isinstance(value, float):
+        return frozenset({"number"})
+    if isinstance(value, list):
+        return frozenset({"array"})
+    return frozenset({"object"}) if isinstance(value, dict) else STRING
