@@ -53,6 +53,12 @@ def test_every_flag_named_in_the_docs_exists() -> None:
                 assert flag in out, f"{page.name}: {flag}"
 
 
+def test_sizes_of_published_models_are_those_that_the_plan_says() -> None:
+    from benchmarks.sizes import table
+
+    assert table() in (ROOT / "docs/reference/sizes.md").read_text(), "python -m benchmarks.sizes prints the table"
+
+
 def test_figures_are_those_of_the_newest_result_file() -> None:
     """The tables are written by `make bench` together with the result file; a figure typed by hand would not be in it."""
     from benchmarks import aims

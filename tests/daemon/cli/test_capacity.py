@@ -21,56 +21,9 @@ from scheduler.node.ledger import size_of
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 from tests.loader.compressed import quantization_config
 
-LLAMA31_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
-QWEN3_235B_A22B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 94,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 1536,
-    "norm_topk_prob": True,
-    "num_attention_heads": 64,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 94,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+PUBLISHED = Path(__file__).parents[2] / "published"
+LLAMA31_8B: dict[str, Any] = json.loads((PUBLISHED / "llama-3.1-8b.json").read_text())
+QWEN3_235B_A22B: dict[str, Any] = json.loads((PUBLISHED / "qwen3-235b-a22b.json").read_text())
 
 
 def folder_of(tmp_path: Path, config: dict[str, Any]) -> str:
