@@ -34,12 +34,12 @@ FATAL_XIDS = {
 @dataclass(slots=True, frozen=True)
 class GpuProcess:
     """A process that uses a GPU. used_bytes: None if the driver does not report it. is_engine: whether it is an engine of
-    hearthd's, of this daemon or of one before it."""
+    hearthd's, of this daemon or of one before it; None if it cannot be seen from here, as from within a container."""
 
     pid: int
     name: str
     used_bytes: int | None
-    is_engine: bool = False
+    is_engine: bool | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,8 +69,8 @@ class Gpu:
 
     @property
     def taken_bytes(self) -> int:
-        """How much of its memory is held by processes that are no engines, as far as the driver reports it."""
-        return sum(one.used_bytes or 0 for one in self.processes if not one.is_engine)
+        """How much of its memory is held by processes that are known to be no engines, as far as the driver reports it."""
+        return sum(one.used_bytes or 0 for one in self.processes if one.is_engine is False)
 
     @property
     def memory(self) -> GpuMemory:
@@ -134,7 +134,7 @@ def remarks(inventory: Inventory, devices: Sequence[DeviceBudget]) -> list[str]:
         if gpu is None or not device.uuid:
             continue
         if gpu.taken_bytes:
-            held = holders(gpu, [one.pid for one in gpu.processes if one.is_engine])
+            held = holders(gpu, [one.pid for one in gpu.processes if one.is_engine is not False])
             of = f"{format_bytes(gpu.taken_bytes)} of {format_bytes(gpu.total_bytes)}"
             found.append(f"{device.name}: others hold {of}: {held}; its budget is {format_bytes(device.budget_bytes)}")
         if gpu.note:

@@ -181,12 +181,12 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...]:
     return tuple(GpuProcess(int(one.pid), _name(int(one.pid)), one.usedGpuMemory, _is_engine(int(one.pid))) for one in found)
 
 
-def _is_engine(pid: int) -> bool:
-    """Returns whether the process was started as daemon/engines/workers.py starts engines."""
+def _is_engine(pid: int) -> bool | None:
+    """Returns whether the process was started as daemon/engines/workers.py starts engines; None if it cannot be seen."""
     try:
         return b"\0-m\0engine\0--channel-fd\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return False
+        return None
 
 
 def _name(pid: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -200,7 +202,8 @@ def test_what_others_hold_is_told_and_engines_are_no_others(nvml: dict[str, Any]
     with subprocess.Popen(engine, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        held = [SimpleNamespace(pid=process.pid, usedGpuMemory=50), SimpleNamespace(pid=1 << 30, usedGpuMemory=7)]
+        used = {process.pid: 50, os.getpid(): 7, 1 << 30: 11}  # an engine, another program, one that cannot be seen
+        held = [SimpleNamespace(pid=pid, usedGpuMemory=num_bytes) for pid, num_bytes in used.items()]
         nvml["nvmlDeviceGetComputeRunningProcesses"] = held
         nvml["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
         found = Nvml()
@@ -209,7 +212,7 @@ def test_what_others_hold_is_told_and_engines_are_no_others(nvml: dict[str, Any]
         first, second = remarks(found, [DeviceBudget("cpu:0", 1), DeviceBudget("cuda:0", 90, "GPU-a")])
         assert process.stdin is not None
         process.stdin.close()
-    assert first == f"cuda:0: others hold 7 B of 97 B: pid {1 << 30} unknown 7 B; its budget is 90 B"
+    assert re.fullmatch(rf"cuda:0: others hold 7 B of 97 B: pid {os.getpid()} \S+ 7 B; its budget is 90 B", first)
     assert second.startswith("cuda:0: its compute mode is Exclusive: one process at a time")
     assert remarks(Scripted("no driver"), [DeviceBudget("cpu:0", 1)]) == []
     assert remarks(Scripted("no driver"), [DEVICE]) == ["no driver"]
