@@ -18,13 +18,15 @@ _LAYER_KINDS = ("full_attention", "sliding_attention")
 class RopeRules:
     """What a family's config.json may say about its rotary embedding. theta: the base if config.json gives none. may_be_partial:
     whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: the part if config.json gives
-    none. is_local: whether layers with windows have frequencies of their own. interleaved: whether a pair is two neighbouring
-    dimensions, not one of the first half and one of the second."""
+    none. is_local: whether layers with windows have frequencies of their own, by the base local_theta if config.json gives none
+    (None: by that of the other layers). interleaved: whether a pair is two neighbouring dimensions, not one of the first half and
+    one of the second."""
 
     theta: float = 10000.0
     may_be_partial: bool = False
     partial: float = 1.0
     is_local: bool = False
+    local_theta: float | None = 10000.0
     interleaved: bool = False
 
 
@@ -79,7 +81,8 @@ def parse_rope(
     else:
         wide = new.mapping("full_attention") if new else old
         near = new.mapping("sliding_attention") if new else None
-    theta, local_theta = fields.number("rope_theta", rules.theta), fields.number("rope_local_base_freq", 10000.0)
+    theta = fields.number("rope_theta", rules.theta)
+    local_theta = fields.number("rope_local_base_freq", theta if rules.local_theta is None else rules.local_theta)
     return (
         _rope(wide or nothing, fields, name, rules, theta, head_dim, max_position_embeddings),
         _rope(near or nothing, fields, name, rules, local_theta, head_dim, max_position_embeddings),

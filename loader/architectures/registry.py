@@ -17,6 +17,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "gemma2",
     "gemma3",
     "olmo2",
+    "olmo3",
     "glm",
     "glm4",
     "mixtral",

@@ -168,6 +168,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
         "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+        "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
         "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),

@@ -41,6 +41,20 @@ def runner(request: pytest.FixtureRequest) -> TorchRunner:
     return compute_with(make_runner(make_memory()), use_kernels=request.param == "kernels")
 
 
+def equals(made: Any, runner: TorchRunner, folder: Path, max_len: int, num_tokens: int) -> None:
+    """Asserts that logits computed in two parts equal those of transformers' model."""
+    model = load(runner, folder, max_len=max_len)
+    table = make_table(groups=model.kv_groups)
+    put(table, 0, PROMPT[:num_tokens])
+    half = num_tokens // 2
+    parts = [model.logits(plan((0, at, num)), table, every_token=True) for at, num in ((0, half), (half, num_tokens - half))]
+    with torch.inference_mode():
+        wanted = made(torch.tensor([PROMPT[:num_tokens]])).logits[0].numpy()
+    assert np.abs(wanted).max() > 1.0
+    assert np.abs(np.concatenate(parts) - wanted).max() < 2e-4
+    model.release()
+
+
 @pytest.mark.parametrize(("max_len", "num_tokens"), [(32, 32), (128, 60)], ids=["short", "long"])
 def test_longrope(runner: TorchRunner, tmp_path: Path, max_len: int, num_tokens: int) -> None:
     """The longest context that a model is served with selects the list of factors. transformers selects by the length of each
@@ -52,16 +66,15 @@ def test_longrope(runner: TorchRunner, tmp_path: Path, max_len: int, num_tokens:
         "rope_parameters": LONGROPE,
     }
     made = make_checkpoint(tmp_path, kind="phi3", **changes)
-    model = load(runner, tmp_path, max_len=max_len)
-    table = make_table(groups=model.kv_groups)
-    put(table, 0, PROMPT)
-    half = num_tokens // 2
-    parts = [model.logits(plan((0, at, num)), table, every_token=True) for at, num in ((0, half), (half, num_tokens - half))]
-    with torch.inference_mode():
-        wanted = made(torch.tensor([PROMPT[:num_tokens]])).logits[0].numpy()
-    assert np.abs(wanted).max() > 1.0
-    assert np.abs(np.concatenate(parts) - wanted).max() < 2e-4
-    model.release()
+    equals(made, runner, tmp_path, max_len, num_tokens)
+
+
+def test_a_scaling_of_the_layers_without_windows(runner: TorchRunner, tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}
+    rope = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+    changes = {"num_hidden_layers": 4, "sliding_window": 9, "pad_token_id": 0, "rope_parameters": rope}
+    made = make_checkpoint(tmp_path, kind="olmo3", **changes)
+    equals(made, runner, tmp_path, 128, 60)
 
 
 @pytest.mark.parametrize("max_len", [32, 60])
@@ -69,16 +82,7 @@ def test_dynamic_rope(runner: TorchRunner, tmp_path: Path, max_len: int) -> None
     """The frequencies are those that transformers uses for a sequence as long as the longest context that is served."""
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
     made = make_checkpoint(tmp_path, kind="llama", max_position_embeddings=32, rope_parameters=rope)
-    model = load(runner, tmp_path, max_len=max_len)
-    table = make_table(groups=model.kv_groups)
-    put(table, 0, PROMPT[:max_len])
-    half = max_len // 2
-    parts = [model.logits(plan((0, at, num)), table, every_token=True) for at, num in ((0, half), (half, max_len - half))]
-    with torch.inference_mode():
-        wanted = made(torch.tensor([PROMPT[:max_len]])).logits[0].numpy()
-    assert np.abs(wanted).max() > 1.0
-    assert np.abs(np.concatenate(parts) - wanted).max() < 2e-4
-    model.release()
+    equals(made, runner, tmp_path, max_len, max_len)
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,31 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+OLMO3_7B: dict[str, Any] = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 65536,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 100278,
+}
 GLM4_9B: dict[str, Any] = {
     "architectures": ["Glm4ForCausalLM"],
     "attention_bias": True,
@@ -384,6 +409,14 @@ def test_qwen_windows(architecture: str) -> None:
     assert (window.kind, window.layers, window.window_tokens) == ("window", (0, 2), 1024)
     with pytest.raises(CheckpointError, match=r"key layer_types.*use_sliding_window"):
         parse(config, layer_types=kinds)
+
+
+def test_olmo3_scales_the_layers_without_windows() -> None:
+    shape = parse(OLMO3_7B)
+    assert num_parameters(shape) == 7_298_011_136
+    assert shape.layer_windows[:5] == (4096, 4096, 4096, 0, 4096)
+    assert (shape.rope.kind, shape.rope.factor, shape.rope.theta) == ("yarn", 8.0, 5e5)
+    assert shape.local_rope == RopeParameters(theta=5e5)
 
 
 def test_qwen2_biases() -> None:
