@@ -18,11 +18,12 @@ _LAYER_KINDS = ("full_attention", "sliding_attention")
 class RopeRules:
     """What a family's config.json may say about its rotary embedding. theta: the base if config.json gives none. may_be_partial:
     whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. is_local: whether layers with
-    windows have frequencies of their own."""
+    windows have frequencies of their own. scaling: (key, value) pairs that apply if config.json has no rotary settings."""
 
     theta: float = 10000.0
     may_be_partial: bool = False
     is_local: bool = False
+    scaling: tuple[tuple[str, str | float | bool], ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,7 +67,8 @@ def parse_rope(
         if new is not None and has_kinds:
             raise new.unsupported("full_attention", f"{name} is supported with one rotary embedding only")
         theta = fields.number("rope_theta", rules.theta)
-        return _rope(new or old or nothing, fields, name, rules, theta, head_dim, max_position_embeddings), None
+        given = new or old or Fields(dict(rules.scaling), fields.file)
+        return _rope(given, fields, name, rules, theta, head_dim, max_position_embeddings), None
     if new is not None and not has_kinds:
         # before transformers 5 knew one per kind of layer, this object was the full layers'
         wide: Fields | None = new

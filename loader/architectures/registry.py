@@ -20,6 +20,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "gpt_oss",
     "bert",
 )
 _DESCRIPTIONS: list[Architecture] = [import_module(f"loader.architectures.{file}").ARCHITECTURE for file in _FILES]
