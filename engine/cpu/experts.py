@@ -146,4 +146,9 @@ def _many_mxfp4_rows(
 def _product(kernels: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, to: Tensor) -> None:
     """Writes rows @ weight transposed, plus bias, to `to`."""
     product = linear(kernels, rows, weight, bias)
-    to.copy_(torch.nn.functional.linear(rows, weight, bias) if product is None else product)
+    if product is not None:
+        to.copy_(product)
+    elif bias is None:
+        torch.mm(rows, weight.t(), out=to)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=to)
