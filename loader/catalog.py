@@ -347,7 +347,7 @@ def check_counts(shape: ModelShape, num_tensors: int) -> None:
         raise CheckpointError(
             CONFIG_NAME, None, f"key num_hidden_layers: {shape.num_layers} is more than the files hold tensors ({num_tensors})"
         )
-    if shape.experts is not None:
+    if shape.experts is not None and not shape.experts.stacked:
         num = shape.experts.num_experts * (shape.num_layers - len(shape.experts.dense_layers))
         if num > num_tensors:
             raise CheckpointError(CONFIG_NAME, None, f"asks for {num} experts, and the files hold {num_tensors} tensors")

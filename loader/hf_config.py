@@ -40,6 +40,7 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
         raise fields.unsupported("quantization_config", "quantised encoders are not served")
     if stored and shape.experts is not None and not FORMATS[stored].runs_experts:
         raise fields.unsupported("quantization_config", f"mixtures of experts are not served as {FORMATS[stored].title}")
+    FORMATS[stored].check(fields, shape)
     return replace(shape, stored_format=stored) if stored else shape
 
 

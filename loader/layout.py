@@ -18,6 +18,7 @@ from loader.architectures.registry import architecture_of
 from loader.direct_io import BLOCK_BYTES
 from loader.dtypes import DTYPE_OF, ITEM_BYTES
 from loader.errors import CheckpointError
+from loader.formats.mxfp4 import is_stack
 from loader.formats.plain import PLAIN
 from loader.formats.registry import stored_format
 from loader.formats.weight_format import FLOATS, Space, StoredTensor, WeightFormat, WeightSlot, aligned
@@ -66,6 +67,8 @@ def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[i
             other = next(tensor.name for tensor in members if tensor not in plain)
             why = f"is stored as {plain[0].dtype}, and {other}, which is read together with it, is quantised: not served"
             raise CheckpointError(plain[0].file, plain[0].name, why)
+        if plain and is_stack(group):  # in another order than the model reads
+            raise CheckpointError(plain[0].file, plain[0].name, f"is stored as {plain[0].dtype}: served are experts in MXFP4")
         if plain:
             found.add(at)
     return frozenset(found)
@@ -102,12 +105,14 @@ def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int,
     """Returns ModelShape.block_offsets: for each group of tensors, the distance from a block's boundary at which it begins in its
     file. -1 if a direct read is not possible (packed, another dtype, an odd position) or not worth it. tensors: from the
     files' headers."""
-    stored = {tensor.name: tensor for tensor in tensors if tensor.record is None}
+    stored, own = {tensor.name: tensor for tensor in tensors if tensor.record is None}, stored_format(shape)
     offsets = []
-    for group in _groups(shape):
-        first = stored.get(group.tensors[0][0])
+    for at, group in enumerate(_groups(shape)):
+        held_in = _format_of(shape, at, group, own)
+        held_as = held_in.held_as if held_in.held_as and is_stack(group) else group.held_as or shape.dtype
+        first = stored.get(next(iter(held_in.stored(group))).name)
         num_bytes = sum(math.prod(dims) for _, dims in group.tensors) * ITEM_BYTES[shape.dtype]
-        direct = first is not None and DTYPE_OF.get(first.dtype) == shape.dtype and first.offset_bytes % 8 == 0
+        direct = first is not None and DTYPE_OF.get(first.dtype) == held_as and first.offset_bytes % 8 == 0
         offsets.append(first.offset_bytes % BLOCK_BYTES if first and direct and num_bytes >= MIN_BLOCK_ALIGNED_BYTES else -1)
     return tuple(offsets)
 

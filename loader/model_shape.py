@@ -18,6 +18,9 @@ class ExpertShape:
     normalised: bool  # the weights of a token's experts add up to 1
     shared_size: int = 0  # intermediate size of the expert that all tokens pass through; 0: there is none
     dense_layers: frozenset[int] = frozenset()
+    stacked: bool = False  # the checkpoint has one tensor for the matrices of all experts
+    swiglu_limit: float = 0.0  # clamped SwiGLU (reference.clamped_swiglu): the clamp of gate and up; 0: SiLU instead
+    swiglu_alpha: float = 0.0  # the factor of the gate within its sigmoid
 
 
 @dataclass(slots=True, frozen=True)

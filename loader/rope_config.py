@@ -20,7 +20,7 @@ class RopeRules:
     whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: the part if config.json gives
     none. is_local: whether layers with windows have frequencies of their own, by the base local_theta if config.json gives none
     (None: by that of the other layers). interleaved: whether a pair is two neighbouring dimensions, not one of the first half and
-    one of the second."""
+    one of the second. scaling: (key, value) pairs that apply if config.json has no rotary settings."""
 
     theta: float = 10000.0
     may_be_partial: bool = False
@@ -28,6 +28,7 @@ class RopeRules:
     is_local: bool = False
     local_theta: float | None = 10000.0
     interleaved: bool = False
+    scaling: tuple[tuple[str, str | float | bool], ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,7 +73,8 @@ def parse_rope(
         if new is not None and has_kinds:
             raise new.unsupported("full_attention", f"{name} is supported with one rotary embedding only")
         theta = fields.number("rope_theta", rules.theta)
-        rope = _rope(new or old or nothing, fields, name, rules, theta, head_dim, max_position_embeddings)
+        given = new or old or Fields(dict(rules.scaling), fields.file)
+        rope = _rope(given, fields, name, rules, theta, head_dim, max_position_embeddings)
         return replace(rope, interleaved=rules.interleaved), None
     if new is not None and not has_kinds:
         # before transformers 5 knew one per kind of layer, this object was the full layers'

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.dtypes import ITEM_BYTES
+from loader.dtypes import E8M0, ITEM_BYTES
 from loader.errors import CheckpointError
 from loader.formats.int8 import SCALE_BYTES
 from loader.formats.int8_rows import quantize_rows
@@ -19,6 +19,7 @@ from loader.safetensors import DTYPE_BYTES
 # Elements converted at a time: torch converts as many without waking its thread pool, which belongs to the model that is stepping.
 CONVERT_ELEMENTS = 32768
 
+_NAN_SCALE = 255  # of E8M0
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -62,6 +63,13 @@ class WeightSink(Protocol):
         ...
 
 
+def _check_scales(span: Span, read: npt.NDArray[np.uint8]) -> None:
+    """Raises CheckpointError for a scale that is NaN."""
+    if (read == _NAN_SCALE).any():
+        tensor = span.segment.tensor
+        raise CheckpointError(tensor.file, tensor.name, f"holds the scale NaN (within bytes {span.begin} to {span.end})")
+
+
 class HostSink:
     """A sink whose weight range is this process's own memory. memory: writable, laid out by layout.weight_layout. prepare: see
     WeightSink."""
@@ -80,7 +88,9 @@ class HostSink:
         if segment.target == QUANTIZED:
             self._quantize(span, read)
             return
-        if not segment.target:
+        if segment.target == E8M0:
+            _check_scales(span, read)
+        if segment.target in ("", E8M0):
             self._bytes[span.place_bytes : span.place_bytes + len(read)] = read
             return
         source = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.cpu.products import array, linear
 from engine.cpu.recording.program import call, empty
-from engine.ops.ops import ExpertMatrices
+from engine.ops.ops import ExpertMatrices, Mxfp4Matrix
+from loader.formats.mxfp4 import GROUP, WIDENED_BYTES
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,18 +44,22 @@ class _Routing:
 
 def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, shared: Tensor | None, slots: Any) -> Tensor:
     """Returns what Ops.experts does. slots [T] int64: below 0 for padding."""
-    num_experts, num_chosen = len(matrices.gate_up), matrices.num_chosen
+    num_experts, num_chosen = matrices.num_experts, matrices.num_chosen
     routing = _Routing.empty(x, num_chosen, num_experts)
     where = (routing.weights, routing.places)
     call(kernels.route, array(scores), slots, num_experts, matrices.normalised, *where, routing.firsts, routing.tokens)
     rows = empty(x, len(x) * num_chosen, x.shape[1])
     call(kernels.gather_rows, routing.tokens, array(x), 1.0, array(rows))
-    gate_up = _grouped_linear(kernels, rows, matrices.gate_up, routing, len(x))
+    sizes = (routing, len(x))
+    gate_up = _grouped_product(kernels, rows, matrices.gate_up, matrices.gate_up_bias, *sizes)
     del rows  # recorded steps place the next result where it was
     activated = empty(x, len(gate_up), gate_up.shape[1] // 2)
-    call(kernels.silu_and_mul, array(gate_up), array(activated))
+    if (clamped := matrices.clamped) is None:
+        call(kernels.silu_and_mul, array(gate_up), array(activated))
+    else:
+        call(kernels.clamped_swiglu, array(gate_up), clamped.limit, clamped.alpha, array(activated))
     del gate_up
-    made = _grouped_linear(kernels, activated, matrices.down, routing, len(x))
+    made = _grouped_product(kernels, activated, matrices.down, matrices.down_bias, *sizes)
     del activated
     out = empty(x, *x.shape)
     also = array(x)[:0] if shared is None else array(shared)
@@ -62,12 +67,25 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
     return out
 
 
-def _grouped_linear(kernels: Any, x: Tensor, weight: Tensor, routing: _Routing, num_tokens: int) -> Tensor:
-    """Returns each row of x [P, K] times its expert's matrix of weight [E, N, K]. num_tokens: the most rows an expert may have."""
+def _grouped_product(
+    kernels: Any, x: Tensor, weight: Tensor | Mxfp4Matrix, bias: Tensor | None, routing: _Routing, num_tokens: int
+) -> Tensor:
+    """Returns each row of x [P, K] times its expert's matrix of weight [E, N, K], plus its bias [E, N]. num_tokens: the most rows
+    an expert may have."""
     out = empty(x, len(x), weight.shape[1])
+    if isinstance(weight, Mxfp4Matrix):
+        _grouped_mxfp4_linear(kernels, x, weight, bias, routing, num_tokens, out)
+    else:
+        _grouped_linear(kernels, x, weight, bias, routing, num_tokens, out)
+    return out
+
+
+def _grouped_linear(
+    kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routing: _Routing, num_tokens: int, out: Tensor
+) -> None:
     kernel, most_rows = kernels.grouped_linear_kernel(weight.shape[1], "bfloat16" if x.dtype is torch.bfloat16 else "float32")
     if num_tokens > most_rows:
-        views = (x.view(x.shape), weight.view(weight.shape))
+        views = (x.view(x.shape), weight.view(weight.shape), None if bias is None else bias.view(bias.shape))
         call(_many_rows, kernels, *views, routing.firsts, most_rows, out.view(out.shape))
     if most_rows:
         num_shares = kernels.num_shares()
@@ -75,18 +93,62 @@ def _grouped_linear(kernels: Any, x: Tensor, weight: Tensor, routing: _Routing, 
         if kernel is kernels.grouped_widened_linear:
             num_floats = kernels.grouped_widened_scratch_floats(*x.shape, num_shares)
             scratch = (empty(x, 1, 2 * num_floats).view(torch.float32).view(-1).numpy(),)  # lent for this call only
-        call(kernel, array(x), array(weight), routing.firsts, most_rows, *scratch, num_shares, array(out))
-    return out
+        own = (array(weight), _biases(x, bias, len(weight)))
+        call(kernel, array(x), *own, routing.firsts, most_rows, *scratch, num_shares, array(out))
 
 
-def _many_rows(kernels: Any, x: Tensor, weight: Tensor, firsts: Any, most_rows: int, out: Tensor) -> None:
+def _grouped_mxfp4_linear(
+    kernels: Any, x: Tensor, weight: Mxfp4Matrix, bias: Tensor | None, routing: _Routing, num_tokens: int, out: Tensor
+) -> None:
+    blocks, scales = weight.blocks.view(-1).numpy(), weight.scales.view(-1).numpy()
+    most_rows = kernels.grouped_mxfp4_rows("bfloat16" if x.dtype is torch.bfloat16 else "float32")
+    if num_tokens > most_rows:
+        views = (x.view(x.shape), None if bias is None else bias.view(bias.shape))
+        call(_many_mxfp4_rows, kernels, views[0], blocks, scales, views[1], routing.firsts, most_rows, out.view(out.shape))
+    biases = _biases(x, bias, weight.shape[0])
+    call(
+        kernels.grouped_mxfp4_linear, array(x), blocks, scales, biases, routing.firsts, most_rows, kernels.num_shares(), array(out)
+    )
+
+
+def _biases(x: Tensor, bias: Tensor | None, num_experts: int) -> Any:
+    """Returns the experts' biases [E, N], or [E, 0] for none, as an array of x's elements."""
+    return np.empty((num_experts, 0), array(x).dtype) if bias is None else array(bias)
+
+
+def _many_rows(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, firsts: Any, most_rows: int, out: Tensor) -> None:
     """Multiplies the rows of each expert that has more than most_rows of them, with the kernel that multiplies so many rows with
     any matrix, or with torch."""
     for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
         if end - first > most_rows:
-            rows, to = x[first:end], out[first:end]
-            product = linear(kernels, rows, weight[expert], None)
-            if product is None:
-                torch.mm(rows, weight[expert].t(), out=to)
-            else:
-                to.copy_(product)
+            _product(kernels, x[first:end], weight[expert], None if bias is None else bias[expert], out[first:end])
+
+
+def _many_mxfp4_rows(
+    kernels: Any, x: Tensor, blocks: Any, scales: Any, bias: Tensor | None, firsts: Any, most_rows: int, out: Tensor
+) -> None:
+    """Does what _many_rows does with weights in MXFP4, a part of which is widened at a time."""
+    num_inputs, num_outputs = x.shape[1], out.shape[1]
+    groups = num_inputs // GROUP
+    at_once = max(1, WIDENED_BYTES // (num_inputs * x.element_size()))
+    widened = x.new_empty(min(at_once, num_outputs), num_inputs)
+    for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
+        if end - first <= most_rows:
+            continue
+        for output in range(0, num_outputs, at_once):
+            part = widened[: min(at_once, num_outputs - output)]
+            columns = slice(output, output + len(part))
+            begin, stop = (groups * (expert * num_outputs + place) for place in (output, output + len(part)))
+            kernels.widen_mxfp4(blocks[begin * GROUP // 2 : stop * GROUP // 2], scales[begin:stop], array(part))
+            _product(kernels, x[first:end], part, None if bias is None else bias[expert, columns], out[first:end, columns])
+
+
+def _product(kernels: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, to: Tensor) -> None:
+    """Writes rows @ weight transposed, plus bias, to `to`."""
+    product = linear(kernels, rows, weight, bias)
+    if product is not None:
+        to.copy_(product)
+    elif bias is None:
+        torch.mm(rows, weight.t(), out=to)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=to)

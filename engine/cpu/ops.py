@@ -22,10 +22,11 @@ from engine.cpu.products import array
 from engine.cpu.recording.program import call, empty, into, is_recording
 from engine.host import compiled
 from engine.ops import reference, reference_inputs
-from engine.ops.ops import ExpertMatrices, HeadNorms, Int8Matrix, Rotary
+from engine.ops.ops import ExpertMatrices, HeadNorms, Int8Matrix, Mxfp4Matrix, Rotary
 from loader.formats.int8 import WIDENED_BYTES
 from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
+_NO_SINKS = np.empty(0, np.float32)
 BLOCK_TOKENS_STEP = 4  # paged_attention takes blocks of a multiple of this
 
 
@@ -191,10 +192,9 @@ class CpuOps:
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: HostBatch) -> Tensor:
         slots = batch.groups[0].slots
-        if self._served(x):
+        if self._served(x, "mxfp4" if isinstance(experts.gate_up, Mxfp4Matrix) or experts.clamped is not None else ""):
             return grouped_experts.experts(self.kernels, x, scores, experts, shared, slots)
-        matrices = (experts.gate_up, experts.down, experts.num_chosen, experts.normalised)
-        return reference.experts(x, scores, *matrices, torch.from_numpy(slots) < 0, shared)
+        return reference.experts(x, scores, experts, torch.from_numpy(slots) < 0, shared)
 
     def rope_and_store(
         self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: HostBatch, interleaved: bool = False
@@ -229,7 +229,16 @@ class CpuOps:
             interleaved,
         )
 
-    def attention(self, qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: HostBatch) -> Tensor:
+    def attention(
+        self,
+        qkv: Tensor,
+        layer: int,
+        heads: int,
+        scale: float,
+        softcap: float,
+        batch: HostBatch,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         group, place = batch.group_of(layer)
         kv = group.kv
         kv_heads, head_dim = kv.shape[3], kv.shape[5]
@@ -239,26 +248,28 @@ class CpuOps:
         served = self._served(qkv) and group.scales is None and kv.shape[4] % BLOCK_TOKENS_STEP == 0
         sizes = (kv.shape[1], place, heads, kv_heads, kv.shape[4], head_dim)
         how = (group.window_tokens, scale, softcap)
+        of_sinks = _NO_SINKS if sinks is None else sinks.numpy()
         if len(batch.paged_tokens):
             queries = (batch.paged_tokens, batch.paged_rows, batch.paged_contexts)
             if served:
-                where = (group.block_table, *queries, *how, batch.attended)
+                where = (group.block_table, *queries, *how, of_sinks, batch.attended)
                 call(self.kernels.paged_attention, array(qkv), group.kv_flat, *sizes, *where, array(out))
             else:
                 table, tokens, rows, contexts = (torch.from_numpy(x) for x in (group.block_table, *queries))
-                reference.paged_attention(qkv, kv, place, heads, table, tokens, rows, contexts, *how, out, None, group.scales)
+                reference.paged_attention(qkv, kv, place, heads, table, tokens, rows, contexts, *how, out, sinks, group.scales)
         if not batch.has_long_rows:
             return out
         if served:
             rows_of = (group.block_table, batch.starts, batch.num_new, batch.contexts, LONG_ROW_TOKENS)
-            call(self.kernels.prefill_attention, array(qkv), group.kv_flat, *sizes, *rows_of, *how, batch.attended, array(out))
+            of_rows = (*rows_of, *how, of_sinks, batch.attended)
+            call(self.kernels.prefill_attention, array(qkv), group.kv_flat, *sizes, *of_rows, array(out))
             return out
         for row in np.flatnonzero(batch.num_new > LONG_ROW_TOKENS):
             start, num_new = int(batch.starts[row]), int(batch.num_new[row])
             query = qkv[start : start + num_new, : heads * head_dim].view(num_new, heads, head_dim).transpose(0, 1)
             to = out[start : start + num_new].view(num_new, heads, head_dim)
             context, blocks = int(batch.contexts[row]), torch.from_numpy(group.block_table[row])
-            reference.long_row_attention(query, kv, place, blocks, context, *how, to, PREFILL_TILE_TOKENS, group.scales)
+            reference.long_row_attention(query, kv, place, blocks, context, *how, to, PREFILL_TILE_TOKENS, group.scales, sinks)
         return out
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:

@@ -17,6 +17,7 @@ from engine.memory import mappings
 from engine.ops.ops import Int8Matrix
 from engine.protocol import LoadModel
 from loader import kv_layout
+from loader.formats.registry import FORMATS
 from loader.layout import weights_bytes
 from loader.model_shape import ModelShape
 
@@ -66,7 +67,7 @@ def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> 
     """Returns a model whose steps only launch. spec: of it the dtypes and the limits count."""
     groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
     arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
-    weights: Any = AddressRange(weights_bytes(shape, spec.dtype))
+    weights: Any = AddressRange(weights_bytes(shape, spec.dtype, FORMATS[spec.quantize]))
     return CudaModel(LaunchOnlyOps(), spec, shape, weights, arena.all, block_tokens)
 
 

@@ -63,8 +63,17 @@ class CudaOps:
         else:
             entry.rope_and_store(qkv, norms.query, norms.key, norms.around_one, norms.eps, layer, heads, batch, interleaved)
 
-    def attention(self, qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: DeviceBatch) -> Tensor:
-        return entry.attention(qkv, layer, heads, scale, softcap, batch)
+    def attention(
+        self,
+        qkv: Tensor,
+        layer: int,
+        heads: int,
+        scale: float,
+        softcap: float,
+        batch: DeviceBatch,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return entry.attention(qkv, layer, heads, scale, softcap, batch, sinks)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if cap:

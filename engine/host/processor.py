@@ -49,6 +49,9 @@ KERNELS_NEED: dict[str, frozenset[str]] = {
     "bfloat16_pairs": frozenset({"avx512bf16"}),  # bits.py, vectors.py: vdpbf16ps, vcvtneps2bf16
     "int8_linear": frozenset({"avx512vnni"}),  # int8.py: vpdpbusd
     "tiles": frozenset({"amx"}),  # amx*.py
+    "mxfp4_wide_tables": frozenset({"avx512"}),  # mxfp4_tiles.py: vpermw, vpermps
+    "mxfp4_byte_tables": frozenset({"avx2"}),  # mxfp4_tiles.py: vpshufb
+    "mxfp4_neon_tables": frozenset({"neon"}),  # mxfp4_tiles.py: tbl
 }
 
 

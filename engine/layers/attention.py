@@ -1,4 +1,5 @@
-"""Grouped-query attention over paged KV, with what families add: norms of queries and keys, biases, windows, capped scores."""
+"""Grouped-query attention over paged KV, with what families add: norms of queries and keys, biases, windows, capped scores and
+sinks."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ class Attention(Generic[BatchT]):
             norms = HeadNorms(query_norm, key_norm, shape.rms_norm_eps, family.norms_around_one)
         self.head_norms = None if family.whole_width_norms else norms
         self.whole_width_norms = norms if family.whole_width_norms else None
+        self.sinks = weights.get(prefix + names.sinks) if names.sinks else None
         self.layer, self.heads = layer, shape.num_heads
         self.scale, self.softcap = shape.query_scale, shape.attention_softcap
         self.interleaved = shape.rope.interleaved
@@ -40,5 +42,5 @@ class Attention(Generic[BatchT]):
             ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
             ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)
         ops.rope_and_store(qkv, self.head_norms, self.layer, self.heads, batch, self.interleaved)
-        attended = ops.attention(qkv, self.layer, self.heads, self.scale, self.softcap, batch)
+        attended = ops.attention(qkv, self.layer, self.heads, self.scale, self.softcap, batch, self.sinks)
         return ops.linear(attended, self.out_weight, self.out_bias)

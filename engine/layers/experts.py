@@ -8,17 +8,25 @@ from torch import Tensor
 
 from engine.layers.mlp import GatedMLP
 from engine.layers.weights import Weights
-from engine.ops.ops import BatchT, ExpertMatrices, Ops
+from engine.ops.ops import BatchT, ClampedSwiglu, ExpertMatrices, Ops
 from loader.architectures.decoder import Decoder
-from loader.model_shape import ModelShape
+from loader.model_shape import ExpertShape, ModelShape
 
 
 class MixtureOfExperts(Generic[BatchT]):
     """The feed-forward part of one layer: x [T, hidden] -> [T, hidden]. router [E, hidden], or [E + 1, hidden] where the gate of an
-    expert for all tokens (shared) lies behind the router's matrix, so that one product gives the scores and the gate."""
+    expert for all tokens (shared) lies behind the router's matrix, so that one product gives the scores and the gate. router_bias:
+    [E]."""
 
-    def __init__(self, ops: Ops[BatchT], router: Tensor, experts: ExpertMatrices, shared: GatedMLP | None) -> None:
-        self.ops, self.router, self.experts, self.shared = ops, router, experts, shared
+    def __init__(
+        self,
+        ops: Ops[BatchT],
+        router: Tensor,
+        experts: ExpertMatrices,
+        shared: GatedMLP | None,
+        router_bias: Tensor | None = None,
+    ) -> None:
+        self.ops, self.router, self.experts, self.shared, self.router_bias = ops, router, experts, shared, router_bias
 
     @classmethod
     def of_layer(
@@ -28,12 +36,28 @@ class MixtureOfExperts(Generic[BatchT]):
         assert shape.experts is not None
         names, sizes, prefix = family.experts.names, shape.experts, family.names.layer.format(layer)
         router = weights.fused(prefix, names.router_and_gate, ".weight")
+        if sizes.stacked:
+            experts = _stacked(weights, prefix + names.stacked_gate_up, prefix + names.stacked_down, sizes)
+            return cls(ops, router, experts, None, weights.find(f"{prefix}{names.router}.bias"))
         gate_up = weights.stacked(prefix, names.all_gate_up(sizes.num_experts), sizes.num_experts)
         down = weights.stacked(prefix, names.all_down(sizes.num_experts), sizes.num_experts)
         shared = GatedMLP(ops, weights, prefix + names.shared, names.gate_up, names.down) if names.shared else None
         return cls(ops, router, ExpertMatrices(gate_up, down, sizes.num_chosen, sizes.normalised), shared)
 
     def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
-        scores = self.ops.linear(x, self.router)
+        scores = self.ops.linear(x, self.router, self.router_bias)
         shared = None if self.shared is None else self.shared(x, batch)
         return self.ops.experts(x, scores, self.experts, shared, batch)
+
+
+def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape) -> ExpertMatrices:
+    """Returns experts whose matrices are one tensor for all of them, with these names."""
+    return ExpertMatrices(
+        weights.stack(gate_up),
+        weights.stack(down),
+        sizes.num_chosen,
+        sizes.normalised,
+        weights.find(f"{gate_up}_bias"),
+        weights.find(f"{down}_bias"),
+        ClampedSwiglu(sizes.swiglu_limit, sizes.swiglu_alpha) if sizes.swiglu_limit else None,
+    )

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
-from engine.ops.ops import Int8Matrix
+from engine.ops.ops import Int8Matrix, Mxfp4Matrix
+from loader.formats import mxfp4
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
 from loader.layout import weight_layout
@@ -25,7 +26,8 @@ class Weights:
 
     def get(self, name: str) -> Tensor:
         slot = self._slots[name]
-        return self._memory.tensor(slot.offset_bytes, slot.shape, self._dtype)
+        dtype: torch.dtype = getattr(torch, slot.held_as) if slot.held_as else self._dtype
+        return self._memory.tensor(slot.offset_bytes, slot.shape, dtype)
 
     def find(self, name: str) -> Tensor | None:
         """Returns the parameter, or None if the model has none of that name (biases)."""
@@ -51,6 +53,13 @@ class Weights:
         """Returns the matrices prefix + name of all names, joined as `fused` does, as `num` equal parts [num, N, K]."""
         joined = self.fused(prefix, names, ".weight")
         return joined.view(num, len(joined) // num, joined.shape[1])
+
+    def stack(self, name: str) -> Tensor | Mxfp4Matrix:
+        """Returns the matrices [num, N, K] of a tensor that holds several, as they are held."""
+        if name in self._slots:
+            return self.get(name)
+        blocks, scales = (self._slots[name + part] for part in (mxfp4.BLOCKS, mxfp4.SCALES))
+        return Mxfp4Matrix(*(self._memory.tensor(slot.offset_bytes, slot.shape, torch.uint8) for slot in (blocks, scales)))
 
     def find_fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
         """Returns the joined tensors as `fused` does, or None if the model has no such parameters."""

@@ -22,14 +22,46 @@ class Int8Matrix:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
+class Mxfp4Matrix:
+    """Matrices [E, N, K] in MXFP4: blocks [E, N, K / 32, 16] uint8, two numbers a byte, and scales [E, N, K / 32] uint8
+    (loader/formats/mxfp4.py)."""
+
+    blocks: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        num, outputs, groups, block_bytes = self.blocks.shape
+        return num, outputs, groups * block_bytes * 2
+
+
+@dataclass(slots=True, frozen=True)
+class ClampedSwiglu:
+    """An activation (reference.clamped_swiglu) of gate and up whose rows alternate. limit: they are clamped to. alpha: factor of
+    the gate within its sigmoid."""
+
+    limit: float
+    alpha: float
+
+
+@dataclass(slots=True, frozen=True, eq=False)
 class ExpertMatrices:
     """The experts of one layer: gate_up [E, 2 I, W] with each expert's gate before its up, down [E, W, I]. num_chosen: how many
-    of them each token passes through. normalised: the weights of a token's experts are made to add up to 1."""
+    of them each token passes through. normalised: the weights of a token's experts are made to add up to 1. gate_up_bias [E, 2 I],
+    down_bias [E, W]: biases of the products. clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate
+    between gate and up."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Mxfp4Matrix
+    down: Tensor | Mxfp4Matrix
     num_chosen: int
     normalised: bool
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    clamped: ClampedSwiglu | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.shape[0]
 
 
 @dataclass(slots=True, frozen=True)
@@ -123,7 +155,7 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: BatchT_contra) -> Tensor:
         """Returns what a layer's experts make of x [T, W], as [T, W]: the sum of each token's chosen experts' outputs
-        (down(silu(gate) * up)), weighted with the softmax of its scores. It is 0 for padding, which reads no expert.
+        (down(activation(gate, up))), weighted with the softmax of its scores. It is 0 for padding, which reads no expert.
 
         scores [T, E]: the router's. Of equal scores the lower expert is chosen. shared [T, W]: what an expert for all tokens made
         of x. It is added times the sigmoid of a further column of scores, [T, E + 1]."""
@@ -137,9 +169,19 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         dimensions, else dimension i and dimension P + i."""
         ...
 
-    def attention(self, qkv: Tensor, layer: int, heads: int, scale: float, softcap: float, batch: BatchT_contra) -> Tensor:
+    def attention(
+        self,
+        qkv: Tensor,
+        layer: int,
+        heads: int,
+        scale: float,
+        softcap: float,
+        batch: BatchT_contra,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Returns causal attention [T, H D] of every token over its row's KV blocks in the layer's window. Runs after
-        rope_and_store. softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged."""
+        rope_and_store. softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged. sinks: [H] float32, one more
+        score for each head, which takes weight and gives no value."""
         ...
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:

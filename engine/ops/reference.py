@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix
+from loader.formats.mxfp4 import WIDENED_BYTES
+
 # The smallest scale is 2**-24, which float16 can hold. Where all numbers are below 448 times that, the smallest are rounded more.
 MIN_FP8_SCALE = 127 - 24
+_WIDENING_BYTES = 24  # that mxfp4_values makes for each number
 
 
 def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
@@ -209,13 +213,16 @@ def split_contexts(
     return functional.pad(rows, missing), functional.pad(begins, missing), functional.pad(ends, missing), firsts
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor | None) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor | None, sinks: Tensor | None = None
+) -> Tensor:
     """Returns the attention [H, N, D] of query [H, N, D] to key and value [G, C, D].
 
-    mask: [N, C] bool, or None for causal attention of as many queries as keys (only without softcap)."""
-    if softcap > 0:
+    mask: [N, C] bool, or None for causal attention of as many queries as keys (only without softcap and sinks). sinks: see
+    paged_attention."""
+    if softcap > 0 or sinks is not None:
         assert mask is not None
-        return _capped_attention(query, key, value, scale, softcap, mask)
+        return _attention_by_head(query, key, value, scale, softcap, mask, sinks)
     return functional.scaled_dot_product_attention(
         query.unsqueeze(0),
         key.unsqueeze(0),
@@ -239,16 +246,17 @@ def long_row_attention(
     out: Tensor,
     tile_tokens: int,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Computes attention for the last N of one row's `context` positions, whose queries are query [H, N, D]. Writes out [N, H, D].
 
     block_table: the row's own. The keys and values that the queries see are gathered once. tile_tokens: queries that attend at a
-    time where that needs a mask."""
+    time where that needs a mask. sinks: see paged_attention."""
     num_new = query.shape[1]
     before = context - num_new
     first = max(0, before - window + 1) if window else 0  # the first position that the first query sees
     key, value = (x.to(query.dtype) for x in gather_context(kv, layer, block_table, first, context, scales))
-    if before == 0 and not 0 < window < context and softcap == 0:
+    if before == 0 and not 0 < window < context and softcap == 0 and sinks is None:
         out.copy_(causal_attention(query, key, value, scale, 0.0, None).transpose(0, 1))
         return
     for tile in range(0, num_new, tile_tokens):  # in tiles, because the mask takes much memory
@@ -258,19 +266,23 @@ def long_row_attention(
         if window:
             mask.triu_(before + tile - low - window + 1)
         keys = slice(low - first, high - first)
-        part = causal_attention(query[:, tile:end], key[:, keys], value[:, keys], scale, softcap, mask)
+        part = causal_attention(query[:, tile:end], key[:, keys], value[:, keys], scale, softcap, mask, sinks)
         out[tile:end] = part.transpose(0, 1)
 
 
-def _capped_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor) -> Tensor:
-    """Computes causal_attention with a softcap, one KV head at a time, because all scores of a head are held in memory."""
+def _attention_by_head(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, mask: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Computes causal_attention with a softcap or sinks, one KV head at a time, because all scores of a head are held in memory."""
     group = query.shape[0] // key.shape[0]
     out = torch.empty_like(query)
     hidden = ~mask
     for head in range(key.shape[0]):
         own = slice(head * group, (head + 1) * group)
         scores = capped((query[own] @ key[head].T).float().mul_(scale), softcap).masked_fill_(hidden, -torch.inf)
-        out[own] = torch.softmax(scores, dim=-1).to(value.dtype) @ value[head]
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[own].view(-1, 1, 1).expand(-1, scores.shape[1], 1)), dim=-1)
+        out[own] = torch.softmax(scores, dim=-1)[..., : key.shape[1]].to(value.dtype) @ value[head]
     return out
 
 
@@ -286,6 +298,47 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
+def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """Returns (up + 1) * gate * sigmoid(alpha * gate) [T, W], of gate and up that alternate in gate_up [T, 2 W]: columns of even
+    index are gates. Gates are first clamped to at most limit, ups to between -limit and limit. Computed in float32."""
+    gate, up = gate_up[:, ::2].float().clamp(max=limit), gate_up[:, 1::2].float().clamp(-limit, limit)
+    return ((up + 1.0) * (gate * torch.sigmoid(alpha * gate))).to(gate_up.dtype)
+
+
+def mxfp4_values(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the numbers [..., K] of MXFP4 blocks [..., K / 32, 16] and scales [..., K / 32], which are exact in float32 and
+    bfloat16."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat((magnitudes, -magnitudes))[torch.stack((blocks & 15, blocks >> 4), dim=-1).long()]
+    wide = torch.ldexp(values.flatten(-2), scales.int().unsqueeze(-1) - 127)
+    return wide.flatten(-2).to(dtype)
+
+
+def mxfp4_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
+    """Returns x [T, K] times the transposed matrix of blocks [N, K / 32, 16] and scales [N, K / 32], plus bias [N]. A part of the
+    matrix is widened at a time (but at least one row), which takes held_bytes bytes with all that is made on the way."""
+    num_outputs, out = len(blocks), x.new_empty(len(x), len(blocks))
+    at_once = max(1, held_bytes // (x.shape[1] * _WIDENING_BYTES))
+    for first in range(0, num_outputs, at_once):
+        some = slice(first, first + at_once)
+        part = mxfp4_values(blocks[some], scales[some], x.dtype)
+        out[:, some] = functional.linear(x, part, None if bias is None else bias[some])
+    return out
+
+
+def _expert_linear(x: Tensor, matrices: Tensor | Mxfp4Matrix, bias: Tensor | None, number: int) -> Tensor:
+    """Returns x [T, K] times the transposed matrix `number` of several, plus its bias."""
+    own_bias = None if bias is None else bias[number]
+    if isinstance(matrices, Mxfp4Matrix):
+        return mxfp4_linear(x, matrices.blocks[number], matrices.scales[number], own_bias, WIDENED_BYTES)
+    return functional.linear(x, matrices[number], own_bias)
+
+
+def gated(gate_up: Tensor, clamped: ClampedSwiglu | None) -> Tensor:
+    """Returns the activation of a layer's experts."""
+    return silu_and_mul(gate_up) if clamped is None else clamped_swiglu(gate_up, clamped.limit, clamped.alpha)
+
+
 def route(scores: Tensor, num_chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
     """Returns the experts [T, C] int64 that each token passes through, the one with the highest of its scores [T, E] first, and
     their weights [T, C] float32: the softmax of the scores, or (normalised) that divided by its sum over the C experts. Of equal
@@ -297,28 +350,21 @@ def route(scores: Tensor, num_chosen: int, normalised: bool) -> tuple[Tensor, Te
     return chosen[:, :num_chosen], torch.softmax(wide, dim=-1).gather(1, chosen[:, :num_chosen])
 
 
-def experts(
-    x: Tensor,
-    scores: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    num_chosen: int,
-    normalised: bool,
-    is_padding: Tensor,
-    shared: Tensor | None,
-) -> Tensor:
-    """Returns what the experts of a layer make of x [T, W], see engine/ops/ops.py. gate_up [E, 2 I, W], down [E, W, I];
-    is_padding [T] bool. Each expert's output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
-    chosen, weights = route(scores[:, : len(gate_up)], num_chosen, normalised)
-    chosen = chosen.masked_fill(is_padding.unsqueeze(1), len(gate_up))
+def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Tensor, shared: Tensor | None) -> Tensor:
+    """Returns what the experts of a layer make of x [T, W], see engine/ops/ops.py. is_padding [T] bool. Each expert's output is
+    rounded to x's dtype; the weighted sum is in float32 and rounded once."""
+    num_experts = matrices.num_experts
+    chosen, weights = route(scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
+    chosen = chosen.masked_fill(is_padding.unsqueeze(1), num_experts)
     total = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in range(len(gate_up)):
+    for expert in range(num_experts):
         tokens, places = torch.where(chosen == expert)
         if len(tokens):
-            made = functional.linear(silu_and_mul(functional.linear(x[tokens], gate_up[expert])), down[expert])
+            gate_up = _expert_linear(x[tokens], matrices.gate_up, matrices.gate_up_bias, expert)
+            made = _expert_linear(gated(gate_up, matrices.clamped), matrices.down, matrices.down_bias, expert)
             total.index_add_(0, tokens, made.float() * weights[tokens, places].unsqueeze(1))
     if shared is not None:
-        total += shared.float() * torch.sigmoid(scores[:, len(gate_up) :].float())
+        total += shared.float() * torch.sigmoid(scores[:, num_experts:].float())
     return total.masked_fill_(is_padding.unsqueeze(1), 0.0).to(x.dtype)
 
 

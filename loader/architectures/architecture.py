@@ -19,15 +19,16 @@ class TensorGroup(NamedTuple):
 
     tensors: name in the checkpoint and shape of each. layer: the number of the layer that needs them; None: they are needed
     before the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize` may round;
-    embeddings, heads, norms and biases are not."""
+    embeddings, heads, norms and biases are not. held_as: the dtype that they have in memory; "": the model's."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
     may_be_quantized: bool = False
+    held_as: str = ""
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:
         """Returns the same group for one layer: its number is `layer`, and its tensors' names begin with `prefix`."""
-        return TensorGroup(tuple((prefix + name, dims) for name, dims in self.tensors), layer, self.may_be_quantized)
+        return self._replace(tensors=tuple((prefix + name, dims) for name, dims in self.tensors), layer=layer)
 
 
 class Architecture(Protocol):
@@ -63,10 +64,11 @@ def one_tensor(name: str, *dims: int) -> TensorGroup:
     return TensorGroup(((name, dims),))
 
 
-def stored_dtype(fields: Fields) -> str:
-    """Returns the dtype of the stored weights: the key `dtype`, or `torch_dtype`, as it was called before transformers 5."""
+def stored_dtype(fields: Fields, default: str = "float32") -> str:
+    """Returns the dtype of the stored weights: the key `dtype`, or `torch_dtype`, as it was called before transformers 5. default:
+    of files that have neither."""
     key = "dtype" if fields.has("dtype") else "torch_dtype"
-    value = fields.values.get(key) or "float32"
+    value = fields.values.get(key) or default
     value = str(value).removeprefix("torch.")
     if value not in DTYPES:
         raise fields.unsupported(key, f"{value!r} is not supported; supported: {', '.join(DTYPES)}")

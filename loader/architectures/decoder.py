@@ -37,6 +37,7 @@ class TensorNames:
     query_norm: str = ""
     key_norm: str = ""
     attention_output: str = "self_attn.o_proj"
+    sinks: str = ""  # the whole name; "": attention has no sinks
     attended_norm: str = ""  # of what attention adds
     mlp_norm: str = "post_attention_layernorm"  # of what the MLP reads
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -56,6 +57,7 @@ class Decoder:
     names: TensorNames = TensorNames()
     windows: Windows = _NO_WINDOWS
     rope: RopeRules = _PLAIN_ROPE
+    dtype: str = "float32"
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -110,7 +112,7 @@ class Decoder:
             attention_bias=attention_bias,
             output_bias=attention_bias if self.output_bias is None else self.output_bias,
             mlp_bias=self.has_mlp_bias_key and fields.boolean("mlp_bias"),
-            dtype=stored_dtype(fields),
+            dtype=stored_dtype(fields, self.dtype),
             layer_windows=windows,
             query_scale=self._query_scalar(fields, head_dim) ** -0.5,
             attention_softcap=_softcap(fields, "attn_logit_softcapping", self.attention_softcap),
@@ -156,6 +158,7 @@ class Decoder:
             *_norms(query_norm, names.query_norm),
             *_norms(key_norm, names.key_norm),
             *_projections((names.attention_output,), (hidden,), query, shape.output_bias),
+            *_sinks(names.sinks, shape.num_heads),
             *_norms(hidden, names.attended_norm, names.mlp_norm),
         ]
         return before, _norms(hidden, names.mlp_output_norm)
@@ -190,6 +193,10 @@ def has_experts(shape: ModelShape, layer: int) -> bool:
 
 def _norms(width: int, *names: str) -> list[TensorGroup]:
     return [one_tensor(f"{name}.weight", width) for name in names if name]
+
+
+def _sinks(name: str, num_heads: int) -> list[TensorGroup]:
+    return [TensorGroup(((name, (num_heads,)),), held_as="float32")] if name else []  # kernels add them to float32 sums
 
 
 def _projections(names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool) -> list[TensorGroup]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loader.architectures.architecture import TensorGroup
+from loader.architectures.architecture import TensorGroup, one_tensor
 from loader.config_fields import Fields
 from loader.model_shape import ExpertShape
 
 MAX_EXPERTS = 4096  # of a layer; the largest models have 512
 _NUM_KEYS = ("num_experts", "num_local_experts")  # transformers 5 writes the second for families that published the first
-_CHOSEN_KEY = "num_experts_per_tok"
+_CHOSEN_KEY, _CHOSEN_KEYS = "num_experts_per_tok", ("num_experts_per_tok", "experts_per_token")  # gpt-oss has both
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,7 +22,9 @@ class ExpertNames:
     """Names of the tensors of a layer's experts, without `.weight`. Like those of TensorNames they follow the layer's prefix.
 
     expert: what the names gate_up and down of each expert follow; {} is its number. shared: the same for the expert that all tokens
-    pass through; "": there is none. shared_gate: the vector that weighs its output for each token."""
+    pass through; "": there is none. shared_gate: the vector that weighs its output for each token. stacked_gate_up, stacked_down:
+    the whole names where the checkpoint holds the matrices of all experts as one tensor; "": it does not. Their biases have the
+    same names and _bias."""
 
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}."
@@ -30,6 +32,8 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = ""
     shared_gate: str = ""
+    stacked_gate_up: str = ""
+    stacked_down: str = ""
 
     def all_gate_up(self, num_experts: int) -> tuple[str, ...]:
         """Returns the names of all experts' gate and up, in the order in which they lie in memory."""
@@ -56,11 +60,14 @@ class Experts:
     shared_size: int = 0  # default of the key shared_expert_intermediate_size, of families whose names have `shared`
     normalised: bool | None = None  # whether a token's weights are made to add up to 1; None: the key norm_topk_prob says
     has_dense_layers: bool = False  # whether the keys decoder_sparse_step and mlp_only_layers name layers with an MLP instead
+    has_biases: bool = False  # of the router and, where experts are stacked, of their matrices
+    swiglu_limit: float = 0.0  # default of the key swiglu_limit, of families with the clamped SwiGLU; 0: the activation is SiLU
+    swiglu_alpha: float = 0.0  # default of the key swiglu_alpha, likewise
 
     def parse(self, fields: Fields, num_layers: int) -> ExpertShape:
         """Reads config.json. Raises CheckpointError, which names a key with a wrong value."""
-        num_experts = self._num_experts(fields)
-        num_chosen = fields.integer(_CHOSEN_KEY, self.num_chosen)
+        num_experts = _same_of(fields, _NUM_KEYS, self.num_experts, MAX_EXPERTS)
+        num_chosen = _same_of(fields, _CHOSEN_KEYS, self.num_chosen, 1 << 40)
         if num_chosen > num_experts:
             raise fields.fail(_CHOSEN_KEY, f"{num_chosen} is more than there are experts ({num_experts})")
         return ExpertShape(
@@ -70,11 +77,16 @@ class Experts:
             normalised=fields.boolean("norm_topk_prob") if self.normalised is None else self.normalised,
             shared_size=fields.integer("shared_expert_intermediate_size", self.shared_size) if self.names.shared else 0,
             dense_layers=_dense_layers(fields, num_layers) if self.has_dense_layers else frozenset(),
+            stacked=bool(self.names.stacked_gate_up),
+            swiglu_limit=fields.positive("swiglu_limit", self.swiglu_limit) if self.swiglu_limit else 0.0,
+            swiglu_alpha=fields.positive("swiglu_alpha", self.swiglu_alpha) if self.swiglu_alpha else 0.0,
         )
 
     def tensor_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
         """Returns the groups of one layer, with names that lack the layer's prefix. All experts' gate and up lie in one block
         [experts, 2 * intermediate, hidden], all their down in another [experts, hidden, intermediate]."""
+        if experts.stacked:
+            return self._stacked_groups(experts, hidden)
         names, num, inner, shared = self.names, experts.num_experts, experts.intermediate_size, experts.shared_size
         groups = [
             _matrices(names.router_and_gate, ((num, hidden), (1, hidden))[: len(names.router_and_gate)]),
@@ -87,11 +99,25 @@ class Experts:
             groups.append(_matrices((names.shared + names.down,), ((hidden, shared),), may_be_quantized=True))
         return groups
 
-    def _num_experts(self, fields: Fields) -> int:
-        given = {key: fields.integer(key, at_most=MAX_EXPERTS) for key in _NUM_KEYS if fields.has(key)}
-        if len(set(given.values())) > 1:
-            raise fields.fail(_NUM_KEYS[0], f"{given[_NUM_KEYS[0]]} contradicts {_NUM_KEYS[1]} {given[_NUM_KEYS[1]]}")
-        return next(iter(given.values()), self.num_experts)
+    def _stacked_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
+        """Returns the groups of a layer whose experts' matrices are one tensor. Rows of gate and up alternate."""
+        names, num, inner = self.names, experts.num_experts, experts.intermediate_size
+        groups = [_matrices((names.router,), ((num, hidden),))]
+        if self.has_biases:
+            groups.append(one_tensor(f"{names.router}.bias", num))
+        for name, outputs, inputs in ((names.stacked_gate_up, 2 * inner, hidden), (names.stacked_down, hidden, inner)):
+            groups.append(TensorGroup(((name, (num, outputs, inputs)),), may_be_quantized=True))
+            if self.has_biases:
+                groups.append(one_tensor(f"{name}_bias", num, outputs))
+        return groups
+
+
+def _same_of(fields: Fields, keys: tuple[str, str], default: int, at_most: int) -> int:
+    """Returns the number that two keys are names of. Raises CheckpointError if they contradict each other."""
+    given = {key: fields.integer(key, at_most=at_most) for key in keys if fields.has(key)}
+    if len(set(given.values())) > 1:
+        raise fields.fail(keys[0], f"{given[keys[0]]} contradicts {keys[1]} {given[keys[1]]}")
+    return next(iter(given.values()), default)
 
 
 def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:

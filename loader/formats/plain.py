@@ -10,16 +10,17 @@ import math
 
 from loader.architectures.architecture import TensorGroup
 from loader.direct_io import BLOCK_BYTES
+from loader.dtypes import ITEM_BYTES
 from loader.formats.weight_format import Space, WeightFormat, WeightSlot, aligned
 
 
 def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
     offset = space.offset_bytes
     offset = aligned(offset) if space.block_offset < 0 else offset + (space.block_offset - offset) % BLOCK_BYTES
-    slots = []
+    slots, item_bytes = [], ITEM_BYTES[group.held_as] if group.held_as else space.item_bytes
     for name, dims in group.tensors:
-        num_bytes = math.prod(dims) * space.item_bytes
-        slots.append(WeightSlot(name, dims, offset, num_bytes, stage=space.stage))
+        num_bytes = math.prod(dims) * item_bytes
+        slots.append(WeightSlot(name, dims, offset, num_bytes, stage=space.stage, held_as=group.held_as))
         offset += num_bytes
     return slots, offset
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from loader.config_fields import Fields
 from loader.formats.int8 import INT8
+from loader.formats.mxfp4 import MXFP4
 from loader.formats.plain import PLAIN
 from loader.formats.stored_int8 import STORED_INT8
 from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 
-FORMATS = {one.name: one for one in (PLAIN, INT8, STORED_INT8)}
+FORMATS = {one.name: one for one in (PLAIN, INT8, STORED_INT8, MXFP4)}
 
 
 def asked_format(quantize: str | None) -> WeightFormat:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from loader.architectures.architecture import TensorGroup
+from loader.config_fields import Fields
+from loader.model_shape import ModelShape
 
 ALIGN_BYTES = 64
 FLOATS = ("F32", "BF16", "F16")  # as safetensors calls them
@@ -52,6 +54,13 @@ def _as_they_are(group: TensorGroup) -> list[StoredTensor]:
     return [StoredTensor(name, dims) for name, dims in group.tensors]
 
 
+def _refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
+    """Raises UnsupportedModel for experts whose plain matrices have the inputs before the outputs."""
+    if shape.experts is not None and shape.experts.stacked:
+        message = f"{shape.architecture} is served with experts in MXFP4 only, as quant_method mxfp4 says"
+        raise fields.unsupported("quantization_config", message)
+
+
 @dataclass(slots=True, frozen=True)
 class WeightFormat:
     """One way to hold the matrices of layers. All other parameters of a model are plain.
@@ -62,7 +71,9 @@ class WeightFormat:
     checkpoints, for messages. ignores: whether such a checkpoint may hold this tensor in addition. kernels: the set of kernels
     (engine/cpu/kernels/wanted.py) that it needs besides those of the dtype; "": none. widened_bytes: how much of a matrix a step
     holds in the model's dtype at a time. runs_on_gpus, runs_encoders, runs_experts: whether GPUs, encoders, and
-    mixtures of experts support it."""
+    mixtures of experts support it. check: raises UnsupportedModel for a model that is not served in the format; it is given
+    config.json. held_as: the dtype in which a group's first tensor is stored, too, so that it may be read straight into place; "":
+    the model's."""
 
     name: str
     settings: tuple[str | None, ...]
@@ -76,6 +87,8 @@ class WeightFormat:
     runs_on_gpus: bool = True
     runs_encoders: bool = True
     runs_experts: bool = True
+    check: Callable[[Fields, ModelShape], None] = _refuse_stacked_experts
+    held_as: str = ""
 
 
 def aligned(offset_bytes: int) -> int:

@@ -21,6 +21,8 @@ from tests.e2e.test_embeddings import make_encoder
 from tests.loader.checkpoints import write_checkpoint
 from tests.loader.compressed import compress
 from tests.loader.test_experts import MIXTRAL
+from tests.loader.test_mxfp4 import tensors as mxfp4_tensors
+from tests.loader.test_mxfp4 import write as write_mxfp4
 
 MIB = 1 << 20
 
@@ -213,6 +215,21 @@ async def test_a_quantised_checkpoint_goes_to_cpu_devices(tmp_path: Path) -> Non
             assert source is not None
             assert source.quantize == STORED_INT8.name
             assert "compressed-tensors int8 matrices" in registry.describe("small")
+
+
+async def test_experts_in_mxfp4_go_to_any_device_as_large_as_they_are_stored(tmp_path: Path) -> None:
+    write_mxfp4(tmp_path / "a", mxfp4_tensors())
+    stored_bytes = (tmp_path / "a" / "model.safetensors").stat().st_size
+    for device in ("cuda:0", "cpu:0"):
+        config = NodeConfig(models_dir=str(tmp_path), chunk_bytes=2 * MIB)
+        registry = Registry(config, [DeviceBudget(device, 512 * MIB)], NodeState(str(tmp_path / "s")))
+        (facts,) = registered(await registry.rescan()).values()
+        assert (facts.unusable, facts.devices) == ("", ())
+        assert 0 <= facts.weights_bytes - stored_bytes < 64 << 10
+        assert "bfloat16, mxfp4 matrices" in registry.describe("a")
+        source = registry.source("a")
+        assert source is not None
+        assert source.quantize == "mxfp4"
 
 
 async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from engine.protocol import Configure, LoadModel
 from loader.catalog import scan_one
 from loader.kv_layout import KVGroupSpec
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table
+from tests.engine import gpt_oss_checkpoint
 from tests.kernel_cache import CACHE_DIR
 
 BLOCK_TOKENS = 4
@@ -135,6 +136,25 @@ CASES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "tie_word_embeddings": True,
     },
+    "gpt-oss": {
+        "kind": "gpt_oss",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "swiglu_limit": 1.5,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 8.0,
+            "truncate": False,
+        },
+    },
     "gemma3-caps": {  # transformers caps the logits by these and leaves the scores alone
         "kind": "gemma3",
         "num_hidden_layers": 3,
@@ -154,6 +174,7 @@ RECORDED_CASES = [
     "olmo2",
     "glm4",
     "qwen2-moe",
+    "gpt-oss",
 ]
 
 
@@ -173,6 +194,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
         "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     }[kind]
@@ -188,8 +210,13 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
                     parameter -= 1.0
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
+            elif name.endswith("sinks"):
+                parameter.normal_()
     model = model.to(dtype).eval()
-    model.save_pretrained(folder)
+    if kind == "gpt_oss":
+        gpt_oss_checkpoint.save(model, folder, seed)
+    else:
+        model.save_pretrained(folder)
     return model
 
 
@@ -230,9 +257,11 @@ def load(
     name: str = "",
 ) -> CpuModel:
     name = name or f"tiny{next(_names)}"  # a new name gets a new weight range
-    fingerprint = scan_one(folder).fingerprint
+    seen = scan_one(folder)
+    assert seen.shape is not None, seen.error
+    held = quantize or seen.shape.stored_format
     limits = (1 << 20, 0, 0, max_len, max_sequences, list(eos))
-    spec = LoadModel(1, name, str(folder), dtype, fingerprint, *limits, quantize=quantize, kv_cache_dtype=kv_cache_dtype)
+    spec = LoadModel(1, name, str(folder), dtype, seen.fingerprint, *limits, quantize=held, kv_cache_dtype=kv_cache_dtype)
     model = runner.load(load_task(spec, memory=runner.memory))
     assert isinstance(model, CpuModel)
     return model

@@ -36,17 +36,19 @@ def kernels() -> Iterator[None]:
 @pytest.mark.parametrize("num_shares", [1, 2, 5])
 @pytest.mark.parametrize(("context", "num_tokens"), [(17, 17), (130, 130), (513, 40), (700, 257), (1000, 1)])
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim", "block_tokens", "window", "softcap"),
+    ("kv_heads", "group", "head_dim", "block_tokens", "window", "softcap", "has_sinks"),
     [
-        (2, 1, 64, 16, 0, 0.0),
-        (1, 8, 128, 16, 0, 0.0),
-        (3, 4, 96, 32, 0, 30.0),
-        (2, 7, 80, 8, 300, 0.0),
-        (1, 3, 40, 4, 17, 5.0),
-        (1, 5, 256, 512, 0, 0.0),
-        (1, 40, 6, 16, 130, 0.0),
-        (1, 40, 64, 16, 130, 0.0),
-        (2, 3, 64, 16, 0, 0.0),
+        (2, 1, 64, 16, 0, 0.0, False),
+        (1, 8, 128, 16, 0, 0.0, False),
+        (3, 4, 96, 32, 0, 30.0, False),
+        (2, 7, 80, 8, 300, 0.0, False),
+        (1, 3, 40, 4, 17, 5.0, False),
+        (1, 5, 256, 512, 0, 0.0, False),
+        (1, 40, 6, 16, 130, 0.0, False),
+        (1, 40, 64, 16, 130, 0.0, False),
+        (2, 3, 64, 16, 0, 0.0, False),
+        (1, 8, 64, 16, 128, 0.0, True),
+        (1, 3, 40, 4, 0, 5.0, True),
     ],
 )
 def test_is_the_twins(
@@ -61,6 +63,7 @@ def test_is_the_twins(
     block_tokens: int,
     window: int,
     softcap: float,
+    has_sinks: bool,
 ) -> None:
     """The kernel's output equals the reference implementation's, and outputs of other tokens are left alone. It reads nothing else:
     positions after the context or before the window, other rows' blocks and other layers hold NaN."""
@@ -86,13 +89,15 @@ def test_is_the_twins(
     query = qkv[own, : heads * head_dim].view(num_tokens, heads, head_dim).transpose(0, 1)
     scale = head_dim**-0.5
     blocks, to = torch.from_numpy(table[1]), wanted[own].view(num_tokens, heads, head_dim)
-    reference.long_row_attention(query, kv, LAYER, blocks, context, window, scale, softcap, to, 256)
+    sinks = torch.randn(heads, generator=generator) * 4 if has_sinks else None
+    reference.long_row_attention(query, kv, LAYER, blocks, context, window, scale, softcap, to, 256, None, sinks)
     name = "prefill_tiles" if use_tiles else "prefill_attention"
     kernel = getattr(ops.kernels, f"{name}_{'serial' if num_shares == 1 else 'parallel'}")
     sizes = (LAYERS, LAYER, heads, kv_heads, block_tokens, head_dim)
     arrays = [array(x) for x in (qkv, kv.view(-1), given)]
     # row 0 is short enough to be left to the paged attention kernel
     rows = (np.array(x, np.int32) for x in ((0, before), (0, num_tokens), (context, context)))
-    kernel(arrays[0], arrays[1], *sizes, table, *rows, 0, window, scale, softcap, num_shares, arrays[2])
+    how = (window, scale, softcap, np.empty(0, np.float32) if sinks is None else sinks.numpy())
+    kernel(arrays[0], arrays[1], *sizes, table, *rows, 0, *how, num_shares, arrays[2])
     tolerance = 5e-6 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(given.float(), wanted.float(), rtol=tolerance, atol=tolerance)

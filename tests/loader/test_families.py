@@ -15,6 +15,7 @@ from loader.architectures.bert import Encoder
 from loader.architectures.registry import ARCHITECTURES
 from loader.architectures.wrapper import Wrapper
 from loader.errors import CheckpointError, UnsupportedModel
+from loader.formats.registry import stored_format
 from loader.hf_config import parse_config, parse_generation
 from loader.kv_layout import kv_bytes_per_token, kv_groups
 from loader.layout import num_parameters, parameter_shapes, weights_bytes
@@ -168,6 +169,48 @@ MIXTRAL_8X7B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 32000,
 }
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 201088,
+}
 QWEN15_MOE: dict[str, Any] = {
     "architectures": ["Qwen2MoeForCausalLM"],
     "decoder_sparse_step": 1,
@@ -317,6 +360,7 @@ PUBLISHED = {
     "Mixtral 8x7B": (MIXTRAL_8X7B, 46_702_792_704),
     "Qwen1.5 MoE A2.7B": (QWEN15_MOE, 14_315_784_192),
     "Qwen3 30B A3B": (QWEN3_30B_A3B, 30_532_122_624),
+    "gpt-oss 20B": (GPT_OSS_20B, 20_914_757_184),
 }
 
 
@@ -338,7 +382,7 @@ def newer(config: dict[str, Any]) -> dict[str, Any]:
         given["layer_types"] = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(26)]
     if config.get("model_type") == "qwen3_moe":
         given["num_local_experts"] = given.pop("num_experts")
-    return given | {"rope_parameters": rope, "dtype": config["torch_dtype"]}
+    return given | {"rope_parameters": rope, "dtype": config.get("torch_dtype", "bfloat16")}
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
@@ -347,7 +391,9 @@ def test_figures_and_dialects_of_published_models(name: str) -> None:
     shape = parse(config)
     assert parse(newer(config)) == shape
     assert sum(math.prod(dims) for dims in parameter_shapes(shape).values()) == num_parameters
-    assert 0 <= weights_bytes(shape, "bfloat16") - 2 * num_parameters < 64 * len(parameter_shapes(shape))
+    in_mxfp4 = sum(math.prod(dims) for dims in parameter_shapes(shape).values() if len(dims) == 3)
+    held_bytes = 2 * (num_parameters - in_mxfp4) + in_mxfp4 * 17 // 32
+    assert 0 <= weights_bytes(shape, "bfloat16", stored_format(shape)) - held_bytes < 128 * len(parameter_shapes(shape))
     groups = kv_groups(shape, "bfloat16", 16)
     assert sum(group.block_bytes for group in groups) == kv_bytes_per_token(shape, "bfloat16") * 16
     assert sorted(layer for group in groups for layer in group.layers) == list(range(shape.num_layers))
@@ -356,8 +402,10 @@ def test_figures_and_dialects_of_published_models(name: str) -> None:
 def test_model_type_stands_in_for_architectures() -> None:
     for family in ARCHITECTURES.values():
         activation = "gelu" if isinstance(family, Encoder) else "silu"
+        stored = GPT_OSS_20B["quantization_config"] if family.name == "GptOssForCausalLM" else None
+        named = {"architectures": "absent", "model_type": family.model_type, "quantization_config": stored}
         text = {"text_config": QWEN25_7B} if isinstance(family, Wrapper) else {}
-        shape = parse(QWEN25_7B, architectures="absent", model_type=family.model_type, hidden_act=activation, **text)
+        shape = parse(QWEN25_7B, hidden_act=activation, **named, **text)
         assert shape.architecture == family.name
 
 
@@ -491,7 +539,19 @@ def test_gemma3() -> None:
     ("config", "changes", "message"),
     [
         (MIXTRAL_8X7B, {"architectures": ["DeepseekV3ForCausalLM"]}, "architectures: 'DeepseekV3ForCausalLM'"),
-        (QWEN3_30B_A3B, {"architectures": ["GptOssForCausalLM"]}, "architectures: 'GptOssForCausalLM'"),
+        (QWEN3_30B_A3B, {"architectures": ["Qwen3NextForCausalLM"]}, "architectures: 'Qwen3NextForCausalLM'"),
+        (
+            GPT_OSS_20B,
+            {"quantization_config": "absent"},
+            "quantization_config: GptOssForCausalLM is served with experts in MXFP4 only",
+        ),
+        (GPT_OSS_20B, {"hidden_size": 2890}, "hidden_size: 2890 is no multiple of 32"),
+        (
+            QWEN3_30B_A3B,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config: Qwen3MoeForCausalLM is not served",
+        ),
+        (MISTRAL_7B, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: MistralForCausalLM is not served"),
         (GEMMA3_4B, {"text_config": {"model_type": "gemma4_text"}}, r"text_config\.model_type: 'gemma4_text'"),
         (MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "layer_types"),
         (QWEN25_7B, {"layer_types": ["chunked_attention"] * 28}, "layer_types: 'chunked_attention'"),

@@ -14,10 +14,11 @@ from numba import float32, njit, prange
 from engine.cpu.kernels.amx import configure_tiles, release_tiles, tile_configuration
 from engine.cpu.kernels.amx_attention import LEAST_TOP, TILE_TOKENS, add_rows, pack_queries, pair_values, place_chunk, score_rows
 from engine.cpu.kernels.amx_softmax import CHUNK_TOKENS, weigh_row
-from engine.cpu.kernels.attention_blocks import HELPER, OPTIONS, write_heads
+from engine.cpu.kernels.attention_blocks import HELPER, OPTIONS, add_sinks, write_heads
 from engine.cpu.kernels.bits import named
 
 _ROWS = 64
+_LN_2 = float32(0.6931471805599453)
 _LOG2_E = 1.4426950408889634
 _CONFIGURATION = tile_configuration()
 
@@ -39,6 +40,7 @@ def _attend_tokens(
     window: int,
     scale: float,
     softcap: float,
+    sinks: Any,
     group: int,
     queries: Any,  # [rows / 16, C, 16, 16] uint32, flat: work space, as are the next eight
     places: Any,  # [4 + 64]
@@ -84,7 +86,9 @@ def _attend_tokens(
         to = kv_head * group * head_dim
         for row in range(n * group, (n + 1) * group):
             totals[row, 0] = totals[row].sum()
+            tops[row] *= _LN_2
         own_rows = slice(n * group, (n + 1) * group)
+        add_sinks(sinks, kv_head * group, tops[own_rows], totals[own_rows, 0])
         write_heads(sums[own_rows], totals[own_rows, 0], out[first_token + n, to : to + group * head_dim], head_dim)
 
 
@@ -105,6 +109,7 @@ def _attend_share(
     window: int,
     scale: float,
     softcap: float,
+    sinks: Any,
     group: int,
     share: int,
     num_shares: int,
@@ -146,6 +151,7 @@ def _attend_share(
                 window,
                 scale,
                 softcap,
+                sinks,
                 group,
                 queries,
                 places,
@@ -179,6 +185,7 @@ def _prefill_attention_tiles(
     window: int,
     scale: float,
     softcap: float,
+    sinks: Any,
     num_shares: int,
     out: Any,
 ) -> None:
@@ -200,6 +207,7 @@ def _prefill_attention_tiles(
             window,
             scale,
             softcap,
+            sinks,
             heads // kv_heads,
             share,
             num_shares,

@@ -20,7 +20,16 @@ from numba.extending import overload
 
 from engine.cpu.kernels.amx import HAS_TILES
 from engine.cpu.kernels.amx_decode import attend_tiles
-from engine.cpu.kernels.attention_blocks import CHUNK_TOKENS, HELPER, OPTIONS, add_block, score_block, soften_row, write_heads
+from engine.cpu.kernels.attention_blocks import (
+    CHUNK_TOKENS,
+    HELPER,
+    OPTIONS,
+    add_block,
+    add_sinks,
+    score_block,
+    soften_row,
+    write_heads,
+)
 from engine.cpu.kernels.bits import exp, named
 
 
@@ -156,6 +165,7 @@ def _attend_share(
     window: int,
     scale: float,
     softcap: float,
+    sinks: Any,
     use_tiles: bool,
     share_begin: int,  # the share is the blocks of all work from this one
     share_end: int,  # to below this one
@@ -216,6 +226,7 @@ def _attend_share(
         elif end < end_block - first_block:
             _copy_part(tops, totals, sums, open_tops, open_totals, open_sums)
         else:
+            add_sinks(sinks, 0, tops, totals)
             write_heads(sums, totals, out[tokens[n]], head_dim)
 
 
@@ -235,6 +246,7 @@ def _paged_attention(
     window: int,  # only the last `window` of these are attended to; 0: all
     scale: float,
     softcap: float,  # scores become softcap * tanh(score / softcap); 0: unchanged
+    sinks: Any,  # [H]: one more score for each head, without a value; or [0]: there are none
     use_tiles: bool,  # whether to use AMX tiles; cpu_amx.fits_tiles tells whether they can be
     num_shares: int,
     out: Any,  # [T, H * D]; only the rows of tokens that are served are written
@@ -267,6 +279,7 @@ def _paged_attention(
             window,
             scale,
             softcap,
+            sinks,
             use_tiles,
             work * share // num_shares,
             work * (share + 1) // num_shares,
@@ -287,6 +300,7 @@ def _paged_attention(
             to_tops, to_totals, to_sums = open_tops[begun], open_totals[begun], open_sums[begun]
             _add_cut(cut_tops[share], cut_totals[share], cut_sums[share], to_tops, to_totals, to_sums)
             if cut[share, 1] == 1:
+                add_sinks(sinks, 0, to_tops, to_totals)
                 write_heads(to_sums, to_totals, out[tokens[cut[share, 0]]], head_dim)
                 begun = share
         else:
@@ -296,7 +310,7 @@ def _paged_attention(
 def paged_attention_signature(element: types.Type) -> Any:
     ints, table = int32[::1], int32[:, ::1]
     sizes = (int64,) * 6
-    shape = (int64, float64, float64, boolean, int64)
+    shape = (int64, float64, float64, float32[::1], boolean, int64)
     return void(element[:, ::1], element[::1], *sizes, table, ints, ints, ints, *shape, element[:, ::1])
 
 

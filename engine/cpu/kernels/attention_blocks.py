@@ -126,6 +126,15 @@ def soften_row(
 
 
 @njit(**HELPER)
+def add_sinks(sinks: Any, head: int, tops: Any, totals: Any) -> None:
+    """Adds to totals [heads] the weights of the sinks of `head` and those behind it, relative to tops [heads]. sinks: [H], or [0]
+    for none."""
+    if sinks.shape[0] > 0:
+        for h in range(totals.shape[0]):
+            totals[h] += exp(sinks[head + h] - tops[h])
+
+
+@njit(**HELPER)
 def write_heads(sums: Any, totals: Any, out: Any, head_dim: int) -> None:
     """Writes sums [H, width] / totals [H] to out [H * D]. With bfloat16, each 32 sums have those of even places first, which is
     undone here."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numba
 
-from engine.cpu.kernels import amx_tiles, experts, grouped_linear, int8, linear, rows, sampling
+from engine.cpu.kernels import amx_tiles, experts, grouped_linear, int8, linear, mxfp4, mxfp4_tiles, rows, sampling
 from engine.cpu.kernels.amx import TILE_ROWS, fits_tiles, may_use_tiles
 from engine.cpu.kernels.amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
 from engine.cpu.kernels.amx_linear import scratch_words as amx_scratch_words
@@ -42,6 +42,7 @@ __all__ = [
     "amx_int8_linear",
     "amx_linear",
     "amx_scratch_words",
+    "clamped_swiglu",
     "combine",
     "few_rows_linear",
     "gather_rows",
@@ -49,6 +50,8 @@ __all__ = [
     "greedy_bfloat16",
     "greedy_float32",
     "grouped_linear_kernel",
+    "grouped_mxfp4_linear",
+    "grouped_mxfp4_rows",
     "grouped_widened_linear",
     "grouped_widened_scratch_floats",
     "int8_linear",
@@ -70,6 +73,7 @@ __all__ = [
     "step_blocks",
     "step_tokens",
     "top_logprobs",
+    "widen_mxfp4",
     "widened_linear",
     "widened_scratch_floats",
 ]
@@ -98,6 +102,9 @@ FEW_ROWS_INT8 = {"bfloat16": 16, "float32": 64}
 _INT8_PRODUCTS_ROWS = 32 if HAS_BFLOAT16_PRODUCTS else 16
 _VECTOR_ROWS, _WIDE = 4, 4
 MOST_ROWS = 256
+# Above so many rows of an expert its MXFP4 weights are widened once for all of them (benchmarks/formats_experts.py). Where tiles
+# have one row, every row widens them again.
+MXFP4_ROWS = {"bfloat16": 12, "float32": 24} if mxfp4_tiles.ROWS > 1 else {"bfloat16": 2, "float32": 2}
 HAS_MATRIX_UNIT = may_use_tiles()
 HAS_INT8_PRODUCTS = int8.HAS_INT8_PRODUCTS and not HAS_MATRIX_UNIT
 _SHARED_ROWS = 1 << 14  # elements of row-wise work; so few, because between products the other threads are not asleep yet
@@ -250,6 +257,11 @@ def grouped_linear_kernel(num_outputs: int, dtype: str) -> tuple[Any, int]:
     return kernel, most_rows if num_outputs >= linear.MIN_OUTPUTS else 0
 
 
+def grouped_mxfp4_rows(dtype: str) -> int:
+    """Returns the most rows of an expert that grouped_mxfp4_linear multiplies faster than wide products after widening."""
+    return MXFP4_ROWS[dtype]
+
+
 def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
     return HAS_MATRIX_UNIT and row_bytes % amx_tiles.STEP_BYTES == 0 and num_outputs >= amx_tiles.PANEL
 
@@ -279,6 +291,12 @@ grouped_widened_linear = Forms(
     grouped_linear.grouped_widened_linear_parallel,
     lambda args: _shares_experts(args[0], args[1]),
 )
+grouped_mxfp4_linear = Forms(
+    mxfp4.grouped_mxfp4_linear_serial,
+    mxfp4.grouped_mxfp4_linear_parallel,
+    lambda args: _thread.num_threads > 1 and args[1].nbytes // (len(args[4]) - 1) * len(args[0]) >= _SHARED_WEIGHTS // 2,
+)
+widen_mxfp4 = Forms(mxfp4.widen_mxfp4_serial, mxfp4.widen_mxfp4_parallel, lambda args: _shares_tiles(args[0]))
 combine = Forms(experts.combine_serial, experts.combine_parallel, lambda args: _deals_out_rows(args[-1]))
 int8_linear = Forms(int8_linear_serial, int8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 amx_linear = Forms(amx_linear_serial, amx_linear_parallel, lambda args: _shares_tiles(args[1]))
@@ -292,3 +310,4 @@ add_rms_norm = Forms(rows.add_rms_norm, rows.add_rms_norm_parallel, lambda args:
 rope_and_store = Forms(rows.rope_and_store, rows.rope_and_store_parallel, lambda args: _deals_out_rows(args[0]))
 silu_and_mul = Forms(rows.silu_and_mul, rows.silu_and_mul_parallel, lambda args: _deals_out_rows(args[0]))
 gelu_and_mul = Forms(rows.gelu_and_mul, rows.gelu_and_mul_parallel, lambda args: _deals_out_rows(args[0]))
+clamped_swiglu = Forms(rows.clamped_swiglu, rows.clamped_swiglu_parallel, lambda args: _deals_out_rows(args[0]))

@@ -25,72 +25,75 @@ from engine.cpu.kernels.widened_linear import (
     widened_tiles,
 )
 
-_ROWS_AS_READING = 8  # the number of rows whose products cost as much as reading the weights
+ROWS_AS_READING = 8  # the number of rows whose products cost as much as reading the weights
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 
 @njit(**_HELPER)
-def _rows_of(firsts: Any, expert: int, most_rows: int) -> int:
+def rows_of(firsts: Any, expert: int, most_rows: int) -> int:
     """Returns how many rows the expert has; 0 if it has more than most_rows."""
     num_rows = firsts[expert + 1] - firsts[expert]
     return num_rows if num_rows <= most_rows else 0
 
 
 @njit(**_HELPER)
-def _limits(firsts: Any, most_rows: int, stripes: int, share: int, num_shares: int) -> tuple[int, int]:
+def limits(firsts: Any, most_rows: int, stripes: int, share: int, num_shares: int) -> tuple[int, int]:
     """Returns where a share begins and ends within the cost of all products."""
     total = 0
     for expert in range(firsts.shape[0] - 1):
-        num_rows = _rows_of(firsts, expert, most_rows)
+        num_rows = rows_of(firsts, expert, most_rows)
         if num_rows:
-            total += stripes * (_ROWS_AS_READING + num_rows)
+            total += stripes * (ROWS_AS_READING + num_rows)
     return total * share // num_shares, total * (share + 1) // num_shares
 
 
 @njit(**_HELPER)
-def _stripes_up_to(cost: int, of_stripe: int, stripes: int) -> int:
+def stripes_up_to(cost: int, of_stripe: int, stripes: int) -> int:
     """Returns how many stripes begin before `cost`, the first at 0 and each of_stripe after the one before."""
     return min(max(0, (cost + of_stripe - 1) // of_stripe), stripes)
 
 
 def grouped_linear_signature(element: types.Type) -> Any:
-    return void(element[:, ::1], element[:, :, ::1], int32[::1], int64, int64, element[:, ::1])
+    return void(element[:, ::1], element[:, :, ::1], element[:, ::1], int32[::1], int64, int64, element[:, ::1])
 
 
 @njit(**_HELPER)
-def _share(x: Any, weight: Any, firsts: Any, most_rows: int, share: int, num_shares: int, out: Any) -> None:
+def _share(x: Any, weight: Any, bias: Any, firsts: Any, most_rows: int, share: int, num_shares: int, out: Any) -> None:
     """Computes one share of the outputs of all experts."""
     num_experts, num_outputs = weight.shape[:2]
     stripes = (num_outputs + STRIPE - 1) // STRIPE
-    begin, end = _limits(firsts, most_rows, stripes, share, num_shares)
-    none, no_bias = np.empty(0, np.float32), np.empty(0, x.dtype)
+    begin, end = limits(firsts, most_rows, stripes, share, num_shares)
+    none = np.empty(0, np.float32)
     at = 0
     for expert in range(num_experts):
-        num_rows, first = _rows_of(firsts, expert, most_rows), firsts[expert]
+        num_rows, first = rows_of(firsts, expert, most_rows), firsts[expert]
         if not num_rows:
             continue
-        cost = _ROWS_AS_READING + num_rows
+        cost = ROWS_AS_READING + num_rows
         own, to = x[first : first + num_rows], out[first : first + num_rows]
-        for stripe in range(_stripes_up_to(begin - at, cost, stripes), _stripes_up_to(end - at, cost, stripes)):
-            linear_stripe(own, weight[expert], none, no_bias, to, stripe * STRIPE, min((stripe + 1) * STRIPE, num_outputs))
+        for stripe in range(stripes_up_to(begin - at, cost, stripes), stripes_up_to(end - at, cost, stripes)):
+            end_output = min((stripe + 1) * STRIPE, num_outputs)
+            linear_stripe(own, weight[expert], none, bias[expert], to, stripe * STRIPE, end_output)
         at += stripes * cost
 
 
 def _grouped_linear(
     x: Any,  # [P, K]
     weight: Any,  # [E, N, K]
+    bias: Any,  # [E, N], or [E, 0] for none
     firsts: Any,  # [E + 1] int32: the first row of each expert
     most_rows: int,  # experts with more rows are left out
     num_shares: int,  # number of shares that the work is cut into, one for each thread
     out: Any,  # [P, N]
 ) -> None:
     for share in prange(num_shares):
-        _share(x, weight, firsts, most_rows, int64(share), num_shares, out)
+        _share(x, weight, bias, firsts, most_rows, int64(share), num_shares, out)
 
 
 def grouped_widened_linear_signature(element: types.Type) -> Any:
-    return void(element[:, ::1], element[:, :, ::1], int32[::1], int64, float32[::1], int64, element[:, ::1])
+    matrices = (element[:, :, ::1], element[:, ::1])
+    return void(element[:, ::1], *matrices, int32[::1], int64, float32[::1], int64, element[:, ::1])
 
 
 def widened_scratch_floats(num_rows: int, num_inputs: int, num_shares: int) -> int:
@@ -101,35 +104,38 @@ def widened_scratch_floats(num_rows: int, num_inputs: int, num_shares: int) -> i
 @njit(**_HELPER)
 def _widen(x: Any, weight: Any, firsts: Any, most_rows: int, expert: int, words: Any) -> None:
     """Widens an expert's rows into their place among the words."""
-    num_rows, first, width = _rows_of(firsts, expert, most_rows), firsts[expert], padded_inputs_of(x.shape[1])
+    num_rows, first, width = rows_of(firsts, expert, most_rows), firsts[expert], padded_inputs_of(x.shape[1])
     if num_rows:
         widen_rows(x[first : first + num_rows], weight[expert], words[first * width :])
 
 
 @njit(**_HELPER)
-def _widened_share(x: Any, weight: Any, firsts: Any, most_rows: int, words: Any, share: int, num_shares: int, out: Any) -> None:
+def _widened_share(
+    x: Any, weight: Any, bias: Any, firsts: Any, most_rows: int, words: Any, share: int, num_shares: int, out: Any
+) -> None:
     """Computes one share of the outputs of all experts. words: the widened inputs, then each share's work space."""
     num_experts, num_outputs = weight.shape[:2]
     stripes = (num_outputs + WIDENED_STRIPE - 1) // WIDENED_STRIPE
-    begin, end = _limits(firsts, most_rows, stripes, share, num_shares)
-    none, no_bias, width = np.empty(0, np.float32), np.empty(0, x.dtype), padded_inputs_of(x.shape[1])
+    begin, end = limits(firsts, most_rows, stripes, share, num_shares)
+    none, width = np.empty(0, np.float32), padded_inputs_of(x.shape[1])
     sums = words[words.shape[0] - STRIPE_FLOATS * (num_shares - share) :]
     at = 0
     for expert in range(num_experts):
-        num_rows, first = _rows_of(firsts, expert, most_rows), firsts[expert]
+        num_rows, first = rows_of(firsts, expert, most_rows), firsts[expert]
         if not num_rows:
             continue
-        cost, num_tiles = _ROWS_AS_READING + num_rows, widened_tiles(num_rows)
+        cost, num_tiles = ROWS_AS_READING + num_rows, widened_tiles(num_rows)
         own, to = words[first * width :], out[first : first + num_rows]
-        for stripe in range(_stripes_up_to(begin - at, cost, stripes), _stripes_up_to(end - at, cost, stripes)):
+        for stripe in range(stripes_up_to(begin - at, cost, stripes), stripes_up_to(end - at, cost, stripes)):
             output, output_end = stripe * WIDENED_STRIPE, min((stripe + 1) * WIDENED_STRIPE, num_outputs)
-            widened_stripe(own, num_tiles, weight[expert], none, no_bias, sums, to, output, output_end)
+            widened_stripe(own, num_tiles, weight[expert], none, bias[expert], sums, to, output, output_end)
         at += stripes * cost
 
 
 def _grouped_widened_linear(
     x: Any,  # [P, K] bfloat16 bits
     weight: Any,  # [E, N, K] bfloat16 bits
+    bias: Any,  # [E, N], or [E, 0] for none
     firsts: Any,  # [E + 1] int32: the first row of each expert
     most_rows: int,  # experts with more rows are left out; widened_linear.FEW_ROWS at most
     words: Any,  # [widened_scratch_floats]
@@ -139,7 +145,7 @@ def _grouped_widened_linear(
     for expert in prange(weight.shape[0]):
         _widen(x, weight, firsts, most_rows, int64(expert), words)
     for share in prange(num_shares):
-        _widened_share(x, weight, firsts, most_rows, words, int64(share), num_shares, out)
+        _widened_share(x, weight, bias, firsts, most_rows, words, int64(share), num_shares, out)
 
 
 grouped_linear_serial = njit(**_OPTIONS)(_grouped_linear)

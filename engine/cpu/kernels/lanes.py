@@ -18,7 +18,7 @@ from numba.core.typing.templates import ConcreteTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
 from engine.cpu.kernels.bits import HASH_STEP, mixed, narrow_bits, unmixed_words
-from engine.cpu.kernels.vectors import I32, LANES, PAIRS, SUMS, exp2, splat, vector
+from engine.cpu.kernels.vectors import I32, LANES, PAIRS, SUMS, exp2, shuffle, splat, vector
 
 
 class _Lanes(types.Type):
@@ -109,6 +109,49 @@ def load(typing_context: Any, array: Any, at: Any, count: Any) -> Any:
         return builder.bitcast(builder.shl(builder.zext(loaded, PAIRS), vector(PAIRS, 16)), SUMS)
 
     return kind(array, types.int64, types.int64), generate
+
+
+def _alternate(odd: int) -> Any:
+    @intrinsic
+    def load_alternate(typing_context: Any, array: Any, at: Any, count: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            own, begin, num = args
+            halves = []
+            twice = builder.mul(num, ir.Constant(num.type, 2))
+            for half in range(2):
+                first, left = ir.Constant(num.type, half * LANES), builder.sub(twice, ir.Constant(num.type, half * LANES))
+                address, raw, mask = _address(context, builder, sig.args[0], own, builder.add(begin, first), left)
+                kind = ir.FunctionType(raw, [address.type, mask.type, raw])
+                name = f"llvm.masked.load.v{LANES}{_suffix(raw)}.p0"
+                function = cgutils.get_or_insert_function(builder.module, kind, name)
+                halves.append(builder.call(function, [address, mask, vector(raw, 0)]))
+            chosen = shuffle(builder, halves[0], halves[1], list(range(odd, 2 * LANES, 2)))
+            if array.dtype != types.uint16:
+                return chosen
+            return builder.bitcast(builder.shl(builder.zext(chosen, PAIRS), vector(PAIRS, 16)), SUMS)
+
+        return FLOATS(array, types.int64, types.int64), generate
+
+    return load_alternate
+
+
+# They return every second of 2 * count elements (float32 or bfloat16 bits) from index `at` on, the first or the second of each two.
+# In the other lanes is 0.
+load_even, load_odd = _alternate(0), _alternate(1)
+
+
+@intrinsic
+def limited(typing_context: Any, values: Any, least: Any, most: Any) -> Any:
+    """Returns the lanes clamped to between least and most (float32). NaN stays NaN."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        values, *bounds = args
+        for sign, bound in zip("<>", bounds, strict=True):
+            edge = splat(builder, bound, SUMS)
+            values = builder.select(builder.fcmp_ordered(sign, values, edge), edge, values)
+        return values
+
+    return FLOATS(FLOATS, types.float32, types.float32), generate
 
 
 @intrinsic

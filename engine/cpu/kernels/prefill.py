@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int32, int64, njit, prange, types, void
 
-from engine.cpu.kernels.attention_blocks import CHUNK_TOKENS, HELPER, OPTIONS, add_block, score_block, soften_row, write_heads
+from engine.cpu.kernels.attention_blocks import (
+    CHUNK_TOKENS,
+    HELPER,
+    OPTIONS,
+    add_block,
+    add_sinks,
+    score_block,
+    soften_row,
+    write_heads,
+)
 from engine.cpu.kernels.bits import named
 
 _TILE_ROWS = 32  # query tokens of a tile times the heads that share a KV head
@@ -38,6 +47,7 @@ def _attend_tile(
     window: int,
     scale: float,
     softcap: float,
+    sinks: Any,
     group: int,
     queries: Any,  # [rows * D]: work space, as are the next five
     scores: Any,  # [rows, chunk]
@@ -96,6 +106,7 @@ def _attend_tile(
     for n in range(num_tokens):
         own = slice(n * group, (n + 1) * group)
         at = kv_head * group * head_dim
+        add_sinks(sinks, kv_head * group, tops[own], totals[own])
         write_heads(sums[own], totals[own], out[first_token + n, at : at + group * head_dim], head_dim)
 
 
@@ -116,6 +127,7 @@ def _prefill_attention(
     window: int,  # a token attends to the last `window` positions up to its own; 0: to all
     scale: float,
     softcap: float,  # scores become softcap * tanh(score / softcap); 0: unchanged
+    sinks: Any,  # [H]: one more score for each head, without a value; or [0]: there are none
     num_shares: int,
     out: Any,  # [T, H * D]; only these rows' tokens are written
 ) -> None:
@@ -153,6 +165,7 @@ def _prefill_attention(
                     window,
                     scale,
                     softcap,
+                    sinks,
                     group,
                     queries,
                     scores,
@@ -175,6 +188,7 @@ def prefill_attention_signature(element: types.Type) -> Any:
         *(int64,) * 2,
         float64,
         float64,
+        float32[::1],
         int64,
         element[:, ::1],
     )

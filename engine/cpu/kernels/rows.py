@@ -13,7 +13,7 @@ import numpy as np
 from numba import boolean, float32, float64, int64, njit, prange, types, void
 
 from engine.cpu.kernels.bits import FASTMATH, exp, named, narrow, prefetch, widen
-from engine.cpu.kernels.lanes import exp_for_bfloat16, load, rounded, store, total_of
+from engine.cpu.kernels.lanes import exp_for_bfloat16, limited, load, load_even, load_odd, rounded, store, total_of
 from engine.cpu.kernels.vectors import LANES
 
 # Python's error model puts a branch for zero before each division, which keeps loops from being vectorised.
@@ -260,9 +260,34 @@ def _gelu_and_mul(gate_up: Any, out: Any) -> None:
             _gelu_lanes(gate_up, 2 * row * width + whole, width, out, row * width + whole, width - whole)
 
 
+def clamped_swiglu_signature(element: types.Type) -> Any:
+    return void(element[:, ::1], float64, float64, element[:, ::1])
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _clamped_lanes(gate_up: Any, at: int, limit: Any, alpha: Any, out: Any, out_at: int, count: int) -> None:
+    gate = limited(load_even(gate_up, at, count), float32(-np.inf), limit)
+    up = limited(load_odd(gate_up, at, count), -limit, limit)
+    sigmoid = float32(1.0) / (_exp(gate * (-alpha), out) + float32(1.0))
+    store(out, out_at, count, (up + float32(1.0)) * (gate * sigmoid))
+
+
+def _clamped_swiglu(gate_up: Any, limit: float, alpha: float, out: Any) -> None:
+    """Writes (up + 1) * gate * sigmoid(alpha * gate) to out [T, W], of gate and up that alternate in gate_up [T, 2 W] and are
+    clamped first: gates to at most limit, ups to between -limit and limit."""
+    width, most, factor = out.shape[1], float32(limit), float32(alpha)
+    whole = width - width % LANES
+    for row in prange(out.shape[0]):
+        for i in range(0, whole, LANES):
+            _clamped_lanes(gate_up, 2 * (row * width + i), most, factor, out, row * width + i, LANES)
+        if whole < width:
+            _clamped_lanes(gate_up, 2 * (row * width + whole), most, factor, out, row * width + whole, width - whole)
+
+
 gather_rows, gather_rows_parallel = _compiled(_gather_rows)
 rms_norm, rms_norm_parallel = _compiled(_rms_norm)
 add_rms_norm, add_rms_norm_parallel = _compiled(_add_rms_norm)
 rope_and_store, rope_and_store_parallel = _compiled(_rope_and_store)
 silu_and_mul, silu_and_mul_parallel = _compiled(_silu_and_mul)
 gelu_and_mul, gelu_and_mul_parallel = _compiled(_gelu_and_mul)
+clamped_swiglu, clamped_swiglu_parallel = _compiled(_clamped_swiglu)

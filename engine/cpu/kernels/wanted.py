@@ -25,6 +25,7 @@ from engine.cpu.kernels import (
     int8,
     linear,
     logprobs,
+    mxfp4,
     prefill,
     rows,
     sampling,
@@ -51,6 +52,7 @@ _SECONDS = {
     entry.few_rows_linear.serial: 2.0,
     entry.grouped_few_rows_linear.serial: 2.0,
     entry.grouped_widened_linear.serial: 4.0,
+    entry.grouped_mxfp4_linear.serial: 4.0,
 }
 SHORT_S = 0.7
 _preparing = threading.Lock()  # loads of two models may ask at the same time
@@ -181,6 +183,10 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         wanted.append(_both(entry.amx_linear, amx_linear.amx_linear_signature(element)))
     if quantize == "int8":
         wanted += _wanted_int8(dtype, element)
+    if quantize == "mxfp4":
+        wanted.append(_both(entry.grouped_mxfp4_linear, mxfp4.grouped_mxfp4_linear_signature(element)))
+        wanted.append(_both(entry.widen_mxfp4, mxfp4.widen_mxfp4_signature(element)))
+        wanted.append(_both(entry.clamped_swiglu, rows.clamped_swiglu_signature(element)))
     if dtype == "bfloat16":
         wanted.append(_both(entry.greedy_bfloat16, sampling.GREEDY_BFLOAT16))
         # rows whose logits are edited are sampled in float32

@@ -62,7 +62,7 @@ def gate_and_mul(gate_up: Tensor, gelu: bool) -> Tensor:
 
 def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: DeviceBatch) -> Tensor:
     """Returns what the experts of a layer make of x [T, W], as Ops.experts does."""
-    num_experts, num_chosen, kv_slots = len(experts.gate_up), experts.num_chosen, batch.groups[0].kv_slots
+    num_experts, num_chosen, kv_slots = experts.num_experts, experts.num_chosen, batch.groups[0].kv_slots
     chosen, weights, firsts, pairs = triton_experts.empty_routing(len(x), num_chosen, num_experts, x.device)
     triton_experts.route(scores, kv_slots, num_experts, experts.normalised, chosen, weights)
     triton_experts.sort(chosen, firsts, pairs)
@@ -70,8 +70,9 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
     tiles = (triton_experts.tile_rows(len(pairs), num_experts),)
     for tile in triton_experts.TILE_ROWS if linear_choice.launches_both() else tiles:
         how = (firsts, pairs, num_chosen)
-        triton_experts.grouped_linear(x, experts.gate_up, *how, True, tile, INTERPRETED, inner)
-        triton_experts.grouped_linear(inner, experts.down, *how, False, tile, INTERPRETED, made)
+        last = (tile, INTERPRETED)
+        triton_experts.grouped_linear(x, experts.gate_up, *how, True, *last, inner, experts.gate_up_bias, experts.clamped)
+        triton_experts.grouped_linear(inner, experts.down, *how, False, *last, made, experts.down_bias)
     out = torch.empty_like(x)
     triton_experts.combine(made, weights, kv_slots, scores, shared, out)
     return out

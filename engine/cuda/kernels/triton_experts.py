@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.triton_mxfp4 import widened_mxfp4
+from engine.ops.ops import ClampedSwiglu, Mxfp4Matrix
+
 TILE_ROWS = (16, 64)  # rows that a program of a product multiplies: for few rows an expert, and for many
 _FEW_ROWS = 16  # an expert, on average: up to here tiles are of the first size
 _SORT_BLOCK = 1024
@@ -117,17 +120,63 @@ def sort(chosen: Tensor, firsts: Tensor, pairs: Tensor, block: int = _SORT_BLOCK
 
 
 @triton.jit
+def _add_mxfp4(
+    rows_at, blocks, scales, output, there, seen_output, inputs, total,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Returns total [M, N] plus the products of rows [M, K] with the weights of the outputs [N] in MXFP4, for BLOCK_K inputs from
+    `inputs` on. output: the index of each among all experts' outputs."""
+    place = inputs // 2 + tl.arange(0, BLOCK_K // 2)
+    group = inputs // 32 + tl.arange(0, BLOCK_K // 32)
+    left, right = widened_mxfp4(
+        blocks,
+        scales,
+        output[None, :] * (K // 2) + place[:, None],
+        output[None, :] * (K // 32) + group[:, None],
+        seen_output[None, :] & (place < K // 2)[:, None],
+        seen_output[None, :] & (group < K // 32)[:, None],
+        BLOCK_K // 2,
+        BLOCK_N,
+    )
+    seen = there[:, None] & (place < K // 2)[None, :]
+    even = tl.load(rows_at + 2 * place[None, :], mask=seen, other=0.0)
+    odd = tl.load(rows_at + 2 * place[None, :] + 1, mask=seen, other=0.0)
+    left, right = left.to(even.dtype), right.to(even.dtype)
+    if WIDEN:
+        even, odd, left, right = even.to(tl.float32), odd.to(tl.float32), left.to(tl.float32), right.to(tl.float32)
+    total = tl.dot(even, left, total, input_precision="ieee")
+    return tl.dot(odd, right, total, input_precision="ieee")
+
+
+@triton.jit
+def _activated(gate, up, limit, alpha, narrow: tl.constexpr, CLAMPED: tl.constexpr):
+    """Returns the activation, in float32, of gate and up as products give them in `narrow`."""
+    gate, up = gate.to(narrow).to(tl.float32), up.to(narrow).to(tl.float32)
+    if CLAMPED:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+        return (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+    return (gate / (1.0 + tl.exp(-gate))).to(narrow).to(tl.float32) * up
+
+
+@triton.jit
 def _grouped_kernel(
     x,  # [T, K] if GATED, by token; else [P, K], by place among the sorted pairs
-    weight,  # [E, 2 N, K] if GATED, else [E, N, K]
+    weight,  # [E, 2 N, K] if GATED, else [E, N, K]; bytes if MXFP4
+    scales,  # [E, 2 N, K / 32] or [E, N, K / 32], read if MXFP4
+    bias,  # [E, 2 N] or [E, N], read if BIASED
     firsts,  # [E + 1] int32
     pairs,  # [P] int32
     out,  # [P, N]: by place among the sorted pairs if GATED, else by pair
+    limit,  # of the clamped activation, as is alpha
+    alpha,
     E: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
     GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BIASED: tl.constexpr,
+    MXFP4: tl.constexpr,
     M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -151,57 +200,92 @@ def _grouped_kernel(
         x_row, out_row = row, pair
     output, inner = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     rows_at = x + x_row.to(tl.int64)[:, None] * K
-    columns_at = weight + expert.to(tl.int64) * ((2 if GATED else 1) * N * K) + output[None, :] * K
+    first_output = expert.to(tl.int64) * ((2 if GATED else 1) * N)
+    # gates and ups alternate where the activation is the clamped one, else an expert's gates come before its ups
+    step: tl.constexpr = 2 if CLAMPED else 1
+    to_up: tl.constexpr = 1 if CLAMPED else N
+    columns_at = weight + first_output * K + (output * step)[None, :] * K
     total = tl.zeros([M, BLOCK_N], tl.float32)
     total_up = total
     for start in range(0, K, BLOCK_K):
-        at_k = start + inner
-        rows = tl.load(rows_at + at_k[None, :], mask=there[:, None] & (at_k < K)[None, :], other=0.0)
-        seen = (output < N)[None, :] & (at_k < K)[:, None]
-        columns = tl.load(columns_at + at_k[:, None], mask=seen, other=0.0)
-        if WIDEN:
-            rows, columns = rows.to(tl.float32), columns.to(tl.float32)
-        total = tl.dot(rows, columns, total, input_precision="ieee")
-        if GATED:
-            columns = tl.load(columns_at + N * K + at_k[:, None], mask=seen, other=0.0)
+        if MXFP4:
+            own = first_output + output * step
+            total = _add_mxfp4(rows_at, weight, scales, own, there, output < N, start, total, K, BLOCK_N, BLOCK_K, WIDEN)
+            if GATED:
+                own += to_up
+                total_up = _add_mxfp4(rows_at, weight, scales, own, there, output < N, start, total_up, K, BLOCK_N, BLOCK_K, WIDEN)
+        else:
+            at_k = start + inner
+            rows = tl.load(rows_at + at_k[None, :], mask=there[:, None] & (at_k < K)[None, :], other=0.0)
+            seen = (output < N)[None, :] & (at_k < K)[:, None]
+            columns = tl.load(columns_at + at_k[:, None], mask=seen, other=0.0)
             if WIDEN:
-                columns = columns.to(tl.float32)
-            total_up = tl.dot(rows, columns, total_up, input_precision="ieee")
+                rows, columns = rows.to(tl.float32), columns.to(tl.float32)
+            total = tl.dot(rows, columns, total, input_precision="ieee")
+            if GATED:
+                columns = tl.load(columns_at + to_up * K + at_k[:, None], mask=seen, other=0.0)
+                if WIDEN:
+                    columns = columns.to(tl.float32)
+                total_up = tl.dot(rows, columns, total_up, input_precision="ieee")
     narrow: tl.constexpr = out.dtype.element_ty
+    if BIASED:
+        biases_at = bias + first_output + output * step
+        total += tl.load(biases_at, mask=output < N, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            total_up += tl.load(biases_at + to_up, mask=output < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        gate, up = total.to(narrow).to(tl.float32), total_up.to(narrow).to(tl.float32)
-        total = (gate / (1.0 + tl.exp(-gate))).to(narrow).to(tl.float32) * up
+        total = _activated(total, total_up, limit, alpha, narrow, CLAMPED)
     place = out + out_row.to(tl.int64)[:, None] * N + output[None, :]
     tl.store(place, total.to(narrow), mask=there[:, None] & (output < N)[None, :])
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, firsts: Tensor, pairs: Tensor, num_chosen: int, gated: bool, tile: int, widen: bool, out: Tensor
+    x: Tensor,
+    weight: Tensor | Mxfp4Matrix,
+    firsts: Tensor,
+    pairs: Tensor,
+    num_chosen: int,
+    gated: bool,
+    tile: int,
+    widen: bool,
+    out: Tensor,
+    bias: Tensor | None = None,
+    clamped: ClampedSwiglu | None = None,
 ) -> None:
     """Multiplies sorted pairs (see `sort`) with their experts' weights. Rows of out [P, N] that belong to no pair are undefined.
 
     gated: x [T, K] are tokens, of each of which a pair takes its own; weight [E, 2 N, K] has each expert's gate before its up, and
     out becomes silu(gate) * up, in the order of the sorted pairs. Otherwise x [P, K] is in that order, weight is [E, N, K], and out
-    in the order of the pairs' numbers. tile: one of TILE_ROWS. widen: products are of float32 (where kernels are interpreted)."""
+    in the order of the pairs' numbers. tile: one of TILE_ROWS. widen: products are of float32 (where kernels are interpreted).
+    bias: [E, 2 N] or [E, N]. clamped: the activation if gated, of gates and ups that alternate."""
     num_experts, num_pairs = len(firsts) - 1, len(pairs)
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (64, 32 if wide_items else 64)
+    is_mxfp4 = isinstance(weight, Mxfp4Matrix)
+    values, scales = (weight.blocks, weight.scales) if isinstance(weight, Mxfp4Matrix) else (weight, weight)
     most_tiles = min(num_experts, num_pairs) + num_pairs // tile
     _grouped_kernel[(most_tiles, triton.cdiv(num_outputs, block_n))](
         x,
-        weight,
+        values,
+        scales,
+        x if bias is None else bias,
         firsts,
         pairs,
         out,
+        0.0 if clamped is None else clamped.limit,
+        0.0 if clamped is None else clamped.alpha,
         E=num_experts,
         C=num_chosen,
         K=num_inputs,
         N=num_outputs,
         GATED=gated,
+        CLAMPED=clamped is not None,
+        BIASED=bias is not None,
+        MXFP4=is_mxfp4,
         M=tile,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, max(16, triton.next_power_of_2(num_inputs))),
+        BLOCK_K=min(block_k, max(32 if is_mxfp4 else 16, triton.next_power_of_2(num_inputs))),
         PADDED_E=_padded_experts(num_experts),
         WIDEN=widen,
         num_warps=4,

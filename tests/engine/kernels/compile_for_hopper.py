@@ -34,6 +34,7 @@ from engine.cuda.kernels import (
     triton_unpack,
 )
 from engine.memory.arena import kv_views
+from engine.ops.ops import ClampedSwiglu, Mxfp4Matrix
 from loader.frame import FRAME_VALUES
 from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
 
@@ -104,6 +105,7 @@ def compile_instead_of_running(capability: int) -> None:
             line = {
                 "kernel": self.fn.__name__,
                 "fp8": bool(options.get("FP8")),
+                "mxfp4": bool(options.get("MXFP4")),
                 "warps": made.metadata.num_warps,
                 "shared_bytes": made.metadata.shared,
                 "wgmma": ptx.count("wgmma.mma_async"),
@@ -161,6 +163,12 @@ def main(capability: int) -> None:
     for tile in triton_experts.TILE_ROWS:
         triton_experts.grouped_linear(x, gate_up, *routing[2:], CHOSEN, True, tile, False, inner)
         triton_experts.grouped_linear(inner, down, *routing[2:], CHOSEN, False, tile, False, made)
+    blocks = torch.zeros(EXPERTS, 2 * EXPERT_INNER, WIDTH // 32, 16, dtype=torch.uint8)
+    halves = Mxfp4Matrix(blocks, blocks[..., 0]), Mxfp4Matrix(blocks[:, :EXPERT_INNER], blocks[:, :EXPERT_INNER, :, 0])
+    for tile in triton_experts.TILE_ROWS:
+        how, clamped = (*routing[2:], CHOSEN), ClampedSwiglu(7.0, 1.702)
+        triton_experts.grouped_linear(x, halves[0], *how, True, tile, False, inner, x, clamped)
+        triton_experts.grouped_linear(inner, halves[1], *how, False, tile, False, made, x)
     triton_experts.combine(made, routing[1], longs, scores, x, x)
     entry.rms_norm(x, x[0], 1e-5, False)
     entry.add_rms_norm(x, x, x[0], 1e-5, False)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.cuda.kernels import triton_experts
 from engine.ops import reference
+from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix
 from tests.engine.kernels.draw import Draw, close
 
 
@@ -39,24 +40,48 @@ def routing(draw: Draw) -> None:
         assert torch.equal(one.cpu(), other)
 
 
-def experts(draw: Draw) -> None:
+def mxfp4(draw: Draw, *shape: int) -> Mxfp4Matrix:
+    """Returns any numbers, of about the size of weights of a product with so many inputs."""
+    *outer, inputs = shape
+    blocks = torch.randint(0, 256, (*outer, inputs // 32, 16), generator=draw.generator).to(torch.uint8)
+    scales = torch.randint(120, 125, (*outer, inputs // 32), generator=draw.generator)
+    return Mxfp4Matrix(draw.on(blocks), draw.on(scales.to(torch.uint8)))
+
+
+def on_cpu(matrices: Tensor | Mxfp4Matrix) -> Tensor | Mxfp4Matrix:
+    return Mxfp4Matrix(matrices.blocks.cpu(), matrices.scales.cpu()) if isinstance(matrices, Mxfp4Matrix) else matrices
+
+
+def experts(draw: Draw, in_mxfp4: bool = False) -> None:
     num_tokens, num_experts = draw.one_of(1, 2, 5, 17), draw.one_of(1, 3, 6)
     width, inner = draw.one_of(16, 40, 70), draw.one_of(8, 33)
+    if in_mxfp4:
+        num_tokens, num_experts, width, inner = draw.one_of(1, 5), draw.one_of(1, 3), draw.one_of(32, 96), 32
     num_chosen, normalised = draw.between(1, min(4, num_experts)), draw.one_of(False, True)
     x = draw.normal(num_tokens, width)
-    gate_up = draw.normal(num_experts, 2 * inner, width, scale=width**-0.5)
-    down = draw.normal(num_experts, width, inner, scale=inner**-0.5)
+    gate_up: Tensor | Mxfp4Matrix = draw.normal(num_experts, 2 * inner, width, scale=width**-0.5)
+    down: Tensor | Mxfp4Matrix = draw.normal(num_experts, width, inner, scale=inner**-0.5)
+    biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    clamped = None
+    if in_mxfp4:
+        gate_up, down = mxfp4(draw, num_experts, 2 * inner, width), mxfp4(draw, num_experts, width, inner)
+    if in_mxfp4 or draw.one_of(False, True):
+        biases = draw.normal(num_experts, 2 * inner), draw.normal(num_experts, width)
+        clamped = ClampedSwiglu(draw.one_of(0.7, 7.0), 1.702)
     shared = draw.normal(num_tokens, width) if draw.one_of(False, True) else None
     scores = draw.normal(num_tokens, num_experts + (shared is not None), scale=2.0)
     if draw.one_of(False, True):  # all tokens pass through the same experts
         scores[:] = scores[:1].clone()
     kv_slots = some_padding(draw, num_tokens)
-    wanted = reference.experts(x, scores, gate_up, down, num_chosen, normalised, kv_slots < 0, shared)
+    matrices = ExpertMatrices(on_cpu(gate_up), on_cpu(down), num_chosen, normalised, *biases, clamped)
+    wanted = reference.experts(x, scores, matrices, kv_slots < 0, shared)
     _, weights, firsts, pairs = (draw.on(one) for one in routed(scores, kv_slots, num_experts, num_chosen, normalised))
     between, made = (draw.like(torch.empty(len(pairs), columns, dtype=draw.dtype)) for columns in (inner, width))
     tile, how, out = draw.one_of(*triton_experts.TILE_ROWS), (firsts, pairs, num_chosen), draw.like(x)
-    triton_experts.grouped_linear(draw.on(x), draw.on(gate_up), *how, True, tile, draw.interpreted, between)
-    triton_experts.grouped_linear(between, draw.on(down), *how, False, tile, draw.interpreted, made)
+    gate_bias, down_bias = (None if bias is None else draw.on(bias) for bias in biases)
+    own = [one if isinstance(one, Mxfp4Matrix) else draw.on(one) for one in (gate_up, down)]
+    triton_experts.grouped_linear(draw.on(x), own[0], *how, True, tile, draw.interpreted, between, gate_bias, clamped)
+    triton_experts.grouped_linear(between, own[1], *how, False, tile, draw.interpreted, made, down_bias)
     also = None if shared is None else draw.on(shared)
     triton_experts.combine(made, weights, draw.on(kv_slots), draw.on(scores), also, out)
     close(out, wanted, draw.dtype)

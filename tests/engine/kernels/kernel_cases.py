@@ -43,6 +43,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         fp8_rounding,
     )
 } | {f"{case.__name__}_fp8": partial(case, fp8=True) for case in (rope, decode_attention, extend_attention)}
+CASES["experts_mxfp4"] = partial(experts, in_mxfp4=True)
 
 
 def of_dtypes(*dtypes: torch.dtype) -> list[object]:

@@ -19,6 +19,7 @@ from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table, 
 from tests.loader.test_families import (
     GEMMA2_2B,
     GEMMA3_1B,
+    GPT_OSS_20B,
     MISTRAL_7B,
     MIXTRAL_8X7B,
     OLMO2_7B,
@@ -65,7 +66,8 @@ class KeyCase:
     @property
     def spec(self) -> LoadModel:
         limits = (1 << 20, 0, 0, self.max_len, self.max_rows, [1])
-        return LoadModel(1, self.name, "", self.dtype, "", *limits, kv_cache_dtype=self.kv_cache_dtype)
+        held = {"quantize": self.shape.stored_format, "kv_cache_dtype": self.kv_cache_dtype}
+        return LoadModel(1, self.name, "", self.dtype, "", *limits, **held)
 
 
 QWEN3 = QWEN25_7B | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
@@ -83,6 +85,7 @@ CASES = [
     KeyCase("olmo2 float32", OLMO2_7B, "float32", more={"vocab_size": 1003, "num_attention_heads": 2, "num_key_value_heads": 2}),
     KeyCase("qwen2 moe", QWEN15_MOE, more={"vocab_size": 4096, "num_experts": 24, "mlp_only_layers": [1], "num_hidden_layers": 3}),
     KeyCase("mixtral float32 at odd places", MIXTRAL_8X7B, "float32", block_offset=8, more={"num_experts": 8, "vocab_size": 4096}),
+    KeyCase("gpt-oss", GPT_OSS_20B, max_rows=17, more={"vocab_size": 1024, "num_local_experts": 8, "layer_types": None}),
     KeyCase("one block a sequence", MISTRAL_7B, max_len=BLOCK_TOKENS, max_rows=1, more={"sliding_window": None}),
 ]
 # Each stands for settings that the others do not have; the whole list takes many minutes.
@@ -94,6 +97,7 @@ COVERING = (
     "gemma2",
     "olmo2 float32",
     "qwen2 moe",
+    "gpt-oss",
     "one block a sequence",
 )
 

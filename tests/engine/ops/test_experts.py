@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.cpu.products import array
 from engine.cpu.recording.program import Recorder, Scratch, recording
 from engine.ops import reference
-from engine.ops.ops import ExpertMatrices
+from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix
 from tests.engine.cpu_ops import ops
+from tests.engine.gpt_oss_checkpoint import draw_mxfp4
 from tests.engine.ops.twins import both, compiled_as_called, random, same, share_everything
 
 pytest.importorskip("numba")
@@ -24,6 +26,18 @@ kernels = compiled_as_called  # in place of the folder's fixture
 def layer(dtype: torch.dtype, num_experts: int, width: int, inner: int, chosen: int, normalised: bool = True) -> ExpertMatrices:
     gate_up = random(num_experts, 2 * inner, width, dtype=dtype, scale=width**-0.5)
     return ExpertMatrices(gate_up, random(num_experts, width, inner, dtype=dtype, scale=inner**-0.5), chosen, normalised)
+
+
+def clamped_layer(dtype: torch.dtype, num_experts: int, width: int, inner: int, chosen: int, in_mxfp4: bool) -> ExpertMatrices:
+    """Returns experts as gpt-oss has them."""
+    plain = layer(dtype, num_experts, width, inner, chosen)
+    biases = random(num_experts, 2 * inner, dtype=dtype), random(num_experts, width, dtype=dtype)
+    gate_up, down = plain.gate_up, plain.down
+    if in_mxfp4:
+        generator = torch.Generator().manual_seed(width)
+        sizes = ((2 * inner, width), (width, inner))
+        gate_up, down = (Mxfp4Matrix(*draw_mxfp4(num_experts, *size, generator)) for size in sizes)
+    return ExpertMatrices(gate_up, down, chosen, True, *biases, ClampedSwiglu(1.5, 1.702))
 
 
 def batch_of(slots: Any) -> Any:
@@ -50,6 +64,40 @@ def test_any_sizes_and_any_routing(monkeypatch: pytest.MonkeyPatch, dtype: torch
     found, wanted = both(monkeypatch, lambda: ops.experts(x, scores, experts, shared, batch_of(slots)))
     same(found, wanted)
     assert not found[torch.from_numpy(slots) < 0].any()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("in_mxfp4", [True, False], ids=["mxfp4", "plain"])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "width", "inner"), [(1, 3, 96, 32), (23, 4, 64, 160), (70, 2, 544, 64)])
+def test_clamped_experts_with_biases(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_experts: int,
+    width: int,
+    inner: int,
+    in_mxfp4: bool,
+    num_threads: int,
+) -> None:
+    ops.set_num_threads(num_threads)
+    share_everything(monkeypatch)
+    experts = clamped_layer(dtype, num_experts, width, inner, 2, in_mxfp4)
+    x, scores = random(num_tokens, width, dtype=dtype), random(num_tokens, num_experts, dtype=dtype, scale=2.0)
+    found, wanted = both(monkeypatch, lambda: ops.experts(x, scores, experts, None, batch_of(range(num_tokens))))
+    same(found / 4, wanted / 4)  # these sums are some four times as large as other cases'
+
+
+def test_mxfp4_is_widened_exactly(dtype: torch.dtype) -> None:
+    """Every code with every scale but NaN, by the kernel, the reference and transformers."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(255, 1, 1).view(1, 255, 16, 16)
+    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).repeat(1, 1, 16)
+    wanted = reference.mxfp4_values(blocks[0], scales[0], dtype)
+    assert torch.equal(convert_moe_packed_tensors(blocks, scales, dtype=dtype)[0].T.contiguous(), wanted)
+    found = torch.empty_like(wanted)
+    ops.kernels.widen_mxfp4(blocks.view(-1).numpy(), scales.view(-1).numpy(), array(found))
+    assert torch.equal(found, wanted)
 
 
 def test_a_weighted_sum_of_what_each_expert_makes() -> None:
@@ -98,14 +146,15 @@ def test_experts_that_nobody_chose_are_not_read(dtype: torch.dtype) -> None:
     assert torch.isfinite(ops.experts(random(30, 32, dtype=dtype), scores, experts, None, batch_of(range(30)))).all()
 
 
-@pytest.mark.parametrize("num_tokens", [3, 80])
-def test_a_recorded_step_follows_another_routing(dtype: torch.dtype, num_tokens: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "in_mxfp4"), [(3, False), (80, False), (3, True), (80, True)])
+def test_a_recorded_step_follows_another_routing(dtype: torch.dtype, num_tokens: int, in_mxfp4: bool) -> None:
     """The calls of one step, made again, compute any other: also where experts have more rows than the grouped product takes, whose
     kernels are called by Python."""
     ops.set_num_threads(1)
-    experts = layer(dtype, 6, 40, 24, 2)
+    width = 64 if in_mxfp4 else 40
+    experts = clamped_layer(dtype, 6, width, 32, 2, in_mxfp4) if in_mxfp4 else layer(dtype, 6, width, 24, 2)
     slots = np.arange(num_tokens)
-    x, scores = random(num_tokens, 40, dtype=dtype).clone(), random(num_tokens, 6, dtype=dtype).clone()
+    x, scores = random(num_tokens, width, dtype=dtype).clone(), random(num_tokens, 6, dtype=dtype).clone()
     recorder = Recorder(Scratch())
     with recording(recorder), torch.inference_mode():
         out: Tensor = ops.experts(x, scores, experts, None, batch_of(slots))

@@ -1,0 +1,241 @@
+"""Products with weights in MXFP4 (loader/formats/mxfp4.py), which are widened in registers, and the widening of whole matrices.
+
+A group of 32 weights is 16 bytes: those of even index in the low halves, those of odd index in the high ones. Half a byte becomes
+twice its number by a table: of 16 float32 or 32 bfloat16 with AVX-512, of 16 bytes with AVX2 and NEON, by comparisons elsewhere.
+The dot product of a group is multiplied with the group's factor, half of its scale, which is exact.
+
+They are generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see vectors.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
+from engine.cpu.kernels.vectors import FLOAT, I32, I64, LANES, PAIRS, SUMS, add_products, fma, fold, shuffle, splat, vector
+from engine.host import processor
+
+GROUP, GROUP_BYTES = 32, 16
+OUTPUTS = 4  # of a tile
+_HAS_WIDE_TABLES = processor.runs("mxfp4_wide_tables")
+ROWS = 4 if _HAS_WIDE_TABLES else 1  # of a tile: sums of 4 rows take 16 registers of 512 bits
+_MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers that three bits stand for; the fourth is the sign
+_DOUBLED = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+_BYTE = ir.IntType(8)
+_BYTES, _WORDS = ir.VectorType(_BYTE, LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
+_READ_SOON = (0, 3, 1)  # arguments of llvm.prefetch: for reading, into the first-level cache, of data
+
+
+def _bfloat16_bits(value: float) -> int:
+    """Returns the bits of a whole number below 256."""
+    if value == 0:
+        return 0
+    exponent = abs(int(value)).bit_length() - 1
+    return (0x8000 if value < 0 else 0) | (127 + exponent) << 7 | (abs(int(value)) << 7 >> exponent) & 0x7F
+
+
+def _pointer(builder: ir.IRBuilder, data: Any, at: Any, kind: ir.Type) -> Any:
+    return builder.bitcast(builder.gep(data, [at]), kind.as_pointer())
+
+
+def _load_bytes(builder: ir.IRBuilder, data: Any, at: Any) -> Any:
+    return builder.load(_pointer(builder, data, at, _BYTES), align=1)
+
+
+def _doubled_pairs(builder: ir.IRBuilder, packed: Any) -> Any:
+    """Returns twice the numbers of 16 bytes as 16 pairs of bfloat16."""
+    words = builder.zext(packed, PAIRS)
+    index = builder.bitcast(builder.or_(words, builder.shl(words, vector(PAIRS, 12))), _WORDS)
+    # of an index the lowest five bits count, of which the fifth is another number's
+    table = ir.Constant(_WORDS, [_bfloat16_bits(value) for value in _DOUBLED * 2])
+    kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
+    return builder.bitcast(builder.call(function, [table, index]), PAIRS)
+
+
+def _doubled_floats(builder: ir.IRBuilder, packed: Any) -> tuple[Any, Any]:
+    """Returns twice the numbers of 16 bytes as float32: those of even index, then those of odd index."""
+    if _HAS_WIDE_TABLES:
+        table = ir.Constant(SUMS, [float(value) for value in _DOUBLED])
+        kind = ir.FunctionType(SUMS, [SUMS, PAIRS])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
+        words = builder.zext(packed, PAIRS)  # of an index the lowest four bits count
+        return builder.call(function, [table, words]), builder.call(function, [table, builder.lshr(words, vector(PAIRS, 4))])
+    low, high = builder.and_(packed, vector(_BYTES, 15)), builder.lshr(packed, vector(_BYTES, 4))
+    even, odd = (builder.sitofp(_doubled_bytes(builder, half), SUMS) for half in (low, high))
+    return even, odd
+
+
+def _doubled_bytes(builder: ir.IRBuilder, index: Any) -> Any:
+    """Returns twice the numbers that 16 bytes from 0 to 15 stand for, as signed bytes."""
+    table = ir.Constant(_BYTES, list(_DOUBLED))
+    kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
+    for kernel, name in (
+        ("mxfp4_byte_tables", "llvm.x86.ssse3.pshuf.b.128"),
+        ("mxfp4_neon_tables", "llvm.aarch64.neon.tbl1.v16i8"),
+    ):
+        if processor.runs(kernel):
+            return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [table, index])
+    low = builder.and_(index, vector(_BYTES, 7))
+    digit = builder.or_(builder.and_(index, vector(_BYTES, 1)), vector(_BYTES, 2))
+    above = builder.select(
+        builder.icmp_unsigned("<", low, vector(_BYTES, 6)),
+        builder.shl(digit, vector(_BYTES, 1)),
+        builder.shl(digit, vector(_BYTES, 2)),
+    )
+    value = builder.select(builder.icmp_unsigned("<", low, vector(_BYTES, 4)), low, above)
+    return builder.select(builder.icmp_unsigned("<", index, vector(_BYTES, 8)), value, builder.sub(vector(_BYTES, 0), value))
+
+
+@intrinsic
+def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, factors: Any, to: Any) -> Any:
+    """Writes half of 2**(scale - 127) for `count` scales from index `at` on to factors from index `to` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 3))
+        _, begin, num, _, to_begin = args
+
+        def write(k: Any, lanes: int) -> None:
+            raw, floats = ir.VectorType(_BYTE, lanes), ir.VectorType(FLOAT, lanes)
+            words = ir.VectorType(I32, lanes)
+            some = builder.load(_pointer(builder, source, builder.add(begin, k), raw), align=1)
+            bits = builder.shl(builder.zext(some, words), vector(words, 23))
+            # 2**-127 has no exponent of its own
+            bits = builder.select(builder.icmp_unsigned("==", bits, vector(words, 0)), vector(words, 0x00400000), bits)
+            half = builder.fmul(builder.bitcast(bits, floats), vector(floats, 0.5))
+            builder.store(half, _pointer(builder, target, builder.add(to_begin, k), floats), align=4)
+
+        whole = builder.sub(num, builder.urem(num, I64(LANES)))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES)) as (k, _):
+            write(k, LANES)
+        with cgutils.for_range_slice(builder, whole, num, I64(1)) as (k, _):
+            write(k, 1)
+        return context.get_dummy_value()
+
+    one = types.int64
+    return types.void(scales, one, one, factors, one), generate
+
+
+def mxfp4_tile(num_rows: int) -> Any:
+    """Returns a function (x, x_at, blocks, blocks_at, factors, num_groups, ahead, folded) that multiplies num_rows rows with the
+    weights of OUTPUTS outputs. It writes the result of row r and output n to folded[r * OUTPUTS + n].
+
+    x: the rows lie end to end from index x_at on, num_groups * 32 elements each; bfloat16 bits, or float32 as spread_rows leaves
+    them. blocks: bytes, those of the outputs end to end from index blocks_at on. factors: [OUTPUTS, num_groups]. As many bytes as
+    the weights take that lie `ahead` after them are prefetched meanwhile."""
+
+    @intrinsic
+    def tile(
+        typing_context: Any,
+        x: Any,
+        x_at: Any,
+        blocks: Any,
+        blocks_at: Any,
+        factors: Any,
+        num_groups: Any,
+        ahead: Any,
+        folded: Any,
+    ) -> Any:
+        paired = x.dtype == types.uint16
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            rows, weights, scales, out = (
+                context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 2, 4, 7)
+            )
+            _, x_begin, _, begin, _, count, ahead_by, _ = args
+            row_width, output_bytes = builder.mul(count, I64(GROUP)), builder.mul(count, I64(GROUP_BYTES))
+            totals = [cgutils.alloca_once_value(builder, vector(SUMS, 0.0)) for _ in range(num_rows * OUTPUTS)]
+            for total in totals:
+                builder.store(vector(SUMS, 0.0), total)
+            prefetch = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), [weights.type, I32, I32, I32]), "llvm.prefetch.p0"
+            )
+            with cgutils.for_range_slice(builder, I64(0), count, I64(1)) as (group, _):
+                line = builder.add(builder.add(begin, ahead_by), builder.mul(group, I64(OUTPUTS * GROUP_BYTES)))
+                builder.call(prefetch, [builder.gep(weights, [line]), *(I32(value) for value in _READ_SOON)])
+                inputs: list[Any] = []
+                for r in range(num_rows):
+                    at = builder.add(builder.add(x_begin, builder.mul(row_width, I64(r))), builder.mul(group, I64(GROUP)))
+                    if paired:
+                        inputs.append([builder.load(_pointer(builder, rows, at, PAIRS), align=2)])
+                    else:
+                        parts = (at, builder.add(at, I64(LANES)))
+                        inputs.append([builder.load(_pointer(builder, rows, part, SUMS), align=4) for part in parts])
+                for n in range(OUTPUTS):
+                    place = builder.add(builder.add(begin, builder.mul(output_bytes, I64(n))), builder.mul(group, I64(GROUP_BYTES)))
+                    packed = _load_bytes(builder, weights, place)
+                    columns = [_doubled_pairs(builder, packed)] if paired else _doubled_floats(builder, packed)
+                    factor_at = builder.gep(scales, [builder.add(builder.mul(count, I64(n)), group)])
+                    factor = splat(builder, builder.load(factor_at), SUMS)
+                    for r, parts in enumerate(inputs):
+                        if paired:
+                            product = add_products(builder, vector(SUMS, 0.0), parts[0], columns[0], True)
+                        else:
+                            product = fma(builder, parts[1], columns[1], builder.fmul(parts[0], columns[0]))
+                        total = totals[r * OUTPUTS + n]
+                        builder.store(fma(builder, product, factor, builder.load(total)), total)
+            sums = fold(builder, [builder.load(total) for total in totals])
+            part = shuffle(builder, sums, sums, list(range(num_rows * OUTPUTS)))
+            builder.store(part, builder.bitcast(out, part.type.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        one = types.int64
+        return types.void(x, one, blocks, one, factors, one, one, folded), generate
+
+    return tile
+
+
+@intrinsic
+def spread_group(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any) -> Any:
+    """Writes 32 elements of x from index `at` on to `to` as float32: those of even index, then those of odd index."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 2))
+        _, begin, _, to_begin = args
+        if x.dtype == types.uint16:
+            pairs = builder.load(_pointer(builder, source, begin, PAIRS), align=2)
+            even, odd = builder.shl(pairs, vector(PAIRS, 16)), builder.and_(pairs, vector(PAIRS, 0xFFFF0000))
+            parts = [builder.bitcast(even, SUMS), builder.bitcast(odd, SUMS)]
+        else:
+            places = (begin, builder.add(begin, I64(LANES)))
+            left, right = (builder.load(_pointer(builder, source, place, SUMS), align=4) for place in places)
+            parts = [shuffle(builder, left, right, list(range(first, 2 * LANES, 2))) for first in (0, 1)]
+        for half, part in enumerate(parts):
+            builder.store(part, _pointer(builder, target, builder.add(to_begin, I64(half * LANES)), SUMS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, to, types.int64), generate
+
+
+@intrinsic
+def widen_group(typing_context: Any, blocks: Any, at: Any, factor: Any, out: Any, to: Any) -> Any:
+    """Writes the 32 weights of a group, whose bytes begin at index `at`, to out from index `to` on. factor: half of their scale."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 3))
+        _, begin, half, _, to_begin = args
+        factors = splat(builder, half, SUMS)
+        even, odd = (builder.fmul(part, factors) for part in _doubled_floats(builder, _load_bytes(builder, source, begin)))
+        if out.dtype == types.uint16:  # the numbers have few digits, so the lower half of their bits is 0
+            low = builder.lshr(builder.bitcast(even, PAIRS), vector(PAIRS, 16))
+            pairs = builder.or_(low, builder.bitcast(odd, PAIRS))
+            builder.store(pairs, _pointer(builder, target, to_begin, PAIRS), align=2)
+            return context.get_dummy_value()
+        for part in range(2):
+            lanes = [lane // 2 + lane % 2 * LANES for lane in range(part * LANES, (part + 1) * LANES)]
+            place = _pointer(builder, target, builder.add(to_begin, I64(part * LANES)), SUMS)
+            builder.store(shuffle(builder, even, odd, lanes), place, align=4)
+        return context.get_dummy_value()
+
+    one = types.int64
+    return types.void(blocks, one, types.float32, out, one), generate
+
+
+def takes_pairs(element: types.Type) -> bool:
+    """Returns whether tiles take rows of this element type as they are; others are spread first."""
+    return HAS_BFLOAT16_PRODUCTS and element == types.uint16

@@ -1,0 +1,86 @@
+"""The weight format of checkpoints whose experts are in MXFP4: numbers of 4 bits (e2m1), with a power of two for each 32 of them.
+
+A tensor NAME [E, N, K] of all experts' matrices is stored as NAME_blocks [E, N, K / 32, 16] uint8, two numbers a byte with the
+first in the low four bits, and NAME_scales [E, N, K / 32] uint8, the exponents plus 127 (E8M0). Both stay as they are stored, so
+blocks can be read straight into place; kernels widen them as they multiply. An exponent of 255 means NaN and is refused. All other
+matrices are plain. Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from loader.architectures.architecture import TensorGroup
+from loader.config_fields import Fields
+from loader.direct_io import BLOCK_BYTES
+from loader.dtypes import E8M0
+from loader.formats.plain import PLAIN
+from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned
+from loader.model_shape import ModelShape
+
+GROUP = 32  # numbers that have one scale
+BLOCK_BYTES_OF_GROUP = GROUP // 2
+BLOCKS, SCALES = "_blocks", "_scales"
+WIDENED_BYTES = 4 << 20
+_STORED_AS, _HELD_AS = ("U8",), "uint8"
+
+
+def _recognises(config: Mapping[str, Any]) -> bool:
+    return config.get("quant_method") == "mxfp4"
+
+
+def _check(fields: Fields, shape: ModelShape) -> None:
+    """Raises UnsupportedModel for a model whose experts are not stacked, or not made of whole groups."""
+    if shape.experts is None or not shape.experts.stacked:
+        raise fields.unsupported("quantization_config", f"{shape.architecture} is not served in MXFP4")
+    for key, width in (("hidden_size", shape.hidden_size), ("intermediate_size", shape.experts.intermediate_size)):
+        if width % GROUP:
+            raise fields.unsupported(key, f"{width} is no multiple of {GROUP}, which MXFP4 needs")
+
+
+def is_stack(group: TensorGroup) -> bool:
+    """Returns whether the group is the matrices of all experts of a layer, the only ones that are in MXFP4."""
+    return group.may_be_quantized and len(group.tensors[0][1]) == 3
+
+
+def _parts(name: str, dims: tuple[int, ...]) -> tuple[StoredTensor, StoredTensor]:
+    groups = (*dims[:-1], dims[-1] // GROUP)
+    blocks = StoredTensor(name + BLOCKS, (*groups, BLOCK_BYTES_OF_GROUP), _STORED_AS)
+    return blocks, StoredTensor(name + SCALES, groups, _STORED_AS)
+
+
+def _stored(group: TensorGroup) -> list[StoredTensor]:
+    if not is_stack(group):
+        return PLAIN.stored(group)
+    return [part for name, dims in group.tensors for part in _parts(name, dims)]
+
+
+def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
+    if not is_stack(group):
+        return PLAIN.place(group, space)
+    ((name, dims),) = group.tensors
+    blocks, scales = _parts(name, dims)
+    offset = space.offset_bytes
+    offset = aligned(offset) if space.block_offset < 0 else offset + (space.block_offset - offset) % BLOCK_BYTES
+    num_bytes = math.prod(blocks.shape)
+    slots = [WeightSlot(blocks.name, blocks.shape, offset, num_bytes, stage=space.stage, held_as=_HELD_AS)]
+    offset, num_bytes = aligned(offset + num_bytes), math.prod(scales.shape)
+    slots.append(WeightSlot(scales.name, scales.shape, offset, num_bytes, stage=space.stage, held_as=E8M0))
+    return slots, offset + num_bytes
+
+
+MXFP4 = WeightFormat(
+    "mxfp4",
+    (),
+    _place,
+    stored=_stored,
+    recognises=_recognises,
+    title="mxfp4 experts of gpt-oss",
+    kernels="mxfp4",
+    widened_bytes=WIDENED_BYTES,
+    runs_encoders=False,
+    check=_check,
+    held_as=_HELD_AS,
+)
