@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("cache_dir", help="as given to hearthd --cache-dir")
     parser.add_argument("dtype", nargs="*", help="float32, bfloat16 (default: both)")
     parser.add_argument("--int8", action="store_true", help="also what int8 weights need")
+    parser.add_argument("--fp8", action="store_true", help="also what FP8 weights need")
     parser.add_argument("--unit-by-unit", choices=("one", "all"), default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.dtype) - set(DTYPES):
@@ -51,10 +52,10 @@ def main() -> int:
     if ops.kernels is None:
         print("numba is not installed: the cpu device will run torch operations only")
         return 0
-    return _compile(ops, options.cache_dir, options.dtype or DTYPES, "int8" if options.int8 else "")
+    return _compile(ops, options.cache_dir, options.dtype or DTYPES, ["int8"] * options.int8 + ["fp8"] * options.fp8)
 
 
-def _compile(ops: CpuOps, cache_dir: str, dtypes: tuple[str, ...], quantize: str) -> int:
+def _compile(ops: CpuOps, cache_dir: str, dtypes: tuple[str, ...], weights: list[str]) -> int:
     from engine.cpu.kernel_builds import KernelBuilds
     from engine.host.weight_decoder import weight_decoder
 
@@ -72,7 +73,8 @@ def _compile(ops: CpuOps, cache_dir: str, dtypes: tuple[str, ...], quantize: str
 
     builds = KernelBuilds(num_cores(), num_cores(), ops.use, tell)
     for dtype in dtypes:
-        builds.need(dtype, quantize)
+        for quantize in weights or [""]:
+            builds.need(dtype, quantize)
     weight_decoder(cache_dir)
     builds.wait()
     if shown:

@@ -313,6 +313,7 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     if checkpoint.shape.pooling and any(tensor.name.startswith("bert.") for tensor in tensors):
         checkpoint.shape = replace(checkpoint.shape, tensor_prefix="bert.")
     _check_layers(checkpoint.shape, len(tensors))
+    checkpoint.shape = replace(checkpoint.shape, stored_format=layout.format_of_tensors(checkpoint.shape, tensors))
     checkpoint.shape = replace(checkpoint.shape, plain_groups=layout.plain_groups(checkpoint.shape, tensors))
     checkpoint.shape = shape = replace(checkpoint.shape, block_offsets=layout.block_offsets(checkpoint.shape, tensors))
     checkpoint.weights_bytes = {dtype: layout.weights_bytes(shape, dtype, stored_format(shape)) for dtype in DTYPES}
@@ -364,7 +365,7 @@ def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
             if expected is None:
                 if not layout.is_ignored_tensor(shape, tensor.name):
                     raise CheckpointError(file, tensor.name, f"{shape.architecture} with this config.json has no such parameter")
-            elif expected.shape != tensor.shape:
+            elif not expected.fits(tensor.shape):
                 asked = list(expected.shape)
                 raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, config.json asks for {asked}")
             elif tensor.dtype not in expected.dtypes:

@@ -66,6 +66,14 @@ def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[i
     return frozenset(found)
 
 
+def format_of_tensors(shape: ModelShape, tensors: Iterable[TensorRef]) -> str:
+    """Returns ModelShape.stored_format of a checkpoint with these tensors, where config.json alone leaves two formats open."""
+    own = stored_format(shape)
+    if own.otherwise and not any(tensor.name.endswith(own.scale_suffix) for tensor in tensors):
+        return own.otherwise
+    return shape.stored_format
+
+
 def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
     """Returns whether a checkpoint may contain this tensor in addition to those. It is not read."""
     return architecture_of(shape).ignores(shape, name) or stored_format(shape).ignores(name)

@@ -16,7 +16,8 @@ CACHE_DIR = str(ROOT / ".pytest_cache" / "kernels")
 @functools.cache
 def warm() -> None:
     """Compiles those that are missing, so that no test waits for a compiler: a minute the first time, on two cores."""
-    subprocess.run([sys.executable, "-m", "engine.warm", CACHE_DIR, "--int8"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "engine.warm", CACHE_DIR, "--int8", "--fp8"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from engine.cuda.kernels import linear_choice, triton_linear
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.memory import mappings
-from engine.ops.ops import Int8Matrix
+from engine.ops.ops import Matrix
 from engine.protocol import LoadModel
 from loader import kv_layout
+from loader.formats.registry import FORMATS
 from loader.layout import weights_bytes
 from loader.model_shape import ModelShape
 
@@ -49,8 +50,9 @@ class LaunchOnlyOps(CudaOps):
     def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
         return weight.new_empty(len(ids), weight.shape[1])
 
-    def linear(self, x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
-        assert isinstance(weight, Tensor)
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        if not isinstance(weight, Tensor):
+            return super().linear(x, weight, bias)
         if x.shape[0] <= triton_linear.MAX_ROWS:
             linear_choice.launch_ours(x, weight, bias)
         return x.new_empty(x.shape[0], weight.shape[0])
@@ -66,7 +68,7 @@ def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> 
     """Returns a model whose steps only launch. spec: of it the dtypes and the limits count."""
     groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
     arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
-    weights: Any = AddressRange(weights_bytes(shape, spec.dtype))
+    weights: Any = AddressRange(weights_bytes(shape, spec.dtype, FORMATS[spec.quantize]))
     return CudaModel(LaunchOnlyOps(), spec, shape, weights, arena.all, block_tokens)
 
 

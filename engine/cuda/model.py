@@ -40,6 +40,7 @@ from engine.sampling.logprobs import owed_prompt_rows
 from engine.sampling.outputs import sampled_outputs
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
 from loader import kv_layout
+from loader.formats.registry import FORMATS
 from loader.gpu_sizing import LOGITS_ROWS
 from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
@@ -112,7 +113,8 @@ class CudaModel:
         self._block_tokens = block_tokens
         self._dtype_name = spec.dtype
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._model: CausalLM[DeviceBatch] | None = build_model(ops, shape, Weights(shape, spec.dtype, weights))
+        self._weight_format = FORMATS[spec.quantize]
+        self._model: CausalLM[DeviceBatch] | None = self._built()
         rotary = self._rotary(shape.rope, spec.max_model_len)
         local = rotary if shape.local_rope is None else self._rotary(shape.local_rope, spec.max_model_len)
         self._memory = []
@@ -300,8 +302,11 @@ class CudaModel:
 
     def restore(self) -> None:
         """Makes the model usable again after a reload, which has put the weights back into the same address range."""
-        self._model = build_model(self._ops, self.shape, Weights(self.shape, self._dtype_name, self._weights))
+        self._model = self._built()
         self.mixed_graphs.evicted_s = None
+
+    def _built(self) -> CausalLM[DeviceBatch]:
+        return build_model(self._ops, self.shape, Weights(self.shape, self._dtype_name, self._weights, self._weight_format))
 
     def release(self) -> None:
         """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""

@@ -21,6 +21,19 @@ class Int8Matrix:
     scales: Tensor
 
 
+@dataclass(slots=True, frozen=True)
+class Fp8Matrix:
+    """A matrix of FP8 weights: values [N, K] uint8, codes of float8_e4m3fn, times scales [N, G] float32, one for each group_inputs
+    inputs of an output. The last group may be shorter. No code is NaN."""
+
+    values: Tensor
+    scales: Tensor
+    group_inputs: int
+
+
+Matrix = Tensor | Int8Matrix | Fp8Matrix  # the weights of a product
+
+
 @dataclass(slots=True, frozen=True, eq=False)
 class ExpertMatrices:
     """The experts of one layer: gate_up [E, 2 I, W] with each expert's gate before its up, down [E, W, I]. num_chosen: how many
@@ -93,8 +106,8 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         """Returns the rows [T, W] of weight [V, W] that ids [T] name, times scale."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
-        """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], in their common dtype; with an Int8Matrix, in x's."""
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], in their common dtype; with a quantised matrix, in x's."""
         ...
 
     def add(self, update: Tensor, residual: Tensor) -> None:

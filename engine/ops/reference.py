@@ -32,6 +32,28 @@ def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, 
     return out if bias is None else out.add_(bias)
 
 
+def fp8_rows(values: Tensor, scales: Tensor, group_inputs: int, out: Tensor) -> None:
+    """Writes the weights that values [N, K] uint8 (codes of float8_e4m3fn) and scales [N, G] float32 stand for to out [N, K]. Each
+    is rounded once to float32, and if out is shorter, once more."""
+    factors = scales if scales.shape[1] == 1 else scales.repeat_interleave(group_inputs, dim=1)[:, : values.shape[1]]
+    out.copy_(values.view(torch.float8_e4m3fn).float().mul_(factors))
+
+
+def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, group_inputs: int, bias: Tensor | None, held_bytes: int) -> Tensor:
+    """Multiplies x [T, K] with the transposed matrix that fp8_rows writes, and adds bias [N], if given. The weights are written in
+    x's dtype in parts of at most held_bytes bytes (but at least one row)."""
+    num_outputs, num_inputs = values.shape
+    out = x.new_empty(len(x), num_outputs)
+    at_once = max(1, held_bytes // (num_inputs * x.element_size()))
+    held = x.new_empty(min(at_once, num_outputs), num_inputs)
+    for first in range(0, num_outputs, at_once):
+        some = slice(first, min(first + at_once, num_outputs))
+        part = held[: some.stop - first]
+        fp8_rows(values[some], scales[some], group_inputs, part)
+        out[:, some] = functional.linear(x, part, None if bias is None else bias[some])
+    return out
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
     """Returns x [T, W] divided by the root of its rows' mean squares, times weight [W]. The division is in float32 and is rounded
     to x's dtype before the weight is applied. around_one (Gemma): the factor is 1 + weight instead, and only the product is

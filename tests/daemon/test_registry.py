@@ -19,6 +19,7 @@ from scheduler.node import events
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.e2e.test_embeddings import make_encoder
 from tests.loader.checkpoints import write_checkpoint
+from tests.loader import fp8
 from tests.loader.compressed import compress
 from tests.loader.test_experts import MIXTRAL
 
@@ -213,6 +214,21 @@ async def test_a_quantised_checkpoint_goes_to_cpu_devices(tmp_path: Path) -> Non
             assert source is not None
             assert source.quantize == STORED_INT8.name
             assert "compressed-tensors int8 matrices" in registry.describe("small")
+
+
+async def test_an_fp8_checkpoint_goes_to_any_device_and_is_named_and_counted(tmp_path: Path) -> None:
+    make_model(tmp_path / "plain", dtype="bfloat16")
+    fp8.quantize(tmp_path / "plain", tmp_path / "small", fp8.KINDS["fine-grained"])
+    config = NodeConfig(models_dir=str(tmp_path), chunk_bytes=2 * MIB)
+    there = [DeviceBudget("cuda:0", 256 * MIB), DeviceBudget("cpu:0", 256 * MIB)]
+    registry = Registry(config, there, NodeState(str(tmp_path / "s")))
+    facts = registered(await registry.rescan())
+    assert (facts["small"].unusable, facts["small"].devices) == ("", ())
+    assert facts["small"].weights_bytes < facts["plain"].weights_bytes
+    source = registry.source("small")
+    assert source is not None
+    assert source.quantize == "fp8 by block"
+    assert "fp8 by block matrices" in registry.describe("small")
 
 
 async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from engine.cuda.ops import CudaOps
 from engine.protocol import LoadModel
 from loader import layout
 from loader.catalog import scan_one
+from loader.formats.registry import stored_format
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
@@ -40,12 +41,15 @@ def load_cuda_model(
     max_graph_tokens: int = 0,
 ) -> CudaModel:
     limits = (1 << 20, 0, 0, MAX_LEN, 8, [1])
-    spec = LoadModel(1, "tiny", str(folder), dtype, scan_one(folder).fingerprint, *limits, kv_cache_dtype=kv_cache_dtype)
+    seen = scan_one(folder)
+    assert seen.shape is not None, seen.reason or seen.error
+    held = stored_format(seen.shape)
+    spec = LoadModel(1, "tiny", str(folder), dtype, seen.fingerprint, *limits, held.name, kv_cache_dtype=kv_cache_dtype)
     with ExitStack() as stack:
         source = open_checkpoint(folder, spec.fingerprint, stack, in_place=False)
-        on_host = PlainRange(layout.weights_bytes(source.shape, dtype), "cpu")
+        on_host = PlainRange(layout.weights_bytes(source.shape, dtype, held), "cpu")
         sink = HostSink(on_host.memory.numpy().data)
-        stream_weights(source, dtype, sink, StagingRing(), lambda done, total: None, lambda: False)
+        stream_weights(source, dtype, sink, StagingRing(), lambda done, total: None, lambda: False, held)
     weights = PlainRange(on_host.num_bytes, device)
     weights.memory.copy_(on_host.memory)
     arena = torch.full((4 << 20,), 0xFF, dtype=torch.uint8, device=device)  # NaN in every dtype

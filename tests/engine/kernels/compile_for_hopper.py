@@ -26,6 +26,7 @@ from engine.cuda.kernels import (
     triton_decode,
     triton_experts,
     triton_extend,
+    triton_fp8_linear,
     triton_inputs,
     triton_rope,
     triton_rows,
@@ -139,6 +140,13 @@ def main() -> None:
     weight = torch.zeros(2 * INNER, WIDTH, dtype=dtype)
     for num_rows in entry.FEW_ROWS:
         linear_choice.ours(x[:num_rows], weight, None)
+    codes = torch.zeros(2 * INNER, WIDTH, dtype=torch.uint8)
+    for num_groups, group in ((1, WIDTH), (WIDTH // 128, 128)):
+        matrix = (codes, torch.zeros(1, num_groups).expand(2 * INNER, -1), group, None)  # nothing is read
+        for num_rows in (1, 4):
+            triton_fp8_linear.few_rows_linear(x[:num_rows], *matrix, weight)
+        for tile in triton_fp8_linear.TILE_ROWS:
+            triton_fp8_linear.tile_linear(x, *matrix, tile, False, weight)
     logits = torch.zeros(ROWS, VOCAB, dtype=dtype)
     entry.sample(logits, floats, floats, ints, floats, ints, ints)
     triton_sampling.penalise(logits.float(), table, ints, ints, floats, floats, floats)

@@ -13,7 +13,8 @@ from tests.engine.cpu_ops import ops
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
     for dtype in ("float32", "bfloat16"):
-        ops.prepare(dtype, 2, "int8")
+        for quantize in ("int8", "fp8"):
+            ops.prepare(dtype, 2, quantize)
     yield
     ops.set_num_threads(1)
 
