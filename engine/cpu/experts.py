@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cpu.products import array, linear
+from engine.cpu.products import array, fp8_in_parts, linear
 from engine.cpu.recording.program import call, empty
-from engine.ops.ops import ExpertMatrices
+from engine.ops.ops import ExpertMatrices, Fp8Matrix
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,8 +62,10 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
     return out
 
 
-def _grouped_linear(kernels: Any, x: Tensor, weight: Tensor, routing: _Routing, num_tokens: int) -> Tensor:
+def _grouped_linear(kernels: Any, x: Tensor, weight: Tensor | Fp8Matrix, routing: _Routing, num_tokens: int) -> Tensor:
     """Returns each row of x [P, K] times its expert's matrix of weight [E, N, K]. num_tokens: the most rows an expert may have."""
+    if isinstance(weight, Fp8Matrix):
+        return _grouped_fp8_linear(kernels, x, weight, routing, num_tokens)
     out = empty(x, len(x), weight.shape[1])
     kernel, most_rows = kernels.grouped_linear_kernel(weight.shape[1], "bfloat16" if x.dtype is torch.bfloat16 else "float32")
     if num_tokens > most_rows:
@@ -77,6 +79,27 @@ def _grouped_linear(kernels: Any, x: Tensor, weight: Tensor, routing: _Routing, 
             scratch = (empty(x, 1, 2 * num_floats).view(torch.float32).view(-1).numpy(),)  # lent for this call only
         call(kernel, array(x), array(weight), routing.firsts, most_rows, *scratch, num_shares, array(out))
     return out
+
+
+def _grouped_fp8_linear(kernels: Any, x: Tensor, weight: Fp8Matrix, routing: _Routing, num_tokens: int) -> Tensor:
+    num_outputs = weight.values.shape[1]
+    out = empty(x, len(x), num_outputs)
+    most_rows = kernels.grouped_fp8_rows(num_outputs, "bfloat16" if x.dtype is torch.bfloat16 else "float32")
+    matrices = (weight.values.numpy(), weight.scales.numpy(), weight.group_inputs)
+    if num_tokens > most_rows:
+        call(_many_fp8_rows, kernels, x.view(x.shape), *matrices, routing.firsts, most_rows, out.view(out.shape))
+    if most_rows:
+        call(kernels.grouped_fp8_linear, array(x), *matrices, routing.firsts, most_rows, kernels.num_shares(), array(out))
+    return out
+
+
+def _many_fp8_rows(
+    kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, firsts: Any, most_rows: int, out: Tensor
+) -> None:
+    """Does the same as _many_rows with FP8 weights, which are widened a part of an expert at a time."""
+    for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
+        if end - first > most_rows:
+            fp8_in_parts(kernels, x[first:end], values[expert], scales[expert], group_inputs, None, out[first:end])
 
 
 def _many_rows(kernels: Any, x: Tensor, weight: Tensor, firsts: Any, most_rows: int, out: Tensor) -> None:

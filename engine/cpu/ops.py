@@ -205,7 +205,7 @@ class CpuOps:
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: HostBatch) -> Tensor:
         slots = batch.groups[0].slots
-        if self._served(x):
+        if self._served(x, "fp8" if isinstance(experts.gate_up, Fp8Matrix) or isinstance(experts.down, Fp8Matrix) else ""):
             return grouped_experts.experts(self.kernels, x, scores, experts, shared, slots)
         matrices = (experts.gate_up, experts.down, experts.num_chosen, experts.normalised)
         return reference.experts(x, scores, *matrices, torch.from_numpy(slots) < 0, shared)

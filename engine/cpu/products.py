@@ -73,13 +73,13 @@ def fp8_linear(kernels: Any, x: Tensor, weight: Fp8Matrix, bias: Tensor | None) 
     out = empty(x, len(x), len(weight.values))
     matrix = (weight.values.numpy(), weight.scales.numpy(), weight.group_inputs)
     if kernel is None:
-        call(_fp8_in_parts, kernels, x.view(x.shape), *matrix, bias, out.view(out.shape))
+        call(fp8_in_parts, kernels, x.view(x.shape), *matrix, bias, out.view(out.shape))
     else:
         call(kernel, array(x), *matrix, _bias(x, bias), array(out))
     return out
 
 
-def _fp8_in_parts(kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, bias: Tensor | None, out: Tensor) -> None:
+def fp8_in_parts(kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, bias: Tensor | None, out: Tensor) -> None:
     """Widens a few outputs' weights at a time, and multiplies them as plain ones."""
     num_outputs, num_inputs = values.shape
     at_once = max(1, WIDENED_BYTES // (num_inputs * x.element_size()))

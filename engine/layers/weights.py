@@ -52,10 +52,14 @@ class Weights:
         scales = self._memory.tensor(scales_at, (num_outputs, -(-num_inputs // group_inputs)), torch.float32)
         return Fp8Matrix(codes, scales, group_inputs)
 
-    def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor:
-        """Returns the matrices prefix + name of all names, joined as `fused` does, as `num` equal parts [num, N, K]."""
-        joined = self.fused(prefix, names, ".weight")
-        return joined.view(num, len(joined) // num, joined.shape[1])
+    def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix:
+        """Returns the matrices prefix + name of all names, joined as `matrix` does, as `num` equal parts [num, N, K]."""
+        joined = self.matrix(prefix, names)
+        assert not isinstance(joined, Int8Matrix)  # loader/formats keeps int8 from mixtures of experts
+        if isinstance(joined, Tensor):
+            return joined.view(num, len(joined) // num, joined.shape[1])
+        values, scales = (part.view(num, len(part) // num, part.shape[1]) for part in (joined.values, joined.scales))
+        return Fp8Matrix(values, scales, joined.group_inputs)
 
     def find_fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor | None:
         """Returns the joined tensors as `fused` does, or None if the model has no such parameters."""

@@ -30,6 +30,13 @@ class Fp8Matrix:
     scales: Tensor
     group_inputs: int
 
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, number: int) -> Fp8Matrix:
+        """Returns the matrix of one expert."""
+        return Fp8Matrix(self.values[number], self.scales[number], self.group_inputs)
+
 
 Matrix = Tensor | Int8Matrix | Fp8Matrix  # the weights of a product
 
@@ -37,10 +44,11 @@ Matrix = Tensor | Int8Matrix | Fp8Matrix  # the weights of a product
 @dataclass(slots=True, frozen=True, eq=False)
 class ExpertMatrices:
     """The experts of one layer: gate_up [E, 2 I, W] with each expert's gate before its up, down [E, W, I]. num_chosen: how many
-    of them each token passes through. normalised: the weights of a token's experts are made to add up to 1."""
+    of them each token passes through. normalised: the weights of a token's experts are made to add up to 1. An Fp8Matrix of experts
+    has values [E, N, K] and scales [E, N, G]."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Fp8Matrix
+    down: Tensor | Fp8Matrix
     num_chosen: int
     normalised: bool
 

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.ops.ops import Fp8Matrix
+from loader.formats.int8 import WIDENED_BYTES
+
 # The smallest scale is 2**-24, which float16 can hold. Where all numbers are below 448 times that, the smallest are rounded more.
 MIN_FP8_SCALE = 127 - 24
 
@@ -318,8 +321,8 @@ def route(scores: Tensor, num_chosen: int, normalised: bool) -> tuple[Tensor, Te
 def experts(
     x: Tensor,
     scores: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | Fp8Matrix,
+    down: Tensor | Fp8Matrix,
     num_chosen: int,
     normalised: bool,
     is_padding: Tensor,
@@ -333,11 +336,17 @@ def experts(
     for expert in range(len(gate_up)):
         tokens, places = torch.where(chosen == expert)
         if len(tokens):
-            made = functional.linear(silu_and_mul(functional.linear(x[tokens], gate_up[expert])), down[expert])
+            made = _expert_linear(silu_and_mul(_expert_linear(x[tokens], gate_up[expert])), down[expert])
             total.index_add_(0, tokens, made.float() * weights[tokens, places].unsqueeze(1))
     if shared is not None:
         total += shared.float() * torch.sigmoid(scores[:, len(gate_up) :].float())
     return total.masked_fill_(is_padding.unsqueeze(1), 0.0).to(x.dtype)
+
+
+def _expert_linear(x: Tensor, weight: Tensor | Fp8Matrix) -> Tensor:
+    if isinstance(weight, Tensor):
+        return functional.linear(x, weight)
+    return fp8_linear(x, weight.values, weight.scales, weight.group_inputs, None, WIDENED_BYTES)
 
 
 def gather_rows(table: Tensor, ids: Tensor, scale: float) -> Tensor:

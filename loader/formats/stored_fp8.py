@@ -102,7 +102,6 @@ def _format(name: str, scales: Fp8Scales, otherwise: str = "") -> WeightFormat:
         kernels="fp8",
         widened_bytes=WIDENED_BYTES,
         runs_encoders=False,
-        runs_experts=False,
     )
 
 

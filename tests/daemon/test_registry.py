@@ -18,8 +18,8 @@ from loader.formats.stored_int8 import STORED_INT8
 from scheduler.node import events
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.e2e.test_embeddings import make_encoder
-from tests.loader.checkpoints import write_checkpoint
 from tests.loader import fp8
+from tests.loader.checkpoints import write_checkpoint
 from tests.loader.compressed import compress
 from tests.loader.test_experts import MIXTRAL
 

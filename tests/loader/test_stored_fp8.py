@@ -92,9 +92,11 @@ def test_settings_that_are_not_served_are_named(config: dict[str, Any], said: st
         parse(config)
 
 
-def test_quantised_encoders_and_experts_are_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="mixtures of experts are not served as FP8"):
-        parse(FINE_GRAINED, architectures=["MixtralForCausalLM"], num_local_experts=4)
+def test_quantised_encoders_are_refused() -> None:
+    config = {"architectures": ["BertModel"], "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "vocab_size": 30, "max_position_embeddings": 32}
+    with pytest.raises(UnsupportedModel, match="quantised encoders are not served"):
+        parse_config(json.dumps(config | {"quantization_config": FINE_GRAINED}).encode())
 
 
 @pytest.fixture(scope="module")

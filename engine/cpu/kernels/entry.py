@@ -53,6 +53,8 @@ __all__ = [
     "gelu_and_mul",
     "greedy_bfloat16",
     "greedy_float32",
+    "grouped_fp8_linear",
+    "grouped_fp8_rows",
     "grouped_linear_kernel",
     "grouped_widened_linear",
     "grouped_widened_scratch_floats",
@@ -267,6 +269,12 @@ def grouped_linear_kernel(num_outputs: int, dtype: str) -> tuple[Any, int]:
     return kernel, most_rows if num_outputs >= linear.MIN_OUTPUTS else 0
 
 
+def grouped_fp8_rows(num_outputs: int, dtype: str) -> int:
+    """Returns the most rows of an expert with FP8 weights that grouped_fp8_linear multiplies: none where there are so few
+    outputs."""
+    return FEW_ROWS_FP8[dtype] if num_outputs >= linear.MIN_OUTPUTS else 0
+
+
 def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
     return HAS_MATRIX_UNIT and row_bytes % amx_tiles.STEP_BYTES == 0 and num_outputs >= amx_tiles.PANEL
 
@@ -290,6 +298,11 @@ few_rows_linear = Forms(few_rows_linear_serial, few_rows_linear_parallel, lambda
 widened_linear = Forms(widened_linear_serial, widened_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 grouped_few_rows_linear = Forms(
     grouped_linear.grouped_linear_serial, grouped_linear.grouped_linear_parallel, lambda args: _shares_experts(args[0], args[1])
+)
+grouped_fp8_linear = Forms(
+    grouped_linear.grouped_fp8_linear_serial,
+    grouped_linear.grouped_fp8_linear_parallel,
+    lambda args: _shares_experts(args[0], args[1]),
 )
 grouped_widened_linear = Forms(
     grouped_linear.grouped_widened_linear_serial,

@@ -50,6 +50,7 @@ _SECONDS = {
     entry.widened_linear.serial: 5.0,
     entry.int8_linear.serial: 3.0,
     entry.fp8_linear.serial: 3.0,
+    entry.grouped_fp8_linear.serial: 3.0,
     entry.few_rows_linear.serial: 2.0,
     entry.grouped_few_rows_linear.serial: 2.0,
     entry.grouped_widened_linear.serial: 4.0,
@@ -185,6 +186,7 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         wanted += _wanted_int8(dtype, element)
     elif quantize == "fp8":
         wanted.append(_both(entry.fp8_linear, fp8_linear.fp8_linear_signature(element)))
+        wanted.append(_both(entry.grouped_fp8_linear, grouped_linear.grouped_fp8_linear_signature(element)))
         wanted.append(_both(entry.fp8_rows, fp8_linear.fp8_rows_signature(element)))
     if dtype == "bfloat16":
         wanted.append(_both(entry.greedy_bfloat16, sampling.GREEDY_BFLOAT16))

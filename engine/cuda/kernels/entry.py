@@ -81,7 +81,7 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
     chosen, weights, firsts, pairs = triton_experts.empty_routing(len(x), num_chosen, num_experts, x.device)
     triton_experts.route(scores, kv_slots, num_experts, experts.normalised, chosen, weights)
     triton_experts.sort(chosen, firsts, pairs)
-    inner, made = x.new_empty(len(pairs), experts.down.shape[2]), x.new_empty(len(pairs), x.shape[1])
+    inner, made = x.new_empty(len(pairs), _num_inputs(experts.down)), x.new_empty(len(pairs), x.shape[1])
     tiles = (triton_experts.tile_rows(len(pairs), num_experts),)
     for tile in triton_experts.TILE_ROWS if linear_choice.launches_both() else tiles:
         how = (firsts, pairs, num_chosen)
@@ -90,6 +90,10 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
     out = torch.empty_like(x)
     triton_experts.combine(made, weights, kv_slots, scores, shared, out)
     return out
+
+
+def _num_inputs(experts: Tensor | Fp8Matrix) -> int:
+    return (experts.values if isinstance(experts, Fp8Matrix) else experts).shape[2]
 
 
 def rope_and_store(

@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
+from engine.ops.ops import Fp8Matrix
+
 TILE_ROWS = (16, 64)  # rows that a program of a product multiplies: for few rows an expert, and for many
 _FEW_ROWS = 16  # an expert, on average: up to here tiles are of the first size
 _SORT_BLOCK = 1024
@@ -123,6 +126,7 @@ def _grouped_kernel(
     firsts,  # [E + 1] int32
     pairs,  # [P] int32
     out,  # [P, N]: by place among the sorted pairs if GATED, else by pair
+    scales,  # of FP8 weights, whose codes `weight` has: [E, 2 N or N, G]
     E: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -133,6 +137,8 @@ def _grouped_kernel(
     BLOCK_K: tl.constexpr,
     PADDED_E: tl.constexpr,
     WIDEN: tl.constexpr,
+    G: tl.constexpr,  # scales of an output; 0: the weights are no FP8
+    GROUP: tl.constexpr,  # inputs that share a scale
 ):
     tile, at = tl.program_id(0), tl.arange(0, PADDED_E)
     begins = tl.load(firsts + at, mask=at < E, other=0)
@@ -152,6 +158,7 @@ def _grouped_kernel(
     output, inner = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     rows_at = x + x_row.to(tl.int64)[:, None] * K
     columns_at = weight + expert.to(tl.int64) * ((2 if GATED else 1) * N * K) + output[None, :] * K
+    factors_at = scales + (expert.to(tl.int64) * ((2 if GATED else 1) * N) + output) * G
     total = tl.zeros([M, BLOCK_N], tl.float32)
     total_up = total
     for start in range(0, K, BLOCK_K):
@@ -160,13 +167,19 @@ def _grouped_kernel(
         seen = (output < N)[None, :] & (at_k < K)[:, None]
         columns = tl.load(columns_at + at_k[:, None], mask=seen, other=0.0)
         if WIDEN:
-            rows, columns = rows.to(tl.float32), columns.to(tl.float32)
-        total = tl.dot(rows, columns, total, input_precision="ieee")
+            rows = rows.to(tl.float32)
+        if G > 0:
+            factor = tl.load(factors_at + start // GROUP, mask=output < N, other=0.0) * CODE_FACTOR
+            total += tl.dot(rows, codes_as(columns, rows.dtype), input_precision="ieee") * factor[None, :]
+        else:
+            total = tl.dot(rows, columns.to(rows.dtype), total, input_precision="ieee")
         if GATED:
             columns = tl.load(columns_at + N * K + at_k[:, None], mask=seen, other=0.0)
-            if WIDEN:
-                columns = columns.to(tl.float32)
-            total_up = tl.dot(rows, columns, total_up, input_precision="ieee")
+            if G > 0:
+                factor = tl.load(factors_at + N * G + start // GROUP, mask=output < N, other=0.0) * CODE_FACTOR
+                total_up += tl.dot(rows, codes_as(columns, rows.dtype), input_precision="ieee") * factor[None, :]
+            else:
+                total_up = tl.dot(rows, columns.to(rows.dtype), total_up, input_precision="ieee")
     narrow: tl.constexpr = out.dtype.element_ty
     if GATED:
         gate, up = total.to(narrow).to(tl.float32), total_up.to(narrow).to(tl.float32)
@@ -176,7 +189,15 @@ def _grouped_kernel(
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, firsts: Tensor, pairs: Tensor, num_chosen: int, gated: bool, tile: int, widen: bool, out: Tensor
+    x: Tensor,
+    weight: Tensor | Fp8Matrix,
+    firsts: Tensor,
+    pairs: Tensor,
+    num_chosen: int,
+    gated: bool,
+    tile: int,
+    widen: bool,
+    out: Tensor,
 ) -> None:
     """Multiplies sorted pairs (see `sort`) with their experts' weights. Rows of out [P, N] that belong to no pair are undefined.
 
@@ -187,13 +208,16 @@ def grouped_linear(
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (64, 32 if wide_items else 64)
+    of_fp8 = isinstance(weight, Fp8Matrix)
+    codes, scales = (weight.values, weight.scales) if isinstance(weight, Fp8Matrix) else (weight, x)
     most_tiles = min(num_experts, num_pairs) + num_pairs // tile
     _grouped_kernel[(most_tiles, triton.cdiv(num_outputs, block_n))](
         x,
-        weight,
+        codes,
         firsts,
         pairs,
         out,
+        scales,
         E=num_experts,
         C=num_chosen,
         K=num_inputs,
@@ -204,6 +228,8 @@ def grouped_linear(
         BLOCK_K=min(block_k, max(16, triton.next_power_of_2(num_inputs))),
         PADDED_E=_padded_experts(num_experts),
         WIDEN=widen,
+        G=scales.shape[2] if of_fp8 else 0,
+        GROUP=weight.group_inputs if isinstance(weight, Fp8Matrix) else 1,
         num_warps=4,
         num_stages=2 if wide_items else 3,
     )

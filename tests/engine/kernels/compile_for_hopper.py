@@ -34,6 +34,7 @@ from engine.cuda.kernels import (
     triton_unpack,
 )
 from engine.memory.arena import kv_views
+from engine.ops.ops import Fp8Matrix
 from loader.frame import FRAME_VALUES
 from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
 
@@ -129,6 +130,9 @@ def main() -> None:
     for tile in triton_experts.TILE_ROWS:
         triton_experts.grouped_linear(x, gate_up, *routing[2:], CHOSEN, True, tile, False, inner)
         triton_experts.grouped_linear(inner, down, *routing[2:], CHOSEN, False, tile, False, made)
+    gate_up_codes = Fp8Matrix(torch.zeros(EXPERTS, 1, 1, dtype=torch.uint8), torch.zeros(EXPERTS, 1, WIDTH // 128), 128)
+    for tile in triton_experts.TILE_ROWS:
+        triton_experts.grouped_linear(x, gate_up_codes, *routing[2:], CHOSEN, True, tile, False, inner)
     triton_experts.combine(made, routing[1], longs, scores, x, x)
     entry.rms_norm(x, x[0], 1e-5, False)
     entry.add_rms_norm(x, x, x[0], 1e-5, False)

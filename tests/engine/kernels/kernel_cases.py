@@ -43,7 +43,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         checksums,
         fp8_rounding,
     )
-} | {f"{case.__name__}_fp8": partial(case, fp8=True) for case in (rope, decode_attention, extend_attention)}
+} | {f"{case.__name__}_fp8": partial(case, fp8=True) for case in (rope, decode_attention, extend_attention, experts)}
 
 
 def of_dtypes(*dtypes: torch.dtype) -> list[object]:

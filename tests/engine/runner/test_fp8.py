@@ -20,7 +20,7 @@ from engine.ops import reference
 from loader.catalog import scan_one
 from loader.errors import CheckpointError
 from loader.safetensors import INDEX_NAME
-from tests.engine.model_bench import load, load_both, make_checkpoint, make_table, plan, put
+from tests.engine.model_bench import CASES, load, load_both, make_checkpoint, make_table, plan, put
 from tests.engine.runner.specs import PROMPT
 from tests.loader.fp8 import KINDS, quantize
 from tests.loader.packed_checkpoints import pack_checkpoint
@@ -155,3 +155,24 @@ def test_what_is_no_number_fails_the_load_by_name(
         load(runner, tmp_path, quantize=format_of(tmp_path))
     save_file(tensors, tmp_path / "model.safetensors")
     assert np.array_equal(logits_of(runner, tmp_path), whole), "the engine serves on"
+
+
+def test_experts_are_those_that_codes_and_scales_stand_for(runner: TorchRunner, tmp_path: Path) -> None:
+    """Logits equal those of the plain checkpoint with the weights of the definition, for few rows an expert and for many; recorded
+    steps give what others give."""
+    made = CASES["qwen3-moe"] | {"hidden_size": 160, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    make_checkpoint(tmp_path / "plain", **made)
+    meant = quantize(tmp_path / "plain", tmp_path / "fp8", KINDS["fine-grained"])
+    assert sum(".experts." in name for name in meant) == 4 * 3
+    found = logits_of(runner, tmp_path / "fp8")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    save_file(tensors | meant, tmp_path / "plain" / "model.safetensors")
+    expected = logits_of(runner, tmp_path / "plain")
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+    recorded, plain = load_both(runner, tmp_path / "fp8", "bfloat16", quantize=format_of(tmp_path / "fp8"))
+    half = logits(plain)
+    assert np.array_equal(logits(recorded), half)
+    assert np.array_equal(logits(recorded), half)
+    assert np.abs(half - expected).mean() < 0.05 * expected.std()
+    recorded.release()
+    plain.release()
