@@ -67,10 +67,9 @@ def test_prefill_in_chunks_then_a_mixed_batch(made: tuple[Path, Any]) -> None:
     close(model.logits(mixed, table), np.stack((first[17], second[22])))
 
 
-@pytest.mark.parametrize("kind", ["fine-grained", "modelopt"])
-def test_fp8_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path, kind: str) -> None:
-    made = make_checkpoint(tmp_path / "plain", "qwen3", hidden_size=144, num_hidden_layers=2, tie_word_embeddings=False)
-    meant = fp8.quantize(tmp_path / "plain", tmp_path / "fp8", fp8.KINDS[kind])
+def test_fp8_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "plain", "qwen3", hidden_size=144, num_hidden_layers=1, tie_word_embeddings=False)
+    meant = fp8.quantize(tmp_path / "plain", tmp_path / "fp8", fp8.KINDS["fine-grained"])
     made.load_state_dict(made.state_dict() | meant)
     model = load_cuda_model(tmp_path / "fp8")
     table = make_table(groups=model.kv_groups)

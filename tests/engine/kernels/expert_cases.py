@@ -56,7 +56,7 @@ def fp8_experts(draw: Draw, num_experts: int, outputs: int, inputs: int) -> Fp8M
 
 def experts(draw: Draw, fp8: bool = False) -> None:
     num_tokens, num_experts = draw.one_of(1, 2, 5, 17), draw.one_of(1, 3, 6)
-    width, inner = draw.one_of(16, 40, 300 if fp8 else 70), draw.one_of(8, 33)
+    width, inner = draw.one_of(16, 40, 140 if fp8 else 70), draw.one_of(8, 33)
     num_chosen, normalised = draw.between(1, min(4, num_experts)), draw.one_of(False, True)
     x = draw.normal(num_tokens, width)
     gate_up = draw.normal(num_experts, 2 * inner, width, scale=width**-0.5)
