@@ -35,7 +35,7 @@ from engine.cuda.launch_only import ARENA_BLOCKS, AddressRange
 from engine.cuda.launches import NoGpu
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
-from engine.ops.ops import Int8Matrix
+from engine.ops.ops import Matrix
 from engine.protocol import LoadModel
 from loader import kv_layout
 from loader.layout import weights_bytes
@@ -167,7 +167,7 @@ class NoDriverOps(CudaOps):
         functional.linear(_one, _one)
         return weight.new_empty(len(ids), weight.shape[1])
 
-    def linear(self, x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         assert isinstance(weight, Tensor)
         functional.linear(_one, _one)
         return x.new_empty(x.shape[0], weight.shape[0])

@@ -96,7 +96,7 @@ class LoadModel(Message, frozen=True):
     max_model_len: int
     max_sequences: int
     eos_token_ids: list[int]
-    quantize: str = ""  # int8: the layers' matrices are quantised; empty: nothing is
+    quantize: str = ""  # the weight format (loader/formats) that the layers' matrices are held in; empty: plain
     source_slots: list[int] = []  # hold this model's weights, in order; empty: they are read from disk
     checksum: int = 0  # of the weights in source_slots, as LoadDone reported it; a copy that differs is not used
     keep_slots: list[int] = []  # to fill with the weights while they are read from disk; empty: no copy is kept

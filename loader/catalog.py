@@ -310,8 +310,10 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
         checkpoint.shape = replace(checkpoint.shape, pooling=parse_pooling(pooling_text))
     headers = read_headers(folder, PACKED_DIR if is_packed_only(folder) else "")
     tensors = [tensor for header in headers.values() for tensor in header.tensors]
-    checkpoint.shape = layout.as_stored(checkpoint.shape, {tensor.name for tensor in tensors})
+    names = {tensor.name for tensor in tensors}
+    checkpoint.shape = layout.as_stored(checkpoint.shape, names)
     check_counts(checkpoint.shape, len(tensors))
+    checkpoint.shape = replace(checkpoint.shape, stored_format=layout.format_by_name(checkpoint.shape, names))
     checkpoint.shape = replace(checkpoint.shape, plain_groups=layout.plain_groups(checkpoint.shape, tensors))
     checkpoint.shape = shape = replace(checkpoint.shape, block_offsets=layout.block_offsets(checkpoint.shape, tensors))
     checkpoint.weights_bytes = {dtype: layout.weights_bytes(shape, dtype, stored_format(shape)) for dtype in DTYPES}
@@ -363,7 +365,7 @@ def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
             if expected is None:
                 if not layout.is_ignored_tensor(shape, tensor.name):
                     raise CheckpointError(file, tensor.name, f"{shape.architecture} with this config.json has no such parameter")
-            elif expected.shape != tensor.shape:
+            elif not expected.fits(tensor.shape):
                 asked = list(expected.shape)
                 raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, config.json asks for {asked}")
             elif tensor.dtype not in expected.dtypes:

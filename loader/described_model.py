@@ -42,6 +42,7 @@ def described_model(folder: Path) -> DescribedModel:
         return DescribedModel(shape, CONFIG)
     catalog.check_counts(shape, len(names))
     shape = layout.as_stored(shape, names)
+    shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups_by_name(shape, names))
     for tensor in layout.stored_tensors(shape):
         if tensor.name not in names:

@@ -87,6 +87,15 @@ def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset
     return frozenset(found)
 
 
+def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
+    """Returns ModelShape.stored_format of a checkpoint with tensors of these names, where config.json alone leaves two formats
+    open."""
+    own = stored_format(shape)
+    if own.otherwise and not any(name.endswith(own.scale_suffix) for name in names):
+        return own.otherwise
+    return shape.stored_format
+
+
 def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
     """Returns whether a checkpoint may contain this tensor in addition to those. It is not read."""
     return architecture_of(shape).ignores(shape, name) or stored_format(shape).ignores(name)

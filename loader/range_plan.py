@@ -14,26 +14,27 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from loader.direct_io import BLOCK_BYTES, Alignment
-from loader.dtypes import DTYPE_OF, ITEM_BYTES
+from loader.dtypes import DTYPE_OF, FP8, ITEM_BYTES
 from loader.errors import CheckpointError
 from loader.formats.int8 import SCALE_BYTES
-from loader.formats.weight_format import WeightSlot
+from loader.formats.weight_format import WeightSlot, without_ones
 from loader.packed import Frame
 from loader.safetensors import DTYPE_BYTES, Header, TensorRef
 
 MIN_DIRECT_BYTES = 32 << 10  # shorter spans are as cheap to copy, and a system call takes 1,024 pieces at most
 ANY_ALIGNMENT = Alignment(1, 1)
-QUANTIZED = "int8"
+QUANTIZED, SCALES = "int8", "scales"
 
 
 @dataclass(slots=True, frozen=True)
 class Segment:
     """Consecutive whole elements of one tensor: bytes [begin, end) of its file, which belong at place_bytes of the weight range.
 
-    target: the engine's dtype if it differs from the stored one, else "". It is "int8" for whole rows to be quantised, whose
-    scales belong at scales_at_bytes of the weight range. stage: see `stages`. frame: in a packed file the frame that the segment
-    consists of, else None. content: the segment that this frame decodes to, with begin and end counted as though the file held
-    the tensor unpacked."""
+    target: the engine's dtype if it differs from the stored one, else "". It is "int8" for whole rows to be quantised, whose scales
+    belong at scales_at_bytes of the weight range; "scales" for all scales of an FP8 matrix, each row of which fills `repeats` rows
+    of memory, in float32, held_bytes bytes in all; and FP8 for codes, which stay as they are but must be checked. stage: see
+    `stages`. frame: in a packed file the frame that the segment consists of, else None. content: the segment that this frame
+    decodes to, with begin and end counted as though the file held the tensor unpacked."""
 
     tensor: TensorRef
     begin: int
@@ -42,6 +43,8 @@ class Segment:
     target: str = ""
     scales_at_bytes: int = -1
     stage: int = 0
+    repeats: int = 0
+    held_bytes: int = 0
     frame: Frame | None = None
     content: Segment | None = None
 
@@ -52,8 +55,10 @@ class Segment:
 
     @property
     def unit_bytes(self) -> tuple[int, int]:
-        """Returns the size of the smallest unit that must not be divided, an element or a row to be quantised: its bytes in the
-        file and in the weight range."""
+        """Returns the size of the smallest unit that must not be divided, an element, a row to be quantised or all scales of a
+        matrix: its bytes in the file and in the weight range."""
+        if self.target == SCALES:
+            return math.prod(self.tensor.shape) * DTYPE_BYTES[self.tensor.dtype], self.held_bytes
         item = DTYPE_BYTES[self.tensor.dtype]
         if self.target == QUANTIZED:
             return self.width * item, self.width
@@ -133,17 +138,23 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
             slot = slots.pop(tensor.name, None)
             if slot is None or not tensor.num_bytes:
                 continue
-            if slot.shape != tensor.shape:
+            if slot.shape != tensor.shape and not (slot.repeats and without_ones(slot.shape) == without_ones(tensor.shape)):
                 raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(slot.shape)}")
             held_as = slot.held_as or dtype
             target = "" if DTYPE_OF.get(tensor.dtype) == held_as else held_as
             if slot.scales_at_bytes >= 0 and not slot.held_as:
                 target = QUANTIZED
+            elif slot.repeats:
+                target = SCALES
+            elif held_as == FP8:
+                target = FP8
             num_bytes = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
             begin, stage = tensor.offset_bytes, stage_of[tensor.name]
-            whole = Segment(tensor, begin, begin + num_bytes, slot.offset_bytes, target, slot.scales_at_bytes, stage)
+            held = (slot.repeats, slot.num_bytes)
+            whole = Segment(tensor, begin, begin + num_bytes, slot.offset_bytes, target, slot.scales_at_bytes, stage, *held)
             if whole.unit_bytes[0] > read_bytes - BLOCK_BYTES:
-                raise CheckpointError(file, tensor.name, f"has rows of {whole.unit_bytes[0]} bytes: too long to be quantised")
+                what = "too many scales for a read" if slot.repeats else "too long to be quantised"
+                raise CheckpointError(file, tensor.name, f"has rows of {whole.unit_bytes[0]} bytes: {what}")
             segments += [whole] if tensor.record is None else _framed(whole, read_bytes)
         reads += _cut(file, segments, read_bytes)
     for name in slots:

@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.dtypes import E8M0, ITEM_BYTES
+from loader.dtypes import E8M0, FP8, ITEM_BYTES
 from loader.errors import CheckpointError
+from loader.formats.fp8_values import fill_scales, nan_at
 from loader.formats.int8 import SCALE_BYTES
 from loader.formats.int8_rows import quantize_rows
-from loader.range_plan import QUANTIZED, Segment, Span
+from loader.range_plan import QUANTIZED, SCALES, Segment, Span
 from loader.safetensors import DTYPE_BYTES
 
 # Elements converted at a time: torch converts as many without waking its thread pool, which belongs to the model that is stepping.
@@ -88,9 +89,14 @@ class HostSink:
         if segment.target == QUANTIZED:
             self._quantize(span, read)
             return
+        if segment.target == SCALES:
+            self._fill_scales(span, read)
+            return
+        if segment.target == FP8:
+            check_codes(span, read)
         if segment.target == E8M0:
             _check_scales(span, read)
-        if segment.target in ("", E8M0):
+        if segment.target in ("", FP8, E8M0):
             self._bytes[span.place_bytes : span.place_bytes + len(read)] = read
             return
         source = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
@@ -113,6 +119,18 @@ class HostSink:
             tensor = segment.tensor
             raise CheckpointError(tensor.file, tensor.name, f"{error} (within bytes {span.begin} to {span.end})") from None
 
+    def _fill_scales(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
+        """Writes the scales of an FP8 matrix, a whole segment, into their place. Raises CheckpointError for scales that are not
+        finite."""
+        segment = span.segment
+        stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
+        place = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + segment.held_bytes])
+        rows = len(stored) if len(segment.tensor.shape) < 2 else segment.tensor.shape[0]
+        try:
+            fill_scales(stored.view(rows, -1), segment.repeats, place.view(torch.float32))
+        except ValueError as error:
+            raise CheckpointError(segment.tensor.file, segment.tensor.name, str(error)) from None
+
     def decode(self, segment: Segment, staged: memoryview) -> bool:
         return False
 
@@ -121,3 +139,11 @@ class HostSink:
 
     def finish(self) -> None:
         """Does nothing: whatever was stored is in place already."""
+
+
+def check_codes(span: Span, read: npt.NDArray[np.uint8]) -> None:
+    """Raises CheckpointError if one of the span's FP8 codes stands for NaN."""
+    at = nan_at(read)
+    if at >= 0:
+        tensor, offset = span.segment.tensor, span.begin + at
+        raise CheckpointError(tensor.file, tensor.name, f"holds NaN (the code {read[at]:#04x} at byte {offset} of the file)")

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cpu.products import array, linear
+from engine.cpu.products import array, fp8_in_parts, linear
 from engine.cpu.recording.program import call, empty
-from engine.ops.ops import ExpertMatrices, Mxfp4Matrix
+from engine.ops.ops import ExpertMatrices, Fp8Matrix, Mxfp4Matrix
 from loader.formats.mxfp4 import GROUP, WIDENED_BYTES
 
 
@@ -68,13 +68,15 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
 
 
 def _grouped_product(
-    kernels: Any, x: Tensor, weight: Tensor | Mxfp4Matrix, bias: Tensor | None, routing: _Routing, num_tokens: int
+    kernels: Any, x: Tensor, weight: Tensor | Fp8Matrix | Mxfp4Matrix, bias: Tensor | None, routing: _Routing, num_tokens: int
 ) -> Tensor:
     """Returns each row of x [P, K] times its expert's matrix of weight [E, N, K], plus its bias [E, N]. num_tokens: the most rows
     an expert may have."""
     out = empty(x, len(x), weight.shape[1])
     if isinstance(weight, Mxfp4Matrix):
         _grouped_mxfp4_linear(kernels, x, weight, bias, routing, num_tokens, out)
+    elif isinstance(weight, Fp8Matrix):
+        _grouped_fp8_linear(kernels, x, weight, bias, routing, num_tokens, out)
     else:
         _grouped_linear(kernels, x, weight, bias, routing, num_tokens, out)
     return out
@@ -114,6 +116,27 @@ def _grouped_mxfp4_linear(
 def _biases(x: Tensor, bias: Tensor | None, num_experts: int) -> Any:
     """Returns the experts' biases [E, N], or [E, 0] for none, as an array of x's elements."""
     return np.empty((num_experts, 0), array(x).dtype) if bias is None else array(bias)
+
+
+def _grouped_fp8_linear(
+    kernels: Any, x: Tensor, weight: Fp8Matrix, bias: Tensor | None, routing: _Routing, num_tokens: int, out: Tensor
+) -> None:
+    assert bias is None  # no family with biases has its experts in FP8
+    most_rows = kernels.grouped_fp8_rows(weight.shape[1], "bfloat16" if x.dtype is torch.bfloat16 else "float32")
+    matrices = (weight.values.numpy(), weight.scales.numpy(), weight.group_inputs)
+    if num_tokens > most_rows:
+        call(_many_fp8_rows, kernels, x.view(x.shape), *matrices, routing.firsts, most_rows, out.view(out.shape))
+    if most_rows:
+        call(kernels.grouped_fp8_linear, array(x), *matrices, routing.firsts, most_rows, kernels.num_shares(), array(out))
+
+
+def _many_fp8_rows(
+    kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, firsts: Any, most_rows: int, out: Tensor
+) -> None:
+    """Does the same as _many_rows with FP8 weights, which are widened a part of an expert at a time."""
+    for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
+        if end - first > most_rows:
+            fp8_in_parts(kernels, x[first:end], values[expert], scales[expert], group_inputs, None, out[first:end])
 
 
 def _many_rows(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, firsts: Any, most_rows: int, out: Tensor) -> None:

@@ -22,7 +22,7 @@ from engine.cpu.products import array
 from engine.cpu.recording.program import call, empty, into, is_recording
 from engine.host import compiled
 from engine.ops import reference, reference_inputs
-from engine.ops.ops import ExpertMatrices, HeadNorms, Int8Matrix, Mxfp4Matrix, Rotary
+from engine.ops.ops import ExpertMatrices, Fp8Matrix, HeadNorms, Int8Matrix, Matrix, Mxfp4Matrix, Rotary
 from loader.formats.int8 import WIDENED_BYTES
 from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
@@ -124,9 +124,11 @@ class CpuOps:
         else:
             call(self.kernels.gather_rows, rows.numpy(), array(x), 1.0, array(out))
 
-    def linear(self, x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, Int8Matrix):
             return self._int8_linear(x, weight, bias)
+        if isinstance(weight, Fp8Matrix):
+            return self._fp8_linear(x, weight, bias)
         if self._served(x) and (product := products.linear(self.kernels, x, weight, bias)) is not None:
             return product
         if is_recording():  # the functions that torch's linear calls
@@ -151,6 +153,18 @@ class CpuOps:
             return reference.int8_linear(x, weight.values, weight.scales, bias, WIDENED_BYTES)
         out = empty(x, len(x), len(weight.values))
         call(into, out.view(out.shape), reference.int8_linear, x.view(x.shape), weight.values, weight.scales, bias, WIDENED_BYTES)
+        return out
+
+    def _fp8_linear(self, x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
+        """Multiplies with an Fp8Matrix. For many rows, and without kernels, a few outputs' weights at a time are converted to x's
+        dtype, never all."""
+        if self._served(x, "fp8") and (product := products.fp8_linear(self.kernels, x, weight, bias)) is not None:
+            return product
+        matrix = (weight.values, weight.scales, weight.group_inputs)
+        if not is_recording():
+            return reference.fp8_linear(x, *matrix, bias, WIDENED_BYTES)
+        out = empty(x, len(x), len(weight.values))
+        call(into, out.view(out.shape), reference.fp8_linear, x.view(x.shape), *matrix, bias, WIDENED_BYTES)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
@@ -192,7 +206,7 @@ class CpuOps:
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: HostBatch) -> Tensor:
         slots = batch.groups[0].slots
-        if self._served(x, "mxfp4" if isinstance(experts.gate_up, Mxfp4Matrix) or experts.clamped is not None else ""):
+        if self._served(x, _format_of_experts(experts)):
             return grouped_experts.experts(self.kernels, x, scores, experts, shared, slots)
         return reference.experts(x, scores, experts, torch.from_numpy(slots) < 0, shared)
 
@@ -325,3 +339,10 @@ class CpuOps:
             return
         counts = np.zeros(len(row), np.int32)
         self.kernels.penalise(row.numpy(), tokens, num_prompt, presence, frequency, repetition, counts)
+
+
+def _format_of_experts(experts: ExpertMatrices) -> str:
+    """Returns which set of kernels (wanted.py) a layer's experts need besides those of their dtype."""
+    if experts.clamped is not None or isinstance(experts.gate_up, Mxfp4Matrix):
+        return "mxfp4"
+    return "fp8" if isinstance(experts.gate_up, Fp8Matrix) or isinstance(experts.down, Fp8Matrix) else ""

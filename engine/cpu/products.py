@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.cpu.recording.program import call, empty
+from engine.ops.ops import Fp8Matrix
+from loader.formats.int8 import WIDENED_BYTES
 
+_PART_OUTPUTS = 64  # parts of a matrix are a multiple of this, which all kernels' panels divide
 _NO_SCALES = np.empty(0, np.float32)
 
 
@@ -58,6 +62,35 @@ def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: T
         to = array(out[first : first + at_once])
         call(kernel, array(rows), values.numpy(), scales.numpy(), _bias(x, bias), *scratch, to)
     return out
+
+
+def fp8_linear(kernels: Any, x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor | None:
+    """Returns x [R, K] @ the transposed matrix, plus bias [N]; None if x is not contiguous. Many rows are multiplied with weights
+    that are widened a part at a time."""
+    if not x.is_contiguous():
+        return None
+    kernel = kernels.fp8_linear_kernel(len(x), len(weight.values), _element(x))
+    out = empty(x, len(x), len(weight.values))
+    matrix = (weight.values.numpy(), weight.scales.numpy(), weight.group_inputs)
+    if kernel is None:
+        call(fp8_in_parts, kernels, x.view(x.shape), *matrix, bias, out.view(out.shape))
+    else:
+        call(kernel, array(x), *matrix, _bias(x, bias), array(out))
+    return out
+
+
+def fp8_in_parts(kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, bias: Tensor | None, out: Tensor) -> None:
+    """Widens a few outputs' weights at a time, and multiplies them as plain ones."""
+    num_outputs, num_inputs = values.shape
+    at_once = max(1, WIDENED_BYTES // (num_inputs * x.element_size()))
+    at_once = at_once // _PART_OUTPUTS * _PART_OUTPUTS or at_once
+    held = x.new_empty(min(at_once, num_outputs), num_inputs)
+    for first in range(0, num_outputs, at_once):
+        some = slice(first, min(first + at_once, num_outputs))
+        part, added = held[: some.stop - first], None if bias is None else bias[some]
+        kernels.fp8_rows(values[some], scales[some], group_inputs, array(part))
+        product = linear(kernels, x, part, added)
+        out[:, some] = functional.linear(x, part, added) if product is None else product
 
 
 def _widened_linear(kernels: Any, x: Tensor, weight: Any, scales: Any, bias: Tensor | None, out: Tensor) -> None:

@@ -112,7 +112,15 @@ class CudaBackend:
     def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
         """Returns the model; if it was loaded before with the same settings, the earlier object with its graphs: what they hold
         addresses of is still at the same place."""
-        identity = (weights.address, spec.fingerprint, spec.dtype, spec.kv_dtype, spec.max_model_len, spec.max_sequences)
+        identity = (
+            weights.address,
+            spec.fingerprint,
+            spec.dtype,
+            spec.quantize,
+            spec.kv_dtype,
+            spec.max_model_len,
+            spec.max_sequences,
+        )
         known = self._models.get(spec.model)
         with self._on_load_stream():
             if known is not None and known[0] == identity:

@@ -28,6 +28,7 @@ from engine.contracts.loads import KernelNews
 from engine.cuda.compile_process import CompileJob
 from engine.host.child_process import MOST_COMPILERS, PACKAGES, child_environment
 from engine.protocol import KernelsTold, LoadModel
+from loader.formats.registry import FORMATS
 from loader.layout import layout_id
 from loader.model_shape import ModelShape
 
@@ -51,10 +52,10 @@ class KernelBuilds:
         """Returns once the model's kernels are compiled, or cannot be: then the log says why, and the model's own warm-up compiles
         what is missing. waiting: called every TELL_EVERY_S; what it raises ends the compilation and is raised here."""
         limits = (spec.max_model_len, spec.max_sequences)
-        settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], kv_cache_dtype=spec.kv_cache_dtype)
+        settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], spec.quantize, kv_cache_dtype=spec.kv_cache_dtype)
         job = CompileJob(settings, shape, self._block_tokens, self._capability, self._folder)
         text = msgspec.json.encode(job)
-        mark = Path(self._folder, f"compiled-{_digest(text, layout_id(shape, spec.dtype))}")
+        mark = Path(self._folder, f"compiled-{_digest(text, layout_id(shape, spec.dtype, FORMATS[spec.quantize]))}")
         if mark.exists():
             return
         try:

@@ -113,7 +113,7 @@ class CudaModel:
         self._block_tokens = block_tokens
         self._dtype_name, self._format = spec.dtype, FORMATS[spec.quantize]
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._model: CausalLM[DeviceBatch] | None = build_model(ops, shape, Weights(shape, spec.dtype, weights, self._format))
+        self._model: CausalLM[DeviceBatch] | None = self._built()
         rotary = self._rotary(shape.rope, spec.max_model_len)
         local = rotary if shape.local_rope is None else self._rotary(shape.local_rope, spec.max_model_len)
         self._memory = []
@@ -301,9 +301,11 @@ class CudaModel:
 
     def restore(self) -> None:
         """Makes the model usable again after a reload, which has put the weights back into the same address range."""
-        weights = Weights(self.shape, self._dtype_name, self._weights, self._format)
-        self._model = build_model(self._ops, self.shape, weights)
+        self._model = self._built()
         self.mixed_graphs.evicted_s = None
+
+    def _built(self) -> CausalLM[DeviceBatch]:
+        return build_model(self._ops, self.shape, Weights(self.shape, self._dtype_name, self._weights, self._format))
 
     def release(self) -> None:
         """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import entry
 from engine.ops import reference
-from engine.ops.ops import ExpertMatrices, HeadNorms, Int8Matrix
+from engine.ops.ops import ExpertMatrices, Fp8Matrix, HeadNorms, Int8Matrix, Matrix
 
 
 class CudaOps:
@@ -27,8 +27,10 @@ class CudaOps:
     def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
         return reference.gather_rows(weight, ids, scale)
 
-    def linear(self, x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         """Multiplies as Ops.linear says. Raises TypeError for an Int8Matrix, which loader/formats keeps from GPUs."""
+        if isinstance(weight, Fp8Matrix):
+            return entry.fp8_linear(x, weight, bias)
         if isinstance(weight, Int8Matrix):
             raise TypeError("there is no kernel for int8 weights on a GPU")
         return entry.linear(x, weight, bias)

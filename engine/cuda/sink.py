@@ -13,10 +13,9 @@ import torch
 from engine.cuda.frames import DeviceFrames
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
-from loader.dtypes import ITEM_BYTES
+from loader.dtypes import FP8
 from loader.range_plan import Segment, Span
-from loader.safetensors import DTYPE_BYTES
-from loader.sinks import Fence, HostSink
+from loader.sinks import Fence, HostSink, check_codes
 from loader.unpack import damaged
 
 
@@ -37,13 +36,16 @@ class DeviceSink:
 
     def store(self, span: Span, staged: memoryview) -> None:
         read = np.frombuffer(staged, np.uint8)
-        if span.segment.target:
-            num_bytes = len(read) // DTYPE_BYTES[span.segment.tensor.dtype] * ITEM_BYTES[span.segment.target]
-            read = np.empty(num_bytes, np.uint8)
+        is_converted = span.segment.target not in ("", FP8)
+        if span.segment.target == FP8:
+            check_codes(span, read)
+        if is_converted:
+            ((begin, end),) = span.segment.places  # one of a whole segment: int8, which needs two, is kept from GPUs
+            read = np.empty(end - begin, np.uint8)
             at_its_start = dataclasses.replace(span.segment, place_bytes=span.segment.begin - span.begin)
             HostSink(read.data).store(dataclasses.replace(span, segment=at_its_start), staged)
         self._device.write(self._address + span.place_bytes, read)
-        if span.segment.target and (fence := self.fence()) is not None:
+        if is_converted and (fence := self.fence()) is not None:
             fence.wait()  # converted values are in no slot, so nothing else keeps them until they are copied
 
     def decode(self, segment: Segment, staged: memoryview) -> bool:

@@ -47,6 +47,7 @@ _REST_ON = {
 # ends the whole process.
 KERNELS_NEED: dict[str, frozenset[str]] = {
     "bfloat16_pairs": frozenset({"avx512bf16"}),  # bits.py, vectors.py: vdpbf16ps, vcvtneps2bf16
+    "half_conversion": frozenset({"avx2"}),  # fp8_codes.py: vcvtph2ps
     "int8_linear": frozenset({"avx512vnni"}),  # int8.py: vpdpbusd
     "tiles": frozenset({"amx"}),  # amx*.py
     "mxfp4_wide_tables": frozenset({"avx512"}),  # mxfp4_tiles.py: vpermw, vpermps

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
-from engine.ops.ops import Int8Matrix, Mxfp4Matrix
+from engine.ops.ops import Fp8Matrix, Int8Matrix, Matrix, Mxfp4Matrix
 from loader.formats import mxfp4
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
@@ -39,20 +39,29 @@ class Weights:
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
         return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype)
 
-    def matrix(self, prefix: str, names: tuple[str, ...]) -> Tensor | Int8Matrix:
-        """Returns the weights of projections that one matrix product reads together: a tensor, or an Int8Matrix if they are held
-        in int8."""
+    def matrix(self, prefix: str, names: tuple[str, ...]) -> Matrix:
+        """Returns the weights of projections that one matrix product reads together: a tensor, or a quantised matrix if they are
+        held so."""
         slots = [self._slots[f"{prefix}{name}.weight"] for name in names]
         if slots[0].scales_at_bytes < 0:
             return self.fused(prefix, names, ".weight")
-        num_outputs = sum(slot.shape[0] for slot in slots)
-        values = self._memory.tensor(slots[0].offset_bytes, (num_outputs, slots[0].shape[1]), torch.int8)
-        return Int8Matrix(values, self._memory.tensor(slots[0].scales_at_bytes, (num_outputs,), torch.float32))
+        num_outputs, num_inputs = sum(slot.shape[0] for slot in slots), slots[0].shape[1]
+        place, scales_at, group_inputs = slots[0].offset_bytes, slots[0].scales_at_bytes, slots[0].group_inputs
+        if not group_inputs:
+            values = self._memory.tensor(place, (num_outputs, num_inputs), torch.int8)
+            return Int8Matrix(values, self._memory.tensor(scales_at, (num_outputs,), torch.float32))
+        codes = self._memory.tensor(place, (num_outputs, num_inputs), torch.uint8)
+        scales = self._memory.tensor(scales_at, (num_outputs, -(-num_inputs // group_inputs)), torch.float32)
+        return Fp8Matrix(codes, scales, group_inputs)
 
-    def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor:
-        """Returns the matrices prefix + name of all names, joined as `fused` does, as `num` equal parts [num, N, K]."""
-        joined = self.fused(prefix, names, ".weight")
-        return joined.view(num, len(joined) // num, joined.shape[1])
+    def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix:
+        """Returns the matrices prefix + name of all names, joined as `matrix` does, as `num` equal parts [num, N, K]."""
+        joined = self.matrix(prefix, names)
+        assert not isinstance(joined, Int8Matrix)  # loader/formats keeps int8 from mixtures of experts
+        if isinstance(joined, Tensor):
+            return joined.view(num, len(joined) // num, joined.shape[1])
+        values, scales = (part.view(num, len(part) // num, part.shape[1]) for part in (joined.values, joined.scales))
+        return Fp8Matrix(values, scales, joined.group_inputs)
 
     def stack(self, name: str) -> Tensor | Mxfp4Matrix:
         """Returns the matrices [num, N, K] of a tensor that holds several, as they are held."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 
@@ -19,6 +20,30 @@ class Int8Matrix:
 
     values: Tensor
     scales: Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Fp8Matrix:
+    """A matrix of FP8 weights: values [N, K] uint8, codes of float8_e4m3fn, times scales [N, G] float32, one for each group_inputs
+    inputs of an output. The last group may be shorter. No code is NaN."""
+
+    values: Tensor
+    scales: Tensor
+    group_inputs: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, number: int) -> Fp8Matrix:
+        """Returns the matrix of one expert."""
+        return Fp8Matrix(self.values[number], self.scales[number], self.group_inputs)
+
+
+Matrix = Tensor | Int8Matrix | Fp8Matrix  # the weights of a product
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -47,12 +72,12 @@ class ClampedSwiglu:
 @dataclass(slots=True, frozen=True, eq=False)
 class ExpertMatrices:
     """The experts of one layer: gate_up [E, 2 I, W] with each expert's gate before its up, down [E, W, I]. num_chosen: how many
-    of them each token passes through. normalised: the weights of a token's experts are made to add up to 1. gate_up_bias [E, 2 I],
-    down_bias [E, W]: biases of the products. clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate
-    between gate and up."""
+    of them each token passes through. normalised: the weights of a token's experts are made to add up to 1. An Fp8Matrix of experts
+    has values [E, N, K] and scales [E, N, G]. gate_up_bias [E, 2 I], down_bias [E, W]: biases of the products. clamped: the
+    activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up."""
 
-    gate_up: Tensor | Mxfp4Matrix
-    down: Tensor | Mxfp4Matrix
+    gate_up: Tensor | Fp8Matrix | Mxfp4Matrix
+    down: Tensor | Fp8Matrix | Mxfp4Matrix
     num_chosen: int
     normalised: bool
     gate_up_bias: Tensor | None = None
@@ -125,8 +150,8 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         """Returns the rows [T, W] of weight [V, W] that ids [T] name, times scale."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor | Int8Matrix, bias: Tensor | None = None) -> Tensor:
-        """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], in their common dtype; with an Int8Matrix, in x's."""
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], in their common dtype; with a quantised matrix, in x's."""
         ...
 
     def add(self, update: Tensor, residual: Tensor) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix
-from loader.formats.mxfp4 import WIDENED_BYTES
+from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Fp8Matrix, Mxfp4Matrix
+from loader.formats.int8 import WIDENED_BYTES
 
 # The smallest scale is 2**-24, which float16 can hold. Where all numbers are below 448 times that, the smallest are rounded more.
 MIN_FP8_SCALE = 127 - 24
@@ -34,6 +34,28 @@ def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, 
         part = held[: some.stop - first].copy_(values[some])
         torch.mul(torch.nn.functional.linear(x, part), scales[some], out=out[:, some])
     return out if bias is None else out.add_(bias)
+
+
+def fp8_rows(values: Tensor, scales: Tensor, group_inputs: int, out: Tensor) -> None:
+    """Writes the weights that values [N, K] uint8 (codes of float8_e4m3fn) and scales [N, G] float32 stand for to out [N, K]. Each
+    is rounded once to float32, and if out is shorter, once more."""
+    factors = scales if scales.shape[1] == 1 else scales.repeat_interleave(group_inputs, dim=1)[:, : values.shape[1]]
+    out.copy_(values.view(torch.float8_e4m3fn).float().mul_(factors))
+
+
+def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, group_inputs: int, bias: Tensor | None, held_bytes: int) -> Tensor:
+    """Multiplies x [T, K] with the transposed matrix that fp8_rows writes, and adds bias [N], if given. The weights are written in
+    x's dtype in parts of at most held_bytes bytes (but at least one row)."""
+    num_outputs, num_inputs = values.shape
+    out = x.new_empty(len(x), num_outputs)
+    at_once = max(1, held_bytes // (num_inputs * x.element_size()))
+    held = x.new_empty(min(at_once, num_outputs), num_inputs)
+    for first in range(0, num_outputs, at_once):
+        some = slice(first, min(first + at_once, num_outputs))
+        part = held[: some.stop - first]
+        fp8_rows(values[some], scales[some], group_inputs, part)
+        out[:, some] = functional.linear(x, part, None if bias is None else bias[some])
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
@@ -326,11 +348,14 @@ def mxfp4_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None,
     return out
 
 
-def _expert_linear(x: Tensor, matrices: Tensor | Mxfp4Matrix, bias: Tensor | None, number: int) -> Tensor:
+def _expert_linear(x: Tensor, matrices: Tensor | Fp8Matrix | Mxfp4Matrix, bias: Tensor | None, number: int) -> Tensor:
     """Returns x [T, K] times the transposed matrix `number` of several, plus its bias."""
     own_bias = None if bias is None else bias[number]
     if isinstance(matrices, Mxfp4Matrix):
         return mxfp4_linear(x, matrices.blocks[number], matrices.scales[number], own_bias, WIDENED_BYTES)
+    if isinstance(matrices, Fp8Matrix):
+        own = matrices[number]
+        return fp8_linear(x, own.values, own.scales, own.group_inputs, own_bias, WIDENED_BYTES)
     return functional.linear(x, matrices[number], own_bias)
 
 

@@ -6,11 +6,12 @@ from loader.config_fields import Fields
 from loader.formats.int8 import INT8
 from loader.formats.mxfp4 import MXFP4
 from loader.formats.plain import PLAIN
+from loader.formats.stored_fp8 import STORED_FP8
 from loader.formats.stored_int8 import STORED_INT8
 from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 
-FORMATS = {one.name: one for one in (PLAIN, INT8, STORED_INT8, MXFP4)}
+FORMATS = {one.name: one for one in (PLAIN, INT8, STORED_INT8, *STORED_FP8, MXFP4)}
 
 
 def asked_format(quantize: str | None) -> WeightFormat:
@@ -42,6 +43,10 @@ def recognised_format(fields: Fields) -> str:
     for one in FORMATS.values():
         if one.recognises is not None and one.recognises(config):
             return one.name
+    for one in FORMATS.values():
+        if (refusal := one.refuses(config)) is not None:
+            setting, why = refusal
+            raise fields.unsupported(f"{key}.{setting}", why)
     method, form = str(config.get("quant_method"))[:64], str(config.get("format", ""))[:64]
-    served = "; ".join(one.title for one in FORMATS.values() if one.title)
+    served = "; ".join(dict.fromkeys(one.title for one in FORMATS.values() if one.title))
     raise fields.unsupported(key, f"{f'{method} {form}'.strip()!r} with these settings is not served; served: {served}")

@@ -17,18 +17,25 @@ FLOATS = ("F32", "BF16", "F16")  # as safetensors calls them
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that a checkpoint must hold. dtypes: those it may have there, as safetensors calls them."""
+    """A tensor that a checkpoint must hold. dtypes: those it may have there, as safetensors calls them. is_scale: dimensions of 1
+    at the end of its shape may be left out, because producers differ in that."""
 
     name: str
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
+    is_scale: bool = False
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return shape == self.shape or (self.is_scale and without_ones(shape) == without_ones(self.shape))
 
 
 class WeightSlot(NamedTuple):
-    """The place of one parameter. name: as in the checkpoint. offset_bytes: in the model's weight range. scales_at_bytes: where
-    the scales of an int8 matrix begin, one float32 for each row; -1: the parameter is no int8 matrix. stage: the part of a forward
-    pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers. held_as: the dtype that
-    it has in memory as it has in the checkpoint or is converted to; "": the model's, or int8 that a load rounds to."""
+    """The place of one parameter. name and shape: as in the checkpoint. offset_bytes, num_bytes: in the model's weight range.
+    scales_at_bytes: where the scales of a quantised matrix begin, float32; -1: the parameter is no quantised matrix. stage: the
+    part of a forward pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers.
+    held_as: the dtype that it has in memory as it has in the checkpoint or is converted to; "": the model's, or int8 that a load
+    rounds to. group_inputs: of an FP8 matrix, how many inputs of a row share a scale; 0: it is none. repeats: of an FP8 matrix's
+    scales, how many rows of memory each stored row fills (the last as many as there are left); 0: the parameter is no such."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,6 +44,8 @@ class WeightSlot(NamedTuple):
     scales_at_bytes: int = -1
     stage: int = 0
     held_as: str = ""
+    group_inputs: int = 0
+    repeats: int = 0
 
 
 class Space(NamedTuple):
@@ -65,15 +74,17 @@ def _refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
 class WeightFormat:
     """One way to hold the matrices of layers. All other parameters of a model are plain.
 
-    name: used in messages and logs. settings: values of the setting `quantize` that ask for it. place: lays out one group;
-    returns its slots and the first free byte after them. stored: lists what a checkpoint holds of one group. recognises: whether a
+    name: used in messages and logs. settings: values of the setting `quantize` that ask for it. place: lays out one group; returns
+    its slots and the first free byte after them. stored: lists what a checkpoint holds of one group. recognises: whether a
     checkpoint with this `quantization_config` is in the format; None: the format is none of checkpoints. title: the format of such
-    checkpoints, for messages. ignores: whether such a checkpoint may hold this tensor in addition. kernels: the set of kernels
-    (engine/cpu/kernels/wanted.py) that it needs besides those of the dtype; "": none. widened_bytes: how much of a matrix a step
-    holds in the model's dtype at a time. runs_on_gpus, runs_encoders, runs_experts: whether GPUs, encoders, and
-    mixtures of experts support it. check: raises UnsupportedModel for a model that is not served in the format; it is given
-    config.json. held_as: the dtype in which a group's first tensor is stored, too, so that it may be read straight into place; "":
-    the model's."""
+    checkpoints, for messages. refuses: the key and the words for a setting in a `quantization_config` of this kind that is not
+    served; None: there is none, or the configuration is of another kind. otherwise: the name of the format that such a checkpoint
+    is in if it holds no tensor whose name ends with scale_suffix; "": there is no other. ignores: whether such a checkpoint may
+    hold this tensor in addition. kernels: the set of kernels (engine/cpu/kernels/wanted.py) that it needs besides those of the
+    dtype; "": none. widened_bytes: how much of a matrix a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders,
+    runs_experts: whether GPUs, encoders, and mixtures of experts support it. check: raises UnsupportedModel for a model that is not
+    served in the format; it is given config.json. held_as: the dtype in which a group's first tensor is stored, too, so that it may
+    be read straight into place; "": the model's."""
 
     name: str
     settings: tuple[str | None, ...]
@@ -81,6 +92,9 @@ class WeightFormat:
     stored: Callable[[TensorGroup], list[StoredTensor]] = _as_they_are
     recognises: Callable[[Mapping[str, Any]], bool] | None = None
     title: str = ""
+    refuses: Callable[[Mapping[str, Any]], tuple[str, str] | None] = lambda config: None
+    scale_suffix: str = ""
+    otherwise: str = ""
     ignores: Callable[[str], bool] = lambda name: False
     kernels: str = ""
     widened_bytes: int = 0
@@ -89,6 +103,13 @@ class WeightFormat:
     runs_experts: bool = True
     check: Callable[[Fields, ModelShape], None] = _refuse_stacked_experts
     held_as: str = ""
+
+
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape without the dimensions of 1 at its end."""
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
 
 
 def aligned(offset_bytes: int) -> int:

@@ -18,6 +18,7 @@ from loader.formats.stored_int8 import STORED_INT8
 from scheduler.node import events
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.e2e.test_embeddings import make_encoder
+from tests.loader import fp8
 from tests.loader.checkpoints import write_checkpoint
 from tests.loader.compressed import compress
 from tests.loader.test_experts import MIXTRAL
@@ -230,6 +231,21 @@ async def test_experts_in_mxfp4_go_to_any_device_as_large_as_they_are_stored(tmp
         source = registry.source("a")
         assert source is not None
         assert source.quantize == "mxfp4"
+
+
+async def test_an_fp8_checkpoint_goes_to_any_device_and_is_named_and_counted(tmp_path: Path) -> None:
+    make_model(tmp_path / "plain", dtype="bfloat16")
+    fp8.quantize(tmp_path / "plain", tmp_path / "small", fp8.KINDS["fine-grained"])
+    config = NodeConfig(models_dir=str(tmp_path), chunk_bytes=2 * MIB)
+    there = [DeviceBudget("cuda:0", 256 * MIB), DeviceBudget("cpu:0", 256 * MIB)]
+    registry = Registry(config, there, NodeState(str(tmp_path / "s")))
+    facts = registered(await registry.rescan())
+    assert (facts["small"].unusable, facts["small"].devices) == ("", ())
+    assert facts["small"].weights_bytes < facts["plain"].weights_bytes
+    source = registry.source("small")
+    assert source is not None
+    assert source.quantize == "fp8 by block"
+    assert "fp8 by block matrices" in registry.describe("small")
 
 
 async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: Path) -> None:

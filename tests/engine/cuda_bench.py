@@ -42,15 +42,14 @@ def load_cuda_model(
 ) -> CudaModel:
     limits = (1 << 20, 0, 0, MAX_LEN, 8, [1])
     seen = scan_one(folder)
-    assert seen.shape is not None, seen.error
-    held_in = stored_format(seen.shape)
-    options = {"kv_cache_dtype": kv_cache_dtype, "quantize": held_in.name}
-    spec = LoadModel(1, "tiny", str(folder), dtype, seen.fingerprint, *limits, **options)
+    assert seen.shape is not None, seen.reason or seen.error
+    held = stored_format(seen.shape)
+    spec = LoadModel(1, "tiny", str(folder), dtype, seen.fingerprint, *limits, held.name, kv_cache_dtype=kv_cache_dtype)
     with ExitStack() as stack:
         source = open_checkpoint(folder, spec.fingerprint, stack, in_place=False)
-        on_host = PlainRange(layout.weights_bytes(source.shape, dtype, held_in), "cpu")
+        on_host = PlainRange(layout.weights_bytes(source.shape, dtype, held), "cpu")
         sink = HostSink(on_host.memory.numpy().data)
-        stream_weights(source, dtype, sink, StagingRing(), lambda done, total: None, lambda: False, held_in)
+        stream_weights(source, dtype, sink, StagingRing(), lambda done, total: None, lambda: False, held)
     weights = PlainRange(on_host.num_bytes, device)
     weights.memory.copy_(on_host.memory)
     arena = torch.full((4 << 20,), 0xFF, dtype=torch.uint8, device=device)  # NaN in every dtype

@@ -40,6 +40,7 @@ from tests.engine.model_bench import (
     plan,
     put,
 )
+from tests.loader import fp8
 
 pytest.importorskip("triton")
 pytestmark = INTERPRETED
@@ -64,6 +65,19 @@ def test_prefill_in_chunks_then_a_mixed_batch(made: tuple[Path, Any]) -> None:
     close(model.logits(mixed, table, True), np.concatenate((first[17:18], first[3:7], second[9:23])))
     mixed.samples[:] = [True, False, True]
     close(model.logits(mixed, table), np.stack((first[17], second[22])))
+
+
+def test_fp8_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path / "plain", "qwen3", hidden_size=144, num_hidden_layers=1, tie_word_embeddings=False)
+    meant = fp8.quantize(tmp_path / "plain", tmp_path / "fp8", fp8.KINDS["fine-grained"])
+    made.load_state_dict(made.state_dict() | meant)
+    model = load_cuda_model(tmp_path / "fp8")
+    table = make_table(groups=model.kv_groups)
+    for slot in (0, 1):
+        put(table, slot, PROMPT)
+    wanted = expected((tmp_path, made), PROMPT)
+    close(model.logits(plan((0, 0, 40)), table, True), wanted[:40])
+    close(model.logits(plan((0, 40, 1), (1, 0, 2)), table, True), np.concatenate((wanted[40:41], wanted[:2])))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

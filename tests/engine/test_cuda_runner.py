@@ -26,6 +26,7 @@ from engine.protocol import Configure, LoadModel
 from loader import layout
 from loader.catalog import scan_one
 from loader.errors import UnsupportedModel
+from loader.formats.registry import stored_format
 from loader.model_shape import ModelShape
 from loader.sinks import HostSink
 from loader.staging import StagingRing
@@ -43,6 +44,7 @@ from tests.engine.model_bench import (
     plan,
     put,
 )
+from tests.loader import fp8
 
 pytest.importorskip("triton")
 pytestmark = INTERPRETED
@@ -143,19 +145,24 @@ def test_time_of_kernels_is_told_apart_from_time_of_loading(tmp_path: Path, monk
     memory.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_reach_a_device_as_they_reach_the_host(tmp_path: Path, dtype: str) -> None:
-    """A device gets the same bytes as the host, with and without conversion, through slots smaller than a tensor."""
-    make_checkpoint(tmp_path, **CASES["llama"])
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "compressed-block")])
+def test_weights_reach_a_device_as_they_reach_the_host(tmp_path: Path, dtype: str, kind: str) -> None:
+    """A device gets the same bytes as the host, with and without conversion, as FP8 too, through slots smaller than a tensor."""
+    folder = tmp_path / "plain"
+    make_checkpoint(folder, **CASES["llama"])
+    if kind:
+        fp8.quantize(folder, tmp_path / "fp8", fp8.KINDS[kind])
+        folder = tmp_path / "fp8"
     memory = make_memory()
     with ExitStack() as stack:
-        source = open_checkpoint(tmp_path, "", stack)
-        on_host = np.zeros(layout.weights_bytes(source.shape, dtype), np.uint8)
+        source = open_checkpoint(folder, "", stack)
+        held = stored_format(source.shape)
+        on_host = np.zeros(layout.weights_bytes(source.shape, dtype, held), np.uint8)
         weights = WeightRange(memory, len(on_host))
         weights.map(list(range(weights.num_chunks)))
         for sink in (HostSink(on_host.data), DeviceSink(memory, weights)):
-            stream_weights(source, dtype, sink, StagingRing(2, 8 << 10), lambda done, total: None, lambda: False)
-    for slot in layout.weight_layout(source.shape, dtype):
+            stream_weights(source, dtype, sink, StagingRing(2, 8 << 10), lambda done, total: None, lambda: False, held)
+    for slot in layout.weight_layout(source.shape, dtype, held):
         wanted = torch.from_numpy(on_host[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
         assert torch.equal(weights.tensor(slot.offset_bytes, (slot.num_bytes,), torch.uint8), wanted), slot.name
     weights.close()

@@ -59,7 +59,7 @@ def test_activations_and_group_formats_do_not_matter() -> None:
     ],
 )
 def test_other_formats_are_refused_by_name(config: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModel, match=r"key quantization_config: .* is not served; served: compressed-tensors"):
+    with pytest.raises(UnsupportedModel, match=r"key quantization_config\S*: .* is not served; served: "):
         parse(config)
 
 

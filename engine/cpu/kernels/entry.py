@@ -20,6 +20,7 @@ from engine.cpu.kernels.amx_prefill import prefill_tiles_parallel, prefill_tiles
 from engine.cpu.kernels.attention import paged_attention_parallel, paged_attention_serial
 from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
 from engine.cpu.kernels.experts import route
+from engine.cpu.kernels.fp8_linear import fp8_linear_parallel, fp8_linear_serial, fp8_rows_parallel, fp8_rows_serial
 from engine.cpu.kernels.grouped_linear import widened_scratch_floats as grouped_widened_scratch_floats
 from engine.cpu.kernels.inputs import rotary_turns, sampling_settings, step_blocks, step_tokens
 from engine.cpu.kernels.int8 import int8_linear_parallel, int8_linear_serial
@@ -34,6 +35,7 @@ from engine.host.processor import this_processor
 
 __all__ = [
     "FEW_ROWS",
+    "FEW_ROWS_FP8",
     "FEW_ROWS_INT8",
     "HAS_INT8_PRODUCTS",
     "HAS_MATRIX_UNIT",
@@ -45,10 +47,15 @@ __all__ = [
     "clamped_swiglu",
     "combine",
     "few_rows_linear",
+    "fp8_linear",
+    "fp8_linear_kernel",
+    "fp8_rows",
     "gather_rows",
     "gelu_and_mul",
     "greedy_bfloat16",
     "greedy_float32",
+    "grouped_fp8_linear",
+    "grouped_fp8_rows",
     "grouped_linear_kernel",
     "grouped_mxfp4_linear",
     "grouped_mxfp4_rows",
@@ -82,6 +89,7 @@ __all__ = [
 _SHARED_ATTENTION = 1 << 20  # elements of keys that are read
 # Bytes of weights, and the number of rows whose products cost as much as reading the weights.
 _SHARED_WEIGHTS, _ROWS_AS_READING = 2 << 20, 8
+_SHARED_WIDENING = 256 << 10  # bytes of FP8 weights that are widened
 _SHARED_TILES = 512 << 10  # bytes of weights that the matrix unit multiplies
 # FEW_ROWS: up to this many rows few_rows_linear is faster than torch's linear (benchmarks/kernels.py), by element type; tiles of
 # float32 are made for 32 registers of 512 bits. _INT8_PRODUCTS_ROWS and MOST_ROWS are the same limits for int8_linear and for the
@@ -99,6 +107,7 @@ _SHARED_TILES = 512 << 10  # bytes of weights that the matrix unit multiplies
 # the number of rows where two digits are more work than one widened weight.
 FEW_ROWS = {"bfloat16": 16, "float32": 64 if "avx512" in this_processor().features else 8}
 FEW_ROWS_INT8 = {"bfloat16": 16, "float32": 64}
+FEW_ROWS_FP8 = {"bfloat16": 16, "float32": 16}
 _INT8_PRODUCTS_ROWS = 32 if HAS_BFLOAT16_PRODUCTS else 16
 _VECTOR_ROWS, _WIDE = 4, 4
 MOST_ROWS = 256
@@ -158,6 +167,10 @@ def num_shares() -> int:
 
 def _shares_weights(x: Any, weight: Any) -> bool:
     return _thread.num_threads > 1 and weight.nbytes * (1 + len(x) / _ROWS_AS_READING) >= _SHARED_WEIGHTS
+
+
+def _shares_widening(weight: Any) -> bool:
+    return _thread.num_threads > 1 and weight.nbytes >= _SHARED_WIDENING
 
 
 def _shares_experts(x: Any, weight: Any) -> bool:
@@ -247,6 +260,12 @@ def int8_linear_kernel(num_rows: int, num_inputs: int, num_outputs: int, dtype: 
     return few_rows_linear if num_rows <= FEW_ROWS_INT8[dtype] else None
 
 
+def fp8_linear_kernel(num_rows: int, num_outputs: int, dtype: str) -> Any:
+    """Returns the kernel that multiplies rows of dtype with FP8 weights as they are, or None where widening the weights is
+    faster."""
+    return fp8_linear if 0 < num_rows <= FEW_ROWS_FP8[dtype] and num_outputs >= linear.MIN_OUTPUTS else None
+
+
 def grouped_linear_kernel(num_outputs: int, dtype: str) -> tuple[Any, int]:
     """Returns the kernel that multiplies sorted rows of dtype with their experts' weights, and the most rows of an expert that it
     multiplies: none where there are so few outputs."""
@@ -260,6 +279,12 @@ def grouped_linear_kernel(num_outputs: int, dtype: str) -> tuple[Any, int]:
 def grouped_mxfp4_rows(dtype: str) -> int:
     """Returns the most rows of an expert that grouped_mxfp4_linear multiplies faster than wide products after widening."""
     return MXFP4_ROWS[dtype]
+
+
+def grouped_fp8_rows(num_outputs: int, dtype: str) -> int:
+    """Returns the most rows of an expert with FP8 weights that grouped_fp8_linear multiplies: none where there are so few
+    outputs."""
+    return FEW_ROWS_FP8[dtype] if num_outputs >= linear.MIN_OUTPUTS else 0
 
 
 def _fits_panels(row_bytes: int, num_outputs: int) -> bool:
@@ -286,6 +311,11 @@ widened_linear = Forms(widened_linear_serial, widened_linear_parallel, lambda ar
 grouped_few_rows_linear = Forms(
     grouped_linear.grouped_linear_serial, grouped_linear.grouped_linear_parallel, lambda args: _shares_experts(args[0], args[1])
 )
+grouped_fp8_linear = Forms(
+    grouped_linear.grouped_fp8_linear_serial,
+    grouped_linear.grouped_fp8_linear_parallel,
+    lambda args: _shares_experts(args[0], args[1]),
+)
 grouped_widened_linear = Forms(
     grouped_linear.grouped_widened_linear_serial,
     grouped_linear.grouped_widened_linear_parallel,
@@ -299,6 +329,8 @@ grouped_mxfp4_linear = Forms(
 widen_mxfp4 = Forms(mxfp4.widen_mxfp4_serial, mxfp4.widen_mxfp4_parallel, lambda args: _shares_tiles(args[0]))
 combine = Forms(experts.combine_serial, experts.combine_parallel, lambda args: _deals_out_rows(args[-1]))
 int8_linear = Forms(int8_linear_serial, int8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+fp8_linear = Forms(fp8_linear_serial, fp8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
+fp8_rows = Forms(fp8_rows_serial, fp8_rows_parallel, lambda args: _shares_widening(args[0]))
 amx_linear = Forms(amx_linear_serial, amx_linear_parallel, lambda args: _shares_tiles(args[1]))
 amx_int8_linear = Forms(amx_int8_linear_serial, amx_int8_linear_parallel, lambda args: _shares_tiles(args[1]))
 greedy_float32 = Forms(sampling.greedy_float32_serial, sampling.greedy_float32_parallel, lambda args: _deals_out_logits(args[0]))

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, int32, int64, njit, prange, types, void
+from numba import float32, int32, int64, njit, prange, types, uint8, void
 
 from engine.cpu.kernels.bits import FASTMATH, named
+from engine.cpu.kernels.fp8_linear import FP8_STRIPE, fp8_stripe
 from engine.cpu.kernels.linear import STRIPE, linear_stripe
 from engine.cpu.kernels.widened_linear import (
     STRIPE_FLOATS,
@@ -91,6 +92,47 @@ def _grouped_linear(
         _share(x, weight, bias, firsts, most_rows, int64(share), num_shares, out)
 
 
+def grouped_fp8_linear_signature(element: types.Type) -> Any:
+    weights = (uint8[:, :, ::1], float32[:, :, ::1], int64)
+    return void(element[:, ::1], *weights, int32[::1], int64, int64, element[:, ::1])
+
+
+@njit(**_HELPER)
+def _fp8_share(
+    x: Any, weight: Any, scales: Any, group: int, firsts: Any, most_rows: int, share: int, num_shares: int, out: Any
+) -> None:
+    """Computes one share of the outputs of all experts with FP8 weights."""
+    num_experts, num_outputs = weight.shape[:2]
+    stripes = (num_outputs + FP8_STRIPE - 1) // FP8_STRIPE
+    begin, end = limits(firsts, most_rows, stripes, share, num_shares)
+    no_bias = np.empty(0, x.dtype)
+    at = 0
+    for expert in range(num_experts):
+        num_rows, first = rows_of(firsts, expert, most_rows), firsts[expert]
+        if not num_rows:
+            continue
+        cost = ROWS_AS_READING + num_rows
+        own, to = x[first : first + num_rows], out[first : first + num_rows]
+        for stripe in range(stripes_up_to(begin - at, cost, stripes), stripes_up_to(end - at, cost, stripes)):
+            output, output_end = stripe * FP8_STRIPE, min((stripe + 1) * FP8_STRIPE, num_outputs)
+            fp8_stripe(own, weight[expert], scales[expert], group, no_bias, to, output, output_end)
+        at += stripes * cost
+
+
+def _grouped_fp8_linear(
+    x: Any,  # [P, K]
+    weight: Any,  # [E, N, K] codes
+    scales: Any,  # [E, N, G]
+    group: int,  # inputs that share a scale
+    firsts: Any,  # [E + 1] int32: the first row of each expert
+    most_rows: int,  # experts with more rows are left out
+    num_shares: int,  # number of shares that the work is cut into, one for each thread
+    out: Any,  # [P, N]
+) -> None:
+    for share in prange(num_shares):
+        _fp8_share(x, weight, scales, group, firsts, most_rows, int64(share), num_shares, out)
+
+
 def grouped_widened_linear_signature(element: types.Type) -> Any:
     matrices = (element[:, :, ::1], element[:, ::1])
     return void(element[:, ::1], *matrices, int32[::1], int64, float32[::1], int64, element[:, ::1])
@@ -152,3 +194,5 @@ grouped_linear_serial = njit(**_OPTIONS)(_grouped_linear)
 grouped_linear_parallel = njit(**_OPTIONS, parallel=True)(named("_grouped_linear_parallel", _grouped_linear))
 grouped_widened_linear_serial = njit(**_OPTIONS)(_grouped_widened_linear)
 grouped_widened_linear_parallel = njit(**_OPTIONS, parallel=True)(named("_grouped_widened_parallel", _grouped_widened_linear))
+grouped_fp8_linear_serial = njit(**_OPTIONS)(_grouped_fp8_linear)
+grouped_fp8_linear_parallel = njit(**_OPTIONS, parallel=True)(named("_grouped_fp8_linear_parallel", _grouped_fp8_linear))

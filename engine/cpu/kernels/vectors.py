@@ -49,16 +49,32 @@ class Loader:
         self._data = data
         self.step = 2 * LANES if paired else LANES
 
-    def prefetch(self, at: Any) -> None:
+    def prefetch(self, at: Any, nearness: int = 3) -> None:
+        """Prefetches the cache line of the element at index `at`, into the first-level cache (nearness 3) or the second (2)."""
         builder = self._builder
         kind = ir.FunctionType(ir.VoidType(), [self._data.type, I32, I32, I32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, keep, is_data = (ir.Constant(I32, value) for value in (0, 3, 1))
+        read, keep, is_data = (ir.Constant(I32, value) for value in (0, nearness, 1))
         builder.call(function, [builder.gep(self._data, [at]), read, keep, is_data])
 
     def __call__(self, at: Any, count: Any = None) -> Any:
         """Returns the step's elements from index `at` on. count (i32): only the first `count` of them are read and the others are
         0."""
+        builder, loaded = self._builder, self.raw(at, count)
+        if self._element == types.int8:
+            wide = builder.sitofp(loaded, ir.VectorType(FLOAT, self.step))
+            if not self._paired:
+                return wide
+            return builder.bitcast(builder.fptrunc(wide, BFLOATS), PAIRS)
+        if self._paired:
+            return builder.bitcast(loaded, PAIRS)
+        if self._element == types.uint16:
+            wide = builder.zext(loaded, PAIRS)
+            return builder.bitcast(builder.shl(wide, vector(PAIRS, 16)), SUMS)
+        return builder.bitcast(loaded, SUMS)
+
+    def raw(self, at: Any, count: Any = None) -> Any:
+        """Returns the bits of the same elements."""
         builder = self._builder
         bits = ir.IntType(32 if self._element == types.float32 else 16 if self._element == types.uint16 else 8)
         raw = ir.VectorType(bits, self.step)
@@ -74,17 +90,7 @@ class Loader:
             kind = ir.FunctionType(raw, [address.type, mask.type, raw])
             function = cgutils.get_or_insert_function(builder.module, kind, name)
             loaded = builder.call(function, [address, mask, vector(raw, 0)])
-        if self._element == types.int8:
-            wide = builder.sitofp(loaded, ir.VectorType(FLOAT, self.step))
-            if not self._paired:
-                return wide
-            return builder.bitcast(builder.fptrunc(wide, BFLOATS), PAIRS)
-        if self._paired:
-            return builder.bitcast(loaded, PAIRS)
-        if self._element == types.uint16:
-            wide = builder.zext(loaded, PAIRS)
-            return builder.bitcast(builder.shl(wide, vector(PAIRS, 16)), SUMS)
-        return builder.bitcast(loaded, SUMS)
+        return loaded
 
 
 def splat(builder: ir.IRBuilder, value: Any, kind: ir.VectorType) -> Any:

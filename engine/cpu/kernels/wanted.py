@@ -20,6 +20,7 @@ from engine.cpu.kernels import (
     attention,
     entry,
     experts,
+    fp8_linear,
     grouped_linear,
     inputs,
     int8,
@@ -49,6 +50,8 @@ _SECONDS = {
     entry.amx_int8_linear.serial: 5.0,
     entry.widened_linear.serial: 5.0,
     entry.int8_linear.serial: 3.0,
+    entry.fp8_linear.serial: 3.0,
+    entry.grouped_fp8_linear.serial: 3.0,
     entry.few_rows_linear.serial: 2.0,
     entry.grouped_few_rows_linear.serial: 2.0,
     entry.grouped_widened_linear.serial: 4.0,
@@ -183,6 +186,10 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         wanted.append(_both(entry.amx_linear, amx_linear.amx_linear_signature(element)))
     if quantize == "int8":
         wanted += _wanted_int8(dtype, element)
+    if quantize == "fp8":
+        wanted.append(_both(entry.fp8_linear, fp8_linear.fp8_linear_signature(element)))
+        wanted.append(_both(entry.grouped_fp8_linear, grouped_linear.grouped_fp8_linear_signature(element)))
+        wanted.append(_both(entry.fp8_rows, fp8_linear.fp8_rows_signature(element)))
     if quantize == "mxfp4":
         wanted.append(_both(entry.grouped_mxfp4_linear, mxfp4.grouped_mxfp4_linear_signature(element)))
         wanted.append(_both(entry.widen_mxfp4, mxfp4.widen_mxfp4_signature(element)))

@@ -17,13 +17,14 @@ from engine.cuda.kernels import (
     triton_decode,
     triton_experts,
     triton_extend,
+    triton_fp8_linear,
     triton_inputs,
     triton_rope,
     triton_rows,
     triton_sampling,
 )
 from engine.host import compiled
-from engine.ops.ops import ExpertMatrices
+from engine.ops.ops import ExpertMatrices, Fp8Matrix
 
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
@@ -40,6 +41,20 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 def configure(cache_dir: str) -> None:
     """Sets where Triton keeps compiled kernels: below cache_dir, or in a temporary folder if cache_dir cannot be written."""
     triton.knobs.cache.dir = compiled.writable(cache_dir, KERNELS_BYTES)
+
+
+def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
+    """Returns x [T, K] @ the transposed matrix, plus bias, in x's dtype. Within both_kernels tiles of all sizes are launched."""
+    out = x.new_empty(x.shape[0], len(weight.values))
+    matrix = (weight.values, weight.scales, weight.group_inputs, bias)
+    launches_all = linear_choice.launches_both()
+    if x.shape[0] <= triton_fp8_linear.MAX_ROWS:
+        triton_fp8_linear.few_rows_linear(x, *matrix, out)
+        if not launches_all:
+            return out
+    for tile in triton_fp8_linear.TILE_ROWS if launches_all else (triton_fp8_linear.tile_rows(x.shape[0]),):
+        triton_fp8_linear.tile_linear(x, *matrix, tile, INTERPRETED, out)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool) -> Tensor:

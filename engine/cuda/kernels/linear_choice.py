@@ -77,8 +77,8 @@ def launch_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 @contextmanager
 def both_kernels() -> Iterator[None]:
-    """Inside, this thread's products of few rows launch our kernel too, whichever is chosen, now or later, and those of experts the
-    kernels for few and for many rows."""
+    """Inside, this thread's products of few rows launch our kernel too, whichever is chosen, now or later, and those of experts
+    and with FP8 weights the kernels for few and for many rows."""
     _launching.both = True
     try:
         yield

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
 from engine.cuda.kernels.triton_mxfp4 import widened_mxfp4
-from engine.ops.ops import ClampedSwiglu, Mxfp4Matrix
+from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Mxfp4Matrix
 
 TILE_ROWS = (16, 64)  # rows that a program of a product multiplies: for few rows an expert, and for many
 _FEW_ROWS = 16  # an expert, on average: up to here tiles are of the first size
@@ -162,7 +163,7 @@ def _activated(gate, up, limit, alpha, narrow: tl.constexpr, CLAMPED: tl.constex
 def _grouped_kernel(
     x,  # [T, K] if GATED, by token; else [P, K], by place among the sorted pairs
     weight,  # [E, 2 N, K] if GATED, else [E, N, K]; bytes if MXFP4
-    scales,  # [E, 2 N, K / 32] or [E, N, K / 32], read if MXFP4
+    scales,  # [E, 2 N, G] or [E, N, G], of FP8; [E, 2 N, K / 32] or [E, N, K / 32] if MXFP4; else not read
     bias,  # [E, 2 N] or [E, N], read if BIASED
     firsts,  # [E + 1] int32
     pairs,  # [P] int32
@@ -182,6 +183,8 @@ def _grouped_kernel(
     BLOCK_K: tl.constexpr,
     PADDED_E: tl.constexpr,
     WIDEN: tl.constexpr,
+    G: tl.constexpr,  # scales of an output; 0: the weights are no FP8
+    GROUP: tl.constexpr,  # inputs that share a scale
 ):
     tile, at = tl.program_id(0), tl.arange(0, PADDED_E)
     begins = tl.load(firsts + at, mask=at < E, other=0)
@@ -205,6 +208,7 @@ def _grouped_kernel(
     step: tl.constexpr = 2 if CLAMPED else 1
     to_up: tl.constexpr = 1 if CLAMPED else N
     columns_at = weight + first_output * K + (output * step)[None, :] * K
+    factors_at = scales + (first_output + output * step) * G
     total = tl.zeros([M, BLOCK_N], tl.float32)
     total_up = total
     for start in range(0, K, BLOCK_K):
@@ -220,13 +224,19 @@ def _grouped_kernel(
             seen = (output < N)[None, :] & (at_k < K)[:, None]
             columns = tl.load(columns_at + at_k[:, None], mask=seen, other=0.0)
             if WIDEN:
-                rows, columns = rows.to(tl.float32), columns.to(tl.float32)
-            total = tl.dot(rows, columns, total, input_precision="ieee")
+                rows = rows.to(tl.float32)
+            if G > 0:
+                factor = tl.load(factors_at + start // GROUP, mask=output < N, other=0.0) * CODE_FACTOR
+                total += tl.dot(rows, codes_as(columns, rows.dtype), input_precision="ieee") * factor[None, :]
+            else:
+                total = tl.dot(rows, columns.to(rows.dtype), total, input_precision="ieee")
             if GATED:
                 columns = tl.load(columns_at + to_up * K + at_k[:, None], mask=seen, other=0.0)
-                if WIDEN:
-                    columns = columns.to(tl.float32)
-                total_up = tl.dot(rows, columns, total_up, input_precision="ieee")
+                if G > 0:
+                    factor = tl.load(factors_at + to_up * G + start // GROUP, mask=output < N, other=0.0) * CODE_FACTOR
+                    total_up += tl.dot(rows, codes_as(columns, rows.dtype), input_precision="ieee") * factor[None, :]
+                else:
+                    total_up = tl.dot(rows, columns.to(rows.dtype), total_up, input_precision="ieee")
     narrow: tl.constexpr = out.dtype.element_ty
     if BIASED:
         biases_at = bias + first_output + output * step
@@ -239,9 +249,16 @@ def _grouped_kernel(
     tl.store(place, total.to(narrow), mask=there[:, None] & (output < N)[None, :])
 
 
+def _parts(weight: Tensor | Fp8Matrix | Mxfp4Matrix) -> tuple[Tensor, Tensor]:
+    """Returns the weights' values and scales; the values twice where there are no scales."""
+    if isinstance(weight, Mxfp4Matrix):
+        return weight.blocks, weight.scales
+    return (weight.values, weight.scales) if isinstance(weight, Fp8Matrix) else (weight, weight)
+
+
 def grouped_linear(
     x: Tensor,
-    weight: Tensor | Mxfp4Matrix,
+    weight: Tensor | Fp8Matrix | Mxfp4Matrix,
     firsts: Tensor,
     pairs: Tensor,
     num_chosen: int,
@@ -263,7 +280,8 @@ def grouped_linear(
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (64, 32 if wide_items else 64)
     is_mxfp4 = isinstance(weight, Mxfp4Matrix)
-    values, scales = (weight.blocks, weight.scales) if isinstance(weight, Mxfp4Matrix) else (weight, weight)
+    of_fp8 = isinstance(weight, Fp8Matrix)
+    values, scales = _parts(weight)
     most_tiles = min(num_experts, num_pairs) + num_pairs // tile
     _grouped_kernel[(most_tiles, triton.cdiv(num_outputs, block_n))](
         x,
@@ -288,6 +306,8 @@ def grouped_linear(
         BLOCK_K=min(block_k, max(32 if is_mxfp4 else 16, triton.next_power_of_2(num_inputs))),
         PADDED_E=_padded_experts(num_experts),
         WIDEN=widen,
+        G=scales.shape[2] if of_fp8 else 0,
+        GROUP=weight.group_inputs if isinstance(weight, Fp8Matrix) else 1,
         num_warps=4,
         num_stages=2 if wide_items else 3,
     )

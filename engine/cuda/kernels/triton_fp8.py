@@ -1,6 +1,6 @@
-"""Pieces of the kernels that write and read fp8 KV (Triton). It is stored as codes of float8_e4m3fn with one scale for each head of
-a token, a power of two that is kept as its exponent (E8M0 of the OCP's microscaling formats). Reference implementations:
-reference.quantize_fp8, reference.widen_fp8.
+"""Pieces of the kernels that write and read fp8 KV and FP8 weights (Triton). KV is stored as codes of float8_e4m3fn with one scale
+for each head of a token, a power of two that is kept as its exponent (E8M0 of the OCP's microscaling formats). Reference
+implementations: reference.quantize_fp8, reference.widen_fp8.
 
 Numbers are rounded by bit operations and not by a cast, because Triton's interpreter rounds its casts to fp8 differently than a GPU
 does.
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from engine.ops import reference
 
+CODE_FACTOR = tl.constexpr(256.0)  # what `codes_as` leaves out
 _MIN_SCALE = tl.constexpr(reference.MIN_FP8_SCALE)
 
 
@@ -65,3 +66,13 @@ def scales_at(scales, block, position, there, keys_at, values_at, block_stride, 
 def widened(codes, dtype: tl.constexpr):
     """Converts codes (uint8) to float16, bfloat16 or float32, which is exact."""
     return codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+
+
+@triton.jit
+def codes_as(codes, dtype: tl.constexpr):
+    """Converts codes (uint8) to float16, bfloat16 or float32, exactly but CODE_FACTOR times too small, by float16's bits: their
+    bias is 8 higher, and numbers without a leading one follow the same rule. No GPU needs FP8 of its own for it. No code may be
+    NaN."""
+    wide = codes.to(tl.int8, bitcast=True).to(tl.int16)
+    halves = ((wide << 7) & -16512).to(tl.float16, bitcast=True)  # -16512: the bits 0xBF80, sign, exponent and mantissa
+    return halves if dtype == tl.float16 else halves.to(tl.float32).to(dtype)

@@ -27,6 +27,7 @@ from engine.cuda.kernels import (
     triton_decode,
     triton_experts,
     triton_extend,
+    triton_fp8_linear,
     triton_inputs,
     triton_rope,
     triton_rows,
@@ -34,7 +35,7 @@ from engine.cuda.kernels import (
     triton_unpack,
 )
 from engine.memory.arena import kv_views
-from engine.ops.ops import ClampedSwiglu, Mxfp4Matrix
+from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Mxfp4Matrix
 from loader.frame import FRAME_VALUES
 from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
 
@@ -169,6 +170,9 @@ def main(capability: int) -> None:
         how, clamped = (*routing[2:], CHOSEN), ClampedSwiglu(7.0, 1.702)
         triton_experts.grouped_linear(x, halves[0], *how, True, tile, False, inner, x, clamped)
         triton_experts.grouped_linear(inner, halves[1], *how, False, tile, False, made, x)
+    gate_up_codes = Fp8Matrix(torch.zeros(EXPERTS, 1, 1, dtype=torch.uint8), torch.zeros(EXPERTS, 1, WIDTH // 128), 128)
+    for tile in triton_experts.TILE_ROWS:
+        triton_experts.grouped_linear(x, gate_up_codes, *routing[2:], CHOSEN, True, tile, False, inner)
     triton_experts.combine(made, routing[1], longs, scores, x, x)
     entry.rms_norm(x, x[0], 1e-5, False)
     entry.add_rms_norm(x, x, x[0], 1e-5, False)
@@ -180,6 +184,13 @@ def main(capability: int) -> None:
     weight = torch.zeros(2 * INNER, WIDTH, dtype=dtype)
     for num_rows in entry.FEW_ROWS:
         linear_choice.ours(x[:num_rows], weight, None)
+    codes = torch.zeros(2 * INNER, WIDTH, dtype=torch.uint8)
+    for num_groups, group in ((1, WIDTH), (WIDTH // 128, 128)):
+        matrix = (codes, torch.zeros(1, num_groups).expand(2 * INNER, -1), group, None)  # nothing is read
+        for num_rows in (1, 4):
+            triton_fp8_linear.few_rows_linear(x[:num_rows], *matrix, weight)
+        for tile in triton_fp8_linear.TILE_ROWS:
+            triton_fp8_linear.tile_linear(x, *matrix, tile, False, weight)
     logits = torch.zeros(ROWS, VOCAB, dtype=dtype)
     entry.sample(logits, floats, floats, ints, floats, ints, ints)
     triton_sampling.penalise(logits.float(), table, ints, ints, floats, floats, floats)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.cuda.kernels import triton_experts
 from engine.ops import reference
-from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix
+from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Fp8Matrix, Mxfp4Matrix
 from tests.engine.kernels.draw import Draw, close
 
 
@@ -18,6 +18,13 @@ def routed(scores: Tensor, kv_slots: Tensor, num_experts: int, num_chosen: int, 
     experts, pairs = chosen.flatten().sort(stable=True)
     firsts = torch.searchsorted(experts, torch.arange(num_experts + 1))
     return chosen.int(), weights, firsts.int(), pairs.masked_fill(experts == num_experts, -7).int()
+
+
+def placed(draw: Draw, weight: Tensor | Fp8Matrix) -> Tensor | Fp8Matrix:
+    """Returns a copy of experts' weights on the device."""
+    if isinstance(weight, Tensor):
+        return draw.on(weight)
+    return Fp8Matrix(draw.on(weight.values), draw.on(weight.scales), weight.group_inputs)
 
 
 def some_padding(draw: Draw, num_tokens: int) -> Tensor:
@@ -48,24 +55,33 @@ def mxfp4(draw: Draw, *shape: int) -> Mxfp4Matrix:
     return Mxfp4Matrix(draw.on(blocks), draw.on(scales.to(torch.uint8)))
 
 
-def on_cpu(matrices: Tensor | Mxfp4Matrix) -> Tensor | Mxfp4Matrix:
+def on_cpu(matrices: Tensor | Fp8Matrix | Mxfp4Matrix) -> Tensor | Fp8Matrix | Mxfp4Matrix:
     return Mxfp4Matrix(matrices.blocks.cpu(), matrices.scales.cpu()) if isinstance(matrices, Mxfp4Matrix) else matrices
 
 
-def experts(draw: Draw, in_mxfp4: bool = False) -> None:
+def fp8_experts(draw: Draw, num_experts: int, outputs: int, inputs: int) -> Fp8Matrix:
+    codes = torch.randint(0, 254, (num_experts, outputs, inputs), generator=draw.generator)
+    group = draw.one_of(inputs, 128)
+    scales = torch.rand(num_experts, outputs, -(-inputs // group), generator=draw.generator) * 0.008 * inputs**-0.5
+    return Fp8Matrix((codes + (codes >= 0x7F)).to(torch.uint8), scales, group)
+
+
+def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False) -> None:
     num_tokens, num_experts = draw.one_of(1, 2, 5, 17), draw.one_of(1, 3, 6)
-    width, inner = draw.one_of(16, 40, 70), draw.one_of(8, 33)
+    width, inner = draw.one_of(16, 40, 140 if fp8 else 70), draw.one_of(8, 33)
     if in_mxfp4:
         num_tokens, num_experts, width, inner = draw.one_of(1, 5), draw.one_of(1, 3), draw.one_of(32, 96), 32
     num_chosen, normalised = draw.between(1, min(4, num_experts)), draw.one_of(False, True)
     x = draw.normal(num_tokens, width)
-    gate_up: Tensor | Mxfp4Matrix = draw.normal(num_experts, 2 * inner, width, scale=width**-0.5)
-    down: Tensor | Mxfp4Matrix = draw.normal(num_experts, width, inner, scale=inner**-0.5)
+    gate_up: Tensor | Fp8Matrix | Mxfp4Matrix = draw.normal(num_experts, 2 * inner, width, scale=width**-0.5)
+    down: Tensor | Fp8Matrix | Mxfp4Matrix = draw.normal(num_experts, width, inner, scale=inner**-0.5)
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
     clamped = None
     if in_mxfp4:
         gate_up, down = mxfp4(draw, num_experts, 2 * inner, width), mxfp4(draw, num_experts, width, inner)
-    if in_mxfp4 or draw.one_of(False, True):
+    if fp8:
+        gate_up, down = fp8_experts(draw, num_experts, 2 * inner, width), fp8_experts(draw, num_experts, width, inner)
+    if in_mxfp4 or (not fp8 and draw.one_of(False, True)):
         biases = draw.normal(num_experts, 2 * inner), draw.normal(num_experts, width)
         clamped = ClampedSwiglu(draw.one_of(0.7, 7.0), 1.702)
     shared = draw.normal(num_tokens, width) if draw.one_of(False, True) else None
@@ -79,7 +95,7 @@ def experts(draw: Draw, in_mxfp4: bool = False) -> None:
     between, made = (draw.like(torch.empty(len(pairs), columns, dtype=draw.dtype)) for columns in (inner, width))
     tile, how, out = draw.one_of(*triton_experts.TILE_ROWS), (firsts, pairs, num_chosen), draw.like(x)
     gate_bias, down_bias = (None if bias is None else draw.on(bias) for bias in biases)
-    own = [one if isinstance(one, Mxfp4Matrix) else draw.on(one) for one in (gate_up, down)]
+    own = [one if isinstance(one, Mxfp4Matrix) else placed(draw, one) for one in (gate_up, down)]
     triton_experts.grouped_linear(draw.on(x), own[0], *how, True, tile, draw.interpreted, between, gate_bias, clamped)
     triton_experts.grouped_linear(between, own[1], *how, False, tile, draw.interpreted, made, down_bias)
     also = None if shared is None else draw.on(shared)

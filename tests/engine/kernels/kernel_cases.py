@@ -15,7 +15,7 @@ from tests.engine.kernels.draw import Draw
 from tests.engine.kernels.expert_cases import experts, routing
 from tests.engine.kernels.kv_write_cases import fp8_rounding, rope
 from tests.engine.kernels.memory_cases import checksums, inputs, packed_weights
-from tests.engine.kernels.row_cases import few_rows_linear, gates, gathers, norms
+from tests.engine.kernels.row_cases import few_rows_linear, fp8_linear, gates, gathers, norms
 from tests.engine.kernels.sampling_cases import logprobs, penalties, sampling
 
 # cases whose numbers are integers, or float32 whatever the model's dtype
@@ -27,6 +27,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         norms,
         gates,
         few_rows_linear,
+        fp8_linear,
         gathers,
         routing,
         experts,
@@ -42,7 +43,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         checksums,
         fp8_rounding,
     )
-} | {f"{case.__name__}_fp8": partial(case, fp8=True) for case in (rope, decode_attention, extend_attention)}
+} | {f"{case.__name__}_fp8": partial(case, fp8=True) for case in (rope, decode_attention, extend_attention, experts)}
 CASES["experts_mxfp4"] = partial(experts, in_mxfp4=True)
 
 

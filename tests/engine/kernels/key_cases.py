@@ -16,6 +16,7 @@ from loader.architectures.registry import architecture_of
 from loader.hf_config import parse_config
 from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table, write_sampling
+from tests.loader.fp8 import FINE_GRAINED
 from tests.loader.test_families import (
     GEMMA2_2B,
     GEMMA3_1B,
@@ -66,14 +67,17 @@ class KeyCase:
     @property
     def spec(self) -> LoadModel:
         limits = (1 << 20, 0, 0, self.max_len, self.max_rows, [1])
-        held = {"quantize": self.shape.stored_format, "kv_cache_dtype": self.kv_cache_dtype}
-        return LoadModel(1, self.name, "", self.dtype, "", *limits, **held)
+        held = self.shape.stored_format
+        return LoadModel(1, self.name, "", self.dtype, "", *limits, held, kv_cache_dtype=self.kv_cache_dtype)
 
 
+FP8_WEIGHTS = {"quantization_config": FINE_GRAINED}
 QWEN3 = QWEN25_7B | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
 CASES = [
     KeyCase("mistral", MISTRAL_7B, more={"sliding_window": None}),
-    KeyCase("mistral window float16 fp8", MISTRAL_7B, "float16", "fp8", more={"sliding_window": 96, "vocab_size": 4096}),
+    KeyCase(
+        "mistral window float16 fp8", MISTRAL_7B | FP8_WEIGHTS, "float16", "fp8", more={"sliding_window": 96, "vocab_size": 4096}
+    ),
     KeyCase("mistral float32 fp8", MISTRAL_7B, "float32", "fp8", more={"sliding_window": None, "vocab_size": 5003}),
     KeyCase("qwen2 biases, odd vocabulary", QWEN25_7B, block_offset=8, more={"vocab_size": 5003}),
     KeyCase("qwen2 odd block tables", QWEN25_7B, max_len=16 * 17, more={"vocab_size": 4100}),

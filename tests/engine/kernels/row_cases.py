@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.cuda.kernels import triton_linear, triton_rows
+from engine.cuda.kernels import triton_fp8_linear, triton_linear, triton_rows
 from engine.ops import reference
 from tests.engine.kernels.draw import Draw, close
 
@@ -42,6 +42,28 @@ def few_rows_linear(draw: Draw) -> None:
     triton_linear.few_rows_linear(draw.on(x), draw.on(weight), None if bias is None else draw.on(bias), out)
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     close(out, wanted, draw.dtype)
+
+
+def fp8_linear(draw: Draw) -> None:
+    """Few rows and tiles of both sizes, with one scale an output and with one for each 128 inputs of it, and with every code."""
+    rows, outputs, inputs = draw.one_of(1, 2, 3, 4, 17, 70), draw.one_of(1, 5, 40), draw.one_of(1, 40, 128, 700, 2049)
+    group = draw.one_of(inputs, 128)
+    codes = torch.randint(0, 254, (outputs, inputs), generator=draw.generator)
+    codes = (codes + (codes >= 0x7F)).to(torch.uint8)
+    scales = torch.rand(outputs, -(-inputs // group), generator=draw.generator) * 0.02 * inputs**-0.5
+    x, bias = draw.normal(rows, inputs), draw.normal(outputs) if draw.one_of(False, True) else None
+    dense = torch.empty(outputs, inputs)
+    reference.fp8_rows(codes, scales, group, dense)
+    wanted = torch.nn.functional.linear(x.double(), dense.double(), None if bias is None else bias.double())
+    given = (draw.on(x), draw.on(codes), draw.on(scales), group, None if bias is None else draw.on(bias))
+    out = draw.like(torch.empty(rows, outputs, dtype=draw.dtype))
+    if rows <= triton_fp8_linear.MAX_ROWS:
+        triton_fp8_linear.few_rows_linear(*given, out)
+        close(out, wanted, draw.dtype)
+    for tile in triton_fp8_linear.TILE_ROWS[:1] if rows <= triton_fp8_linear.MAX_ROWS else triton_fp8_linear.TILE_ROWS:
+        out = draw.like(out)
+        triton_fp8_linear.tile_linear(*given, tile, draw.interpreted, out)
+        close(out, wanted, draw.dtype)
 
 
 def gathers(draw: Draw) -> None:

@@ -1,4 +1,4 @@
-"""Products with float and int8 weights, by each kernel that this processor can run, equal those of torch."""
+"""Products with float, int8 and FP8 weights, by each kernel that this processor can run, equal those of torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from engine.cpu import ops as cpu_ops
+from engine.cpu import products
+from engine.cpu.products import array
 from engine.host import compiled
 from engine.host.processor import this_processor
-from engine.ops.ops import Int8Matrix
+from engine.ops import reference
+from engine.ops.ops import Fp8Matrix, Int8Matrix
 from tests.engine.cpu_ops import ops
 from tests.engine.ops.twins import both, compiled_as_called, random, same, share_everything
 from tests.kernel_cache import CACHE_DIR
@@ -66,6 +69,65 @@ def test_int8_linear(
     for given in both(monkeypatch, lambda: ops.linear(x, weight, added)):
         assert given.dtype is dtype
         torch.testing.assert_close(given.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def of_fp8_matrix(num_inputs: int, num_outputs: int, group_inputs: int) -> Fp8Matrix:
+    """Returns one with every code that is a number, and with scales that differ by a thousand times."""
+    codes = torch.arange(num_inputs * num_outputs).remainder(255).view(num_outputs, num_inputs).to(torch.uint8)
+    codes += (codes >= 0x7F).to(torch.uint8)
+    scales = torch.rand(num_outputs, -(-num_inputs // group_inputs)) * num_inputs**-0.5 / 100
+    scales[:, ::2] /= 1000
+    return Fp8Matrix(codes.masked_fill_(codes == 0xFF, 0), scales, group_inputs)
+
+
+def test_all_codes_are_widened_exactly(dtype: torch.dtype) -> None:
+    """Codes times their scale become the numbers that they stand for, to the last bit, whatever the length of a row."""
+    for num_inputs, group_inputs in ((254, 254), (254, 128), (7, 7)):
+        matrix = of_fp8_matrix(num_inputs, 3, group_inputs)
+        assert num_inputs == 7 or len(matrix.values.unique()) == 254
+        wanted, widened = (torch.empty(3, num_inputs, dtype=dtype) for _ in range(2))
+        reference.fp8_rows(matrix.values, matrix.scales, group_inputs, wanted)
+        ops.prepare("bfloat16" if dtype is torch.bfloat16 else "float32", 2, "fp8")
+        ops.kernels.fp8_rows(matrix.values.numpy(), matrix.scales.numpy(), group_inputs, array(widened))
+        assert torch.equal(widened, wanted)
+
+
+@pytest.mark.parametrize(("bias", "threads"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 40])
+@pytest.mark.parametrize(
+    ("num_inputs", "num_outputs", "group_inputs"), [(48, 80, 48), (551, 65, 128), (2000, 130, 2000), (9000, 3, 128)]
+)
+def test_fp8_linear(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    group_inputs: int,
+    bias: bool,
+    threads: int,
+) -> None:
+    """Products equal those with the dequantised matrix. For few rows the weights are not rounded to bfloat16, for many they are."""
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    for module in (cpu_ops, products):
+        monkeypatch.setattr(module, "WIDENED_BYTES", 70 * num_inputs * dtype.itemsize)
+    x = random(num_rows, num_inputs, dtype=dtype)
+    weight = of_fp8_matrix(num_inputs, num_outputs, group_inputs)
+    dense = torch.empty(num_outputs, num_inputs)
+    reference.fp8_rows(weight.values, weight.scales, group_inputs, dense)
+    added = random(num_outputs, dtype=dtype) if bias else None
+    wanted = x.double() @ dense.double().T + (0 if added is None else added.double())
+    rounding = 1e-6 if dtype is torch.float32 else 2**-8
+    lost = rounding * (wanted.abs() + x.abs().double() @ dense.abs().double().T)  # the most that rounded weights and results lose
+    for given in both(monkeypatch, lambda: ops.linear(x, weight, added)):
+        assert ((given.double() - wanted).abs() <= lost).all()
+    if dtype is torch.bfloat16 and num_rows <= 16 and num_outputs >= 4:  # the result's own rounding, and next to nothing else
+        error = (ops.linear(x, weight, added).double() - wanted).abs()
+        assert (error <= rounding * wanted.abs() + 1e-5 * wanted.abs().amax()).all()
+    x[num_rows // 2, 0] = float("nan")
+    finite = torch.isfinite(ops.linear(x, weight, None))
+    assert finite.all(dim=1).tolist() == [row != num_rows // 2 for row in range(num_rows)]
 
 
 def of_int8_matrix(num_inputs: int, num_outputs: int) -> Int8Matrix:

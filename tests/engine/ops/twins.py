@@ -41,6 +41,7 @@ def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.kernels, "_SHARED_ATTENTION", 0)
     monkeypatch.setattr(ops.kernels, "_SHARED_WEIGHTS", 0)
     monkeypatch.setattr(ops.kernels, "_SHARED_TILES", 0)
+    monkeypatch.setattr(ops.kernels, "_SHARED_WIDENING", 0)
     monkeypatch.setattr(ops.kernels, "_SHARED_ROWS", 0)
     monkeypatch.setattr(ops.kernels, "_SHARED_LOGITS", 0)
 

@@ -1,0 +1,33 @@
+"""Checks FP8 codes (float8_e4m3fn) as they are read, and writes the scales of a matrix for each of its rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_AT_ONCE = 256 << 10  # codes looked at at a time: they and their copy stay in the second-level cache
+_NAN = 0x7F  # without the sign
+
+
+def nan_at(codes: npt.NDArray[np.uint8]) -> int:
+    """Returns the index of the first code that stands for NaN, or -1."""
+    magnitudes = np.empty(min(_AT_ONCE, len(codes)), np.uint8)
+    for begin in range(0, len(codes), _AT_ONCE):
+        some = codes[begin : begin + _AT_ONCE]
+        own = np.bitwise_and(some, _NAN, out=magnitudes[: len(some)])
+        if own.max() == _NAN:
+            return begin + int(own.argmax())
+    return -1
+
+
+def fill_scales(stored: Tensor, repeats: int, held: Tensor) -> None:
+    """Writes stored scales [S, G] (float32, bfloat16 or float16) to held [N * G] float32: each row `repeats` times, the last as
+    often as there is room. Raises ValueError for scales that are NaN or infinite."""
+    wide = stored.float()
+    if not bool(torch.isfinite(wide).all()):
+        raise ValueError("holds NaN or an infinity: no scale")
+    rows = held.view(-1, wide.shape[1])
+    for row, scales in enumerate(wide):
+        rows[row * repeats : (row + 1) * repeats] = scales

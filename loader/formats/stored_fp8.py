@@ -1,0 +1,119 @@
+"""The weight formats of checkpoints that hold matrices in FP8 (e4m3), whoever wrote them (loader/formats/fp8_settings.py).
+
+In memory all are alike: the codes as they are stored, matrices that one product reads together end to end, and behind them float32
+scales, for each output one (of a matrix or an output) or one for each 128 inputs (of blocks). A stored scale is repeated for all
+outputs that it belongs to, so matrices may lie end to end whatever their sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from loader.architectures.architecture import TensorGroup
+from loader.dtypes import FP8
+from loader.formats.fp8_settings import BLOCK, EACH_BLOCK, MATRIX, OUTPUT, SCALE, SCALE_INV, Fp8Scales, Refused, read
+from loader.formats.int8 import SCALE_BYTES, WIDENED_BYTES
+from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned
+
+_CODES = ("F8_E4M3",)
+# what a checkpoint may hold for activations and for KV
+_UNUSED = (
+    "input_scale",
+    "input_scale_ub",
+    "activation_scale",
+    "output_scale",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "prob_scale",
+    "kv_scale",
+)
+_TITLES = {
+    MATRIX: "FP8 (e4m3) with one scale a matrix",
+    OUTPUT: "FP8 (e4m3) with one scale an output",
+    EACH_BLOCK: f"FP8 (e4m3) with one scale a block of {BLOCK} x {BLOCK}",
+}
+
+
+def _groups(unit: str, num_inputs: int) -> int:
+    """Returns how many scales a row has."""
+    return -(-num_inputs // BLOCK) if unit == EACH_BLOCK else 1
+
+
+def _scales(scales: Fp8Scales, name: str, dims: tuple[int, ...]) -> StoredTensor:
+    num_outputs, num_inputs = dims
+    shapes = {MATRIX: (1,), OUTPUT: (num_outputs, 1), EACH_BLOCK: (-(-num_outputs // BLOCK), _groups(EACH_BLOCK, num_inputs))}
+    return StoredTensor(name + scales.suffix, shapes[scales.unit], is_scale=True)
+
+
+def _stored(scales: Fp8Scales, group: TensorGroup) -> list[StoredTensor]:
+    found = []
+    for name, dims in group.tensors:
+        found += [StoredTensor(name, dims, _CODES), _scales(scales, name, dims)]
+    return found
+
+
+def _place(scales: Fp8Scales, group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
+    offset = aligned(space.offset_bytes)
+    scales_at = aligned(offset + sum(math.prod(dims) for _, dims in group.tensors))
+    slots = []
+    for name, dims in group.tensors:
+        num_outputs, num_inputs = dims
+        group_inputs = BLOCK if scales.unit == EACH_BLOCK else num_inputs
+        values = WeightSlot(name, dims, offset, math.prod(dims), scales_at, space.stage, FP8, group_inputs)
+        stored = _scales(scales, name, dims)
+        num_bytes = num_outputs * _groups(scales.unit, num_inputs) * SCALE_BYTES
+        repeats = {MATRIX: num_outputs, OUTPUT: 1, EACH_BLOCK: BLOCK}[scales.unit]
+        held = WeightSlot(stored.name, stored.shape, scales_at, num_bytes, -1, space.stage, "float32", 0, repeats)
+        slots += [values, held]
+        offset += values.num_bytes
+        scales_at += num_bytes
+    return slots, scales_at
+
+
+def _recognises(scales: Fp8Scales, config: Mapping[str, Any]) -> bool:
+    return read(config) == scales
+
+
+def _refuses(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    found = read(config)
+    return found if isinstance(found, Refused) else None
+
+
+def _is_unused(name: str) -> bool:
+    return name.rpartition(".")[2] in _UNUSED
+
+
+def _format(name: str, scales: Fp8Scales, otherwise: str = "") -> WeightFormat:
+    return WeightFormat(
+        name,
+        (),
+        partial(_place, scales),
+        stored=partial(_stored, scales),
+        recognises=partial(_recognises, scales),
+        title=_TITLES[scales.unit],
+        refuses=_refuses,
+        scale_suffix=f".weight{scales.suffix}",
+        otherwise=otherwise,
+        ignores=_is_unused,
+        kernels="fp8",
+        widened_bytes=WIDENED_BYTES,
+        runs_encoders=False,
+    )
+
+
+# transformers calls the scales weight_scale_inv without blocks, too, which config.json does not tell
+_BY_MATRIX_INV = "fp8 by matrix (weight_scale_inv)"
+BY_MATRIX = _format("fp8 by matrix", Fp8Scales(SCALE, MATRIX), _BY_MATRIX_INV)
+BY_OUTPUT = _format("fp8 by output", Fp8Scales(SCALE, OUTPUT))
+BY_BLOCK = _format("fp8 by block", Fp8Scales(SCALE_INV, EACH_BLOCK))
+STORED_FP8 = (
+    BY_MATRIX,
+    BY_OUTPUT,
+    BY_BLOCK,
+    _format(_BY_MATRIX_INV, Fp8Scales(SCALE_INV, MATRIX)),
+    _format("fp8 by block (weight_scale)", Fp8Scales(SCALE, EACH_BLOCK)),
+)
