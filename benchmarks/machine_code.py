@@ -2,7 +2,8 @@
 did not fit into them, shared memory, how many programs a multiprocessor holds at once, how wide loads are, how long the inner loop
 is. The last result is compared with this one, and what changed is printed.
 
-A kernel that spills, or takes more shared memory than the GPU has, ends it with exit code 1. JSON lines, then a table.
+A kernel that spills more than in that result, or takes more shared memory than the GPU has, ends it with exit code 1. JSON lines, then
+a table.
 usage: python -m benchmarks.machine_code [--capability 90]… [--against FILE] [--out FILE]
 """
 
@@ -92,12 +93,14 @@ def key_of(line: dict[str, Any]) -> tuple[int, str, int]:
     return line["capability"], line["kernel"], line["variant"]
 
 
-def faults(lines: Iterable[dict[str, Any]]) -> list[str]:
+def faults(lines: Iterable[dict[str, Any]], before: Iterable[dict[str, Any]]) -> list[str]:
+    """Returns what is worse than in an earlier run, or impossible, in words."""
+    old = {key_of(line): line["stack_bytes"] for line in before}
     found = []
     for line in lines:
         where = f"{line['kernel']} ({line['variant']}) for {line['capability']}"
-        if line["stack_bytes"] and line["kernel"] not in SPILLS:
-            found.append(f"{where} spills: {line['stack_bytes']} bytes of stack")
+        if line["stack_bytes"] > old.get(key_of(line), 0) and line["kernel"] not in SPILLS:
+            found.append(f"{where} spills: {line['stack_bytes']} bytes of stack, before {old.get(key_of(line), 0)}")
         if line["shared_bytes"] > LIMITS[line["capability"]].program_shared_bytes:
             found.append(f"{where} takes {line['shared_bytes']} bytes of shared memory, more than there are")
     return found
@@ -105,7 +108,7 @@ def faults(lines: Iterable[dict[str, Any]]) -> list[str]:
 
 def changes(lines: Iterable[dict[str, Any]], before: Iterable[dict[str, Any]]) -> list[str]:
     """Returns what differs from an earlier run, in words."""
-    old = {key_of(line): line for line in before if "kernel" in line}
+    old = {key_of(line): line for line in before}
     told = []
     for line in lines:
         was = old.get(key_of(line))
@@ -154,12 +157,13 @@ def main() -> int:
     print(f"{text}\n\n{table(lines)}")
     newest = sorted(RESULTS.glob("*-machine-code.jsonl"))
     against = Path(options.against) if options.against else newest[-1] if newest else None
+    before = [json.loads(line) for line in against.read_text().splitlines()] if against is not None else []
     if against is not None:
-        told = changes(lines, map(json.loads, against.read_text().splitlines()))
+        told = changes(lines, before)
         print(f"\nagainst {against.name}: {'nothing changed' if not told else ''}", *told, sep="\n")
     if options.out:
         Path(options.out).write_text(text + "\n")
-    found = faults(lines)
+    found = faults(lines, before)
     print(*found, sep="\n", end="\n" if found else "", file=sys.stderr)
     return 1 if found else 0
 

@@ -20,7 +20,10 @@ CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "published"
 # the file of CONFIGS: the model's name, and the devices
 MODELS = {
     "llama-3.1-8b": ("Llama 3.1 8B", "cuda=80GiB"),
+    "gpt-oss-20b": ("gpt-oss 20B", "cuda=24GiB"),
+    "gpt-oss-120b": ("gpt-oss 120B", "cuda=80GiB"),
     "qwen3-235b-a22b": ("Qwen3 235B-A22B", "cuda=8x80GiB"),
+    "qwen3-235b-a22b-fp8": ("Qwen3 235B-A22B FP8", "cuda=4x80GiB"),
 }
 HEADER = ("Model", "Matrices", "Parameters", "of a token", "Weights", "KV a token", "Devices", "Left for KV", "Tokens")
 
