@@ -2,8 +2,8 @@
 did not fit into them, shared memory, how many programs a multiprocessor holds at once, how wide loads are, how long the inner loop
 is. The last result is compared with this one, and what changed is printed.
 
-A kernel that spills more than in that result, or takes more shared memory than the GPU has, ends it with exit code 1. JSON lines, then
-a table.
+A kernel that spills more than in that result, or takes more shared memory than the GPU has, ends it with exit code 1. JSON lines,
+then a table.
 usage: python -m benchmarks.machine_code [--capability 90]… [--against FILE] [--out FILE]
 """
 
