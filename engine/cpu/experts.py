@@ -47,7 +47,13 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
     num_experts, num_chosen = matrices.num_experts, matrices.num_chosen
     routing = _Routing.empty(x, num_chosen, num_experts)
     where = (routing.weights, routing.places)
-    call(kernels.route, array(scores), slots, num_experts, matrices.normalised, *where, routing.firsts, routing.tokens)
+    to = (*where, routing.firsts, routing.tokens)
+    if (rule := matrices.sigmoid) is None:
+        call(kernels.route, array(scores), slots, num_experts, matrices.normalised, *to)
+    else:
+        groups = (rule.num_groups, rule.num_chosen_groups)
+        own = (rule.correction.numpy(), *groups, matrices.normalised, rule.factor)
+        call(kernels.route_by_sigmoid, scores.view(scores.shape).numpy(), slots, *own, *to)
     rows = empty(x, len(x) * num_chosen, x.shape[1])
     call(kernels.gather_rows, routing.tokens, array(x), 1.0, array(rows))
     sizes = (routing, len(x))
@@ -62,8 +68,9 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
     made = _grouped_product(kernels, activated, matrices.down, matrices.down_bias, *sizes)
     del activated
     out = empty(x, *x.shape)
-    also = array(x)[:0] if shared is None else array(shared)
-    call(kernels.combine, array(made), *where, slots, array(scores), also, array(out))
+    none = array(x)[:0]
+    gates = array(scores) if scores.shape[1] > num_experts else none
+    call(kernels.combine, array(made), *where, slots, gates, none if shared is None else array(shared), array(out))
     return out
 
 

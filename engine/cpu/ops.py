@@ -141,6 +141,11 @@ class CpuOps:
             return out
         return torch.nn.functional.linear(x, weight, bias)
 
+    def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
+        out = empty(x, len(x), len(weight), torch.float32)
+        call(into, out.view(out.shape), reference.linear_float32, x.view(x.shape), weight.view(weight.shape))
+        return out
+
     def _int8_linear(self, x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
         """Multiplies with an Int8Matrix. Without a kernel, a few outputs' weights at a time are converted to x's dtype, never
         all."""

@@ -70,11 +70,23 @@ class ClampedSwiglu:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
+class SigmoidRouting:
+    """A rule by which experts are chosen (reference.route_by_sigmoid). correction [E] float32: added to a score where experts are
+    chosen by it. num_groups: the parts of experts, of num_chosen_groups of which a token's experts are. factor: of the weights."""
+
+    correction: Tensor
+    num_groups: int
+    num_chosen_groups: int
+    factor: float
+
+
+@dataclass(slots=True, frozen=True, eq=False)
 class ExpertMatrices:
     """The experts of one layer: gate_up [E, 2 I, W] with each expert's gate before its up, down [E, W, I]. num_chosen: how many
     of them each token passes through. normalised: the weights of a token's experts are made to add up to 1. An Fp8Matrix of experts
     has values [E, N, K] and scales [E, N, G]. gate_up_bias [E, 2 I], down_bias [E, W]: biases of the products. clamped: the
-    activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up."""
+    activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up. sigmoid: how experts are
+    chosen and weighed, if not by the softmax of their scores."""
 
     gate_up: Tensor | Fp8Matrix | Mxfp4Matrix
     down: Tensor | Fp8Matrix | Mxfp4Matrix
@@ -83,6 +95,7 @@ class ExpertMatrices:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     clamped: ClampedSwiglu | None = None
+    sigmoid: SigmoidRouting | None = None
 
     @property
     def num_experts(self) -> int:
@@ -154,6 +167,10 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], in their common dtype; with a quantised matrix, in x's."""
         ...
 
+    def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns x [T, K] @ weight [N, K] transposed, computed in float32; weight and result are float32."""
+        ...
+
     def add(self, update: Tensor, residual: Tensor) -> None:
         """Adds update [T, W] to residual in place."""
         ...
@@ -180,10 +197,12 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: BatchT_contra) -> Tensor:
         """Returns what a layer's experts make of x [T, W], as [T, W]: the sum of each token's chosen experts' outputs
-        (down(activation(gate, up))), weighted with the softmax of its scores. It is 0 for padding, which reads no expert.
+        (down(activation(gate, up))), weighted with the softmax of its scores, or as experts.sigmoid says. It is 0 for padding,
+        which reads no expert.
 
-        scores [T, E]: the router's. Of equal scores the lower expert is chosen. shared [T, W]: what an expert for all tokens made
-        of x. It is added times the sigmoid of a further column of scores, [T, E + 1]."""
+        scores [T, E]: the router's; float32 if experts.sigmoid is given. Of equal scores the lower expert is chosen. shared [T, W]:
+        what an expert for all tokens made of x. It is added, times the sigmoid of a further column of scores if there is one,
+        [T, E + 1]."""
         ...
 
     def rope_and_store(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Fp8Matrix, Mxfp4Matrix
+from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Fp8Matrix, Mxfp4Matrix, SigmoidRouting
 from loader.formats.int8 import WIDENED_BYTES
 
 # The smallest scale is 2**-24, which float16 can hold. Where all numbers are below 448 times that, the smallest are rounded more.
@@ -375,11 +375,36 @@ def route(scores: Tensor, num_chosen: int, normalised: bool) -> tuple[Tensor, Te
     return chosen[:, :num_chosen], torch.softmax(wide, dim=-1).gather(1, chosen[:, :num_chosen])
 
 
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x [T, K] @ weight [N, K] float32 transposed, computed in float32."""
+    return functional.linear(x.float(), weight)
+
+
+def route_by_sigmoid(logits: Tensor, num_chosen: int, normalised: bool, rule: SigmoidRouting) -> tuple[Tensor, Tensor]:
+    """Returns experts [T, C] int64 and weights [T, C] float32, as `route` does, by the rule of DeepSeek-V3
+    (https://arxiv.org/abs/2412.19437). The scores are the sigmoids of logits [T, E] float32. Experts are chosen by their scores
+    plus the correction: first the groups whose two best experts have the highest sums, then the best experts of these. The weights
+    are the scores alone, divided (normalised) by their sum over the C experts, times the factor."""
+    scores = torch.sigmoid(logits)
+    merits = scores + rule.correction
+    grouped = merits.view(len(merits), rule.num_groups, -1)
+    of_groups = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    others = torch.sort(of_groups, dim=-1, descending=True, stable=True).indices[:, rule.num_chosen_groups :]
+    is_other = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, others, True)
+    merits = grouped.masked_fill(is_other.unsqueeze(-1), float("-inf")).view(merits.shape)
+    chosen = torch.sort(merits, dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    weights = scores.gather(1, chosen)
+    if normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return chosen, weights * rule.factor
+
+
 def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Tensor, shared: Tensor | None) -> Tensor:
     """Returns what the experts of a layer make of x [T, W], see engine/ops/ops.py. is_padding [T] bool. Each expert's output is
     rounded to x's dtype; the weighted sum is in float32 and rounded once."""
     num_experts = matrices.num_experts
-    chosen, weights = route(scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
+    how = (scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
+    chosen, weights = route(*how) if matrices.sigmoid is None else route_by_sigmoid(*how, matrices.sigmoid)
     chosen = chosen.masked_fill(is_padding.unsqueeze(1), num_experts)
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in range(num_experts):
@@ -389,7 +414,8 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Ten
             made = _expert_linear(gated(gate_up, matrices.clamped), matrices.down, matrices.down_bias, expert)
             total.index_add_(0, tokens, made.float() * weights[tokens, places].unsqueeze(1))
     if shared is not None:
-        total += shared.float() * torch.sigmoid(scores[:, num_experts:].float())
+        is_gated = scores.shape[1] > num_experts
+        total += shared.float() * torch.sigmoid(scores[:, num_experts:].float()) if is_gated else shared.float()
     return total.masked_fill_(is_padding.unsqueeze(1), 0.0).to(x.dtype)
 
 

@@ -19,7 +19,7 @@ from engine.cpu.kernels.amx_linear import scratch_words as amx_scratch_words
 from engine.cpu.kernels.amx_prefill import prefill_tiles_parallel, prefill_tiles_serial
 from engine.cpu.kernels.attention import paged_attention_parallel, paged_attention_serial
 from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
-from engine.cpu.kernels.experts import route
+from engine.cpu.kernels.experts import route, route_by_sigmoid
 from engine.cpu.kernels.fp8_linear import fp8_linear_parallel, fp8_linear_serial, fp8_rows_parallel, fp8_rows_serial
 from engine.cpu.kernels.grouped_linear import widened_scratch_floats as grouped_widened_scratch_floats
 from engine.cpu.kernels.inputs import rotary_turns, sampling_settings, step_blocks, step_tokens
@@ -72,6 +72,7 @@ __all__ = [
     "rope_and_store",
     "rotary_turns",
     "route",
+    "route_by_sigmoid",
     "sample",
     "sampling_settings",
     "sampling_shares",

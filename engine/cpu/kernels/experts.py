@@ -2,7 +2,7 @@
 products between are grouped_linear.py's.
 
 Shapes: T tokens, W width, E experts, C experts that each token passes through, P = T * C pairs of a token and one of its experts,
-sorted by expert. Reference implementations: reference.route, reference.experts.
+sorted by expert. Reference implementations: reference.route, reference.route_by_sigmoid, reference.experts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import boolean, float32, int32, int64, njit, prange, types, void
+from numba import boolean, float32, float64, int32, int64, njit, prange, types, void
 
 from engine.cpu.kernels.bits import FASTMATH, named, widen
 from engine.cpu.kernels.lanes import load, store
@@ -24,23 +24,37 @@ def route_signature(element: types.Type) -> Any:
     return void(element[:, ::1], int64[::1], int64, boolean, float32[:, ::1], int32[:, ::1], int32[::1], int64[::1])
 
 
+ROUTE_BY_SIGMOID = void(
+    *(float32[:, ::1], int64[::1], float32[::1], int64, int64, boolean, float64),
+    *(float32[:, ::1], int32[:, ::1], int32[::1], int64[::1]),
+)
+
+
+@njit(**_HELPER)
+def _insert(score: Any, number: int, found: int, chosen: Any, best: Any) -> int:
+    """Puts a number among those of the highest scores: chosen [C], with their scores in best [C], the highest first. found: how
+    many there are so far; returns how many there are then. A NaN is higher than nothing, so of C or more numbers C are chosen."""
+    num_chosen = best.shape[0]
+    if found < num_chosen:
+        at, found = found, found + 1
+    elif score > best[num_chosen - 1]:
+        at = num_chosen - 1
+    else:
+        return found
+    while at > 0 and score > best[at - 1]:
+        best[at], chosen[at] = best[at - 1], chosen[at - 1]
+        at -= 1
+    best[at], chosen[at] = score, int32(number)
+    return found
+
+
 @njit(**_HELPER)
 def _choose(scores: Any, token: int, num_experts: int, chosen: Any, best: Any) -> None:
     """Writes the experts with the highest scores of a token to its row of chosen [T, C], and these scores to best [C], the highest
-    first. A NaN is higher than nothing, so there are always C different experts."""
-    num_chosen, found = best.shape[0], 0
+    first."""
+    found = 0
     for expert in range(num_experts):
-        score = widen(scores[token, expert])
-        if found < num_chosen:
-            at, found = found, found + 1
-        elif score > best[num_chosen - 1]:
-            at = num_chosen - 1
-        else:
-            continue
-        while at > 0 and score > best[at - 1]:
-            best[at], chosen[token, at] = best[at - 1], chosen[token, at - 1]
-            at -= 1
-        best[at], chosen[token, at] = score, int32(expert)
+        found = _insert(widen(scores[token, expert]), expert, found, chosen[token], best)
 
 
 @njit(**_HELPER)
@@ -55,6 +69,34 @@ def _weigh(scores: Any, token: int, num_experts: int, normalised: bool, best: An
             total += np.exp(widen(scores[token, expert]) - best[0])
     for number in range(num_chosen):
         weights[token, number] /= total
+
+
+@njit(**_HELPER)
+def _count(chosen: Any, following: Any) -> None:
+    for number in range(chosen.shape[0]):
+        following[chosen[number]] += 1
+
+
+@njit(**_HELPER)
+def _sort_pairs(slots: Any, places: Any, following: Any, firsts: Any, tokens: Any) -> None:
+    """Fills firsts and tokens, and replaces the experts in places by rows, as `_route` says. following [E]: how many rows each
+    expert has; used up."""
+    num_tokens, num_chosen = places.shape
+    num_rows, num_experts = int32(0), following.shape[0]
+    for expert in range(num_experts):
+        firsts[expert] = num_rows
+        num_rows += following[expert]
+        following[expert] = firsts[expert]
+    firsts[num_experts] = num_rows
+    for token in range(num_tokens):
+        if slots[token] >= 0:
+            for number in range(num_chosen):
+                expert = places[token, number]
+                row = following[expert]
+                following[expert] += 1
+                places[token, number], tokens[row] = row, token
+    for row in range(num_rows, tokens.shape[0]):
+        tokens[row] = 0
 
 
 def _route(
@@ -73,23 +115,72 @@ def _route(
         if slots[token] >= 0:
             _choose(scores, token, num_experts, places, best)
             _weigh(scores, token, num_experts, normalised, best, weights)
-            for number in range(num_chosen):
-                following[places[token, number]] += 1
-    num_rows = int32(0)
-    for expert in range(num_experts):
-        firsts[expert] = num_rows
-        num_rows += following[expert]
-        following[expert] = firsts[expert]
-    firsts[num_experts] = num_rows
+            _count(places[token], following)
+    _sort_pairs(slots, places, following, firsts, tokens)
+
+
+@njit(**_HELPER)
+def _choose_groups(merits: Any, chosen: Any, best: Any) -> None:
+    """Writes the groups whose two highest merits have the highest sums to chosen [C], these sums to best [C]. merits [G, E / G]."""
+    found = 0
+    for group in range(merits.shape[0]):
+        first, second = merits[group, 0], merits[group, 1]
+        if second > first:
+            first, second = second, first
+        for at in range(2, merits.shape[1]):
+            merit = merits[group, at]
+            if merit > first:
+                first, second = merit, first
+            elif merit > second:
+                second = merit
+        found = _insert(first + second, group, found, chosen, best)
+
+
+def _route_by_sigmoid(
+    logits: Any,  # [T, E] float32
+    slots: Any,  # as for _route, as are those from `weights` on
+    correction: Any,  # [E] float32
+    num_groups: int,
+    num_chosen_groups: int,
+    normalised: bool,
+    factor: float,
+    weights: Any,
+    places: Any,
+    firsts: Any,
+    tokens: Any,
+) -> None:
+    num_tokens, num_chosen = places.shape
+    num_experts = correction.shape[0]
+    scores, merits = np.empty(num_experts, np.float32), np.empty((num_groups, num_experts // num_groups), np.float32)
+    size = merits.shape[1]
+    best, following = np.empty(num_chosen, np.float32), np.zeros(num_experts, np.int32)
+    groups, best_groups = np.empty(num_chosen_groups, np.int32), np.empty(num_chosen_groups, np.float32)
+    allowed = np.ones(num_groups, np.bool_)
     for token in range(num_tokens):
-        if slots[token] >= 0:
-            for number in range(num_chosen):
-                expert = places[token, number]
-                row = following[expert]
-                following[expert] += 1
-                places[token, number], tokens[row] = row, token
-    for row in range(num_rows, tokens.shape[0]):
-        tokens[row] = 0
+        if slots[token] < 0:
+            continue
+        for expert in range(num_experts):
+            scores[expert] = float32(1.0) / (float32(1.0) + np.exp(-logits[token, expert]))
+            merits[expert // size, expert % size] = scores[expert] + correction[expert]
+        if num_chosen_groups < num_groups:
+            _choose_groups(merits, groups, best_groups)
+            allowed[:] = False
+            for group in groups:
+                allowed[group] = True
+        found = 0
+        for expert in range(num_experts):  # in this order: of equal experts the lower one comes first
+            group = expert // size
+            if allowed[group]:
+                found = _insert(merits[group, expert % size], expert, found, places[token], best)
+        total = float32(0.0)
+        for number in range(num_chosen):
+            weights[token, number] = scores[places[token, number]]
+            total += weights[token, number]
+        share = float32(factor) / (total + float32(1e-20)) if normalised else float32(factor)
+        for number in range(num_chosen):
+            weights[token, number] *= share
+        _count(places[token], following)
+    _sort_pairs(slots, places, following, firsts, tokens)
 
 
 def combine_signature(element: types.Type) -> Any:
@@ -113,7 +204,7 @@ def _combine(
     weights: Any,  # [T, C] float32
     places: Any,  # [T, C] int32: the rows of each token's pairs
     slots: Any,  # [T] int64: below 0 for padding, whose result is 0
-    scores: Any,  # [T, E], or [T, E + 1], where the last is the logit of the factor of `shared`
+    gates: Any,  # [T, N], whose last column is the logit of the factor of `shared`; [0, N]: it is 1
     shared: Any,  # [T, W], or [0, W] for none
     out: Any,  # [T, W]
 ) -> None:
@@ -123,7 +214,9 @@ def _combine(
         if slots[token] < 0:
             out[token] = 0
             continue
-        gate = float32(1.0) / (float32(1.0) + np.exp(-widen(scores[token, scores.shape[1] - 1])))
+        gate = float32(1.0)
+        if gates.shape[0] > 0:
+            gate /= float32(1.0) + np.exp(-widen(gates[token, gates.shape[1] - 1]))
         for i in range(0, whole, LANES):
             _combine_lanes(made, weights, places, token, gate, shared, i, LANES, out)
         if whole < width:
@@ -131,5 +224,6 @@ def _combine(
 
 
 route = njit(**_OPTIONS)(_route)
+route_by_sigmoid = njit(**_OPTIONS)(_route_by_sigmoid)
 combine_serial = njit(**_OPTIONS)(_combine)
 combine_parallel = njit(**_OPTIONS, parallel=True)(named("_combine_parallel", _combine))

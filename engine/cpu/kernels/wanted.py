@@ -159,6 +159,7 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         (entry.sampling_settings, None, inputs.SAMPLING_SETTINGS),
         (entry.rotary_turns, None, inputs.ROTARY_TURNS),
         (entry.route, None, experts.route_signature(element)),
+        (entry.route_by_sigmoid, None, experts.ROUTE_BY_SIGMOID),
         (entry.top_logprobs, None, logprobs.top_logprobs_signature(element)),
         _both(entry.greedy_float32, sampling.GREEDY_FLOAT32),
         _both(entry.gather_rows, rows.gather_rows_signature(element)),

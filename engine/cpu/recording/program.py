@@ -145,12 +145,12 @@ def call(kernel: Callable[..., Any], *args: Any) -> None:
         recorder.call(kernel, *args)
 
 
-def empty(like: Tensor, num_rows: int, width: int) -> Tensor:
-    """Returns uninitialised memory [num_rows, width] for the result of a call."""
+def empty(like: Tensor, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns uninitialised memory [num_rows, width] for the result of a call. dtype: default: that of `like`."""
     recorder = _recorder
     if recorder is None or not recorder.is_open:
-        return like.new_empty(num_rows, width)
-    return recorder.empty(num_rows, width, like.dtype)
+        return like.new_empty(num_rows, width, dtype=dtype)
+    return recorder.empty(num_rows, width, dtype or like.dtype)
 
 
 def into(out: Tensor, function: Callable[..., Tensor], *args: Any) -> None:

@@ -79,7 +79,10 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
     """Returns what the experts of a layer make of x [T, W], as Ops.experts does."""
     num_experts, num_chosen, kv_slots = experts.num_experts, experts.num_chosen, batch.groups[0].kv_slots
     chosen, weights, firsts, pairs = triton_experts.empty_routing(len(x), num_chosen, num_experts, x.device)
-    triton_experts.route(scores, kv_slots, num_experts, experts.normalised, chosen, weights)
+    if experts.sigmoid is None:
+        triton_experts.route(scores, kv_slots, num_experts, experts.normalised, chosen, weights)
+    else:
+        triton_experts.route_by_sigmoid(scores, kv_slots, experts.sigmoid, experts.normalised, chosen, weights)
     triton_experts.sort(chosen, firsts, pairs)
     inner, made = x.new_empty(len(pairs), experts.down.shape[2]), x.new_empty(len(pairs), x.shape[1])
     tiles = (triton_experts.tile_rows(len(pairs), num_experts),)
@@ -89,7 +92,8 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
         triton_experts.grouped_linear(x, experts.gate_up, *how, True, *last, inner, experts.gate_up_bias, experts.clamped)
         triton_experts.grouped_linear(inner, experts.down, *how, False, *last, made, experts.down_bias)
     out = torch.empty_like(x)
-    triton_experts.combine(made, weights, kv_slots, scores, shared, out)
+    gates = scores if scores.shape[1] > num_experts else None
+    triton_experts.combine(made, weights, kv_slots, gates, shared, out)
     return out
 
 

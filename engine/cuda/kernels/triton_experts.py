@@ -1,5 +1,6 @@
 """Mixtures of experts on the GPU (Triton): which experts each token passes through, their pairs sorted by expert, products of these
-with the experts' weights, and the weighted sum. Reference implementations: reference.route, reference.experts.
+with the experts' weights, and the weighted sum. Reference implementations: reference.route, reference.route_by_sigmoid,
+reference.experts.
 
 Nothing is read back by the host, and grids depend on shapes alone, so that a captured graph runs any routing: there are as many
 programs of a product as the worst routing needs, each finds its tile by the number of rows of each expert, and those that find none
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
 from engine.cuda.kernels.triton_mxfp4 import widened_mxfp4
-from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Mxfp4Matrix
+from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Mxfp4Matrix, SigmoidRouting
 
 TILE_ROWS = (16, 64)  # rows that a program of a product multiplies: for few rows an expert, and for many
 _FEW_ROWS = 16  # an expert, on average: up to here tiles are of the first size
@@ -82,6 +83,83 @@ def route(scores: Tensor, kv_slots: Tensor, num_experts: int, normalised: bool, 
         NORMALISED=normalised,
         PADDED_E=_padded_experts(num_experts),
         PADDED_C=triton.next_power_of_2(num_chosen),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _sigmoid_route_kernel(
+    logits,  # [T, E] float32
+    correction,  # [E] float32
+    kv_slots,  # [T] int64: below 0 for padding
+    chosen,  # [T, C] int32: E for padding
+    weights,  # [T, C] float32
+    factor,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    CHOSEN_G: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    PADDED_E: tl.constexpr,
+    PADDED_C: tl.constexpr,
+    PADDED_G: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    at, number = tl.arange(0, PADDED_E), tl.arange(0, PADDED_C)
+    scores = 1.0 / (1.0 + tl.exp(-tl.load(logits + token * E + at, mask=at < E, other=0.0)))
+    left = tl.where(at < E, scores + tl.load(correction + at, mask=at < E, other=0.0), float("-inf"))
+    if CHOSEN_G < G:
+        own_group, group_at = at // (E // G), tl.arange(0, PADDED_G)
+        of_groups = tl.full([PADDED_G], float("-inf"), tl.float32)
+        for group in range(G):
+            own = tl.where(own_group == group, left, float("-inf"))
+            first = tl.max(own, axis=0)
+            first_at = tl.min(tl.where(own == first, at, E - 1), axis=0)
+            second = tl.max(tl.where(at == first_at, float("-inf"), own), axis=0)
+            of_groups = tl.where(group_at == group, first + second, of_groups)
+        allowed = tl.zeros([PADDED_E], tl.int32)
+        for _turn in range(CHOSEN_G):
+            highest = tl.max(of_groups, axis=0)
+            highest_at = tl.min(tl.where(of_groups == highest, group_at, G - 1), axis=0)
+            allowed = tl.where(own_group == highest_at, 1, allowed)
+            of_groups = tl.where(group_at == highest_at, float("-inf"), of_groups)
+        left = tl.where(allowed == 1, left, float("-inf"))
+    experts = tl.zeros([PADDED_C], tl.int32)
+    factors = tl.zeros([PADDED_C], tl.float32)
+    for turn in tl.static_range(C):
+        best = tl.max(left, axis=0)
+        expert = tl.min(tl.where(left == best, at, E - 1), axis=0)  # of NaN, which equals nothing, the last
+        experts = tl.where(number == turn, expert, experts)
+        factors = tl.where(number == turn, tl.sum(tl.where(at == expert, scores, 0.0), axis=0), factors)
+        left = tl.where(at == expert, float("-inf"), left)
+    if NORMALISED:
+        factors /= tl.sum(factors, axis=0) + 1e-20
+    experts = tl.where(tl.load(kv_slots + token) < 0, E, experts)
+    tl.store(chosen + token * C + number, experts, mask=number < C)
+    tl.store(weights + token * C + number, factors * factor, mask=number < C)
+
+
+def route_by_sigmoid(
+    logits: Tensor, kv_slots: Tensor, rule: SigmoidRouting, normalised: bool, chosen: Tensor, weights: Tensor
+) -> None:
+    """Fills chosen [T, C] int32 and weights [T, C] float32 as reference.route_by_sigmoid returns them; padding chooses expert E."""
+    num_tokens, num_chosen = chosen.shape
+    num_experts = len(rule.correction)
+    _sigmoid_route_kernel[(num_tokens,)](
+        logits,
+        rule.correction,
+        kv_slots,
+        chosen,
+        weights,
+        rule.factor,
+        E=num_experts,
+        C=num_chosen,
+        G=rule.num_groups,
+        CHOSEN_G=rule.num_chosen_groups,
+        NORMALISED=normalised,
+        PADDED_E=_padded_experts(num_experts),
+        PADDED_C=triton.next_power_of_2(num_chosen),
+        PADDED_G=triton.next_power_of_2(rule.num_groups),
         num_warps=1,
     )
 
@@ -320,13 +398,14 @@ def _weighted_sum_kernel(
     made,  # [T, C, W]
     weights,  # [T, C] float32
     kv_slots,  # [T] int64
-    scores,  # [T, COLUMNS]
+    gates,  # [T, COLUMNS], the last column is read if GATED
     shared,  # [T, W], read if SHARED
     out,  # [T, W]
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
     SHARED: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -339,27 +418,30 @@ def _weighted_sum_kernel(
         pair = token * C + number
         total += tl.load(made + pair * W + at, mask=inside, other=0.0).to(tl.float32) * tl.load(weights + pair)
     if SHARED:
-        gate = 1.0 / (1.0 + tl.exp(-tl.load(scores + token * COLUMNS + COLUMNS - 1).to(tl.float32)))
-        total += tl.load(shared + token * W + at, mask=inside, other=0.0).to(tl.float32) * gate
+        also = tl.load(shared + token * W + at, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            also /= 1.0 + tl.exp(-tl.load(gates + token * COLUMNS + COLUMNS - 1).to(tl.float32))
+        total += also
     tl.store(out + token * W + at, total.to(narrow), mask=inside)
 
 
-def combine(made: Tensor, weights: Tensor, kv_slots: Tensor, scores: Tensor, shared: Tensor | None, out: Tensor) -> None:
-    """Writes to out [T, W] the sum of made [P, W] over each token's pairs, with their weights [T, C], and shared [T, W] times the
-    sigmoid of the last column of scores; 0 for padding."""
+def combine(made: Tensor, weights: Tensor, kv_slots: Tensor, gates: Tensor | None, shared: Tensor | None, out: Tensor) -> None:
+    """Writes to out [T, W] the sum of made [P, W] over each token's pairs, with their weights [T, C], and shared [T, W], times the
+    sigmoid of the last column of gates if there are any; 0 for padding."""
     num_tokens, width = out.shape
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(width))
     _weighted_sum_kernel[(num_tokens, triton.cdiv(width, block))](
         made,
         weights,
         kv_slots,
-        scores,
+        made if gates is None else gates,
         made if shared is None else shared,
         out,
-        COLUMNS=scores.shape[1],
+        COLUMNS=0 if gates is None else gates.shape[1],
         C=weights.shape[1],
         W=width,
         SHARED=shared is not None,
+        GATED=gates is not None,
         BLOCK=block,
         num_warps=4,
     )

@@ -35,7 +35,7 @@ from engine.cuda.kernels import (
     triton_unpack,
 )
 from engine.memory.arena import kv_views
-from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Mxfp4Matrix
+from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Mxfp4Matrix, SigmoidRouting
 from loader.frame import FRAME_VALUES
 from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
 
@@ -158,6 +158,8 @@ def main(capability: int) -> None:
     routing = triton_experts.empty_routing(ROWS, CHOSEN, EXPERTS, x.device)
     scores = torch.zeros(ROWS, EXPERTS + 1, dtype=dtype)
     triton_experts.route(scores, longs, EXPERTS, True, *routing[:2])
+    rule = SigmoidRouting(torch.zeros(EXPERTS), 8, 4, 2.5)
+    triton_experts.route_by_sigmoid(torch.zeros(ROWS, EXPERTS), longs, rule, True, *routing[:2])
     triton_experts.sort(routing[0], *routing[2:])
     gate_up, down = torch.zeros(EXPERTS, 2 * EXPERT_INNER, WIDTH, dtype=dtype), x  # nothing is read
     inner, made = (torch.zeros(ROWS * CHOSEN, width, dtype=dtype) for width in (EXPERT_INNER, WIDTH))
@@ -174,6 +176,7 @@ def main(capability: int) -> None:
     for tile in triton_experts.TILE_ROWS:
         triton_experts.grouped_linear(x, gate_up_codes, *routing[2:], CHOSEN, True, tile, False, inner)
     triton_experts.combine(made, routing[1], longs, scores, x, x)
+    triton_experts.combine(made, routing[1], longs, None, x, x)
     entry.rms_norm(x, x[0], 1e-5, False)
     entry.add_rms_norm(x, x, x[0], 1e-5, False)
     for gelu in (False, True):

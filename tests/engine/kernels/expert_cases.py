@@ -7,13 +7,16 @@ from torch import Tensor
 
 from engine.cuda.kernels import triton_experts
 from engine.ops import reference
-from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Fp8Matrix, Mxfp4Matrix
+from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Fp8Matrix, Mxfp4Matrix, SigmoidRouting
 from tests.engine.kernels.draw import Draw, close
 
 
 def routed(scores: Tensor, kv_slots: Tensor, num_experts: int, num_chosen: int, normalised: bool) -> tuple[Tensor, ...]:
     """Returns, made with torch, what `route` and `sort` should fill in: chosen, weights, firsts and pairs (-7 behind the last)."""
-    chosen, weights = reference.route(scores[:, :num_experts], num_chosen, normalised)
+    return arranged(*reference.route(scores[:, :num_experts], num_chosen, normalised), kv_slots, num_experts)
+
+
+def arranged(chosen: Tensor, weights: Tensor, kv_slots: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     chosen[kv_slots < 0] = num_experts
     experts, pairs = chosen.flatten().sort(stable=True)
     firsts = torch.searchsorted(experts, torch.arange(num_experts + 1))
@@ -45,6 +48,24 @@ def routing(draw: Draw) -> None:
     close(weights, wanted[1], torch.float32)
     for one, other in ((chosen, wanted[0]), (firsts, wanted[2]), (pairs, wanted[3])):
         assert torch.equal(one.cpu(), other)
+
+
+def routing_by_sigmoid(draw: Draw) -> None:
+    num_tokens, num_groups, size = draw.one_of(1, 2, 5), draw.one_of(1, 2, 3, 8), draw.one_of(2, 3, 8)
+    num_experts, num_chosen_groups = num_groups * size, draw.between(1, num_groups)
+    num_chosen, normalised = draw.between(1, min(5, num_chosen_groups * size)), draw.one_of(False, True)
+    logits = draw.normal(num_tokens, num_experts, scale=draw.one_of(0.5, 4.0))
+    correction = draw.normal(num_experts, scale=0.3)
+    if draw.one_of(False, True):  # many are equal
+        logits, correction = logits.round(), torch.zeros(num_experts)
+    kv_slots, sizes = some_padding(draw, num_tokens), (num_groups, num_chosen_groups, draw.one_of(1.0, 2.5))
+    routed_so = reference.route_by_sigmoid(logits, num_chosen, normalised, SigmoidRouting(correction, *sizes))
+    wanted = arranged(*routed_so, kv_slots, num_experts)
+    chosen, weights = draw.like(wanted[0]), draw.like(wanted[1])
+    rule = SigmoidRouting(draw.on(correction), *sizes)
+    triton_experts.route_by_sigmoid(draw.on(logits), draw.on(kv_slots), rule, normalised, chosen, weights)
+    close(weights, wanted[1], torch.float32)
+    assert torch.equal(chosen.cpu(), wanted[0])
 
 
 def mxfp4(draw: Draw, *shape: int) -> Mxfp4Matrix:
@@ -85,7 +106,8 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False) -> None:
         biases = draw.normal(num_experts, 2 * inner), draw.normal(num_experts, width)
         clamped = ClampedSwiglu(draw.one_of(0.7, 7.0), 1.702)
     shared = draw.normal(num_tokens, width) if draw.one_of(False, True) else None
-    scores = draw.normal(num_tokens, num_experts + (shared is not None), scale=2.0)
+    is_gated = shared is not None and draw.one_of(False, True)
+    scores = draw.normal(num_tokens, num_experts + is_gated, scale=2.0)
     if draw.one_of(False, True):  # all tokens pass through the same experts
         scores[:] = scores[:1].clone()
     kv_slots = some_padding(draw, num_tokens)
@@ -99,5 +121,5 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False) -> None:
     triton_experts.grouped_linear(draw.on(x), own[0], *how, True, tile, draw.interpreted, between, gate_bias, clamped)
     triton_experts.grouped_linear(between, own[1], *how, False, tile, draw.interpreted, made, down_bias)
     also = None if shared is None else draw.on(shared)
-    triton_experts.combine(made, weights, draw.on(kv_slots), draw.on(scores), also, out)
+    triton_experts.combine(made, weights, draw.on(kv_slots), draw.on(scores) if is_gated else None, also, out)
     close(out, wanted, draw.dtype)

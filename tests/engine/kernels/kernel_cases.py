@@ -12,14 +12,14 @@ import torch
 
 from tests.engine.kernels.attention_cases import decode_attention, extend_attention, work_lists
 from tests.engine.kernels.draw import Draw
-from tests.engine.kernels.expert_cases import experts, routing
+from tests.engine.kernels.expert_cases import experts, routing, routing_by_sigmoid
 from tests.engine.kernels.kv_write_cases import fp8_rounding, rope
 from tests.engine.kernels.memory_cases import checksums, inputs, packed_weights
 from tests.engine.kernels.row_cases import few_rows_linear, fp8_linear, gates, gathers, norms
 from tests.engine.kernels.sampling_cases import logprobs, penalties, sampling
 
 # cases whose numbers are integers, or float32 whatever the model's dtype
-ONE_DTYPE = ("work_lists", "inputs", "routing", "penalties", "packed_weights", "checksums")
+ONE_DTYPE = ("work_lists", "inputs", "routing", "routing_by_sigmoid", "penalties", "packed_weights", "checksums")
 
 CASES: dict[str, Callable[[Draw], None]] = {
     case.__name__: case
@@ -30,6 +30,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         fp8_linear,
         gathers,
         routing,
+        routing_by_sigmoid,
         experts,
         rope,
         inputs,

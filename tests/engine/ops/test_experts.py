@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random as draws
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from engine.cpu.products import array
 from engine.cpu.recording.program import Recorder, Scratch, recording
 from engine.ops import reference
-from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix
+from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix, SigmoidRouting
 from tests.engine.cpu_ops import ops
 from tests.engine.gpt_oss_checkpoint import draw_mxfp4
 from tests.engine.ops.twins import both, compiled_as_called, random, same, share_everything
@@ -64,6 +65,61 @@ def test_any_sizes_and_any_routing(monkeypatch: pytest.MonkeyPatch, dtype: torch
     found, wanted = both(monkeypatch, lambda: ops.experts(x, scores, experts, shared, batch_of(slots)))
     same(found, wanted)
     assert not found[torch.from_numpy(slots) < 0].any()
+
+
+def draw_rule(draw: draws.Random, num_groups: int, size: int) -> SigmoidRouting:
+    """Returns a rule for num_groups groups of `size` experts, whose correction changes the choice of many tokens."""
+    correction = random(num_groups * size, dtype=torch.float32, scale=0.3)
+    return SigmoidRouting(correction, num_groups, draw.randint(1, num_groups), draw.choice([1.0, 2.5]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_routing_by_sigmoid(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seed: int) -> None:
+    draw = draws.Random(seed)
+    ops.set_num_threads(1)
+    num_groups, size, num_tokens = draw.choice([1, 2, 3, 8]), draw.choice([2, 3, 20]), draw.choice([1, 7, 40])
+    rule = draw_rule(draw, num_groups, size)
+    chosen = draw.randint(1, min(8, rule.num_chosen_groups * size))
+    experts = replace(layer(dtype, num_groups * size, 16, 4, chosen, draw.random() < 0.5), sigmoid=rule)
+    x = random(num_tokens, 16, dtype=dtype)
+    shared = random(num_tokens, 16, dtype=dtype).flip(0) if draw.random() < 0.7 else None
+    router = random(num_groups * size, 16, dtype=torch.float32, scale=draw.choice([0.1, 0.5]))
+    slots = np.arange(num_tokens)
+    slots[[draw.random() < 0.2 for _ in range(num_tokens)]] = -1
+    scores = ops.linear_float32(x, router)
+    assert torch.equal(scores, x.float() @ router.T)
+    found, wanted = both(monkeypatch, lambda: ops.experts(x, scores, experts, shared, batch_of(slots)))
+    same(found, wanted)
+    assert not found[torch.from_numpy(slots) < 0].any()
+
+
+@pytest.mark.parametrize(("num_groups", "num_chosen_groups", "normalised"), [(1, 1, True), (4, 2, True), (8, 3, False)])
+def test_routing_by_sigmoid_is_that_of_transformers(num_groups: int, num_chosen_groups: int, normalised: bool) -> None:
+    from transformers import Glm4MoeConfig
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+
+    config = Glm4MoeConfig(
+        hidden_size=16,
+        n_routed_experts=32,
+        num_experts_per_tok=6,
+        n_group=num_groups,
+        topk_group=num_chosen_groups,
+        norm_topk_prob=normalised,
+        routed_scaling_factor=2.5,
+    )
+    router, x = Glm4MoeTopkRouter(config), random(200, 16, dtype=torch.float32)
+    correction = random(32, dtype=torch.float32, scale=0.3)
+    with torch.no_grad():
+        router.weight.copy_(random(32, 16, dtype=torch.float32, scale=0.5))
+        router.e_score_correction_bias.copy_(correction)
+        logits, weights, experts = router(x)
+    chosen, found = reference.route_by_sigmoid(
+        logits, 6, normalised, SigmoidRouting(correction, num_groups, num_chosen_groups, 2.5)
+    )
+    wanted = torch.zeros(200, 32).scatter_(1, experts, weights)
+    torch.testing.assert_close(torch.zeros(200, 32).scatter_(1, chosen, found), wanted)
+    plain = reference.route_by_sigmoid(logits, 6, normalised, SigmoidRouting(torch.zeros(32), 1, 1, 2.5))[0]
+    assert (plain.sort().values != chosen.sort().values).any(dim=1).float().mean() > 0.3, "correction and groups change the choice"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -126,9 +182,13 @@ def test_of_equal_scores_the_lower_experts_are_chosen(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("normalised", [False, True])
-def test_a_row_that_is_not_finite_spoils_no_other(dtype: torch.dtype, bad: float, normalised: bool) -> None:
+@pytest.mark.parametrize("by_sigmoid", [False, True])
+def test_a_row_that_is_not_finite_spoils_no_other(dtype: torch.dtype, bad: float, normalised: bool, by_sigmoid: bool) -> None:
     experts = layer(dtype, 4, 16, 8, 2, normalised)
     x, scores = random(20, 16, dtype=dtype).clone(), random(20, 4, dtype=dtype).clone()
+    if by_sigmoid:
+        rule = SigmoidRouting(torch.zeros(4), 2, 1, 1.0)
+        experts, scores = replace(experts, sigmoid=rule), scores.float()
     right = ops.experts(x, scores, experts, None, batch_of(range(20)))
     x[3], scores[3] = bad, torch.nan
     found = ops.experts(x, scores, experts, None, batch_of(range(20)))
