@@ -44,4 +44,7 @@ def _expert_bytes(shape: ModelShape, item: int) -> int:
     # for each expert of a token: what gate and up gave, and down's output; its number, weight and place
     grouped = experts.num_chosen * ((experts.intermediate_size + shape.hidden_size) * item + 12)
     shared = 3 * experts.shared_size * item + shape.hidden_size * item
-    return grouped + shared + shape.hidden_size * item + (experts.num_experts + 1) * item
+    scores = (experts.num_experts + 1) * item
+    if experts.sigmoid is not None:  # in float32, as is the router's input
+        scores = (experts.num_experts + shape.hidden_size) * 4
+    return grouped + shared + shape.hidden_size * item + scores

@@ -8,6 +8,15 @@ from loader.rope_config import RopeParameters
 
 
 @dataclass(slots=True, frozen=True)
+class SigmoidShape:
+    """Sizes of a router whose scores pass through a sigmoid (reference.route_by_sigmoid)."""
+
+    num_groups: int  # equal parts of a layer's experts
+    num_chosen_groups: int  # whose experts a token may pass through
+    factor: float  # of the weights
+
+
+@dataclass(slots=True, frozen=True)
 class ExpertShape:
     """The experts of a model (loader/architectures/experts.py). Every layer has them, except dense_layers, which have an MLP of
     ModelShape.intermediate_size."""
@@ -18,6 +27,7 @@ class ExpertShape:
     normalised: bool  # the weights of a token's experts add up to 1
     shared_size: int = 0  # intermediate size of the expert that all tokens pass through; 0: there is none
     dense_layers: frozenset[int] = frozenset()
+    sigmoid: SigmoidShape | None = None  # None: the weights are a softmax of the router's scores
     stacked: bool = False  # the checkpoint has one tensor for the matrices of all experts
     swiglu_limit: float = 0.0  # clamped SwiGLU (reference.clamped_swiglu): the clamp of gate and up; 0: SiLU instead
     swiglu_alpha: float = 0.0  # the factor of the gate within its sigmoid
@@ -49,6 +59,8 @@ class ModelShape:
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they are not capped
     logit_softcap: float = 0.0
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once
+    has_head_norms: bool = True  # queries and keys have the norms that the family names
+    num_predicting_layers: int = 0  # behind the last layer; the checkpoint may hold them, and they are not read
     local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
     experts: ExpertShape | None = None  # of a mixture of experts
     pooling: str = ""  # of an encoder: mean or cls; "": the model generates text

@@ -68,6 +68,8 @@ def expert_bytes(shape: ModelShape, dtype: str) -> int:
     reference = (2 * hidden + 4 * inner) * item + 3 * hidden * 4
     shared = 3 * experts.shared_size * item + hidden * item
     scores = (experts.num_experts + 1) * (item + 24)  # also sorted, with the places they had, and their softmax
+    if experts.sigmoid is not None:  # in float32, as is the router's input; the scores of what groups leave are sorted, too
+        scores = experts.num_experts * 40 + hidden * 4
     return max(grouped, reference) + shared + hidden * item + scores
 
 

@@ -25,7 +25,7 @@ class Attention(Generic[BatchT]):
         self.out_weight = weights.matrix(prefix, (names.attention_output,))
         self.out_bias = weights.find(f"{prefix}{names.attention_output}.bias")
         norms: HeadNorms | None = None
-        if names.query_norm:
+        if names.query_norm and shape.has_head_norms:
             query_norm, key_norm = (weights.get(f"{prefix}{name}.weight") for name in (names.query_norm, names.key_norm))
             norms = HeadNorms(query_norm, key_norm, shape.rms_norm_eps, family.norms_around_one)
         self.head_norms = None if family.whole_width_norms else norms

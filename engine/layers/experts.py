@@ -8,15 +8,15 @@ from torch import Tensor
 
 from engine.layers.mlp import GatedMLP
 from engine.layers.weights import Weights
-from engine.ops.ops import BatchT, ClampedSwiglu, ExpertMatrices, Ops
+from engine.ops.ops import BatchT, ClampedSwiglu, ExpertMatrices, Ops, SigmoidRouting
 from loader.architectures.decoder import Decoder
 from loader.model_shape import ExpertShape, ModelShape
 
 
 class MixtureOfExperts(Generic[BatchT]):
     """The feed-forward part of one layer: x [T, hidden] -> [T, hidden]. router [E, hidden], or [E + 1, hidden] where the gate of an
-    expert for all tokens (shared) lies behind the router's matrix, so that one product gives the scores and the gate. router_bias:
-    [E]."""
+    expert for all tokens (shared) lies behind the router's matrix, so that one product gives the scores and the gate. It is float32
+    where scores pass through a sigmoid. router_bias: [E]."""
 
     def __init__(
         self,
@@ -42,10 +42,18 @@ class MixtureOfExperts(Generic[BatchT]):
         gate_up = weights.stacked(prefix, names.all_gate_up(sizes.num_experts), sizes.num_experts)
         down = weights.stacked(prefix, names.all_down(sizes.num_experts), sizes.num_experts)
         shared = GatedMLP(ops, weights, prefix + names.shared, names.gate_up, names.down) if names.shared else None
-        return cls(ops, router, ExpertMatrices(gate_up, down, sizes.num_chosen, sizes.normalised), shared)
+        sigmoid = None
+        if (rule := sizes.sigmoid) is not None:
+            correction = weights.get(prefix + names.correction)
+            sigmoid = SigmoidRouting(correction, rule.num_groups, rule.num_chosen_groups, rule.factor)
+        experts = ExpertMatrices(gate_up, down, sizes.num_chosen, sizes.normalised, sigmoid=sigmoid)
+        return cls(ops, router, experts, shared)
 
     def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
-        scores = self.ops.linear(x, self.router, self.router_bias)
+        if self.experts.sigmoid is None:
+            scores = self.ops.linear(x, self.router, self.router_bias)
+        else:
+            scores = self.ops.linear_float32(x, self.router)
         shared = None if self.shared is None else self.shared(x, batch)
         return self.ops.experts(x, scores, self.experts, shared, batch)
 

@@ -11,7 +11,7 @@ from engine.memory.weight_range import WeightRange
 from engine.ops.ops import Fp8Matrix, Int8Matrix, Matrix, Mxfp4Matrix
 from loader.formats import mxfp4
 from loader.formats.plain import PLAIN
-from loader.formats.weight_format import WeightFormat
+from loader.formats.weight_format import WeightFormat, WeightSlot
 from loader.layout import weight_layout
 from loader.model_shape import ModelShape
 
@@ -26,8 +26,12 @@ class Weights:
 
     def get(self, name: str) -> Tensor:
         slot = self._slots[name]
+        return self._memory.tensor(slot.offset_bytes, slot.shape, self._dtype_of(slot))
+
+    def _dtype_of(self, slot: WeightSlot) -> torch.dtype:
+        """Returns the dtype of a parameter whose numbers are plain."""
         dtype: torch.dtype = getattr(torch, slot.held_as) if slot.held_as else self._dtype
-        return self._memory.tensor(slot.offset_bytes, slot.shape, dtype)
+        return dtype
 
     def find(self, name: str) -> Tensor | None:
         """Returns the parameter, or None if the model has none of that name (biases)."""
@@ -37,7 +41,7 @@ class Weights:
         """Returns the tensors prefix + name + suffix of all names as one, joined along the first axis."""
         slots = [self._slots[f"{prefix}{name}{suffix}"] for name in names]
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
-        return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype)
+        return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype_of(slots[0]))
 
     def matrix(self, prefix: str, names: tuple[str, ...]) -> Matrix:
         """Returns the weights of projections that one matrix product reads together: a tensor, or a quantised matrix if they are

@@ -73,6 +73,8 @@ class Decoder:
     activation_key: str = "hidden_act"
     norms_around_one: bool = False  # norms multiply by 1 + weight
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once, else over each head
+    head_norms_key: str = ""  # the key that says whether queries and keys have the norms of `names`; "": they have
+    predicting_layers: int | None = None  # default of the key num_nextn_predict_layers; None: the key is not read
     scales_embeddings: bool = False  # by the square root of the width
     experts: Experts | None = None  # None: each layer has one MLP
 
@@ -118,6 +120,8 @@ class Decoder:
             attention_softcap=_softcap(fields, "attn_logit_softcapping", self.attention_softcap),
             logit_softcap=_softcap(fields, "final_logit_softcapping", self.logit_softcap),
             whole_width_norms=self.whole_width_norms,
+            has_head_norms=fields.boolean(self.head_norms_key) if self.head_norms_key else True,
+            num_predicting_layers=self._predicting_layers(fields),
             local_rope=local_rope,
             experts=None if self.experts is None else self.experts.parse(fields, num_layers),
         )
@@ -138,8 +142,11 @@ class Decoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Implements Architecture.ignores: stored rotary frequencies, and a stored head of a model that uses its embedding as its
-        head."""
+        """Implements Architecture.ignores: stored rotary frequencies, a stored head of a model that uses its embedding as its head,
+        and layers behind the last one that predict further tokens."""
+        behind = range(shape.num_layers, shape.num_layers + shape.num_predicting_layers)
+        if any(name.startswith(self.names.layer.format(layer)) for layer in behind):
+            return True
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{self.names.head}.weight")
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
@@ -155,8 +162,8 @@ class Decoder:
         before = [
             *_norms(hidden, names.attention_norm),
             *_projections(names.queries_keys_values, (query, key, key), hidden, shape.attention_bias),
-            *_norms(query_norm, names.query_norm),
-            *_norms(key_norm, names.key_norm),
+            *(_norms(query_norm, names.query_norm) if shape.has_head_norms else []),
+            *(_norms(key_norm, names.key_norm) if shape.has_head_norms else []),
             *_projections((names.attention_output,), (hidden,), query, shape.output_bias),
             *_sinks(names.sinks, shape.num_heads),
             *_norms(hidden, names.attended_norm, names.mlp_norm),
@@ -181,6 +188,11 @@ class Decoder:
             raise fields.unsupported(self.activation_key, f"{activation!r} is not supported; supported: {self.activation}")
         if fields.boolean("use_bidirectional_attention"):
             raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
+
+    def _predicting_layers(self, fields: Fields) -> int:
+        if self.predicting_layers is None:
+            return 0
+        return fields.integer("num_nextn_predict_layers", self.predicting_layers, at_least=0, at_most=MAX_LAYERS)
 
     def _query_scalar(self, fields: Fields, head_dim: int) -> float:
         return head_dim if self.query_scalar is None else fields.positive("query_pre_attn_scalar", self.query_scalar)

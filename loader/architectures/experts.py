@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from loader.architectures.architecture import TensorGroup, one_tensor
 from loader.config_fields import Fields
-from loader.model_shape import ExpertShape
+from loader.model_shape import ExpertShape, SigmoidShape
 
 MAX_EXPERTS = 4096  # of a layer; the largest models have 512
-_NUM_KEYS = ("num_experts", "num_local_experts")  # transformers 5 writes the second for families that published the first
+# transformers 5 writes the second for families that published the first
+NUM_KEYS, ROUTED_NUM_KEYS = ("num_experts", "num_local_experts"), ("n_routed_experts", "num_local_experts")
+_GROUP_BEST = 2  # experts whose scores make a group's
 _CHOSEN_KEY, _CHOSEN_KEYS = "num_experts_per_tok", ("num_experts_per_tok", "experts_per_token")  # gpt-oss has both
 
 
@@ -22,9 +24,10 @@ class ExpertNames:
     """Names of the tensors of a layer's experts, without `.weight`. Like those of TensorNames they follow the layer's prefix.
 
     expert: what the names gate_up and down of each expert follow; {} is its number. shared: the same for the expert that all tokens
-    pass through; "": there is none. shared_gate: the vector that weighs its output for each token. stacked_gate_up, stacked_down:
-    the whole names where the checkpoint holds the matrices of all experts as one tensor; "": it does not. Their biases have the
-    same names and _bias."""
+    pass through; "": there is none. shared_gate: the vector that weighs its output for each token; "": its weight is 1. correction:
+    the whole name of what is added to the scores by which experts are chosen, of families with the sigmoid rule. stacked_gate_up,
+    stacked_down: the whole names where the checkpoint holds the matrices of all experts as one tensor; "": it does not. Their
+    biases have the same names and _bias."""
 
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}."
@@ -32,6 +35,7 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = ""
     shared_gate: str = ""
+    correction: str = ""
     stacked_gate_up: str = ""
     stacked_down: str = ""
 
@@ -45,7 +49,35 @@ class ExpertNames:
     @property
     def router_and_gate(self) -> tuple[str, ...]:
         """The names of the matrices that one product multiplies with each token: the router, and the shared expert's gate."""
-        return (self.router, self.shared_gate) if self.shared else (self.router,)
+        return (self.router, self.shared_gate) if self.shared_gate else (self.router,)
+
+
+@dataclass(slots=True, frozen=True)
+class SigmoidRule:
+    """What applies to a router whose scores pass through a sigmoid if config.json leaves a key out: n_group, topk_group and
+    routed_scaling_factor."""
+
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    factor: float = 1.0
+
+    def parse(self, fields: Fields, num_key: str, num_experts: int, num_chosen: int) -> SigmoidShape:
+        """Reads config.json. num_key: the key of num_experts. Raises CheckpointError, which names a key with a wrong value."""
+        num_groups = fields.integer("n_group", self.num_groups)
+        num_chosen_groups = fields.integer("topk_group", self.num_chosen_groups)
+        size, rest = divmod(num_experts, num_groups)
+        if rest:
+            raise fields.fail("n_group", f"{num_groups} does not divide {num_key} {num_experts}")
+        if size < _GROUP_BEST:
+            raise fields.fail(
+                "n_group", f"{num_groups} leaves {size} of {num_key} {num_experts} to a group, which needs {_GROUP_BEST}"
+            )
+        if num_chosen_groups > num_groups:
+            raise fields.fail("topk_group", f"{num_chosen_groups} is more than there are groups (n_group {num_groups})")
+        if num_chosen > num_chosen_groups * size:
+            held = f"{num_chosen_groups} groups of {size} experts (topk_group, n_group) hold"
+            raise fields.fail(_CHOSEN_KEY, f"{num_chosen} is more than {held}")
+        return SigmoidShape(num_groups, num_chosen_groups, fields.positive("routed_scaling_factor", self.factor))
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,28 +87,37 @@ class Experts:
     num_experts: int
     num_chosen: int
     names: ExpertNames = ExpertNames()
+    num_keys: tuple[str, str] = NUM_KEYS  # either has the number of experts
     size_key: str = "moe_intermediate_size"
     size: int | None = None  # None: config.json must have size_key
     shared_size: int = 0  # default of the key shared_expert_intermediate_size, of families whose names have `shared`
+    num_shared: int = 0  # default of the key n_shared_experts, of families whose shared expert is so many times as wide as others
     normalised: bool | None = None  # whether a token's weights are made to add up to 1; None: the key norm_topk_prob says
+    normalised_default: bool = False  # if that key is absent
+    sigmoid: SigmoidRule | None = None  # None: the weights are a softmax of the router's scores
     has_dense_layers: bool = False  # whether the keys decoder_sparse_step and mlp_only_layers name layers with an MLP instead
+    num_dense_first: int | None = None  # default of the key first_k_dense_replace: so many layers have an MLP; None: no such key
     has_biases: bool = False  # of the router and, where experts are stacked, of their matrices
     swiglu_limit: float = 0.0  # default of the key swiglu_limit, of families with the clamped SwiGLU; 0: the activation is SiLU
     swiglu_alpha: float = 0.0  # default of the key swiglu_alpha, likewise
 
     def parse(self, fields: Fields, num_layers: int) -> ExpertShape:
         """Reads config.json. Raises CheckpointError, which names a key with a wrong value."""
-        num_experts = _same_of(fields, _NUM_KEYS, self.num_experts, MAX_EXPERTS)
+        num_experts = _same_of(fields, self.num_keys, self.num_experts, MAX_EXPERTS)
         num_chosen = _same_of(fields, _CHOSEN_KEYS, self.num_chosen, 1 << 40)
         if num_chosen > num_experts:
             raise fields.fail(_CHOSEN_KEY, f"{num_chosen} is more than there are experts ({num_experts})")
+        size = fields.integer(self.size_key, self.size)
+        sigmoid = None if self.sigmoid is None else self.sigmoid.parse(fields, self.num_keys[0], num_experts, num_chosen)
+        normalised = fields.boolean("norm_topk_prob", self.normalised_default) if self.normalised is None else self.normalised
         return ExpertShape(
             num_experts=num_experts,
             num_chosen=num_chosen,
-            intermediate_size=fields.integer(self.size_key, self.size),
-            normalised=fields.boolean("norm_topk_prob") if self.normalised is None else self.normalised,
-            shared_size=fields.integer("shared_expert_intermediate_size", self.shared_size) if self.names.shared else 0,
-            dense_layers=_dense_layers(fields, num_layers) if self.has_dense_layers else frozenset(),
+            intermediate_size=size,
+            normalised=normalised,
+            shared_size=self._shared_size(fields, size) if self.names.shared else 0,
+            dense_layers=self._dense_layers(fields, num_layers),
+            sigmoid=sigmoid,
             stacked=bool(self.names.stacked_gate_up),
             swiglu_limit=fields.positive("swiglu_limit", self.swiglu_limit) if self.swiglu_limit else 0.0,
             swiglu_alpha=fields.positive("swiglu_alpha", self.swiglu_alpha) if self.swiglu_alpha else 0.0,
@@ -88,8 +129,9 @@ class Experts:
         if experts.stacked:
             return self._stacked_groups(experts, hidden)
         names, num, inner, shared = self.names, experts.num_experts, experts.intermediate_size, experts.shared_size
+        router = _matrices(names.router_and_gate, ((num, hidden), (1, hidden))[: len(names.router_and_gate)])
         groups = [
-            _matrices(names.router_and_gate, ((num, hidden), (1, hidden))[: len(names.router_and_gate)]),
+            *(self._float32_router(router, num) if experts.sigmoid is not None else [router]),
             _matrices(names.all_gate_up(num), ((inner, hidden),) * 2 * num, may_be_quantized=True),
             _matrices(names.all_down(num), ((hidden, inner),) * num, may_be_quantized=True),
         ]
@@ -98,6 +140,23 @@ class Experts:
             groups.append(_matrices(gate_up, ((shared, hidden),) * 2, may_be_quantized=True))
             groups.append(_matrices((names.shared + names.down,), ((hidden, shared),), may_be_quantized=True))
         return groups
+
+    def _shared_size(self, fields: Fields, size: int) -> int:
+        """Returns the intermediate size of the expert for all tokens. size: that of the others."""
+        if self.num_shared:
+            return fields.integer("n_shared_experts", self.num_shared, at_most=MAX_EXPERTS) * size
+        return fields.integer("shared_expert_intermediate_size", self.shared_size)
+
+    def _dense_layers(self, fields: Fields, num_layers: int) -> frozenset[int]:
+        """Returns the layers that have one MLP for all tokens."""
+        if self.num_dense_first is not None:
+            return frozenset(range(min(num_layers, fields.integer("first_k_dense_replace", self.num_dense_first, at_least=0))))
+        return _dense_layers(fields, num_layers) if self.has_dense_layers else frozenset()
+
+    def _float32_router(self, router: TensorGroup, num_experts: int) -> list[TensorGroup]:
+        """Returns the tensors of a router whose scores are computed in float32: in less, other experts would be chosen."""
+        correction = TensorGroup(((self.names.correction, (num_experts,)),), held_as="float32")
+        return [router._replace(held_as="float32"), correction]
 
     def _stacked_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
         """Returns the groups of a layer whose experts' matrices are one tensor. Rows of gate and up alternate."""

@@ -23,6 +23,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "glm4_moe",
     "gpt_oss",
     "gemma3_wrapper",
     "mistral3_wrapper",

@@ -136,6 +136,22 @@ CASES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "tie_word_embeddings": True,
     },
+    "glm4-moe": {
+        "kind": "glm4_moe",
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "gpt-oss": {
         "kind": "gpt_oss",
         "num_hidden_layers": 2,
@@ -174,6 +190,7 @@ RECORDED_CASES = [
     "olmo2",
     "glm4",
     "qwen2-moe",
+    "glm4-moe",
     "gpt-oss",
 ]
 
@@ -194,6 +211,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
         "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
         "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
@@ -212,6 +230,11 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
                 parameter.normal_(0.0, 0.3)
             elif name.endswith("sinks"):
                 parameter.normal_()
+            elif kind == "glm4_moe" and name.endswith("mlp.gate.weight"):
+                parameter *= 2.0  # scores from 0 to 1
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     model = model.to(dtype).eval()
     if kind == "gpt_oss":
         gpt_oss_checkpoint.save(model, folder, seed)

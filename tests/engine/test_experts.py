@@ -60,3 +60,16 @@ def test_what_a_preempted_request_computes_again_is_the_same(runner: TorchRunner
 def test_float16_follows_float32(runner: TorchRunner, saved: tuple[Path, Any]) -> None:
     exact, half = logits(runner, saved[0]), logits(runner, saved[0], "float16")
     assert np.abs(half - exact).mean() < 0.01 * np.abs(exact).mean()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["stored-float32", "stored-bfloat16"])
+def test_a_router_stays_float32_in_a_bfloat16_model(runner: TorchRunner, tmp_path: Path, stored: torch.dtype) -> None:
+    whole = make_checkpoint(tmp_path, dtype=stored, **CASES["glm4-moe"])
+    model = load(runner, tmp_path, "bfloat16")
+    mixture, gate = model._model.layers[1].mlp, whole.model.layers[1].mlp.gate
+    assert mixture.router.dtype is mixture.experts.sigmoid.correction.dtype is torch.float32
+    assert torch.equal(mixture.router, gate.weight.float())
+    assert torch.equal(mixture.experts.sigmoid.correction, gate.e_score_correction_bias.float())
+    model.release()
+    exact, half = logits(runner, tmp_path), logits(runner, tmp_path, "bfloat16")
+    assert np.abs(half - exact).mean() < 0.05 * np.abs(exact).mean()

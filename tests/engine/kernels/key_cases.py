@@ -20,6 +20,7 @@ from tests.loader.fp8 import FINE_GRAINED
 from tests.loader.test_families import (
     GEMMA2_2B,
     GEMMA3_1B,
+    GLM45_AIR,
     GPT_OSS_20B,
     MISTRAL_7B,
     MIXTRAL_8X7B,
@@ -89,6 +90,7 @@ CASES = [
     KeyCase("olmo2 float32", OLMO2_7B, "float32", more={"vocab_size": 1003, "num_attention_heads": 2, "num_key_value_heads": 2}),
     KeyCase("qwen2 moe", QWEN15_MOE, more={"vocab_size": 4096, "num_experts": 24, "mlp_only_layers": [1], "num_hidden_layers": 3}),
     KeyCase("mixtral float32 at odd places", MIXTRAL_8X7B, "float32", block_offset=8, more={"num_experts": 8, "vocab_size": 4096}),
+    KeyCase("glm4 moe", GLM45_AIR, max_rows=5, more={"vocab_size": 1024, "n_routed_experts": 24, "n_group": 4, "topk_group": 2}),
     KeyCase("gpt-oss", GPT_OSS_20B, max_rows=17, more={"vocab_size": 1024, "num_local_experts": 8, "layer_types": None}),
     KeyCase("one block a sequence", MISTRAL_7B, max_len=BLOCK_TOKENS, max_rows=1, more={"sliding_window": None}),
 ]
@@ -101,6 +103,7 @@ COVERING = (
     "gemma2",
     "olmo2 float32",
     "qwen2 moe",
+    "glm4 moe",
     "gpt-oss",
     "one block a sequence",
 )
