@@ -1,0 +1,163 @@
+"""The service as an administrator handles it: systemctl, journalctl, its settings, drop-ins, and how it is brought back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.clone import ROOT
+
+UNIT, SOCKET = "hearthd.service", "hearthd.socket"
+SETTINGS = Path("/etc/hearthd/conf.d")
+UNITS = Path("/etc/systemd/system")
+# Everything is emulated here: what takes a second on a machine may take twenty
+SAFETY_S = 180.0
+BASE = """
+runner = "null"
+null_step_ms = 2
+device = ["cpu=64MiB"]
+host_tier_bytes = "32MiB"
+"""
+T = TypeVar("T")
+BASE_FILE = "10-vm.toml"
+_untouched: list[int] = []  # the main process that as_installed started last
+
+
+def page(name: str) -> str:
+    """The text of a page of docs/."""
+    return (ROOT / "docs" / name).read_text()
+
+
+def run(*argv: str, code: int | None = 0, user: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command, as a user if one is named. Raises AssertionError if it does not end with this code (None: any)."""
+    command = ["runuser", "-u", user, "--", *argv] if user else list(argv)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAFETY_S, check=False, **more)
+    if code is not None and done.returncode != code:
+        raise AssertionError(f"{' '.join(argv)} ended with {done.returncode}: {done.stdout[-400:]} {done.stderr[-400:]}")
+    return done
+
+
+def shell(line: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a line of the docs as it stands there."""
+    return run("sh", "-ec", line, code=code, env={**os.environ, "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"})
+
+
+def systemctl(*args: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+    return run("systemctl", *args, code=code)
+
+
+def hearth(*args: str, user: str = "", code: int | None = 0) -> Any:
+    """The JSON that `hearth ARGS --json` prints."""
+    done = run("hearth", *args, "--json", user=user, code=code)
+    return json.loads(done.stdout) if done.stdout.strip() else None
+
+
+def show(name: str, unit: str = UNIT) -> str:
+    return systemctl("show", "--value", "-p", name, unit).stdout.strip()
+
+
+def main_pid() -> int:
+    return int(show("MainPID"))
+
+
+def pids() -> list[int]:
+    """All processes of the service's control group."""
+    path = Path("/sys/fs/cgroup/system.slice") / UNIT / "cgroup.procs"
+    return [int(word) for word in path.read_text().split()] if path.exists() else []
+
+
+def command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
+def engine_pid() -> int:
+    """The engine's process, of the one device."""
+    (found,) = [pid for pid in pids() if "engine" in command_line(pid).split()]
+    return found
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def wait_for(what: str, found: Callable[[], T], limit_s: float = SAFETY_S) -> T:
+    """Returns the first true value. Raises AssertionError when there was none in time."""
+    end = time.monotonic() + limit_s
+    while True:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if value := found():
+                return value
+        if time.monotonic() > end:
+            raise AssertionError(f"not in {limit_s:g} s: {what}")
+        time.sleep(0.1)
+
+
+def wait_active(after_pid: int = 0) -> int:
+    """Waits until the service is active, with another main process than after_pid, and its engine is up. Returns the pid."""
+    active = wait_for(f"{UNIT} is active", lambda: show("ActiveState") == "active" and main_pid() != after_pid and main_pid())
+    wait_for("the engine is up", lambda: all(one["up"] for one in hearth("status", code=None)["devices"]))
+    return active
+
+
+def journal(since_cursor: str = "", *args: str) -> list[dict[str, Any]]:
+    """Entries of the unit's journal, after a cursor."""
+    after = [f"--after-cursor={since_cursor}"] if since_cursor else ["-b"]
+    run("journalctl", "--sync")
+    text = run("journalctl", "-u", UNIT, "-o", "json", "--no-pager", *after, *args).stdout
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def journal_end() -> str:
+    run("journalctl", "--sync")
+    text = run("journalctl", "-n", "1", "-o", "json", "--no-pager").stdout
+    return str(json.loads(text)["__CURSOR"])
+
+
+def told_since(cursor: str) -> str:
+    """The messages of the unit since then, those of systemd about it with them."""
+    return "\n".join(str(one.get("MESSAGE")) for one in journal(cursor))
+
+
+def write_settings(text: str, name: str = "90-check.toml") -> None:
+    (SETTINGS / name).write_text(text)
+
+
+def write_drop_in(text: str, unit: str = UNIT, name: str = "override.conf") -> None:
+    """What `systemctl edit UNIT` does. Raises AssertionError where systemd has something to say about the text."""
+    folder = UNITS / f"{unit}.d"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    cursor = journal_end()
+    systemctl("daemon-reload")
+    run("journalctl", "--sync")
+    entries = run("journalctl", "-o", "cat", "--no-pager", f"--after-cursor={cursor}").stdout
+    complaints = [line for line in entries.splitlines() if str(folder) in line]
+    if complaints:
+        raise AssertionError(f"systemd says of the drop-in: {'; '.join(complaints)}")
+
+
+def as_installed() -> None:
+    """Takes away what checks have set, and starts the service anew where it does not run as it was installed and started here."""
+    own = [*UNITS.glob("hearthd*.d"), *UNITS.glob("hearthd-admin.socket"), *Path("/etc/hearthd").glob("tls")]
+    own += [path for path in SETTINGS.glob("*.toml") if path.name != BASE_FILE]
+    if not own and (SETTINGS / BASE_FILE).exists() and _untouched and _untouched == [main_pid()] and show("NRestarts") == "0":
+        return
+    systemctl("stop", "hearthd-admin.socket", code=None)
+    for path in own:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (SETTINGS / BASE_FILE).write_text(BASE)
+    systemctl("daemon-reload")
+    systemctl("revert", UNIT, SOCKET)
+    systemctl("stop", UNIT, SOCKET)
+    systemctl("reset-failed", UNIT, SOCKET, code=None)
+    systemctl("start", SOCKET, UNIT, code=None)  # on a very busy machine the first start may fail; systemd tries again
+    _untouched[:] = [wait_active()]
