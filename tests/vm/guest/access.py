@@ -85,13 +85,12 @@ def reach() -> str:
     return f"{len(_TRIED)} commands; DevicePolicy=closed, DeviceAllow={policy[1]}"
 
 
-@check("systemd-analyze security of the loaded unit: no more than operations.md says")
+@check("systemd-analyze security of the loaded unit: no more than 0.7, and than operations.md says")
 def exposure() -> str:
     promised = re.search(r"holds the figure at (\d+\.\d+) or less", service.page("operations.md"))
-    expect(promised, "operations.md names no figure")
+    assert promised is not None, "operations.md names no figure"
     text = run("systemd-analyze", "security", "--no-pager", UNIT).stdout
     found = re.search(r"Overall exposure level for hearthd\.service: (\d+\.\d+)", text)
-    expect(found is not None and promised is not None and float(found[1]) <= float(promised[1]), text[-300:])
-    assert found is not None
-    assert promised is not None
+    assert found is not None, text
+    expect(float(found[1]) <= min(0.7, float(promised[1])), text[-300:])
     return f"{found[1]}; promised: {promised[1]}"

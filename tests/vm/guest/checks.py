@@ -24,16 +24,20 @@ class Check:
     why: str
     run: Callable[[], str | None]
     as_it_is: bool
+    restarts: bool
 
 
 _checks: list[Check] = []
 
 
-def check(why: str, as_it_is: bool = False) -> Callable[[Callable[[], str | None]], Callable[[], str | None]]:
-    """A function that raises where what it shows is not so, and may return what it has seen. as_it_is: nothing is done before."""
+def check(
+    why: str, as_it_is: bool = False, restarts: bool = False
+) -> Callable[[Callable[[], str | None]], Callable[[], str | None]]:
+    """A function that raises where what it shows is not so, and may return what it has seen. as_it_is: nothing is done before.
+    restarts: it restarts the service at once, so that one that does not run, or with other settings, will do before."""
 
     def add(run: Callable[[], str | None]) -> Callable[[], str | None]:
-        _checks.append(Check(run.__module__.rpartition(".")[2], run.__name__, why, run, as_it_is))
+        _checks.append(Check(run.__module__.rpartition(".")[2], run.__name__, why, run, as_it_is, restarts))
         return run
 
     return add
@@ -52,9 +56,9 @@ def run(parts: list[str]) -> Iterator[Result]:
         begin = time.monotonic()
         try:
             if not one.as_it_is:
-                service.as_installed()
+                service.as_installed(start=not one.restarts)
             begin = time.monotonic()
-            detail, ok = one.run() or "", True
+            detail, ok = " ".join((one.run() or "").split()), True
         except LeftOut as reason:
             detail, ok = str(reason), None
         except Exception as error:

@@ -37,7 +37,7 @@ def _refuses_others(key: str) -> None:
     expect(status == 200, (status, body))
 
 
-@check("the keys file of operations.md, readable for the group: it opens for its key only")
+@check("the keys file of operations.md, readable for the group: it opens for its key only", restarts=True)
 def keys_file() -> str:
     key = make_keys(0o640)
     service.write_settings('keys_file = "/etc/hearthd/keys.toml"\n')
@@ -47,7 +47,7 @@ def keys_file() -> str:
     return run("stat", "-c", "%A %U:%G", str(KEYS)).stdout.strip()
 
 
-@check("the keys as a credential, by the drop-in of operations.md and with mode 0600; no other user can read it")
+@check("the keys as a credential, by the drop-in of operations.md and with mode 0600; no other user can read it", restarts=True)
 def keys_credential() -> str:
     key = make_keys(0o600)
     run("chown", "root:root", str(KEYS))
@@ -87,7 +87,7 @@ def _certificates() -> ssl.SSLContext:
     return ssl.create_default_context(cafile="/etc/letsencrypt/ca.pem")
 
 
-@check("TLS by the credentials of operations.md: files that only root can read, certificate checked by the client")
+@check("TLS by the credentials of operations.md: files that only root can read, certificate checked by the client", restarts=True)
 def tls_credentials() -> str:
     trusted = _certificates()
     text = page("operations.md")
@@ -98,11 +98,11 @@ def tls_credentials() -> str:
     service.wait_active()
     status, body = clients.chat(trusted=trusted)
     expect(status == 200, (status, body))
-    tls = service.hearth("status")["tls"]
+    tls = service.ask("status")["tls"]
     return f"{', '.join(one for one in told if one.startswith('tls_'))}; {tls}"
 
 
-@check("TLS by files that the renewal hook of operations.md hands over; a renewal is taken without a restart")
+@check("TLS by files that the renewal hook of operations.md hands over; a renewal is taken without a restart", restarts=True)
 def tls_hook() -> str:
     trusted = _certificates()
     text = page("operations.md")

@@ -38,7 +38,7 @@ def priorities() -> str:
     return str(lines[0]["MESSAGE"])
 
 
-@check('log_format = "json": each message is an object with the fields')
+@check('log_format = "json": each message is an object with the fields', restarts=True)
 def json_lines() -> str:
     service.write_settings('log_format = "json"\n')
     systemctl("restart", UNIT)

@@ -58,7 +58,7 @@ def _socket_drop_in() -> tuple[str, str]:
     return documents.typed_after(shown, "systemctl edit hearthd.socket"), documents.commands(shown)[-1]
 
 
-@check("another address by the socket's drop-in of operations.md: refused without keys, served with them")
+@check("another address by the socket's drop-in of operations.md: refused without keys, served with them", restarts=True)
 def address() -> str:
     _has_address("10.0.0.5")
     text, command = _socket_drop_in()
@@ -83,7 +83,10 @@ def address() -> str:
     raise AssertionError("127.0.0.1 still answers: the empty line took nothing away")
 
 
-@check("a second socket unit for metrics and status page, made as operations.md says, and asked for no key on this machine")
+@check(
+    "a second socket unit for metrics and status page, made as operations.md says, and asked for no key on this machine",
+    restarts=True,
+)
 def admin() -> str:
     told = documents.spans(page("operations.md"), "`hearthd-admin.socket`, with the same content but")
     name, service_line = (next(one for one in told if one.startswith(head)) for head in ("FileDescriptorName=", "Service="))
@@ -105,7 +108,7 @@ def admin() -> str:
     return ""
 
 
-@check("a model of another server, by the drop-in of upstream.md: that address is reached, no other one")
+@check("a model of another server, by the drop-in of upstream.md: that address is reached, no other one", restarts=True)
 def upstream() -> str:
     for one in ("10.0.0.7", "10.0.0.8"):
         _has_address(one)
@@ -130,7 +133,7 @@ def upstream() -> str:
     return f"IPAddressAllow={show('IPAddressAllow')}; the other one: {told['error']['code']}"
 
 
-@check("traces to a collector, by the drop-in of operations.md, with a header from a credential")
+@check("traces to a collector, by the drop-in of operations.md, with a header from a credential", restarts=True)
 def traces() -> str:
     collector = _Server("127.0.0.1", 4318)
     text = page("operations.md")
@@ -158,7 +161,9 @@ def traces() -> str:
     return " ".join(network)
 
 
-@check("an environment variable by the drop-in of operations.md (HEARTHD_CPU_FEATURES); an unknown name stops the start")
+@check(
+    "an environment variable by the drop-in of operations.md (HEARTHD_CPU_FEATURES); an unknown name stops the start", restarts=True
+)
 def environment() -> str:
     told = documents.spans(page("operations.md"), "`HEARTHD_CPU_FEATURES=-amx` in the environment")
     setting = next(one for one in told if one.startswith("Environment="))

@@ -9,7 +9,7 @@ from tests.vm.guest.service import UNIT, hearth, journal_end, run, show, systemc
 
 
 def _setting(key: str) -> str:
-    rows = hearth("config")["settings"]
+    rows = service.ask("config")
     return str(next(row["value"] for row in rows if row["key"] == key))
 
 
@@ -37,18 +37,18 @@ def wrong() -> str:
     expect(service.main_pid() == pid and show("ActiveState") == "active", show("ActiveState"))
     expect(show("StatusText").startswith("serves http"), f"StatusText={show('StatusText')}")
     expect(clients.chat()[0] == 200, "no chat after a refused reload")
-    expect(hearth("status")["reload_refused"], "hearth status does not tell it")
+    expect(service.ask("status")["reload_refused"], "hearth status does not tell it")
     said = promised.replace("/etc/hearthd/node.toml:12", "/etc/hearthd/conf.d/90-check.toml:1").removeprefix("hearth: ")
     told = service.told_since(cursor)
     expect(said in told or said in done.stderr, f"neither systemctl nor the journal has {said!r}: {done.stderr} {told[-700:]}")
     (service.SETTINGS / "90-check.toml").unlink()
     systemctl("reload", UNIT)
-    expect(not hearth("status")["reload_refused"], "it is still refused")
+    expect(not service.ask("status")["reload_refused"], "it is still refused")
     where = "systemctl" if said in done.stderr else "the journal"
     return f"{where} says: {said}"
 
 
-@check("SIGHUP as logrotate sends it (audit.md) reloads; the audit log is opened anew in a folder of LogsDirectory=")
+@check("SIGHUP as logrotate sends it (audit.md) reloads; the audit log is opened anew in a folder of LogsDirectory=", restarts=True)
 def rotation() -> str:
     page = service.page("reference/audit.md")
     spans = documents.spans(page, "For a folder in `/var/log`")

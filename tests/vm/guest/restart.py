@@ -37,14 +37,12 @@ def streams() -> str:
 def store() -> str:
     hearth("load", "fast")
     hearth("unload", "fast", "--to", "warm")
-    states = {one["name"]: one["state"] for one in hearth("models")["models"]}
-    expect(states["fast"] == "warm", states)
+    expect(service.model_state("fast") == "warm", service.model_state("fast"))
     stored = int(show("NFileDescriptorStore"))
     expect(stored > 0, "nothing is stored")
     systemctl("restart", UNIT)
     service.wait_active()
-    after = {one["name"]: one["state"] for one in hearth("models")["models"]}
-    expect(after["fast"] == "warm", f"the weights did not outlive the restart: {after}")
+    expect(service.model_state("fast") == "warm", f"the weights did not outlive the restart: {service.model_state('fast')}")
     limit = int(show("FileDescriptorStoreMax"))
     expect(0 < int(show("NFileDescriptorStore")) <= limit, show("NFileDescriptorStore"))
     systemctl("stop", UNIT)
@@ -70,6 +68,5 @@ def killed() -> str:
     expect(len(prober.problems) <= 1, f"more than the request that was under way broke: {prober.problems}")
     expect(show("NRestarts") == "1", f"{show('NRestarts')} restarts")
     expect(not service.is_there(engine), "the old engine is still there")
-    states = {one["name"]: one["state"] for one in hearth("models")["models"]}
-    expect(states["fast"] == "warm", states)
+    expect(service.model_state("fast") == "warm", service.model_state("fast"))
     return f"active again after {took_s:.1f} s; {prober.num_answers} requests answered, {len(prober.problems)} broke off"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -59,6 +61,22 @@ def hearth(*args: str, user: str = "", code: int | None = 0) -> Any:
     return json.loads(done.stdout) if done.stdout.strip() else None
 
 
+def ask(path: str) -> Any:
+    """What the status socket answers: `status`, `models`, `config`. As the program hearth does it, whose start takes seconds here.
+    Raises OSError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
+        opened.settimeout(SAFETY_S)
+        opened.connect("/run/hearthd/status.sock")
+        opened.sendall(f"GET /control/v1/{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        answer = http.client.HTTPResponse(opened)
+        answer.begin()
+        return json.loads(answer.read())
+
+
+def model_state(name: str) -> str:
+    return str(next(one["state"] for one in ask("models") if one["name"] == name))
+
+
 def show(name: str, unit: str = UNIT) -> str:
     return systemctl("show", "--value", "-p", name, unit).stdout.strip()
 
@@ -98,13 +116,18 @@ def wait_for(what: str, found: Callable[[], T], limit_s: float = SAFETY_S) -> T:
                 return value
         if time.monotonic() > end:
             raise AssertionError(f"not in {limit_s:g} s: {what}")
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 def wait_active(after_pid: int = 0) -> int:
     """Waits until the service is active, with another main process than after_pid, and its engine is up. Returns the pid."""
-    active = wait_for(f"{UNIT} is active", lambda: show("ActiveState") == "active" and main_pid() != after_pid and main_pid())
-    wait_for("the engine is up", lambda: all(one["up"] for one in hearth("status", code=None)["devices"]))
+
+    def active_pid() -> int:
+        shown = dict(line.split("=", 1) for line in systemctl("show", "-p", "ActiveState,MainPID", UNIT).stdout.splitlines())
+        return int(shown["MainPID"]) if shown["ActiveState"] == "active" and int(shown["MainPID"]) != after_pid else 0
+
+    active = wait_for(f"{UNIT} is active", active_pid)
+    wait_for("the engine is up", lambda: all(one["up"] for one in ask("status")["devices"]))
     return active
 
 
@@ -145,19 +168,25 @@ def write_drop_in(text: str, unit: str = UNIT, name: str = "override.conf") -> N
         raise AssertionError(f"systemd says of the drop-in: {'; '.join(complaints)}")
 
 
-def as_installed() -> None:
-    """Takes away what checks have set, and starts the service anew where it does not run as it was installed and started here."""
+def as_installed(start: bool = True) -> None:
+    """Takes away what checks have set, and starts the service anew where it does not run as it was installed and started here.
+    start=False: that is left to the check, which restarts it with settings of its own at once."""
     own = [*UNITS.glob("hearthd*.d"), *UNITS.glob("hearthd-admin.socket"), *Path("/etc/hearthd").glob("tls")]
     own += [path for path in SETTINGS.glob("*.toml") if path.name != BASE_FILE]
     if not own and (SETTINGS / BASE_FILE).exists() and _untouched and _untouched == [main_pid()] and show("NRestarts") == "0":
         return
+    same_sockets = not any("socket" in path.name for path in own) and show("ActiveState", SOCKET) == "active"
     systemctl("stop", "hearthd-admin.socket", code=None)
     for path in own:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (SETTINGS / BASE_FILE).write_text(BASE)
+    systemctl("revert", UNIT, SOCKET)  # properties set at run time
     systemctl("daemon-reload")
-    systemctl("revert", UNIT, SOCKET)
-    systemctl("stop", UNIT, SOCKET)
     systemctl("reset-failed", UNIT, SOCKET, code=None)
-    systemctl("start", SOCKET, UNIT, code=None)  # on a very busy machine the first start may fail; systemd tries again
-    _untouched[:] = [wait_active()]
+    if same_sockets and not start:
+        return
+    systemctl("stop", UNIT, SOCKET)
+    systemctl("start", SOCKET, code=None)
+    if start:
+        systemctl("start", UNIT, code=None)  # on a very busy machine the first start may fail; systemd tries again
+        _untouched[:] = [wait_active()]
