@@ -106,5 +106,5 @@ def test_no_comment_stands_behind_a_value_in_the_drop_ins_of_the_docs() -> None:
         for block in re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.M | re.S):
             if re.search(r"^\[(Service|Socket)\]$", block, re.M):
                 seen += 1
-                assert not re.search(r"^[A-Z]\w+=.*\s#", block, re.M), f"{page.name}: {block}"
+                assert not re.search(r"^[A-Z]\w+=.*[ \t]#", block, re.M), f"{page.name}: {block}"
     assert seen >= 3
