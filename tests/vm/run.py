@@ -1,4 +1,4 @@
-"""Proves the systemd units in a virtual machine that boots Debian: python -m tests.vm.run [PART ...]
+"""Proves the systemd units in a virtual machine that boots Debian: python -m tests.vm.run [PART | PART.CHECK ...]
 
 It needs root and two Debian packages, and says which it lacks (then it ends with 2). What it builds lies in .vm/ of the clone. The
 log of the machine's console and journal goes to .vm/console-N.log, a summary to .vm/run.md. Ends with 1 if a check fails, or if one
@@ -53,10 +53,10 @@ def summary(found: list[Result], took_s: float) -> str:
 def main() -> int:
     names = [name for one in BOOTS for name in one]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="*", help=f"parts to run (default: all): {', '.join(names)}")
+    parser.add_argument("part", nargs="*", help=f"parts to run, or single checks of them (default: all): {', '.join(names)}")
     options = parser.parse_args()
     chosen = options.part or names
-    if unknown := set(chosen) - set(names):
+    if unknown := {one.partition(".")[0] for one in chosen} - set(names):
         parser.error(f"no part is called {', '.join(sorted(unknown))}")
     if lacks := image.missing():
         print("This machine cannot run the tests of the units. It lacks:", *lacks, sep="\n  ", file=sys.stderr)
@@ -72,7 +72,7 @@ def main() -> int:
         return 2
     found: list[Result] = []
     for number, parts in enumerate(BOOTS, 1):
-        if asked := [name for name in parts if name in chosen]:
+        if asked := [one for name in parts for one in chosen if one.partition(".")[0] == name]:
             found += boot(number, asked)
     text = summary(found, time.monotonic() - begin)
     (FOLDER / "run.md").write_text(text)

@@ -49,10 +49,13 @@ def expect(holds: object, what: object) -> None:
         raise AssertionError(str(what))
 
 
-def run(parts: list[str]) -> Iterator[Result]:
+def run(chosen: list[str]) -> Iterator[Result]:
+    """Runs the checks of parts (`restart`), and single ones (`faults.watchdog`), in the order of the parts."""
+    parts = list(dict.fromkeys(one.partition(".")[0] for one in chosen))
     for part in parts:
         importlib.import_module(f"tests.vm.guest.{part}")
-    for one in sorted((one for one in _checks if one.part in parts), key=lambda one: parts.index(one.part)):
+    wanted = [one for one in _checks if one.part in chosen or f"{one.part}.{one.name}" in chosen]
+    for one in sorted(wanted, key=lambda one: parts.index(one.part)):
         begin = time.monotonic()
         try:
             if not one.as_it_is:

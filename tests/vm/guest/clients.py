@@ -118,7 +118,7 @@ class Prober(threading.Thread):
             except (OSError, http.client.HTTPException) as error:
                 self.problems.append(f"{type(error).__name__}: {error}")
             self.longest_s = max(self.longest_s, time.monotonic() - begin)
-            time.sleep(0.1)
+            time.sleep(0.25)
 
     def stop_now(self) -> None:
         self._stop_now.set()

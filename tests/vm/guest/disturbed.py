@@ -6,7 +6,7 @@ from tests.vm.guest import clients, service
 from tests.vm.guest.checks import expect
 from tests.vm.guest.clients import Prober, Stream
 
-NUM_STREAMS, TOKENS = 8, 120  # 8 streams of a model with 25 ms a token: 0.2 s a step
+NUM_STREAMS, TOKENS = 8, 80  # 8 streams of a model with 25 ms a token: 0.2 s a step
 
 
 def streams_under(what: str) -> tuple[list[Stream], Prober]:

@@ -112,12 +112,12 @@ def admin() -> str:
 def upstream() -> str:
     for one in ("10.0.0.7", "10.0.0.8"):
         _has_address(one)
+    with open("/etc/hosts", "a") as hosts:
+        hosts.write("10.0.0.7 gpu2\n")  # the name of operations.md's example
     near, far = _Server("10.0.0.7", 8000), _Server("10.0.0.8", 8000)
     cursor = service.journal_end()
     service.write_drop_in(documents.block(page("reference/upstream.md"), "IPAddressAllow="))
-    service.write_settings(
-        '[models.near]\nupstream = "http://10.0.0.7:8000/v1"\n[models.far]\nupstream = "http://10.0.0.8:8000/v1"\n'
-    )
+    service.write_settings('[models.near]\nupstream = "http://gpu2:8000/v1"\n[models.far]\nupstream = "http://10.0.0.8:8000/v1"\n')
     systemctl("restart", UNIT)
     service.wait_active()
     try:

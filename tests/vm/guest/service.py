@@ -37,10 +37,12 @@ def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
 
 
-def run(*argv: str, code: int | None = 0, user: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    *argv: str, code: int | None = 0, user: str = "", limit_s: float = SAFETY_S, **more: Any
+) -> subprocess.CompletedProcess[str]:
     """Runs a command, as a user if one is named. Raises AssertionError if it does not end with this code (None: any)."""
     command = ["runuser", "-u", user, "--", *argv] if user else list(argv)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SAFETY_S, check=False, **more)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, **more)
     if code is not None and done.returncode != code:
         raise AssertionError(f"{' '.join(argv)} ended with {done.returncode}: {done.stdout[-400:]} {done.stderr[-400:]}")
     return done
@@ -48,7 +50,14 @@ def run(*argv: str, code: int | None = 0, user: str = "", **more: Any) -> subpro
 
 def shell(line: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
     """Runs a line of the docs as it stands there."""
-    return run("sh", "-ec", line, code=code, env={**os.environ, "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"})
+    return run(
+        "sh",
+        "-ec",
+        line,
+        code=code,
+        limit_s=10 * SAFETY_S,
+        env={**os.environ, "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"},
+    )
 
 
 def systemctl(*args: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
@@ -131,12 +140,12 @@ def wait_active(after_pid: int = 0) -> int:
     return active
 
 
-def journal(since_cursor: str = "", *args: str) -> list[dict[str, Any]]:
-    """Entries of the unit's journal, after a cursor."""
-    after = [f"--after-cursor={since_cursor}"] if since_cursor else ["-b"]
+def journal(since_cursor: str) -> list[dict[str, Any]]:
+    """Entries about the unit after a cursor, its own and systemd's. journalctl -u is not asked: where the cursor's entry is another
+    unit's, systemd 252 leaves out the first one that is found."""
     run("journalctl", "--sync")
-    text = run("journalctl", "-u", UNIT, "-o", "json", "--no-pager", *after, *args).stdout
-    return [json.loads(line) for line in text.splitlines()]
+    text = run("journalctl", "-o", "json", "--no-pager", f"--after-cursor={since_cursor}").stdout
+    return [entry for entry in map(json.loads, text.splitlines()) if UNIT in (entry.get("_SYSTEMD_UNIT"), entry.get("UNIT"))]
 
 
 def journal_end() -> str:
