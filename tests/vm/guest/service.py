@@ -180,13 +180,14 @@ def write_drop_in(text: str, unit: str = UNIT, name: str = "override.conf") -> N
 def as_installed(start: bool = True) -> None:
     """Takes away what checks have set, and starts the service anew where it does not run as it was installed and started here.
     start=False: that is left to the check, which restarts it with settings of its own at once."""
-    own = [*UNITS.glob("hearthd*.d"), *UNITS.glob("hearthd-admin.socket"), *Path("/etc/hearthd").glob("tls")]
+    own = [*UNITS.glob("hearthd*.d"), *UNITS.glob("hearthd-*.socket"), *Path("/etc/hearthd").glob("tls")]
     own += [path for path in SETTINGS.glob("*.toml") if path.name != BASE_FILE]
     if not own and (SETTINGS / BASE_FILE).exists() and _untouched and _untouched == [main_pid()] and show("NRestarts") == "0":
         return
     same_sockets = not any("socket" in path.name for path in own) and show("ActiveState", SOCKET) == "active"
-    systemctl("stop", "hearthd-admin.socket", code=None)
     for path in own:
+        if path.suffix == ".socket":
+            systemctl("stop", path.name)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (SETTINGS / BASE_FILE).write_text(BASE)
     systemctl("revert", UNIT, SOCKET)  # properties set at run time

@@ -56,6 +56,30 @@ def activation() -> str:
     return f"8 chats on 8 connections, answered within {took_s:.1f} s of the connection that started it"
 
 
+_CONTROL = """
+[Socket]
+ListenStream=/run/hearthd-control.sock
+SocketMode=0660
+SocketGroup=hearthd
+FileDescriptorName=control
+Service=hearthd.service
+"""
+
+
+@check("a socket unit may pass the control socket, too (cli.md): the first command starts it and is answered")
+def control_activation() -> str:
+    (service.UNITS / "hearthd-control.socket").write_text(_CONTROL)
+    systemctl("daemon-reload")
+    systemctl("stop", UNIT, SOCKET)
+    systemctl("start", "hearthd-control.socket", SOCKET)
+    begin = time.monotonic()
+    loaded = service.run("hearth", "--control", "/run/hearthd-control.sock", "load", "fast", "--json", user="ada").stdout
+    took_s = time.monotonic() - begin
+    expect('"ready"' in loaded, loaded)
+    expect(show("ActiveState") == "active", show("ActiveState"))
+    return f"hearth load, answered after {took_s:.1f} s"
+
+
 @check("wrong settings: it ends with 2 and is not started again; once they are right it starts")
 def wrong_settings() -> str:
     systemctl("stop", UNIT)
