@@ -182,7 +182,8 @@ def as_installed(start: bool = True) -> None:
     start=False: that is left to the check, which restarts it with settings of its own at once."""
     own = [*UNITS.glob("hearthd*.d"), *UNITS.glob("hearthd-*.socket"), *Path("/etc/hearthd").glob("tls")]
     own += [path for path in SETTINGS.glob("*.toml") if path.name != BASE_FILE]
-    if not own and (SETTINGS / BASE_FILE).exists() and _untouched and _untouched == [main_pid()] and show("NRestarts") == "0":
+    is_whole = not own and (SETTINGS / BASE_FILE).exists() and not show("DropInPaths") and show("NRestarts") == "0"
+    if is_whole and _untouched and _untouched == [main_pid()]:
         return
     same_sockets = not any("socket" in path.name for path in own) and show("ActiveState", SOCKET) == "active"
     for path in own:
