@@ -33,7 +33,7 @@ def priorities() -> str:
     service.write_settings("max_wait_s = 'soon'\n")
     systemctl("reload", UNIT, code=None)
     line = _wait_line(cursor, "90-check.toml:1")
-    expect(line["PRIORITY"] == "4", line)
+    expect(line["PRIORITY"] == "3", line)
     shown = service.run("journalctl", "-b", "-u", "hearthd", "-p", "warning", "-o", "cat", "--no-pager").stdout
     expect(line["MESSAGE"] in shown and "serves http" not in shown, shown[-500:])
     return str(line["MESSAGE"])

@@ -41,6 +41,7 @@ def maximum() -> str:
 @check("MemoryHigh= with a fifth of room above what is used: nothing is killed, chats are answered")
 def high() -> str:
     """Below what hearthd holds the kernel slows it until the watchdog ends it, as operations.md says; that is not tried here."""
+    expect(clients.chat()[0] == 200, "no chat")  # so that the process of the model's texts is there
     pid, killed = main_pid(), _events("oom_kill")
     limit = _used() * 6 // 5
     systemctl("set-property", "--runtime", UNIT, f"MemoryHigh={limit}")
