@@ -53,7 +53,7 @@ test-tiers: $(VENV)/.test
 test-aarch64:
 	@$(PYTHON) -m tests.aarch64.run $(PARTS) $(if $(PROCESSOR),--processor $(PROCESSOR))
 
-# Not part of `make test`: it needs root and two Debian packages, and takes a quarter of an hour.
+# Not part of `make test`: it needs root and two Debian packages, and takes half an hour.
 test-vm:
 	@$(PYTHON) -m tests.vm.run $(PARTS)
 
