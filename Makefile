@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-tiers test-aarch64 chaos check bench gpu gpu-dry gpu-wheels install uninstall clean
+.PHONY: help demo test test-tiers test-aarch64 test-vm chaos check bench gpu gpu-dry gpu-wheels install uninstall clean
 
 help:
 	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (a minute or two the first time)"
 	@echo "make test    the test suite"
 	@echo "make test-tiers    the same, once for each kind of processor that this one can stand for: a quarter of an hour each"
 	@echo "sudo make test-aarch64   kernels, models and a daemon on an emulated aarch64 processor; docs/aarch64.md"
+	@echo "sudo make test-vm   the systemd units in an emulated machine that boots Debian; docs/vm.md"
 	@echo "make chaos SECONDS=600   a node under load while its processes, disks and clients fail; SEED=N repeats an order"
 	@echo "make check   ruff, mypy, architecture and docs tests"
 	@echo "make gpu ONLY=correctness, ONLY=speed, ONLY=system   tests and figures of docs/gpu.md, on a machine with a CUDA device,"
@@ -52,6 +53,10 @@ test-tiers: $(VENV)/.test
 test-aarch64:
 	@$(PYTHON) -m tests.aarch64.run $(PARTS) $(if $(PROCESSOR),--processor $(PROCESSOR))
 
+# Not part of `make test`: it needs root and two Debian packages, and takes half an hour.
+test-vm:
+	@$(PYTHON) -m tests.vm.run $(PARTS)
+
 # Each fault that it finds is printed with what was done; the last line is a JSON object. RUNNER=null computes nothing.
 SECONDS ?= 60
 RUNNER ?= torch
@@ -92,4 +97,4 @@ uninstall:
 	@PREFIX="$(PREFIX)" DESTDIR="$(DESTDIR)" sh systemd/install.sh uninstall
 
 clean:
-	rm -rf $(VENV) .demo .cache .wheels .gpu-results .aarch64
+	rm -rf $(VENV) .demo .cache .wheels .gpu-results .aarch64 .vm

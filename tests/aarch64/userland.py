@@ -17,7 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import clone
+from tests.clone import ROOT
+
 SUITE, PYTHON_VERSION = "bookworm", "3.11"
 QEMU = "qemu-aarch64-static"
 DEBIAN_PACKAGES = ("ca-certificates", "python3", "python3-pip", "python3-venv")
@@ -154,17 +156,12 @@ def _lines(path: Path) -> list[str]:
 def copy_clone(root: Path) -> None:
     """What git tracks, or would, to the userland, with its times: Numba's cache goes by them. What was there goes, but for
     compiled kernels."""
-    clone = root / CLONE
-    clone.mkdir(exist_ok=True)
-    for old in clone.iterdir():
+    copy = root / CLONE
+    copy.mkdir(exist_ok=True)
+    for old in copy.iterdir():
         if old.name != ".pytest_cache":
             shutil.rmtree(old) if old.is_dir() else old.unlink()
-    listed = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "ls-files", "-coz", "--exclude-standard"]
-    names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0")
-    for name in filter(None, names):
-        if (ROOT / name).is_file():
-            (clone / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, clone / name)
+    clone.copy_to(copy)
     shutil.copy2("/etc/resolv.conf", root / "etc" / "resolv.conf")
 
 

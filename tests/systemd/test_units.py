@@ -97,3 +97,14 @@ def test_systemds_folders_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/hearthd:/var/lib/other")
     monkeypatch.setenv("CACHE_DIRECTORY", "/var/cache/hearthd")
     assert (paths.state_dir(), paths.cache_dir()) == ("/var/lib/hearthd", "/var/cache/hearthd")
+
+
+def test_no_comment_stands_behind_a_value_in_the_drop_ins_of_the_docs() -> None:
+    """systemd knows comments as lines of their own only: behind a value they are words of it."""
+    seen = 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        for block in re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.M | re.S):
+            if re.search(r"^\[(Service|Socket)\]$", block, re.M):
+                seen += 1
+                assert not re.search(r"^[A-Z]\w+=.*[ \t]#", block, re.M), f"{page.name}: {block}"
+    assert seen >= 3

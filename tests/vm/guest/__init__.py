@@ -1,0 +1,1 @@
+"""What runs inside the virtual machine, by Debian's python3 alone."""
