@@ -21,7 +21,7 @@ from tests.kernel_cache import ROOT
 TIERS = {"-avx512bf16": "not float32", "-avx512": "", "-sve,-bf16": ""}  # features that are taken away: which tests are selected
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("removal", TIERS)
 def test_products(removal: str, record_property: Callable[[str, str], None]) -> None:
     """The tests of products, and of experts', pass without these features. They run in another process, because the compiler ends a

@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5 if platform.machine() == "aarch64" else 2e-6, t
 def compiled_as_called() -> Iterator[None]:
     """Lets kernels be compiled when a test calls them, and no others, so that such tests can be run for many kinds of processor.
     Where a model was loaded in this process before, its kernels would compile no other forms."""
-    for one in (getattr(ops.kernels, name) for name in ops.kernels.__all__):
+    for one in list(vars(ops.kernels).values()):
         for form in (one.serial, one.parallel) if isinstance(one, ops.kernels.Forms) else (one,):
             if hasattr(form, "disable_compile"):
                 form.disable_compile(False)

@@ -257,7 +257,7 @@ class EngineRun:
             (sequences, {"torch": torch_on, "entry": entry}),
             (linear_choice, {"torch": torch_on, "functional": torch_on, "triton_linear": few_rows, "_ours_wins": {}}),
             (linear_choice, {"HEAD_START": 2, "REPEATS": 2, "HEAD_START_TRIES": 2}),
-            (model, {"torch": torch_on, "entry": entry, "Weights": lambda shape, dtype, weights: weights}),
+            (model, {"torch": torch_on, "entry": entry, "Weights": lambda shape, dtype, weights, held_in: weights}),
             (model, {"build_model": lambda ops, shape, weights: Layers(device, weights)}),
             (model, {"kv_views": lambda arena, *_: (arena, None)}),
             (model, {"rotary_of": lambda *_: SimpleNamespace(inv_freq=Drawn(device, (8,)), scale=1.0)}),
