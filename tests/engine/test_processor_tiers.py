@@ -18,7 +18,11 @@ from tests.kernel_cache import ROOT
 
 # Each takes a minute of compiling in a fresh clone. What lacks AVX-512 lacks VNNI, too; `make test-tiers` has more of them. Float32
 # is computed alike with and without bfloat16 instructions.
-TIERS = {"-avx512bf16": "not float32", "-avx512": "", "-sve,-bf16": ""}  # features that are taken away: which tests are selected
+TIERS = {
+    "-avx512bf16": "not float32",
+    "-avx512": "not (test_experts and float32)",
+    "-sve,-bf16": "",
+}  # features that are taken away: which tests are selected
 
 
 @pytest.mark.timeout(900)

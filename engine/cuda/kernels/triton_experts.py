@@ -358,8 +358,6 @@ def grouped_linear(
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (64, 32 if wide_items else 64)
     is_mxfp4 = isinstance(weight, Mxfp4Matrix)
-    if is_mxfp4:
-        block_n = 32  # with more, widening spills registers
     of_fp8 = isinstance(weight, Fp8Matrix)
     values, scales = _parts(weight)
     most_tiles = min(num_experts, num_pairs) + num_pairs // tile
@@ -388,7 +386,7 @@ def grouped_linear(
         WIDEN=widen,
         G=scales.shape[2] if of_fp8 else 0,
         GROUP=weight.group_inputs if isinstance(weight, Fp8Matrix) else 1,
-        num_warps=8 if not few and (is_mxfp4 or of_fp8) else 4,  # more threads, since widening takes registers
+        num_warps=8 if not few and of_fp8 else 4,  # more threads, since codes take registers to widen
         num_stages=2 if wide_items else 3,
     )
 

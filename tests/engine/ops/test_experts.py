@@ -206,7 +206,7 @@ def test_experts_that_nobody_chose_are_not_read(dtype: torch.dtype) -> None:
     assert torch.isfinite(ops.experts(random(30, 32, dtype=dtype), scores, experts, None, batch_of(range(30)))).all()
 
 
-@pytest.mark.parametrize(("num_tokens", "in_mxfp4"), [(3, False), (80, False), (3, True), (80, True)])
+@pytest.mark.parametrize(("num_tokens", "in_mxfp4"), [(2, False), (80, False), (2, True), (80, True)])
 def test_a_recorded_step_follows_another_routing(dtype: torch.dtype, num_tokens: int, in_mxfp4: bool) -> None:
     """The calls of one step, made again, compute any other: also where experts have more rows than the grouped product takes, whose
     kernels are called by Python."""
@@ -219,7 +219,7 @@ def test_a_recorded_step_follows_another_routing(dtype: torch.dtype, num_tokens:
     with recording(recorder), torch.inference_mode():
         out: Tensor = ops.experts(x, scores, experts, None, batch_of(slots))
     assert recorder.missed == ""
-    assert len(recorder.calls) == (6 if num_tokens == 3 else 8)
+    assert len(recorder.calls) == (6 if num_tokens == 2 else 8)
     for seed in range(3):
         scores.copy_(torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed)) * 2 * seed)
         x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
