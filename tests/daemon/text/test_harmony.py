@@ -120,9 +120,11 @@ def test_damaged_replies_give_the_same_in_any_cuts_and_lose_no_words(name, cut, 
     assert in_pieces(parser(), split(text, points), cut) == whole
     reply = parse_whole(parser(), text, cut)
     shown = reply.content + reply.reasoning + "".join(name + arguments for name, arguments in reply.calls)
-    assert not re.search(f"[{''.join(MARKS.values())}]", shown)
+    mark = f"[{''.join(MARKS.values())}]"
+    assert not re.search(mark, shown)
+    joined = re.sub(mark, "", text)  # a mark within a word is left out of it
     for word in ("They ask.", "I look.", "Well, 4."):
-        assert shown.count(word) == text.count(word)
+        assert text.count(word) <= shown.count(word) <= joined.count(word)
     if not cut:
         assert all(isinstance(json.loads(arguments), dict) for _, arguments in reply.calls)
 
