@@ -246,7 +246,7 @@ class HarmonyParser:
 def _without_header(header: str) -> str:
     """Returns what is left of a header without a message, if its own words are taken out: text that should have followed."""
     if not _SPLIT.search(header):
-        return "" if header.lstrip().startswith("to=") else header
+        return _behind(_AFTER_ROLE, header) if header.lstrip().startswith("to=") else header
     role, mark, channel = header.removeprefix(START).partition(CHANNEL)
     role = role.lstrip()
     role = "" if ROLE.startswith(role) else _behind(_AFTER_ROLE, role.removeprefix(ROLE))
