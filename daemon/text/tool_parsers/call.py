@@ -47,6 +47,16 @@ class Call(ABC):
         self.announced = True
         out.append(Piece(CALL, name, self._index))
 
+    def _last_arguments(self, value: JsonValue, text: str, at: int, out: list[Piece]) -> int:
+        """Reads on in the arguments with which the call ends, and passes them on as they arrive."""
+        end = value.feed(text, at)
+        if end > at:
+            out.append(Piece(ARGUMENTS, text[at:end], self._index))
+        self.bad, self.done = value.bad, value.done
+        if self.done:
+            out.append(Piece(CALL_END, "", self._index))
+        return end
+
 
 # what CallObject expects next in the outer object
 _OPEN, _KEY_OR_END, _KEY, _COLON, _VALUE, _COMMA_OR_END = range(6)

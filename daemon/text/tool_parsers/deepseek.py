@@ -8,7 +8,7 @@ from __future__ import annotations
 from daemon.text.tool_parsers.call import NAME, Call
 from daemon.text.tool_parsers.dialect import DialectParser
 from daemon.text.tool_parsers.json_value import JsonValue
-from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL_END, Piece
+from daemon.text.tool_parsers.pieces import Piece
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -34,7 +34,7 @@ class _NamedCall(Call):
     def _read(self, text: str, at: int, out: list[Piece]) -> int:
         while at < len(text) and not (self.done or self.bad):
             if self._expected == _ARGUMENTS:
-                at = self._arguments(text, at, out)
+                at = self._last_arguments(self._value, text, at, out)
             else:
                 self._step(text[at], out)
                 at += not self.bad and self._expected != _ARGUMENTS
@@ -68,15 +68,6 @@ class _NamedCall(Call):
         self.bad = not NAME.fullmatch(name)
         if not self.bad:
             self._announce(name, out)
-
-    def _arguments(self, text: str, at: int, out: list[Piece]) -> int:
-        end = self._value.feed(text, at)
-        if end > at:
-            out.append(Piece(ARGUMENTS, text[at:end], self._index))
-        self.bad, self.done = self._value.bad, self._value.done
-        if self.done:
-            out.append(Piece(CALL_END, "", self._index))
-        return end
 
 
 class DeepSeekParser(DialectParser):

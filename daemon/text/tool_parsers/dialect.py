@@ -69,6 +69,20 @@ class DialectParser(ABC):
         """Makes `lead` and what follows it content."""
         self.mode = self.content
 
+    def closed(self, marker: str, text: str, at: int) -> int:
+        """Reads the closing marker of a call, behind which content follows. If the model left it out, the call still counts."""
+        at = self.skip_spaces(text, at)
+        rest = text[at : at + len(marker)]
+        if rest and not marker.startswith(rest):
+            self.no_call()
+        elif rest == marker:
+            self.lead, self.mode = "", self.content
+            return at + len(marker)
+        else:
+            self.held = rest
+            return len(text)
+        return at
+
     def skip_spaces(self, text: str, at: int) -> int:
         start = at
         while at < len(text) and text[at] in " \t\r\n":

@@ -83,13 +83,7 @@ class _Arguments(Call):
             if text[at] != "{":
                 self.bad = True
                 return at
-        end = self._value.feed(text, at)
-        if end > at:
-            out.append(Piece(ARGUMENTS, text[at:end], self._index))
-        self.bad, self.done = self._value.bad, self._value.done
-        if self.done:
-            out.append(Piece(CALL_END, "", self._index))
-        return end
+        return self._last_arguments(self._value, text, at, out)
 
     def message_ended(self, out: list[Piece]) -> None:
         """Completes a call without arguments. One whose arguments are not complete is none."""

@@ -18,15 +18,4 @@ class HermesParser(DialectParser):
         self.begin(CallObject(self.num_calls, self.lead))
 
     def after(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads the closing marker of a call. If the model left it out, the call still counts."""
-        at = self.skip_spaces(text, at)
-        rest = text[at : at + len(CLOSE)]
-        if rest and not CLOSE.startswith(rest):
-            self.no_call()
-        elif rest == CLOSE:
-            self.lead, self.mode = "", self.content
-            return at + len(CLOSE)
-        else:
-            self.held = rest
-            return len(text)
-        return at
+        return self.closed(CLOSE, text, at)

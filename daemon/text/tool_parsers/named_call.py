@@ -6,7 +6,7 @@ import re
 
 from daemon.text.tool_parsers.call import NAME, Call
 from daemon.text.tool_parsers.json_value import JsonValue
-from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL_END, Piece
+from daemon.text.tool_parsers.pieces import Piece
 
 ARGS, CALL_ID = "[ARGS]", "[CALL_ID]"
 _NAME_RUN = re.compile(r"[a-zA-Z0-9_.-]*")
@@ -25,7 +25,7 @@ class NamedCall(Call):
     def _read(self, text: str, at: int, out: list[Piece]) -> int:
         while at < len(text) and not (self.done or self.bad):
             if self._expected == _ARGUMENTS:
-                at = self._arguments(text, at, out)
+                at = self._last_arguments(self._value, text, at, out)
             elif self._expected in (_NAME, _ID):
                 at = self._word(text, at)
             elif self._expected == _MARK:
@@ -64,12 +64,3 @@ class NamedCall(Call):
         elif mark == CALL_ID:
             self._expected = _ID
         return at + 1
-
-    def _arguments(self, text: str, at: int, out: list[Piece]) -> int:
-        end = self._value.feed(text, at)
-        if end > at:
-            out.append(Piece(ARGUMENTS, text[at:end], self._index))
-        self.bad, self.done = self._value.bad, self._value.done
-        if self.done:
-            out.append(Piece(CALL_END, "", self._index))
-        return end
