@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cpu.products import array, fp8_in_parts, linear
+from engine.cpu.products import array, fp8_in_parts, widened_parts, write_product
 from engine.cpu.recording.program import call, empty
 from engine.ops.ops import ExpertMatrices, Fp8Matrix, Mxfp4Matrix
-from loader.formats.mxfp4 import GROUP, WIDENED_BYTES
+from loader.formats.mxfp4 import GROUP
 
 
 @dataclass(slots=True, frozen=True)
@@ -151,7 +151,7 @@ def _many_rows(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fir
     any matrix, or with torch."""
     for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
         if end - first > most_rows:
-            _product(kernels, x[first:end], weight[expert], None if bias is None else bias[expert], out[first:end])
+            write_product(kernels, x[first:end], weight[expert], None if bias is None else bias[expert], out[first:end])
 
 
 def _many_mxfp4_rows(
@@ -159,26 +159,11 @@ def _many_mxfp4_rows(
 ) -> None:
     """Does what _many_rows does with weights in MXFP4, a part of which is widened at a time."""
     num_inputs, num_outputs = x.shape[1], out.shape[1]
-    groups = num_inputs // GROUP
-    at_once = max(1, WIDENED_BYTES // (num_inputs * x.element_size()))
-    widened = x.new_empty(min(at_once, num_outputs), num_inputs)
+    groups, parts = num_inputs // GROUP, widened_parts(x, num_outputs, num_inputs)
     for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
         if end - first <= most_rows:
             continue
-        for output in range(0, num_outputs, at_once):
-            part = widened[: min(at_once, num_outputs - output)]
-            columns = slice(output, output + len(part))
-            begin, stop = (groups * (expert * num_outputs + place) for place in (output, output + len(part)))
+        for some, part in parts:
+            begin, stop = (groups * (expert * num_outputs + place) for place in (some.start, some.stop))
             kernels.widen_mxfp4(blocks[begin * GROUP // 2 : stop * GROUP // 2], scales[begin:stop], array(part))
-            _product(kernels, x[first:end], part, None if bias is None else bias[expert, columns], out[first:end, columns])
-
-
-def _product(kernels: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, to: Tensor) -> None:
-    """Writes rows @ weight transposed, plus bias, to `to`."""
-    product = linear(kernels, rows, weight, bias)
-    if product is not None:
-        to.copy_(product)
-    elif bias is None:
-        torch.mm(rows, weight.t(), out=to)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=to)
+            write_product(kernels, x[first:end], part, None if bias is None else bias[expert, some], out[first:end, some])

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.cpu.recording.program import call, empty
 from engine.ops.ops import Fp8Matrix
@@ -81,16 +80,30 @@ def fp8_linear(kernels: Any, x: Tensor, weight: Fp8Matrix, bias: Tensor | None) 
 
 def fp8_in_parts(kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, bias: Tensor | None, out: Tensor) -> None:
     """Widens a few outputs' weights at a time, and multiplies them as plain ones."""
-    num_outputs, num_inputs = values.shape
-    at_once = max(1, WIDENED_BYTES // (num_inputs * x.element_size()))
-    at_once = at_once // _PART_OUTPUTS * _PART_OUTPUTS or at_once
-    held = x.new_empty(min(at_once, num_outputs), num_inputs)
-    for first in range(0, num_outputs, at_once):
-        some = slice(first, min(first + at_once, num_outputs))
-        part, added = held[: some.stop - first], None if bias is None else bias[some]
+    for some, part in widened_parts(x, *values.shape):
         kernels.fp8_rows(values[some], scales[some], group_inputs, array(part))
-        product = linear(kernels, x, part, added)
-        out[:, some] = functional.linear(x, part, added) if product is None else product
+        write_product(kernels, x, part, None if bias is None else bias[some], out[:, some])
+
+
+def widened_parts(like: Tensor, num_outputs: int, num_inputs: int) -> list[tuple[slice, Tensor]]:
+    """Returns all outputs, some at a time, with memory of like's dtype for their widened weights [some, num_inputs], which is the
+    same for all."""
+    at_once = max(1, WIDENED_BYTES // (num_inputs * like.element_size()))
+    at_once = at_once // _PART_OUTPUTS * _PART_OUTPUTS or at_once
+    held = like.new_empty(min(at_once, num_outputs), num_inputs)
+    places = [slice(first, min(first + at_once, num_outputs)) for first in range(0, num_outputs, at_once)]
+    return [(some, held[: some.stop - some.start]) for some in places]
+
+
+def write_product(kernels: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, to: Tensor) -> None:
+    """Writes rows @ weight transposed, plus bias, to `to`."""
+    product = linear(kernels, rows, weight, bias)
+    if product is not None:
+        to.copy_(product)
+    elif bias is None:
+        torch.mm(rows, weight.t(), out=to)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=to)
 
 
 def _widened_linear(kernels: Any, x: Tensor, weight: Any, scales: Any, bias: Tensor | None, out: Tensor) -> None:

@@ -9,6 +9,8 @@ with scales [num_blocks, layers, 2, G, block_tokens], it is fp8 as quantize_fp8 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,15 +27,21 @@ def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, 
     """Multiplies x [T, K] with the transposed weight matrix (values [N, K] int8 * scales [N] float32) and adds bias [N], if given.
 
     The values are converted to x's dtype, which is exact, in parts of at most held_bytes bytes (but at least one row)."""
-    num_outputs, num_inputs = values.shape
-    out = x.new_empty(len(x), num_outputs)
-    at_once = max(1, held_bytes // (num_inputs * x.element_size()))
-    held = x.new_empty(min(at_once, num_outputs), num_inputs)
+    out = x.new_empty(len(x), len(values))
+    for some, part in _parts(x, values.shape, held_bytes):
+        torch.mul(functional.linear(x, part.copy_(values[some])), scales[some], out=out[:, some])
+    return out if bias is None else out.add_(bias)
+
+
+def _parts(like: Tensor, shape: torch.Size, held_bytes: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yields some outputs of a matrix [N, K] at a time, with memory of like's dtype for their weights. It is the same for all:
+    held_bytes bytes at most, but at least one row."""
+    num_outputs, num_inputs = shape
+    at_once = max(1, held_bytes // (num_inputs * like.element_size()))
+    held = like.new_empty(min(at_once, num_outputs), num_inputs)
     for first in range(0, num_outputs, at_once):
         some = slice(first, min(first + at_once, num_outputs))
-        part = held[: some.stop - first].copy_(values[some])
-        torch.mul(torch.nn.functional.linear(x, part), scales[some], out=out[:, some])
-    return out if bias is None else out.add_(bias)
+        yield some, held[: some.stop - first]
 
 
 def fp8_rows(values: Tensor, scales: Tensor, group_inputs: int, out: Tensor) -> None:
@@ -46,13 +54,8 @@ def fp8_rows(values: Tensor, scales: Tensor, group_inputs: int, out: Tensor) -> 
 def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, group_inputs: int, bias: Tensor | None, held_bytes: int) -> Tensor:
     """Multiplies x [T, K] with the transposed matrix that fp8_rows writes, and adds bias [N], if given. The weights are written in
     x's dtype in parts of at most held_bytes bytes (but at least one row)."""
-    num_outputs, num_inputs = values.shape
-    out = x.new_empty(len(x), num_outputs)
-    at_once = max(1, held_bytes // (num_inputs * x.element_size()))
-    held = x.new_empty(min(at_once, num_outputs), num_inputs)
-    for first in range(0, num_outputs, at_once):
-        some = slice(first, min(first + at_once, num_outputs))
-        part = held[: some.stop - first]
+    out = x.new_empty(len(x), len(values))
+    for some, part in _parts(x, values.shape, held_bytes):
         fp8_rows(values[some], scales[some], group_inputs, part)
         out[:, some] = functional.linear(x, part, None if bias is None else bias[some])
     return out

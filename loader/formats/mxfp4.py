@@ -16,6 +16,7 @@ from loader.architectures.architecture import TensorGroup
 from loader.config_fields import Fields
 from loader.direct_io import BLOCK_BYTES
 from loader.dtypes import E8M0
+from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned
 from loader.model_shape import ModelShape
@@ -23,7 +24,6 @@ from loader.model_shape import ModelShape
 GROUP = 32  # numbers that have one scale
 BLOCK_BYTES_OF_GROUP = GROUP // 2
 BLOCKS, SCALES = "_blocks", "_scales"
-WIDENED_BYTES = 4 << 20
 _STORED_AS, _HELD_AS = ("U8",), "uint8"
 
 

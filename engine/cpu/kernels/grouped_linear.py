@@ -26,31 +26,43 @@ from engine.cpu.kernels.widened_linear import (
     widened_tiles,
 )
 
-ROWS_AS_READING = 8  # the number of rows whose products cost as much as reading the weights
+_ROWS_AS_READING = 8  # the number of rows whose products cost as much as reading the weights
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
 _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 
 @njit(**_HELPER)
-def rows_of(firsts: Any, expert: int, most_rows: int) -> int:
+def _rows_of(firsts: Any, expert: int, most_rows: int) -> int:
     """Returns how many rows the expert has; 0 if it has more than most_rows."""
     num_rows = firsts[expert + 1] - firsts[expert]
     return num_rows if num_rows <= most_rows else 0
 
 
 @njit(**_HELPER)
-def limits(firsts: Any, most_rows: int, stripes: int, share: int, num_shares: int) -> tuple[int, int]:
-    """Returns where a share begins and ends within the cost of all products."""
-    total = 0
-    for expert in range(firsts.shape[0] - 1):
-        num_rows = rows_of(firsts, expert, most_rows)
+def stripes_of_share(firsts: Any, most_rows: int, stripes: int, share: int, num_shares: int) -> Any:
+    """Returns [E, 2] int64: which of each expert's stripes one share computes, from the first number to below the second. They are
+    equal where it computes none, as of an expert that has no rows, or more than most_rows."""
+    num_experts = firsts.shape[0] - 1
+    found = np.zeros((num_experts, 2), np.int64)
+    total = 0  # the cost of all products
+    for expert in range(num_experts):
+        num_rows = _rows_of(firsts, expert, most_rows)
         if num_rows:
-            total += stripes * (ROWS_AS_READING + num_rows)
-    return total * share // num_shares, total * (share + 1) // num_shares
+            total += stripes * (_ROWS_AS_READING + num_rows)
+    begin, end = total * share // num_shares, total * (share + 1) // num_shares
+    at = 0  # the cost of the products of the experts before
+    for expert in range(num_experts):
+        num_rows = _rows_of(firsts, expert, most_rows)
+        if num_rows:
+            cost = _ROWS_AS_READING + num_rows
+            found[expert, 0] = _stripes_up_to(begin - at, cost, stripes)
+            found[expert, 1] = _stripes_up_to(end - at, cost, stripes)
+            at += stripes * cost
+    return found
 
 
 @njit(**_HELPER)
-def stripes_up_to(cost: int, of_stripe: int, stripes: int) -> int:
+def _stripes_up_to(cost: int, of_stripe: int, stripes: int) -> int:
     """Returns how many stripes begin before `cost`, the first at 0 and each of_stripe after the one before."""
     return min(max(0, (cost + of_stripe - 1) // of_stripe), stripes)
 
@@ -63,20 +75,15 @@ def grouped_linear_signature(element: types.Type) -> Any:
 def _share(x: Any, weight: Any, bias: Any, firsts: Any, most_rows: int, share: int, num_shares: int, out: Any) -> None:
     """Computes one share of the outputs of all experts."""
     num_experts, num_outputs = weight.shape[:2]
-    stripes = (num_outputs + STRIPE - 1) // STRIPE
-    begin, end = limits(firsts, most_rows, stripes, share, num_shares)
+    mine = stripes_of_share(firsts, most_rows, (num_outputs + STRIPE - 1) // STRIPE, share, num_shares)
     none = np.empty(0, np.float32)
-    at = 0
     for expert in range(num_experts):
-        num_rows, first = rows_of(firsts, expert, most_rows), firsts[expert]
-        if not num_rows:
+        if mine[expert, 0] == mine[expert, 1]:
             continue
-        cost = ROWS_AS_READING + num_rows
-        own, to = x[first : first + num_rows], out[first : first + num_rows]
-        for stripe in range(stripes_up_to(begin - at, cost, stripes), stripes_up_to(end - at, cost, stripes)):
+        own, to = x[firsts[expert] : firsts[expert + 1]], out[firsts[expert] : firsts[expert + 1]]
+        for stripe in range(mine[expert, 0], mine[expert, 1]):
             end_output = min((stripe + 1) * STRIPE, num_outputs)
             linear_stripe(own, weight[expert], none, bias[expert], to, stripe * STRIPE, end_output)
-        at += stripes * cost
 
 
 def _grouped_linear(
@@ -103,20 +110,15 @@ def _fp8_share(
 ) -> None:
     """Computes one share of the outputs of all experts with FP8 weights."""
     num_experts, num_outputs = weight.shape[:2]
-    stripes = (num_outputs + FP8_STRIPE - 1) // FP8_STRIPE
-    begin, end = limits(firsts, most_rows, stripes, share, num_shares)
+    mine = stripes_of_share(firsts, most_rows, (num_outputs + FP8_STRIPE - 1) // FP8_STRIPE, share, num_shares)
     no_bias = np.empty(0, x.dtype)
-    at = 0
     for expert in range(num_experts):
-        num_rows, first = rows_of(firsts, expert, most_rows), firsts[expert]
-        if not num_rows:
+        if mine[expert, 0] == mine[expert, 1]:
             continue
-        cost = ROWS_AS_READING + num_rows
-        own, to = x[first : first + num_rows], out[first : first + num_rows]
-        for stripe in range(stripes_up_to(begin - at, cost, stripes), stripes_up_to(end - at, cost, stripes)):
+        own, to = x[firsts[expert] : firsts[expert + 1]], out[firsts[expert] : firsts[expert + 1]]
+        for stripe in range(mine[expert, 0], mine[expert, 1]):
             output, output_end = stripe * FP8_STRIPE, min((stripe + 1) * FP8_STRIPE, num_outputs)
             fp8_stripe(own, weight[expert], scales[expert], group, no_bias, to, output, output_end)
-        at += stripes * cost
 
 
 def _grouped_fp8_linear(
@@ -146,7 +148,7 @@ def widened_scratch_floats(num_rows: int, num_inputs: int, num_shares: int) -> i
 @njit(**_HELPER)
 def _widen(x: Any, weight: Any, firsts: Any, most_rows: int, expert: int, words: Any) -> None:
     """Widens an expert's rows into their place among the words."""
-    num_rows, first, width = rows_of(firsts, expert, most_rows), firsts[expert], padded_inputs_of(x.shape[1])
+    num_rows, first, width = _rows_of(firsts, expert, most_rows), firsts[expert], padded_inputs_of(x.shape[1])
     if num_rows:
         widen_rows(x[first : first + num_rows], weight[expert], words[first * width :])
 
@@ -157,21 +159,17 @@ def _widened_share(
 ) -> None:
     """Computes one share of the outputs of all experts. words: the widened inputs, then each share's work space."""
     num_experts, num_outputs = weight.shape[:2]
-    stripes = (num_outputs + WIDENED_STRIPE - 1) // WIDENED_STRIPE
-    begin, end = limits(firsts, most_rows, stripes, share, num_shares)
+    mine = stripes_of_share(firsts, most_rows, (num_outputs + WIDENED_STRIPE - 1) // WIDENED_STRIPE, share, num_shares)
     none, width = np.empty(0, np.float32), padded_inputs_of(x.shape[1])
     sums = words[words.shape[0] - STRIPE_FLOATS * (num_shares - share) :]
-    at = 0
     for expert in range(num_experts):
-        num_rows, first = rows_of(firsts, expert, most_rows), firsts[expert]
-        if not num_rows:
+        if mine[expert, 0] == mine[expert, 1]:
             continue
-        cost, num_tiles = ROWS_AS_READING + num_rows, widened_tiles(num_rows)
-        own, to = words[first * width :], out[first : first + num_rows]
-        for stripe in range(stripes_up_to(begin - at, cost, stripes), stripes_up_to(end - at, cost, stripes)):
+        own, to = words[firsts[expert] * width :], out[firsts[expert] : firsts[expert + 1]]
+        num_tiles = widened_tiles(to.shape[0])
+        for stripe in range(mine[expert, 0], mine[expert, 1]):
             output, output_end = stripe * WIDENED_STRIPE, min((stripe + 1) * WIDENED_STRIPE, num_outputs)
             widened_stripe(own, num_tiles, weight[expert], none, bias[expert], sums, to, output, output_end)
-        at += stripes * cost
 
 
 def _grouped_widened_linear(

@@ -16,7 +16,7 @@ from numba import int32, int64, njit, prange, types, uint8, void
 from numba.extending import overload
 
 from engine.cpu.kernels.bits import FASTMATH, named, narrow, widen
-from engine.cpu.kernels.grouped_linear import ROWS_AS_READING, limits, rows_of, stripes_up_to
+from engine.cpu.kernels.grouped_linear import stripes_of_share
 from engine.cpu.kernels.mxfp4_tiles import (
     GROUP,
     GROUP_BYTES,
@@ -104,22 +104,16 @@ def _stripe(rows: Any, blocks: Any, scales: Any, bias: Any, at: int, factors: An
 def _share(x: Any, blocks: Any, scales: Any, bias: Any, firsts: Any, most_rows: int, share: int, num_shares: int, out: Any) -> None:
     """Computes one share of the outputs of all experts."""
     num_experts, num_outputs = firsts.shape[0] - 1, out.shape[1]
-    stripes = num_outputs // _STRIPE
-    begin, end = limits(firsts, most_rows, stripes, share, num_shares)
+    mine = stripes_of_share(firsts, most_rows, num_outputs // _STRIPE, share, num_shares)
     factors = np.empty(OUTPUTS * (x.shape[1] // GROUP), np.float32)
     folded = np.empty(ROWS * OUTPUTS, np.float32)
-    at = 0
     for expert in range(num_experts):
-        num_rows, first = rows_of(firsts, expert, most_rows), firsts[expert]
-        if not num_rows:
+        if mine[expert, 0] == mine[expert, 1]:
             continue
-        cost = ROWS_AS_READING + num_rows
-        first_stripe, end_stripe = stripes_up_to(begin - at, cost, stripes), stripes_up_to(end - at, cost, stripes)
-        if first_stripe < end_stripe:
-            rows, to = _rows_for_tiles(x[first : first + num_rows]), out[first : first + num_rows]
-            for stripe in range(first_stripe, end_stripe):
-                _stripe(rows, blocks, scales, bias[expert], expert * num_outputs, factors, folded, stripe * _STRIPE, to)
-        at += stripes * cost
+        own, to = x[firsts[expert] : firsts[expert + 1]], out[firsts[expert] : firsts[expert + 1]]
+        rows = _rows_for_tiles(own)
+        for stripe in range(mine[expert, 0], mine[expert, 1]):
+            _stripe(rows, blocks, scales, bias[expert], expert * num_outputs, factors, folded, stripe * _STRIPE, to)
 
 
 def grouped_mxfp4_linear_signature(element: types.Type) -> Any:
