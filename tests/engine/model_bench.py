@@ -345,3 +345,16 @@ def plan(*rows: tuple[int, int, int], samples: tuple[bool, ...] | None = None) -
         num_new=columns[:, 2].copy(),
         samples=np.array(samples if samples is not None else [True] * len(rows), np.bool_),
     )
+
+
+def logits_of(
+    prompt: list[int], runner: TorchRunner, folder: Path, dtype: str = "float32", steps: tuple[int, ...] = (60,)
+) -> np.ndarray:
+    """Returns the logits of a prompt's tokens, computed in steps of so many of them."""
+    model = load(runner, folder, dtype)
+    table = make_table(groups=model.kv_groups)
+    put(table, 2, prompt)
+    starts = np.cumsum((0, *steps[:-1])).tolist()
+    found = [model.logits(plan((2, at, num)), table, every_token=True) for at, num in zip(starts, steps, strict=True)]
+    model.release()
+    return np.concatenate(found)

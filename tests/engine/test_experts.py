@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from engine.loading.runner import TorchRunner
-from tests.engine.model_bench import CASES, load, make_checkpoint, make_memory, make_runner, make_table, plan, put
+from tests.engine.model_bench import CASES, load, logits_of, make_checkpoint, make_memory, make_runner
 
 PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
 
@@ -31,15 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, make_checkpoint(folder, **CASES["qwen2-moe"])
 
 
-def logits(runner: TorchRunner, folder: Path, dtype: str = "float32", steps: tuple[int, ...] = (60,)) -> np.ndarray:
-    """Returns the logits of PROMPT, computed in steps of so many tokens."""
-    model = load(runner, folder, dtype)
-    table = make_table(groups=model.kv_groups)
-    put(table, 2, PROMPT)
-    starts = np.cumsum((0, *steps[:-1])).tolist()
-    found = [model.logits(plan((2, at, num)), table, every_token=True) for at, num in zip(starts, steps, strict=True)]
-    model.release()
-    return np.concatenate(found)
+logits = partial(logits_of, PROMPT)
 
 
 def test_three_files_and_one_are_the_same_model(runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path) -> None:

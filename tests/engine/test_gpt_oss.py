@@ -4,6 +4,7 @@ weights. test_models.py compares every other kind of step with transformers."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine.protocol import LoadDone, LoadStreams
 from tests.engine import gpt_oss_checkpoint
 from tests.engine.first_step.bench import PROMPT as SHORT_PROMPT
 from tests.engine.first_step.bench import Bench
-from tests.engine.model_bench import CASES, load, make_checkpoint, make_memory, make_runner, make_table, plan, put
+from tests.engine.model_bench import CASES, logits_of, make_checkpoint, make_memory, make_runner
 from tests.kernel_cache import warm
 
 PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
@@ -38,15 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, make_checkpoint(folder, **CASES["gpt-oss"])
 
 
-def logits(runner: TorchRunner, folder: Path, dtype: str = "float32", steps: tuple[int, ...] = (60,)) -> np.ndarray:
-    """Returns the logits of PROMPT, computed in steps of so many tokens."""
-    model = load(runner, folder, dtype)
-    table = make_table(groups=model.kv_groups)
-    put(table, 2, PROMPT)
-    starts = np.cumsum((0, *steps[:-1])).tolist()
-    found = [model.logits(plan((2, at, num)), table, every_token=True) for at, num in zip(starts, steps, strict=True)]
-    model.release()
-    return np.concatenate(found)
+logits = partial(logits_of, PROMPT)
 
 
 def test_three_files_and_one_are_the_same_model(runner: TorchRunner, saved: tuple[Path, Any], tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ GLM4_9B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 151552,
 }
-# As published: what the text_config of Gemma 3 leaves out is that of its configuration class.
+# These are as published. What the text_config of Gemma 3 leaves out is as in its configuration class.
 GEMMA3_4B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "eos_token_id": [1, 106],

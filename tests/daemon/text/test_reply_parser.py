@@ -50,13 +50,13 @@ def reversed_call(name: str, arguments: str) -> str:
 
 
 def fenced(*calls: tuple[str, str]) -> str:
-    """As DeepSeek-V3 writes them."""
+    """Returns the calls as DeepSeek-V3 writes them."""
     written = (f"{DS_BEGIN}function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>" for name, arguments in calls)
     return "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>"
 
 
 def separated(*calls: tuple[str, str]) -> str:
-    """As DeepSeek-V3.1 writes them."""
+    """Returns the calls as DeepSeek-V3.1 writes them."""
     written = (f"{DS_BEGIN}{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>" for name, arguments in calls)
     return "<｜tool▁calls▁begin｜>" + "".join(written) + "<｜tool▁calls▁end｜>"
 

@@ -1,4 +1,4 @@
-"""Who may do what: users at the sockets, folders, and what the service itself can reach."""
+"""Checks who may do what: users at the sockets, the owners of folders, and what the service itself can reach."""
 
 from __future__ import annotations
 
