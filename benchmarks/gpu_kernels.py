@@ -73,7 +73,7 @@ def make_kv(
     block_bytes = layers * 2 * kv_heads * BLOCK_TOKENS * kv_layout.kv_head_bytes(head_dim, kv_dtype)
     group = kv_layout.KVGroupSpec("full", BLOCK_TOKENS, block_bytes, tuple(range(layers)))
     kv, scales = kv_views(
-        torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device=device), group, kv_heads, head_dim, kv_dtype
+        torch.empty(num_blocks * block_bytes, dtype=torch.uint8, device=device), group, (2, kv_heads, head_dim), kv_dtype
     )
     if scales is None:
         kv.normal_()

@@ -16,9 +16,9 @@ class KVGroupSpec:
     """The layers that share block tables (docs/design/memory.md). block_bytes: the size of one block, for all these layers.
 
     In a `window` group a query at position p attends to positions [p - window_tokens + 1, p]. In a `full` group it attends to [0,
-    p], and window_tokens is 0."""
+    p], and window_tokens is 0. A `latent` group is full, and its tokens have one vector for all heads (LatentShape)."""
 
-    kind: str  # full, window (chunked, latent, state: later families)
+    kind: str  # full, window, latent (chunked, state: later families)
     block_tokens: int
     block_bytes: int
     layers: tuple[int, ...]
@@ -40,11 +40,22 @@ def kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
     return head_dim + 1 if kv_dtype == KV_FP8 else head_dim * ITEM_BYTES[kv_dtype]
 
 
+def kv_token_dims(shape: ModelShape) -> tuple[int, int, int]:
+    """Returns what one layer keeps of a token: 2 (keys and values), KV heads and their size; for latents 1, 1 and their size."""
+    if shape.latent is not None:
+        return 1, 1, shape.latent.token_values
+    return 2, shape.num_kv_heads, shape.head_dim
+
+
 def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
     """Returns the bytes of one token's keys and values in all layers; 0 for an encoder."""
-    if shape.pooling:
-        return 0
-    return shape.num_layers * 2 * shape.num_kv_heads * kv_head_bytes(shape.head_dim, kv_dtype)
+    return 0 if shape.pooling else shape.num_layers * _layer_bytes(shape, kv_dtype)
+
+
+def _layer_bytes(shape: ModelShape, kv_dtype: str) -> int:
+    """Returns the bytes of one token's keys and values in one layer."""
+    num, kv_heads, head_dim = kv_token_dims(shape)
+    return num * kv_heads * kv_head_bytes(head_dim, kv_dtype)
 
 
 def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
@@ -55,11 +66,11 @@ def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
 def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
     """Returns the model's KV groups, one for each length of window: layers with full attention first, then the others by length."""
     windows = shape.layer_windows or (0,) * shape.num_layers
-    layer_bytes = 2 * shape.num_kv_heads * kv_head_bytes(shape.head_dim, kv_dtype) * block_tokens
+    layer_bytes = _layer_bytes(shape, kv_dtype) * block_tokens
     groups = []
     for window in sorted(set(windows)):
         layers = tuple(layer for layer, own in enumerate(windows) if own == window)
-        kind = "window" if window else "full"
+        kind = "window" if window else "full" if shape.latent is None else "latent"
         groups.append(KVGroupSpec(kind, block_tokens, layer_bytes * len(layers), layers, window))
     return tuple(groups)
 

@@ -34,6 +34,23 @@ class ExpertShape:
 
 
 @dataclass(slots=True, frozen=True)
+class LatentShape:
+    """Sizes of multi-head latent attention (https://arxiv.org/abs/2405.04434). The KV of a token is one vector for all heads: a
+    latent, of which a matrix makes every head's keys and values, and a rotated part of the keys."""
+
+    query_rank: int  # of the two matrices that make the queries; 0: one makes them
+    rank: int  # numbers of a latent
+    plain_dim: int  # dimensions of a head's queries and keys that are not rotated; the keys' come from the latent
+    rope_dim: int  # dimensions that are rotated; all heads' keys have the same
+    value_dim: int  # dimensions of a head's values
+
+    @property
+    def token_values(self) -> int:
+        """The numbers that a layer keeps of a token."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(slots=True, frozen=True)
 class ModelShape:
     """Sizes and settings of one model. Counts are numbers of elements, lengths are in tokens. What all models of a family have in
     common is in the family's description (loader/architectures)."""
@@ -63,6 +80,7 @@ class ModelShape:
     num_predicting_layers: int = 0  # behind the last layer; the checkpoint may hold them, and they are not read
     local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
     experts: ExpertShape | None = None  # of a mixture of experts
+    latent: LatentShape | None = None  # of latent attention; num_kv_heads is then 1, head_dim that of queries
     pooling: str = ""  # of an encoder: mean or cls; "": the model generates text
     type_vocab_size: int = 0  # of an encoder: kinds of segments
     cut_sizes: tuple[int, ...] = ()  # of an encoder trained for it (Matryoshka): what its vectors may be cut to
@@ -71,3 +89,8 @@ class ModelShape:
     stored_format: str = ""  # the weight format (loader/formats) of the checkpoint's matrices; "": plain
     plain_groups: frozenset[int] = frozenset()  # tensor groups that are stored plain although the others are not
     block_offsets: tuple[int, ...] = ()  # where large parameters begin in the files (block_offsets in layout.py); (): unknown
+
+    @property
+    def rotary_head_dim(self) -> int:
+        """The dimensions of a head of which the rotary embedding turns all or a share."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim

@@ -37,7 +37,7 @@ class RopeParameters:
 
     partial_rotary_factor: the share of each head's dimensions that is rotated. longrope: short_factors and long_factors have one
     factor per frequency, for sequences within original_max_position_embeddings and for longer ones; cosines and sines are
-    multiplied by attention_factor. yarn: dimensions that rotate at least beta_fast times within the original length keep their
+    multiplied by attention_factor. score_factor: of attention's scores, which latent attention applies. yarn: dimensions that rotate at least beta_fast times within the original length keep their
     frequency, those that rotate at most beta_slow times are stretched. extended_to: the positions that the scaling reaches, if
     that may be more than config.json gives (yarn, dynamic)."""
 
@@ -51,6 +51,7 @@ class RopeParameters:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
+    score_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True  # yarn: the range between both is widened to whole dimensions
@@ -169,6 +170,7 @@ def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_positio
         original_max_position_embeddings=original,
         partial_rotary_factor=share,
         attention_factor=given.positive("attention_factor", computed),
+        score_factor=_yarn_scale(factor, all_dims) ** 2,
         beta_fast=fast,
         beta_slow=slow,
         truncate=given.boolean("truncate", True),

@@ -66,8 +66,8 @@ class CpuModel:
         self._logits_rows = work_space.logits_rows(shape, spec.dtype, spec.max_sequences)
         self._model: CausalLM[HostBatch] = build_model(ops, shape, Weights(shape, spec.dtype, weights, FORMATS[spec.quantize]))
         self._released = False
-        rotary = rotary_of(shape.rope, shape.head_dim, spec.max_model_len)
-        local = rotary if shape.local_rope is None else rotary_of(shape.local_rope, shape.head_dim, spec.max_model_len)
+        rotary = rotary_of(shape.rope, shape.rotary_head_dim, spec.max_model_len)
+        local = rotary if shape.local_rope is None else rotary_of(shape.local_rope, shape.rotary_head_dim, spec.max_model_len)
         self._kv_dtype = spec.kv_dtype
         self._padded = spec.dtype != "float32"  # float32 needs no padding: MKL, which computes it, has no set-up per row count
         self._kv = [self._group_memory(memory, group, local if group.window_tokens else rotary) for group in self.kv_groups]
@@ -88,7 +88,7 @@ class CpuModel:
         return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, max_decodes, max_rows, MAX_RECORDED_TOKENS)
 
     def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
-        kv, scales = kv_views(memory.arena, group, self.shape.num_kv_heads, self.shape.head_dim, self._kv_dtype)
+        kv, scales = kv_views(memory.arena, group, kv_layout.kv_token_dims(self.shape), self._kv_dtype)
         flat = memory.arena[:0] if scales is not None else kv.view(-1)  # no CPU kernel reads fp8
         kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
         return GroupMemory(kv, kv_flat, rotary, group.window_tokens, scales)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from engine.cpu import experts as grouped_experts
-from engine.cpu import products
+from engine.cpu import latents, products
 from engine.cpu.batch import LONG_ROW_TOKENS, HostBatch
 from engine.cpu.products import array
 from engine.cpu.recording.program import call, empty, into, is_recording
 from engine.host import compiled
 from engine.ops import reference, reference_inputs
-from engine.ops.ops import ExpertMatrices, Fp8Matrix, HeadNorms, Int8Matrix, Matrix, Mxfp4Matrix, Rotary
+from engine.ops.ops import ExpertMatrices, Fp8Matrix, HeadNorms, Int8Matrix, LatentHeads, Matrix, Mxfp4Matrix, Rotary
 from loader.formats.int8 import WIDENED_BYTES
 from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
@@ -189,6 +189,11 @@ class CpuOps:
         normed = self.rms_norm(rows, weight, eps, around_one)
         call(columns.copy_, normed.view(normed.shape))
 
+    def normed_columns(self, x: Tensor, first: int, weight: Tensor, eps: float) -> Tensor:
+        rows = empty(x, len(x), len(weight))
+        call(rows.view(rows.shape).copy_, x[:, first : first + len(weight)])
+        return self.rms_norm(rows, weight, eps)
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
         if not self._served(x):
             return reference.add_rms_norm(x, residual, weight, eps, around_one)
@@ -289,6 +294,46 @@ class CpuOps:
             to = out[start : start + num_new].view(num_new, heads, head_dim)
             context, blocks = int(batch.contexts[row]), torch.from_numpy(group.block_table[row])
             reference.long_row_attention(query, kv, place, blocks, context, *how, to, PREFILL_TILE_TOKENS, group.scales, sinks)
+        return out
+
+    def rope_and_store_latents(
+        self,
+        queries: Tensor,
+        down: Tensor,
+        norm: Tensor,
+        eps: float,
+        layer: int,
+        heads: LatentHeads,
+        batch: HostBatch,
+        interleaved: bool,
+    ) -> None:
+        group, place = batch.group_of(layer)
+        call(
+            latents.rope_and_store,
+            queries.view(queries.shape),
+            down.view(down.shape),
+            group.cos_sin.view(group.cos_sin.shape),
+            norm.view(norm.shape),
+            eps,
+            group.kv,
+            place,
+            heads.num_heads,
+            group.slots,
+            group.scales,
+            interleaved,
+        )
+
+    def latent_attention(self, queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: HostBatch) -> Tensor:
+        group, place = batch.group_of(layer)
+        out = empty(queries, len(queries), heads.num_heads * heads.value_dim)
+        if batch.num_tokens < len(out):
+            call(out[batch.num_tokens :].zero_)
+        of_layer = (queries.view(queries.shape), heads, group.kv, place, group.block_table)
+        last = (scale, out.view(out.shape), group.scales)
+        if len(batch.paged_tokens):
+            call(latents.attend_short, *of_layer, batch.paged_tokens, batch.paged_rows, batch.paged_contexts, *last)
+        if batch.has_long_rows:
+            call(latents.attend_long, *of_layer, batch.starts, batch.num_new, batch.contexts, LONG_ROW_TOKENS, *last)
         return out
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:

@@ -118,7 +118,7 @@ class CudaModel:
         local = rotary if shape.local_rope is None else self._rotary(shape.local_rope, spec.max_model_len)
         self._memory = []
         for group in self.kv_groups:
-            kv = kv_views(arena, group, shape.num_kv_heads, shape.head_dim, spec.kv_dtype)
+            kv = kv_views(arena, group, kv_layout.kv_token_dims(shape), spec.kv_dtype)
             turning = local if group.window_tokens else rotary
             self._memory.append(DeviceGroupMemory(*kv, turning, group.window_tokens, group.block_tokens))
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
@@ -137,7 +137,7 @@ class CudaModel:
         self._measure_tries = MEASURE_TRIES
 
     def _rotary(self, rope: Any, max_model_len: int) -> Rotary:
-        made = rotary_of(rope, self.shape.head_dim, max_model_len)
+        made = rotary_of(rope, self.shape.rotary_head_dim, max_model_len)
         return Rotary(made.inv_freq.to(self._device), made.scale)
 
     # ---- steps

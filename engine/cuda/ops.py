@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import entry
 from engine.ops import reference
-from engine.ops.ops import ExpertMatrices, Fp8Matrix, HeadNorms, Int8Matrix, Matrix
+from engine.ops.ops import ExpertMatrices, Fp8Matrix, HeadNorms, Int8Matrix, LatentHeads, Matrix
 
 
 class CudaOps:
@@ -79,6 +79,25 @@ class CudaOps:
         sinks: Tensor | None = None,
     ) -> Tensor:
         return entry.attention(qkv, layer, heads, scale, softcap, batch, sinks)
+
+    def normed_columns(self, x: Tensor, first: int, weight: Tensor, eps: float) -> Tensor:
+        return entry.rms_norm(x[:, first : first + len(weight)].contiguous(), weight, eps, False)
+
+    def rope_and_store_latents(
+        self,
+        queries: Tensor,
+        down: Tensor,
+        norm: Tensor,
+        eps: float,
+        layer: int,
+        heads: LatentHeads,
+        batch: DeviceBatch,
+        interleaved: bool,
+    ) -> None:
+        entry.rope_and_store_latents(queries, down, norm, eps, layer, heads, batch, interleaved)
+
+    def latent_attention(self, queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: DeviceBatch) -> Tensor:
+        return entry.latent_attention(queries, layer, heads, scale, batch)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if cap:

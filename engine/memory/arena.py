@@ -15,13 +15,15 @@ from loader.kv_layout import KV_FP8, KVGroupSpec
 from scheduler.batch.plan import IntArray
 
 
-def kv_views(arena: Tensor, group: KVGroupSpec, kv_heads: int, head_dim: int, kv_dtype: str) -> tuple[Tensor, Tensor | None]:
+def kv_views(arena: Tensor, group: KVGroupSpec, token_dims: tuple[int, int, int], kv_dtype: str) -> tuple[Tensor, Tensor | None]:
     """Returns the arena (uint8) as one KV group sees it: keys and values [num_blocks, layers, 2, kv_heads, block_tokens, head_dim],
-    and their scales [num_blocks, layers, 2, kv_heads, block_tokens] (None unless kv_dtype is fp8).
+    and their scales [num_blocks, layers, 2, kv_heads, block_tokens] (None unless kv_dtype is fp8). token_dims: 2, kv_heads and
+    head_dim (kv_layout.kv_token_dims).
 
     For fp8 both are uint8: codes of float8_e4m3fn, and codes of the scales, which are powers of two. A block holds its scales after
     its values, so a copied, saved or shared block has everything needed to read it."""
-    places = (len(group.layers), 2, kv_heads, group.block_tokens)
+    num, kv_heads, head_dim = token_dims
+    places = (len(group.layers), num, kv_heads, group.block_tokens)
     num_blocks = len(arena) // group.block_bytes
     blocks = arena[: num_blocks * group.block_bytes].view(num_blocks, group.block_bytes)
     if kv_dtype != KV_FP8:

@@ -1,4 +1,4 @@
-"""Decoders: Llama, Mixtral, Mistral, Qwen, Phi, Gemma, OLMo and what else `loader.architectures.decoder.Decoder` can describe.
+"""Decoders: Llama, Mixtral, Mistral, Qwen, Phi, Gemma, OLMo, DeepSeek and what else `loader.architectures.decoder.Decoder` can describe.
 
 T tokens of all rows end to end; hidden: model width; V vocabulary. Weights are views of the model's one memory range.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.layers.attention import Attention
 from engine.layers.experts import MixtureOfExperts
+from engine.layers.latent_attention import LatentAttention
 from engine.layers.mlp import GatedMLP
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, Ops
@@ -28,7 +29,8 @@ class DecoderLayer(Generic[BatchT]):
         names, prefix = family.names, family.names.layer.format(layer)
         self.eps, self.around_one = shape.rms_norm_eps, family.norms_around_one
         self.attention_norm = weights.get(f"{prefix}{names.attention_norm}.weight") if names.attention_norm else None
-        self.attention = Attention(ops, family, shape, weights, layer)
+        attention = Attention if shape.latent is None else LatentAttention
+        self.attention: Attention[BatchT] | LatentAttention[BatchT] = attention(ops, family, shape, weights, layer)
         self.attended_norm = weights.get(f"{prefix}{names.attended_norm}.weight") if names.attended_norm else None
         self.mlp_norm = weights.get(f"{prefix}{names.mlp_norm}.weight") if names.mlp_norm else None
         mlp = MixtureOfExperts if has_experts(shape, layer) else GatedMLP

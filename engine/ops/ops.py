@@ -102,6 +102,23 @@ class ExpertMatrices:
         return self.gate_up.shape[0]
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class LatentHeads:
+    """The heads of one layer's latent attention (loader.model_shape.LatentShape). up [H (K + V), L]: each head's matrices that make
+    of a latent [L] its plain keys [K], and behind these its values [V]. rope_dim: R, the rotated dimensions of queries and keys."""
+
+    up: Matrix
+    num_heads: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def rank(self) -> int:
+        """L, the numbers of a latent."""
+        return int((self.up.values if isinstance(self.up, Int8Matrix) else self.up).shape[1])
+
+
 @dataclass(slots=True, frozen=True)
 class HeadNorms:
     """The RMS norms of each head's queries and keys: weights [D]. around_one: the factors are 1 + weight."""
@@ -226,6 +243,30 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         """Returns causal attention [T, H D] of every token over its row's KV blocks in the layer's window. Runs after
         rope_and_store. softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged. sinks: [H] float32, one more
         score for each head, which takes weight and gives no value."""
+        ...
+
+    def normed_columns(self, x: Tensor, first: int, weight: Tensor, eps: float) -> Tensor:
+        """Returns columns first to first + W of x [T, N] as [T, W], normalised as rms_norm does with weight [W]."""
+        ...
+
+    def rope_and_store_latents(
+        self,
+        queries: Tensor,
+        down: Tensor,
+        norm: Tensor,
+        eps: float,
+        layer: int,
+        heads: LatentHeads,
+        batch: BatchT_contra,
+        interleaved: bool,
+    ) -> None:
+        """Rotates the last R dimensions of each head of queries [T, H (K + R)] in place. Stores in the KV blocks of each token the
+        last L + R columns of down [T, N]: the latent, normalised as rms_norm does with norm [L], and the keys' rotated part.
+        interleaved: as in rope_and_store."""
+        ...
+
+    def latent_attention(self, queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: BatchT_contra) -> Tensor:
+        """Returns causal attention [T, H V] of every token over its row's KV blocks. Runs after rope_and_store_latents."""
         ...
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:

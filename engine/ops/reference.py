@@ -196,6 +196,74 @@ def paged_attention(
         out[token] = (weights @ value.float()).reshape(-1).to(out.dtype)
 
 
+def rope_and_store_latents(
+    queries: Tensor,
+    down: Tensor,
+    cos_sin: Tensor,
+    norm: Tensor,
+    eps: float,
+    kv: Tensor,
+    layer: int,
+    heads: int,
+    slots: Tensor,
+    scales: Tensor | None = None,
+    interleaved: bool = False,
+) -> None:
+    """Rotates queries [T, H (K + R)] in place and stores latents, as Ops.rope_and_store_latents does. kv [num_blocks, layers, 1, 1,
+    block_tokens, L + R], and scales as above. slots [T]: as in rope_and_store. 2 P is R."""
+    block_tokens, token_values = kv.shape[4:]
+    turning, rank = cos_sin.shape[1], len(norm)
+    turned = queries.view(len(queries), heads, -1)[..., -turning:]
+    turned.copy_(rotate(turned, cos_sin, interleaved))
+    own = down[:, -token_values:]
+    keys = rotate(own[:, None, rank:], cos_sin, interleaved).squeeze(1)
+    latents = torch.cat((rms_norm(own[:, :rank], norm, eps), keys), dim=-1)
+    stored = slots >= 0
+    blocks, places = slots[stored] // block_tokens, slots[stored] % block_tokens
+    if scales is None:
+        kv[blocks, layer, 0, 0, places] = latents[stored]
+    else:
+        kv[blocks, layer, 0, 0, places], scales[blocks, layer, 0, 0, places] = quantize_fp8(latents[stored])
+
+
+def gather_latents(kv: Tensor, layer: int, blocks: Tensor, context: int, scales: Tensor | None = None) -> Tensor:
+    """Returns the first `context` latents of a row [context, L + R], fp8 ones as float32. blocks: as in gather_context."""
+    used = blocks[: -(-context // kv.shape[4])]
+    pages = kv[used, layer, 0, 0]
+    if scales is not None:
+        pages = widen_fp8(pages, scales[used, layer, 0, 0])
+    return pages.flatten(0, 1)[:context]
+
+
+def latent_attention(
+    queries: Tensor,
+    up: Tensor,
+    kv: Tensor,
+    layer: int,
+    block_table: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    contexts: Tensor,
+    scale: float,
+    out: Tensor,
+    scales: Tensor | None = None,
+) -> None:
+    """Computes latent attention token by token in the expanded form: query tokens[n] of queries [T, H (K + R)] attends to the first
+    contexts[n] positions of row rows[n]. Writes out [T, H V]. up [H, K + V, L]: LatentHeads.up of each head.
+
+    Keys and values are made of the latents, and the softmax is computed, in float32."""
+    heads, _, rank = up.shape
+    value_dim = out.shape[1] // heads
+    plain = up.shape[1] - value_dim
+    for token, row, context in zip(tokens.tolist(), rows.tolist(), contexts.tolist(), strict=True):
+        held = gather_latents(kv, layer, block_table[row], context, scales).float()
+        made = torch.einsum("cl,hkl->hck", held[:, :rank], up.float())
+        turned = held[:, rank:].expand(heads, -1, -1)
+        query = queries[token].view(heads, 1, -1).float() * scale
+        weights = torch.softmax(query @ torch.cat((made[..., :plain], turned), dim=-1).transpose(1, 2), dim=-1)
+        out[token] = (weights @ made[..., plain:]).reshape(-1).to(out.dtype)
+
+
 def prepare_inputs(
     token_rows: Tensor,
     host_ids: Tensor,

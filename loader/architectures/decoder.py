@@ -9,10 +9,11 @@ checkpoint leaves a key out.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
 from loader.architectures.experts import Experts
+from loader.architectures.latent import Latents
 from loader.architectures.windows import Windows
 from loader.config_fields import Fields
 from loader.model_shape import ModelShape
@@ -77,6 +78,7 @@ class Decoder:
     predicting_layers: int | None = None  # default of the key num_nextn_predict_layers; None: the key is not read
     scales_embeddings: bool = False  # by the square root of the width
     experts: Experts | None = None  # None: each layer has one MLP
+    latents: Latents | None = None  # of latent attention; None: keys and values have heads of their own
 
     def parse(self, fields: Fields) -> ModelShape:
         """Implements Architecture.parse."""
@@ -85,12 +87,20 @@ class Decoder:
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise fields.fail("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
-        head_dim = fields.integer("head_dim", self.head_dim or hidden_size // num_heads)
-        if head_dim % 2:
-            raise fields.fail("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
+        latent = None if self.latents is None else self.latents.parse(fields)
+        if latent is None:
+            turned = head_dim = fields.integer("head_dim", self.head_dim or hidden_size // num_heads)
+            if head_dim % 2:
+                raise fields.fail("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
+        else:
+            num_kv_heads, head_dim, turned = 1, latent.plain_dim + latent.rope_dim, latent.rope_dim
         num_layers = fields.integer("num_hidden_layers", at_most=MAX_LAYERS)
         max_position_embeddings = fields.integer("max_position_embeddings")
-        rope, local_rope = parse_rope(fields, self.name, self.rope, head_dim, max_position_embeddings)
+        rope, local_rope = parse_rope(fields, self.name, self.rope, turned, max_position_embeddings)
+        query_scale = self._query_scalar(fields, head_dim) ** -0.5
+        if self.latents is not None:
+            query_scale *= rope.score_factor
+            rope = replace(rope, interleaved=self.latents.interleaved(fields))
         max_position_embeddings = max(max_position_embeddings, rope.extended_to)
         # layers that turn by frequencies of their own differ from the others even where they see as much
         keeps_all = self.rope.is_local
@@ -116,7 +126,7 @@ class Decoder:
             mlp_bias=self.has_mlp_bias_key and fields.boolean("mlp_bias"),
             dtype=stored_dtype(fields, self.dtype),
             layer_windows=windows,
-            query_scale=self._query_scalar(fields, head_dim) ** -0.5,
+            query_scale=query_scale,
             attention_softcap=_softcap(fields, "attn_logit_softcapping", self.attention_softcap),
             logit_softcap=_softcap(fields, "final_logit_softcapping", self.logit_softcap),
             whole_width_norms=self.whole_width_norms,
@@ -124,6 +134,7 @@ class Decoder:
             num_predicting_layers=self._predicting_layers(fields),
             local_rope=local_rope,
             experts=None if self.experts is None else self.experts.parse(fields, num_layers),
+            latent=latent,
         )
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
@@ -157,6 +168,9 @@ class Decoder:
         """Returns the tensor groups that a layer has before those of its MLP, and behind them. Their names lack the layer's
         prefix."""
         names, hidden = self.names, shape.hidden_size
+        if self.latents is not None and shape.latent is not None:
+            attention = self.latents.tensor_groups(shape.latent, shape.num_heads, hidden, shape.attention_bias)
+            return [*_norms(hidden, names.attention_norm), *attention, *_norms(hidden, names.mlp_norm)], []
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         query_norm, key_norm = (query, key) if self.whole_width_norms else (shape.head_dim, shape.head_dim)
         before = [

@@ -16,6 +16,7 @@ MAX_EXPERTS = 4096  # of a layer; the largest models have 512
 # transformers 5 writes the second for families that published the first
 NUM_KEYS, ROUTED_NUM_KEYS = ("num_experts", "num_local_experts"), ("n_routed_experts", "num_local_experts")
 _GROUP_BEST = 2  # experts whose scores make a group's
+_TYPES_KEY, _LAYER_TYPES = "mlp_layer_types", ("dense", "sparse")
 _CHOSEN_KEY, _CHOSEN_KEYS = "num_experts_per_tok", ("num_experts_per_tok", "experts_per_token")  # gpt-oss has both
 
 
@@ -97,12 +98,18 @@ class Experts:
     sigmoid: SigmoidRule | None = None  # None: the weights are a softmax of the router's scores
     has_dense_layers: bool = False  # whether the keys decoder_sparse_step and mlp_only_layers name layers with an MLP instead
     num_dense_first: int | None = None  # default of the key first_k_dense_replace: so many layers have an MLP; None: no such key
+    has_layer_types: bool = False  # whether the key mlp_layer_types may list the layers with an MLP instead
+    fixed: tuple[tuple[str, str | float], ...] = ()  # keys, and the only values that are supported
     has_biases: bool = False  # of the router and, where experts are stacked, of their matrices
     swiglu_limit: float = 0.0  # default of the key swiglu_limit, of families with the clamped SwiGLU; 0: the activation is SiLU
     swiglu_alpha: float = 0.0  # default of the key swiglu_alpha, likewise
 
     def parse(self, fields: Fields, num_layers: int) -> ExpertShape:
-        """Reads config.json. Raises CheckpointError, which names a key with a wrong value."""
+        """Reads config.json. Raises CheckpointError, which names a key with a wrong value, and UnsupportedModel for a variant that
+        is not served."""
+        for key, value in self.fixed:
+            if fields.has(key) and fields.values[key] != value:
+                raise fields.unsupported(key, f"{fields.values[key]!r} is not supported; supported: {value!r}")
         num_experts = _same_of(fields, self.num_keys, self.num_experts, MAX_EXPERTS)
         num_chosen = _same_of(fields, _CHOSEN_KEYS, self.num_chosen, 1 << 40)
         if num_chosen > num_experts:
@@ -149,6 +156,11 @@ class Experts:
 
     def _dense_layers(self, fields: Fields, num_layers: int) -> frozenset[int]:
         """Returns the layers that have one MLP for all tokens."""
+        if self.has_layer_types and fields.has(_TYPES_KEY):
+            types = fields.values[_TYPES_KEY]
+            if not isinstance(types, list) or len(types) != num_layers or not all(one in _LAYER_TYPES for one in types):
+                raise fields.fail(_TYPES_KEY, f"not a list of {num_layers} values, each {' or '.join(map(repr, _LAYER_TYPES))}")
+            return frozenset(layer for layer, one in enumerate(types) if one == _LAYER_TYPES[0])
         if self.num_dense_first is not None:
             return frozenset(range(min(num_layers, fields.integer("first_k_dense_replace", self.num_dense_first, at_least=0))))
         return _dense_layers(fields, num_layers) if self.has_dense_layers else frozenset()

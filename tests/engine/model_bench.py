@@ -152,6 +152,60 @@ CASES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
+    "deepseek-v2": {
+        "kind": "deepseek_v2",
+        "num_key_value_heads": 6,
+        "q_lora_rank": None,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek-v3": {
+        "kind": "deepseek_v3",
+        "num_key_value_heads": 6,
+        "attention_bias": True,
+        "q_lora_rank": 28,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "glm4-moe-lite": {
+        "kind": "glm4_moe_lite",
+        "num_key_value_heads": 6,
+        "q_lora_rank": 28,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "rope_interleave": False,
+        "pad_token_id": 0,
+    },
     "gpt-oss": {
         "kind": "gpt_oss",
         "num_hidden_layers": 2,
@@ -191,8 +245,17 @@ RECORDED_CASES = [
     "glm4",
     "qwen2-moe",
     "glm4-moe",
+    "deepseek-v3",
     "gpt-oss",
 ]
+
+
+SIGMOID_KINDS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+
+
+def _without_head_dim(changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns a configuration of latent attention, in which head_dim is another name of qk_rope_head_dim."""
+    return {key: value for key, value in (COMMON | changes).items() if key != "head_dim"}
 
 
 def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 3, **changes: Any) -> Any:
@@ -212,12 +275,15 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+        "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+        "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+        "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
         "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
         "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     }[kind]
     torch.manual_seed(seed)
-    config = config_class(**(COMMON | changes))
+    config = config_class(**(COMMON | changes)) if "kv_lora_rank" not in changes else config_class(**_without_head_dim(changes))
     config._attn_implementation = "eager"  # the only one of transformers' that caps scores
     model = model_class(config)
     with torch.no_grad():
@@ -230,7 +296,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
                 parameter.normal_(0.0, 0.3)
             elif name.endswith("sinks"):
                 parameter.normal_()
-            elif kind == "glm4_moe" and name.endswith("mlp.gate.weight"):
+            elif kind in SIGMOID_KINDS and name.endswith("mlp.gate.weight"):
                 parameter *= 2.0  # scores from 0 to 1
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

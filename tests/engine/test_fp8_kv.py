@@ -41,7 +41,7 @@ def test_a_block_holds_its_values_and_their_scales() -> None:
     layers, heads, head_dim = 3, 2, 24
     group = KVGroupSpec("full", 8, layers * 2 * heads * 8 * kv_layout.kv_head_bytes(head_dim, KV_FP8), tuple(range(layers)))
     arena = torch.zeros(5 * group.block_bytes + 17, dtype=torch.uint8)
-    kv, scales = kv_views(arena, group, heads, head_dim, KV_FP8)
+    kv, scales = kv_views(arena, group, (2, heads, head_dim), KV_FP8)
     assert scales is not None
     assert (kv.shape, scales.shape) == ((5, layers, 2, heads, 8, head_dim), (5, layers, 2, heads, 8))
     for number in range(5):

@@ -33,12 +33,12 @@ class MemorySuite:
     """Tests that every ChunkMemory of 12 chunks of 2 MiB must pass."""
 
     def test_two_groups_see_the_same_bytes(self, memory: ChunkMemory) -> None:
-        small, scales = kv_views(memory.arena, KVGroupSpec("full", 4, 512, (0, 1)), 1, 8, "float32")
+        small, scales = kv_views(memory.arena, KVGroupSpec("full", 4, 512, (0, 1)), (2, 1, 8), "float32")
         assert scales is None
         assert small.shape == (12 * CHUNK // 512, 2, 2, 1, 4, 8)
         small[3] = 7.0
         assert (memory.arena[3 * 512 : 4 * 512].view(torch.float32) == 7.0).all()
-        odd, _ = kv_views(memory.arena, KVGroupSpec("full", 4, 6000, (0, 1, 2)), 1, 125, "bfloat16")
+        odd, _ = kv_views(memory.arena, KVGroupSpec("full", 4, 6000, (0, 1, 2)), (2, 1, 125), "bfloat16")
         assert len(odd) == 12 * CHUNK // 6000, "the last partial block is left out"
 
     def test_a_range_shows_its_chunks_in_order(self, memory: ChunkMemory) -> None:

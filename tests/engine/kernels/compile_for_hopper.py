@@ -126,7 +126,7 @@ def kept_as(kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns KV of four layers in this type, and its scales (None unless fp8)."""
     block_bytes = 4 * 2 * KV_HEADS * BLOCK_TOKENS * kv_head_bytes(HEAD_DIM, kv_dtype)
     group = KVGroupSpec("full", BLOCK_TOKENS, block_bytes, (0, 1, 2, 3))
-    return kv_views(torch.zeros(ROWS * block_bytes, dtype=torch.uint8), group, KV_HEADS, HEAD_DIM, kv_dtype)
+    return kv_views(torch.zeros(ROWS * block_bytes, dtype=torch.uint8), group, (2, KV_HEADS, HEAD_DIM), kv_dtype)
 
 
 def main(capability: int) -> None:

@@ -1,0 +1,122 @@
+"""Multi-head latent attention on the `cpu` device, with torch's products in float32.
+
+Queries of decode steps and of short chunks take the absorbed form: each head's key matrix is applied to its query, which then reads
+the latents as they are stored, and its value matrix to the sum. Long chunks of prompts take the expanded form, one head at a time:
+its keys and values are made of all latents of the row, which costs fewer operations where many queries read them.
+
+Shapes: T tokens, N of them in short chunks, H heads, K plain and R rotated dimensions of queries and keys, V of values, L numbers of
+a latent, C positions of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.ops import reference
+from engine.ops.ops import Fp8Matrix, Int8Matrix, LatentHeads, Matrix
+from loader.formats.int8 import WIDENED_BYTES
+from loader.work_space import PREFILL_TILE_TOKENS
+
+
+def rope_and_store(queries: Tensor, *others: Any) -> None:
+    """Calls reference.rope_and_store_latents with an array of slots."""
+    *before, slots, scales, interleaved = others
+    reference.rope_and_store_latents(queries, *before, torch.from_numpy(slots), scales, interleaved)
+
+
+def attend_short(
+    queries: Tensor,
+    heads: LatentHeads,
+    kv: Tensor,
+    layer: int,
+    block_table: Any,
+    tokens: Any,
+    rows: Any,
+    contexts: Any,
+    scale: float,
+    out: Tensor,
+    scales: Tensor | None,
+) -> None:
+    """Computes attention of the queries tokens[n] of queries [T, H (K + R)] to the first contexts[n] positions of row rows[n], in the
+    absorbed form. Writes out [T, H V]; queries without a context are left out. The index arrays are numpy's, int32."""
+    some = np.flatnonzero(contexts > 0)
+    if not len(some):
+        return
+    places = torch.from_numpy(tokens[some]).long()
+    query = queries[places].view(len(some), heads.num_heads, -1).transpose(0, 1).float()
+    to = out.view(len(out), heads.num_heads, -1)
+    for part, up in _parts(heads):
+        absorbed = torch.bmm(query[part, :, : heads.plain_dim], up[:, : heads.plain_dim])
+        wide = torch.cat((absorbed, query[part, :, heads.plain_dim :]), dim=-1).transpose(0, 1) * scale
+        sums = absorbed.transpose(0, 1)  # whose memory is free again
+        for n, (row, context) in enumerate(zip(rows[some].tolist(), contexts[some].tolist(), strict=True)):
+            held = reference.gather_latents(kv, layer, torch.from_numpy(block_table[row]), context, scales).float()
+            torch.mm(torch.softmax(wide[n] @ held.t(), dim=-1), held[:, : heads.rank], out=sums[n])
+        to[places, part] = torch.bmm(absorbed, up[:, heads.plain_dim :].transpose(1, 2)).transpose(0, 1).to(out.dtype)
+
+
+def attend_long(
+    queries: Tensor,
+    heads: LatentHeads,
+    kv: Tensor,
+    layer: int,
+    block_table: Any,
+    starts: Any,
+    num_new: Any,
+    contexts: Any,
+    longer_than: int,
+    scale: float,
+    out: Tensor,
+    scales: Tensor | None,
+) -> None:
+    """Computes attention of the new tokens of each row that has more than longer_than of them, in the expanded form. starts, num_new,
+    contexts: as in HostBatch. Writes out [T, H V]."""
+    query = queries.view(len(queries), heads.num_heads, -1)
+    to = out.view(len(out), heads.num_heads, -1)
+    for row in np.flatnonzero(num_new > longer_than):
+        context, first, num = int(contexts[row]), int(starts[row]), int(num_new[row])
+        own = slice(first, first + num)
+        held = reference.gather_latents(kv, layer, torch.from_numpy(block_table[row]), context, scales).float()
+        for part, up in _parts(heads):
+            for head, matrix in zip(range(heads.num_heads)[part], up, strict=True):
+                made = held[:, : heads.rank] @ matrix.t()
+                key = torch.cat((made[:, : heads.plain_dim], held[:, heads.rank :]), dim=-1)
+                _attend_head(query[own, head].float() * scale, key, made[:, heads.plain_dim :], to[own, head])
+
+
+def _attend_head(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+    """Computes causal attention of one head: query [n, K + R] of the last n of C positions, key [C, K + R], value [C, V]. Writes out
+    [n, V]."""
+    before = len(key) - len(query)
+    for first in range(0, len(query), PREFILL_TILE_TOKENS):
+        tile = query[first : first + PREFILL_TILE_TOKENS]
+        seen = before + first + len(tile)
+        scores = tile @ key[:seen].t()
+        later = torch.ones(len(tile), len(tile), dtype=torch.bool).triu_(1)
+        scores[:, seen - len(tile) :].masked_fill_(later, -torch.inf)
+        out[first : first + len(tile)] = torch.softmax(scores, dim=-1) @ value[:seen]
+
+
+def _parts(heads: LatentHeads) -> Iterator[tuple[slice, Tensor]]:
+    """Yields some heads at a time, with their matrices [heads, K + V, L] in float32, of at most WIDENED_BYTES (one at least)."""
+    height = heads.plain_dim + heads.value_dim
+    at_once = max(1, WIDENED_BYTES // (height * heads.rank * 4))
+    for first in range(0, heads.num_heads, at_once):
+        part = slice(first, min(first + at_once, heads.num_heads))
+        yield part, _widened(heads.up, slice(part.start * height, part.stop * height)).view(-1, height, heads.rank)
+
+
+def _widened(matrix: Matrix, some: slice) -> Tensor:
+    """Returns some rows of a matrix as float32."""
+    if isinstance(matrix, Fp8Matrix):
+        wide = torch.empty(some.stop - some.start, matrix.shape[1])
+        reference.fp8_rows(matrix.values[some], matrix.scales[some], matrix.group_inputs, wide)
+        return wide
+    if isinstance(matrix, Int8Matrix):
+        return matrix.values[some].float() * matrix.scales[some, None]
+    return matrix[some].float()

@@ -1,0 +1,46 @@
+"""Multi-head latent attention over paged latents (https://arxiv.org/abs/2405.04434)."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from torch import Tensor
+
+from engine.layers.weights import Weights
+from engine.ops.ops import BatchT, LatentHeads, Ops
+from loader.architectures.decoder import Decoder
+from loader.architectures.latent import NORM_EPS
+from loader.model_shape import ModelShape
+
+
+class LatentAttention(Generic[BatchT]):
+    """The attention of one layer: x [T, hidden] -> [T, hidden]. It stores the latents of the T tokens before it reads any.
+
+    The devices choose the form of the products (docs/design/models.md): absorbed, in which queries are brought to the latents'
+    space and read them as they are stored, or expanded, in which keys and values are made of the latents."""
+
+    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
+        assert family.latents is not None
+        assert shape.latent is not None
+        self.ops, self.layer, self.scale = ops, layer, shape.query_scale
+        self.interleaved = shape.rope.interleaved
+        names, latent, prefix = family.latents.names, shape.latent, family.names.layer.format(layer)
+        together = names.read_together(latent)
+        self.down_weight = weights.matrix(prefix, together)
+        self.down_bias = weights.find_fused(prefix, together, ".bias")
+        self.query_norm = weights.find(f"{prefix}{names.query_norm}.weight")
+        self.query_weight = weights.matrix(prefix, (names.query_up if latent.query_rank else names.queries,))
+        self.norm = weights.get(f"{prefix}{names.norm}.weight")
+        up = weights.matrix(prefix, (names.up,))
+        self.heads = LatentHeads(up, shape.num_heads, latent.plain_dim, latent.rope_dim, latent.value_dim)
+        self.out_weight = weights.matrix(prefix, (names.output,))
+        self.out_bias = weights.find(f"{prefix}{names.output}.bias")
+
+    def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
+        ops = self.ops
+        down = ops.linear(x, self.down_weight, self.down_bias)
+        of_queries = x if self.query_norm is None else ops.normed_columns(down, 0, self.query_norm, NORM_EPS)
+        queries = ops.linear(of_queries, self.query_weight)
+        ops.rope_and_store_latents(queries, down, self.norm, NORM_EPS, self.layer, self.heads, batch, self.interleaved)
+        attended = ops.latent_attention(queries, self.layer, self.heads, self.scale, batch)
+        return ops.linear(attended, self.out_weight, self.out_bias)

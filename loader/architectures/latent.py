@@ -1,0 +1,92 @@
+"""Multi-head latent attention (https://arxiv.org/abs/2405.04434): the keys and values of all heads come from one latent a token,
+and the KV cache holds the latent.
+
+A family of decoders that has it says so with `Latents` in its description. Defaults are those of transformers' configuration
+classes, as in decoder.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loader.architectures.architecture import TensorGroup, one_tensor
+from loader.config_fields import Fields
+from loader.model_shape import LatentShape
+
+NORM_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps says of the others
+
+
+@dataclass(slots=True, frozen=True)
+class LatentNames:
+    """Names of a layer's tensors of latent attention, without `.weight` and `.bias`. Like those of TensorNames they follow the
+    layer's prefix.
+
+    queries: of models whose queries are made by one matrix. query_down, query_norm, query_up: of the others. down: the matrix that
+    makes the latent and the rotated part of the keys. norm: of the latent. up: the matrix that makes, head by head, the other part
+    of the keys and the values of a latent."""
+
+    queries: str = "self_attn.q_proj"
+    query_down: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    down: str = "self_attn.kv_a_proj_with_mqa"
+    norm: str = "self_attn.kv_a_layernorm"
+    up: str = "self_attn.kv_b_proj"
+    output: str = "self_attn.o_proj"
+
+    def read_together(self, latent: LatentShape) -> tuple[str, ...]:
+        """Returns the names of the matrices that make, in one product, latents of queries (if there are any) and of KV."""
+        return (self.query_down, self.down) if latent.query_rank else (self.down,)
+
+
+@dataclass(slots=True, frozen=True)
+class Latents:
+    """What applies to a family's latent attention if config.json leaves a key out."""
+
+    query_rank: int
+    rank: int = 512
+    plain_dim: int = 128
+    rope_dim: int = 64
+    value_dim: int = 128
+    names: LatentNames = LatentNames()
+    interleaved_key: str = ""  # the key that says whether pairs of rotated dimensions are neighbours; "": they are
+
+    def parse(self, fields: Fields) -> LatentShape:
+        """Reads config.json. Raises CheckpointError, which names a key with a wrong value."""
+        has_rank = not ("q_lora_rank" in fields.values and fields.is_null("q_lora_rank"))
+        latent = LatentShape(
+            query_rank=fields.integer("q_lora_rank", self.query_rank) if has_rank else 0,
+            rank=fields.integer("kv_lora_rank", self.rank),
+            plain_dim=fields.integer("qk_nope_head_dim", self.plain_dim),
+            rope_dim=fields.integer("qk_rope_head_dim", self.rope_dim),
+            value_dim=fields.integer("v_head_dim", self.value_dim),
+        )
+        if latent.rope_dim % 2:
+            raise fields.fail("qk_rope_head_dim", f"{latent.rope_dim} is odd; rotary embedding needs pairs")
+        return latent
+
+    def interleaved(self, fields: Fields) -> bool:
+        """Returns whether pairs of rotated dimensions are neighbours."""
+        return fields.boolean(self.interleaved_key, True) if self.interleaved_key else True
+
+    def tensor_groups(self, latent: LatentShape, num_heads: int, hidden: int, has_bias: bool) -> list[TensorGroup]:
+        """Returns the groups of one layer's attention, with names that lack the layer's prefix."""
+        names, rank = self.names, latent.query_rank
+        queries, values = num_heads * (latent.plain_dim + latent.rope_dim), num_heads * latent.value_dim
+        keys_values = num_heads * (latent.plain_dim + latent.value_dim)
+        widths = (rank, latent.token_values) if rank else (latent.token_values,)
+        together = list(zip(names.read_together(latent), widths, strict=True))
+        groups = [TensorGroup(tuple((f"{name}.weight", (width, hidden)) for name, width in together), may_be_quantized=True)]
+        if has_bias:
+            groups.append(TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in together)))
+        if rank:
+            groups += [one_tensor(f"{names.query_norm}.weight", rank), _matrix(names.query_up, queries, rank)]
+        else:
+            groups.append(_matrix(names.queries, queries, hidden))
+        groups += [one_tensor(f"{names.norm}.weight", latent.rank), _matrix(names.up, keys_values, latent.rank)]
+        groups.append(_matrix(names.output, hidden, values))
+        return [*groups, one_tensor(f"{names.output}.bias", hidden)] if has_bias else groups
+
+
+def _matrix(name: str, outputs: int, inputs: int) -> TensorGroup:
+    return TensorGroup(((f"{name}.weight", (outputs, inputs)),), may_be_quantized=True)
