@@ -37,9 +37,10 @@ class RopeParameters:
 
     partial_rotary_factor: the share of each head's dimensions that is rotated. longrope: short_factors and long_factors have one
     factor per frequency, for sequences within original_max_position_embeddings and for longer ones; cosines and sines are
-    multiplied by attention_factor. score_factor: of attention's scores, which latent attention applies. yarn: dimensions that rotate at least beta_fast times within the original length keep their
-    frequency, those that rotate at most beta_slow times are stretched. extended_to: the positions that the scaling reaches, if
-    that may be more than config.json gives (yarn, dynamic)."""
+    multiplied by attention_factor. score_factor: of attention's scores, which latent attention applies (yarn). yarn: dimensions
+    that rotate at least beta_fast times within the original length keep their frequency, those that rotate at most beta_slow times
+    are stretched. extended_to: the positions that the scaling reaches, if that may be more than config.json gives (yarn,
+    dynamic)."""
 
     kind: str = "default"
     theta: float = 10000.0

@@ -5,6 +5,7 @@ into which steps divide their work so that they stay within it. loader/gpu_sizin
 from __future__ import annotations
 
 from loader.dtypes import ITEM_BYTES
+from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
@@ -23,6 +24,8 @@ SAMPLER_BYTES = 1 << 20
 SAMPLER_COPIES = 6
 # Queries of one row that attend to its context at a time where that needs a mask.
 PREFILL_TILE_TOKENS = 256
+# Queries that are brought to the space of latents at a time (engine/cpu/latents.py).
+ABSORBED_TOKENS = 64
 
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
@@ -47,6 +50,8 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     # queries, keys and values beside attention's result, or beside the queries as they are normalised
     attention = (3 if shape.whole_width_norms else 2) * query + 2 * key
+    if (latent := shape.latent) is not None:  # latents, those of queries once more as they are normalised
+        attention = 2 * latent.query_rank + latent.token_values + query + shape.num_heads * latent.value_dim
     layer = max(attention, 3 * shape.intermediate_size, expert_bytes(shape, dtype) // ITEM_BYTES[dtype])
     # residual, update, normed, output, and as much for gaps between those that are taken and given back
     around = 8 * shape.hidden_size
@@ -109,6 +114,8 @@ def work_space_bytes(
     gathered = context * 2 * (2 * key + query) * item + tile * context * 5
     if shape.attention_softcap:  # scores of one KV head's queries as products, in float32 and as weights
         gathered += shape.num_heads // shape.num_kv_heads * tile * context * (2 * item + 2 * 4)
+    if shape.latent is not None:
+        attention, gathered = _latent_bytes(shape, tokens, context, item)
     mlp = tokens * max(shape.intermediate_size * 4 * item, expert_bytes(shape, dtype))
     logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
@@ -119,6 +126,21 @@ def work_space_bytes(
     # measured: a quarter more than the arrays, for oneDNN's scratch and what malloc keeps
     step = (residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64) * 5 // 4
     return step + recorded_bytes(shape, dtype, max_sequences, max_num_batched_tokens)
+
+
+def _latent_bytes(shape: ModelShape, tokens: int, context: int, item: int) -> tuple[int, int]:
+    """Returns an upper bound of what latent attention takes for the tokens of a step, and for one row's context
+    (engine/cpu/latents.py)."""
+    latent, heads = shape.latent, shape.num_heads
+    assert latent is not None
+    down, query, value = latent.query_rank + latent.token_values, heads * shape.head_dim, heads * latent.value_dim
+    # the norms and rotations are in float32; queries and their absorbed form, and what an assignment of parts copies
+    by_token = (down + query) * (2 * item + 8) + value * item
+    absorbed = ABSORBED_TOKENS * heads * (shape.head_dim + 2 * latent.token_values) * 4
+    # latents as stored and in float32; scores of all heads of a query, or keys and values of a head and scores of a tile
+    by_position = latent.token_values * (item + 4) + 2 * 4 * max(heads, PREFILL_TILE_TOKENS)
+    by_position += (2 * shape.head_dim + latent.value_dim) * 4
+    return tokens * by_token, absorbed + context * by_position + 2 * WIDENED_BYTES
 
 
 def _encoder_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int) -> int:

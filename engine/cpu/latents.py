@@ -4,8 +4,8 @@ Queries of decode steps and of short chunks take the absorbed form: each head's 
 the latents as they are stored, and its value matrix to the sum. Long chunks of prompts take the expanded form, one head at a time:
 its keys and values are made of all latents of the row, which costs fewer operations where many queries read them.
 
-Shapes: T tokens, N of them in short chunks, H heads, K plain and R rotated dimensions of queries and keys, V of values, L numbers of
-a latent, C positions of a row.
+Shapes: T tokens, N of them in short chunks, H heads, K plain and R rotated dimensions of queries and keys, V of values, L numbers
+of a latent, C positions of a row.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from torch import Tensor
 from engine.ops import reference
 from engine.ops.ops import Fp8Matrix, Int8Matrix, LatentHeads, Matrix
 from loader.formats.int8 import WIDENED_BYTES
-from loader.work_space import PREFILL_TILE_TOKENS
-
-
-def rope_and_store(queries: Tensor, *others: Any) -> None:
-    """Calls reference.rope_and_store_latents with an array of slots."""
-    *before, slots, scales, interleaved = others
-    reference.rope_and_store_latents(queries, *before, torch.from_numpy(slots), scales, interleaved)
+from loader.work_space import ABSORBED_TOKENS, PREFILL_TILE_TOKENS
 
 
 def attend_short(
@@ -42,22 +36,24 @@ def attend_short(
     out: Tensor,
     scales: Tensor | None,
 ) -> None:
-    """Computes attention of the queries tokens[n] of queries [T, H (K + R)] to the first contexts[n] positions of row rows[n], in the
+    """Computes attention of queries tokens[n] of `queries` [T, H (K + R)] to the first contexts[n] positions of row rows[n], in the
     absorbed form. Writes out [T, H V]; queries without a context are left out. The index arrays are numpy's, int32."""
     some = np.flatnonzero(contexts > 0)
-    if not len(some):
-        return
-    places = torch.from_numpy(tokens[some]).long()
-    query = queries[places].view(len(some), heads.num_heads, -1).transpose(0, 1).float()
     to = out.view(len(out), heads.num_heads, -1)
-    for part, up in _parts(heads):
-        absorbed = torch.bmm(query[part, :, : heads.plain_dim], up[:, : heads.plain_dim])
-        wide = torch.cat((absorbed, query[part, :, heads.plain_dim :]), dim=-1).transpose(0, 1) * scale
-        sums = absorbed.transpose(0, 1)  # whose memory is free again
-        for n, (row, context) in enumerate(zip(rows[some].tolist(), contexts[some].tolist(), strict=True)):
+    for first in range(0, len(some), ABSORBED_TOKENS):
+        own = some[first : first + ABSORBED_TOKENS]
+        places = torch.from_numpy(tokens[own]).long()
+        query = queries[places].view(len(own), heads.num_heads, -1).float().mul_(scale)
+        wide = query.new_empty(len(own), heads.num_heads, kv.shape[5])
+        for part, up in _parts(heads):
+            wide[:, part, : heads.rank] = _by_head(query[:, part, : heads.plain_dim], up[:, : heads.plain_dim])
+        wide[..., heads.rank :] = query[..., heads.plain_dim :]
+        for n, (row, context) in enumerate(zip(rows[own].tolist(), contexts[own].tolist(), strict=True)):
             held = reference.gather_latents(kv, layer, torch.from_numpy(block_table[row]), context, scales).float()
-            torch.mm(torch.softmax(wide[n] @ held.t(), dim=-1), held[:, : heads.rank], out=sums[n])
-        to[places, part] = torch.bmm(absorbed, up[:, heads.plain_dim :].transpose(1, 2)).transpose(0, 1).to(out.dtype)
+            wide[n, :, : heads.rank] = torch.softmax(wide[n] @ held.t(), dim=-1) @ held[:, : heads.rank]
+        for part, up in _parts(heads):
+            values = _by_head(wide[:, part, : heads.rank], up[:, heads.plain_dim :].transpose(1, 2))
+            to[places, part] = values.to(out.dtype)
 
 
 def attend_long(
@@ -74,8 +70,8 @@ def attend_long(
     out: Tensor,
     scales: Tensor | None,
 ) -> None:
-    """Computes attention of the new tokens of each row that has more than longer_than of them, in the expanded form. starts, num_new,
-    contexts: as in HostBatch. Writes out [T, H V]."""
+    """Computes attention of the new tokens of each row that has more than longer_than of them, in the expanded form. Writes out [T,
+    H V]. starts, num_new, contexts: as in HostBatch."""
     query = queries.view(len(queries), heads.num_heads, -1)
     to = out.view(len(out), heads.num_heads, -1)
     for row in np.flatnonzero(num_new > longer_than):
@@ -90,8 +86,8 @@ def attend_long(
 
 
 def _attend_head(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-    """Computes causal attention of one head: query [n, K + R] of the last n of C positions, key [C, K + R], value [C, V]. Writes out
-    [n, V]."""
+    """Computes causal attention of one head: query [n, K + R] of the last n of C positions, key [C, K + R], value [C, V]. Writes
+    out [n, V]."""
     before = len(key) - len(query)
     for first in range(0, len(query), PREFILL_TILE_TOKENS):
         tile = query[first : first + PREFILL_TILE_TOKENS]
@@ -100,6 +96,11 @@ def _attend_head(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None
         later = torch.ones(len(tile), len(tile), dtype=torch.bool).triu_(1)
         scores[:, seen - len(tile) :].masked_fill_(later, -torch.inf)
         out[first : first + len(tile)] = torch.softmax(scores, dim=-1) @ value[:seen]
+
+
+def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """Returns x [N, h, A] times each head's own of matrices [h, A, B], as [N, h, B]."""
+    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
 
 
 def _parts(heads: LatentHeads) -> Iterator[tuple[slice, Tensor]]:

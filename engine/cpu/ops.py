@@ -309,7 +309,7 @@ class CpuOps:
     ) -> None:
         group, place = batch.group_of(layer)
         call(
-            latents.rope_and_store,
+            reference.rope_and_store_latents,
             queries.view(queries.shape),
             down.view(down.shape),
             group.cos_sin.view(group.cos_sin.shape),
@@ -318,7 +318,7 @@ class CpuOps:
             group.kv,
             place,
             heads.num_heads,
-            group.slots,
+            torch.from_numpy(group.slots),
             group.scales,
             interleaved,
         )

@@ -1,4 +1,5 @@
-"""Decoders: Llama, Mixtral, Mistral, Qwen, Phi, Gemma, OLMo, DeepSeek and what else `loader.architectures.decoder.Decoder` can describe.
+"""Decoders: Llama, Mixtral, Mistral, Qwen, Phi, Gemma, OLMo, DeepSeek, and what else `loader.architectures.decoder.Decoder` can
+describe.
 
 T tokens of all rows end to end; hidden: model width; V vocabulary. Weights are views of the model's one memory range.
 """
