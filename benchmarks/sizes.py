@@ -22,8 +22,11 @@ MODELS = {
     "llama-3.1-8b": ("Llama 3.1 8B", "cuda=80GiB"),
     "gpt-oss-20b": ("gpt-oss 20B", "cuda=24GiB"),
     "gpt-oss-120b": ("gpt-oss 120B", "cuda=80GiB"),
+    "deepseek-v2-lite": ("DeepSeek-V2-Lite", "cuda=48GiB"),
+    "glm-4.7-flash": ("GLM-4.7-Flash", "cuda=80GiB"),
     "qwen3-235b-a22b": ("Qwen3 235B-A22B", "cuda=8x80GiB"),
     "qwen3-235b-a22b-fp8": ("Qwen3 235B-A22B FP8", "cuda=4x80GiB"),
+    "deepseek-v3": ("DeepSeek-V3", "cuda=8x141GiB"),
 }
 HEADER = ("Model", "Matrices", "Parameters", "of a token", "Weights", "KV a token", "Devices", "Left for KV", "Tokens")
 

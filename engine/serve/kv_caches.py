@@ -12,7 +12,7 @@ from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.kv_cache import KVCache
 
-KINDS = ("full", "window")
+KINDS = ("full", "window", "latent")
 
 
 def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkPool, max_num_batched_tokens: int) -> KVCache:
@@ -22,7 +22,7 @@ def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkP
         if group.kind not in KINDS or (group.kind == "window") != (group.window_tokens > 0):
             raise ValueError(
                 f"model {spec.model}: KV group of kind {group.kind} with window_tokens {group.window_tokens}; "
-                f"supported: {', '.join(KINDS)} (of at least 1 token)"
+                f"supported: {', '.join(KINDS)}, and a window of at least 1 token"
             )
     needs = [kv_layout.group_chunks(group, spec.max_model_len, max_num_batched_tokens, chunks.chunk_bytes) for group in groups]
     made: list[GroupCache] = []

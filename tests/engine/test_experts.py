@@ -50,6 +50,15 @@ def test_what_a_preempted_request_computes_again_is_the_same(runner: TorchRunner
         assert np.abs(logits(runner, saved[0], steps=steps) - wanted).max() < 2e-4
 
 
+def test_latents_are_expanded_and_absorbed_to_the_same(runner: TorchRunner, tmp_path: Path) -> None:
+    """Long chunks of a prompt make keys and values of its latents, short ones and single tokens read the latents."""
+    made = make_checkpoint(tmp_path, **CASES["deepseek-v3"])
+    with torch.inference_mode():
+        wanted = made(torch.tensor([PROMPT])).logits[0].numpy()
+    for steps in ((20, *[1] * 40), (60,), (7, 33, 20), (16, 16, 17, 11)):
+        assert np.abs(logits(runner, tmp_path, steps=steps) - wanted).max() < 2e-4
+
+
 def test_float16_follows_float32(runner: TorchRunner, saved: tuple[Path, Any]) -> None:
     exact, half = logits(runner, saved[0]), logits(runner, saved[0], "float16")
     assert np.abs(half - exact).mean() < 0.01 * np.abs(exact).mean()

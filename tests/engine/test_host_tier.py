@@ -33,7 +33,8 @@ OUTPUT_TOKENS = 40
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("models")
-    make_models(made, llama=CASES["llama"], gemma=CASES["gemma2"], mistral=CASES["mistral-window"])
+    kinds = {"llama": "llama", "gemma": "gemma2", "mistral": "mistral-window", "deepseek": "deepseek-v2"}
+    make_models(made, **{name: CASES[case] for name, case in kinds.items()})
     return made
 
 
@@ -153,11 +154,11 @@ def preempted(bench: TierBench, name: str, num_steps: int, save_slots: range) ->
     return gone, done
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "mistral", "deepseek"])
 @pytest.mark.parametrize("num_steps", [5, 18])
 def test_preempted_requests_go_on_as_if_nothing_had_been(folder: Path, name: str, num_steps: int) -> None:
     """Requests go on from saved KV with only one token computed again each. Prompts of several lengths fill the last block
-    differently; some models have windows; some prompts share their beginning, and two are the same."""
+    differently; some models have windows, one keeps latents; some prompts share their beginning, and two are the same."""
     bench = TierBench(folder)
     gone, done = preempted(bench, name, num_steps, range(NUM_SLOTS))
     assert gone.recompute_kv_tokens == 0

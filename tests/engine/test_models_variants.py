@@ -86,7 +86,8 @@ def test_dynamic_rope(runner: TorchRunner, tmp_path: Path, max_len: int) -> None
 
 
 @pytest.mark.parametrize(
-    "case", ["mistral-window", "phi3-partial-window", "gemma2", "gemma3", "olmo2", "mixtral", "qwen2-moe", "qwen3-moe"]
+    "case",
+    ["mistral-window", "phi3-partial-window", "gemma2", "gemma3", "olmo2", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2"],
 )
 def test_bfloat16_follows_transformers(runner: TorchRunner, tmp_path: Path, case: str) -> None:
     """The mean error against float32 is at most 1.2 times that of transformers in bfloat16."""

@@ -122,7 +122,7 @@ def quantize(source: Path, target: Path, kind: Kind, plain: str = "-") -> dict[s
     tensors, meant = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         tensors[name] = tensor
-        if name.endswith("_proj.weight") and plain not in name:
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and plain not in name:
             values, scale = kind.quantize(tensor.float())
             scale = scale.to(kind.dtype)
             meant[name] = values.float() * spread(scale.float(), tensor.shape)

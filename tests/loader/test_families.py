@@ -577,7 +577,7 @@ def test_gemma3() -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (MIXTRAL_8X7B, {"architectures": ["DeepseekV3ForCausalLM"]}, "architectures: 'DeepseekV3ForCausalLM'"),
+        (MIXTRAL_8X7B, {"architectures": ["DeepseekV32ForCausalLM"]}, "architectures: 'DeepseekV32ForCausalLM'"),
         (QWEN3_30B_A3B, {"architectures": ["Qwen3NextForCausalLM"]}, "architectures: 'Qwen3NextForCausalLM'"),
         (
             GPT_OSS_20B,

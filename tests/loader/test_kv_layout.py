@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from loader.hf_config import parse_config
 from loader.kv_layout import (
     KV_FP8,
     block_bytes,
@@ -12,6 +14,7 @@ from loader.kv_layout import (
     kv_bytes_per_token,
     kv_groups,
     kv_reserved_bytes,
+    kv_token_dims,
 )
 from loader.layout import weights_bytes
 from loader.model_shape import ModelShape
@@ -19,6 +22,7 @@ from loader.work_space import logits_rows
 from tests.loader.checkpoints import shape
 
 MIB = 1 << 20
+PUBLISHED = Path(__file__).parents[1] / "published"
 
 
 def test_figures_of_llama_3_8b() -> None:
@@ -46,6 +50,16 @@ def test_figures_of_llama_3_8b() -> None:
     assert default_max_model_len(llama, KV_FP8, 24 << 30) == 49152 * 256 // 129
     reserved = [kv_reserved_bytes(llama, kv_dtype, 65536, 16, 512, MIB) for kv_dtype in ("bfloat16", KV_FP8)]
     assert reserved[1] / reserved[0] == pytest.approx(129 / 256, rel=1e-3)
+
+
+def test_latents_of_deepseek_v3() -> None:
+    """512 numbers of a latent and 64 that are rotated, for 128 heads: published, 70 KB a token in bfloat16."""
+    deepseek = parse_config((PUBLISHED / "deepseek-v3.json").read_bytes())
+    assert kv_token_dims(deepseek) == (1, 1, 576)
+    assert kv_bytes_per_token(deepseek, "bfloat16") == 61 * 576 * 2 == 70_272
+    assert kv_bytes_per_token(deepseek, KV_FP8) == 61 * 577
+    (group,) = kv_groups(deepseek, "bfloat16", 16)
+    assert (group.kind, group.block_bytes, group.window_tokens) == ("latent", 70_272 * 16, 0)
 
 
 def test_default_length_never_exceeds_the_checkpoints() -> None:

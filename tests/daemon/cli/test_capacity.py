@@ -23,6 +23,7 @@ from tests.loader.compressed import quantization_config
 
 PUBLISHED = Path(__file__).parents[2] / "published"
 LLAMA31_8B: dict[str, Any] = json.loads((PUBLISHED / "llama-3.1-8b.json").read_text())
+DEEPSEEK_V2_LITE: dict[str, Any] = json.loads((PUBLISHED / "deepseek-v2-lite.json").read_text())
 QWEN3_235B_A22B: dict[str, Any] = json.loads((PUBLISHED / "qwen3-235b-a22b.json").read_text())
 
 
@@ -42,6 +43,7 @@ def planned(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
     [
         (LLAMA31_8B, 8_030_261_248, 8_030_261_248, 131_072, "cuda=80GiB", (500_000, 520_000)),
         (QWEN3_235B_A22B, 235_093_634_560, 22_190_763_520, 192_512, "cuda=8x80GiB", (500_000, 525_000)),
+        (DEEPSEEK_V2_LITE, 15_706_484_224, 2_661_150_208, 31_104, "cuda=80GiB", (1_600_000, 1_700_000)),
     ],
 )
 def test_published_models(

@@ -157,11 +157,22 @@ def test_what_is_no_number_fails_the_load_by_name(
     assert np.array_equal(logits_of(runner, tmp_path), whole), "the engine serves on"
 
 
-def test_experts_are_those_that_codes_and_scales_stand_for(runner: TorchRunner, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("qwen3-moe", {"num_experts": 4, "num_experts_per_tok": 2}),
+        (
+            "deepseek-v3",
+            {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "kv_lora_rank": 136, "attention_bias": False},
+        ),
+    ],
+)
+def test_experts_and_latents_are_those_that_codes_and_scales_stand_for(
+    runner: TorchRunner, tmp_path: Path, case: str, changes: dict[str, Any]
+) -> None:
     """Logits equal those of the plain checkpoint with the weights of the definition, for few rows an expert and for many; recorded
     steps give what others give."""
-    made = CASES["qwen3-moe"] | {"hidden_size": 160, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
-    make_checkpoint(tmp_path / "plain", **made)
+    make_checkpoint(tmp_path / "plain", **(CASES[case] | {"hidden_size": 160, "num_hidden_layers": 2} | changes))
     meant = quantize(tmp_path / "plain", tmp_path / "fp8", KINDS["fine-grained"])
     assert sum(".experts." in name for name in meant) == 4 * 3
     found = logits_of(runner, tmp_path / "fp8")
