@@ -1,8 +1,8 @@
 """Multi-head latent attention on the `cpu` device, with torch's products in float32.
 
-Queries of decode steps and of short chunks take the absorbed form: each head's key matrix is applied to its query, which then reads
-the latents as they are stored, and its value matrix to the sum. Long chunks of prompts take the expanded form, one head at a time:
-its keys and values are made of all latents of the row, which costs fewer operations where many queries read them.
+In the absorbed form each head's key matrix is applied to its query, which then reads the latents as they are stored, and its value
+matrix is applied to the sum. In the expanded form keys and values of a head are made of all latents of the row, which costs fewer
+operations where many queries read them: from 171 on at DeepSeek's sizes (benchmarks/latent_attention.py).
 
 Shapes: T tokens, N of them in short chunks, H heads, K plain and R rotated dimensions of queries and keys, V of values, L numbers
 of a latent, C positions of a row.
@@ -70,19 +70,40 @@ def attend_long(
     out: Tensor,
     scales: Tensor | None,
 ) -> None:
-    """Computes attention of the new tokens of each row that has more than longer_than of them, in the expanded form. Writes out [T,
-    H V]. starts, num_new, contexts: as in HostBatch."""
-    query = queries.view(len(queries), heads.num_heads, -1)
-    to = out.view(len(out), heads.num_heads, -1)
+    """Computes attention of the new tokens of each row that has more than longer_than of them, in the form that takes fewer
+    operations. Writes out [T, H V]. starts, num_new, contexts: as in HostBatch."""
     for row in np.flatnonzero(num_new > longer_than):
-        context, first, num = int(contexts[row]), int(starts[row]), int(num_new[row])
-        own = slice(first, first + num)
-        held = reference.gather_latents(kv, layer, torch.from_numpy(block_table[row]), context, scales).float()
-        for part, up in _parts(heads):
-            for head, matrix in zip(range(heads.num_heads)[part], up, strict=True):
-                made = held[:, : heads.rank] @ matrix.t()
-                key = torch.cat((made[:, : heads.plain_dim], held[:, heads.rank :]), dim=-1)
-                _attend_head(query[own, head].float() * scale, key, made[:, heads.plain_dim :], to[own, head])
+        first, num = int(starts[row]), int(num_new[row])
+        own, blocks = slice(first, first + num), torch.from_numpy(block_table[row])
+        held = reference.gather_latents(kv, layer, blocks, int(contexts[row]), scales).float()
+        attend_row(queries[own], heads, held, scale, out[own], absorbs(heads, num))
+
+
+def attend_row(queries: Tensor, heads: LatentHeads, held: Tensor, scale: float, out: Tensor, absorbed: bool) -> None:
+    """Computes causal attention of the last n positions of a row, whose queries are queries [n, H (K + R)], to its latents held [C,
+    L + R] float32, one head at a time. Writes out [n, H V]."""
+    query, to = queries.view(len(queries), heads.num_heads, -1), out.view(len(out), heads.num_heads, -1)
+    rank, plain_dim = heads.rank, heads.plain_dim
+    for part, up in _parts(heads):
+        for head, matrix in zip(range(heads.num_heads)[part], up, strict=True):
+            own = query[:, head].float().mul_(scale)
+            if absorbed:
+                sums = own.new_empty(len(own), rank)
+                _attend_head(
+                    torch.cat((own[:, :plain_dim] @ matrix[:plain_dim], own[:, plain_dim:]), dim=-1), held, held[:, :rank], sums
+                )
+                to[:, head] = sums @ matrix[plain_dim:].t()
+            else:
+                made = held[:, :rank] @ matrix.t()
+                key = torch.cat((made[:, :plain_dim], held[:, rank:]), dim=-1)
+                _attend_head(own, key, made[:, plain_dim:], to[:, head])
+
+
+def absorbs(heads: LatentHeads, num_queries: int) -> bool:
+    """Returns whether num_queries queries of a row take fewer operations in the absorbed form: each then reads L + R and L numbers
+    of a position, in place of K + R and V, but these need not be made of its latent first."""
+    made = heads.plain_dim + heads.value_dim
+    return num_queries * (2 * heads.rank - made) < heads.rank * made
 
 
 def _attend_head(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
