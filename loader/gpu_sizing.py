@@ -11,6 +11,8 @@ from loader.model_shape import ModelShape
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 # Contexts are cut into one piece a row and so many more, each with float32 results: some eight for each of 256 multiprocessors.
 DECODE_PIECES = 2048
+# Of latent attention: heads that read a tile of latents together, and tokens whose queries are in the latents' space at a time.
+LATENT_HEADS, LATENT_TOKENS = 32, 1024
 # cuBLAS's work space, 32 MiB for each stream and thread: of steps, of captures, and of two loads at a time
 LIBRARY_BYTES = 128 << 20
 # Buffers that packed weights pass through, and as many again while their speed is measured (engine/cuda/frames.py).
@@ -26,14 +28,29 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     residual = tokens * hidden * 3 * item  # residual, normed, a product's result
-    pieces = (max_sequences + -(-DECODE_PIECES // shape.num_kv_heads)) * shape.num_heads * (shape.head_dim + 1) * 4
-    attention = tokens * ((query + 2 * key) + (2 if shape.whole_width_norms else 1) * query) * item + pieces
+    num_pieces = max_sequences + -(-DECODE_PIECES // decode_programs(shape))
+    if (latent := shape.latent) is None:
+        pieces = num_pieces * shape.num_heads * (shape.head_dim + 1) * 4
+        attention = tokens * ((query + 2 * key) + (2 if shape.whole_width_norms else 1) * query) * item + pieces
+    else:
+        pieces = num_pieces * shape.num_heads * (latent.rank + 1) * 4
+        # latents, those of queries as they are and normalised; queries; attention's result
+        by_token = 2 * latent.query_rank + latent.token_values + query + shape.num_heads * latent.value_dim
+        # some queries in the latents' space, and their sums
+        absorbed = min(tokens, max(LATENT_TOKENS, max_sequences)) * shape.num_heads * (latent.token_values + latent.rank)
+        attention = (tokens * by_token + absorbed) * item + pieces
     mlp = tokens * max(shape.intermediate_size * 3 * item, _expert_bytes(shape, item))
     rows = min(LOGITS_ROWS, max(1, max_sequences))
     # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them
     logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item)
     # a quarter more for what an allocator of blocks cannot use
     return (residual + max(attention, mlp, logits) + tokens * 64) * 5 // 4 + LIBRARY_BYTES + PACKED_BYTES
+
+
+def decode_programs(shape: ModelShape) -> int:
+    """Returns how many programs read the same piece of a sequence's context in a decode step: one for each KV head. Of latents
+    there is one for each LATENT_HEADS heads, which counts as four, because it takes most of what a multiprocessor has."""
+    return shape.num_kv_heads if shape.latent is None else 4 * -(-shape.num_heads // LATENT_HEADS)
 
 
 def _expert_bytes(shape: ModelShape, item: int) -> int:

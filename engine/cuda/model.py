@@ -41,7 +41,7 @@ from engine.sampling.outputs import sampled_outputs
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
 from loader import kv_layout
 from loader.formats.registry import FORMATS
-from loader.gpu_sizing import LOGITS_ROWS
+from loader.gpu_sizing import LOGITS_ROWS, decode_programs
 from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
@@ -128,7 +128,7 @@ class CudaModel:
         cores = CPU_CORES
         if self._device.type == "cuda":
             cores = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // shape.num_kv_heads)
+        self._num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // decode_programs(shape))
         self.tile_tokens = entry.tile_tokens(shape.head_dim, dtype)
         self.graphs = DecodeGraphs(self._decode, self._staging, self._device, max_graph_rows)
         sizes = mixed_sizes(max_graph_tokens, spec.max_sequences, self.tile_tokens)

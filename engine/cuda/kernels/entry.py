@@ -19,12 +19,15 @@ from engine.cuda.kernels import (
     triton_extend,
     triton_fp8_linear,
     triton_inputs,
+    triton_latent,
+    triton_latent_attention,
     triton_rope,
     triton_rows,
     triton_sampling,
 )
 from engine.host import compiled
-from engine.ops.ops import ExpertMatrices, Fp8Matrix
+from engine.ops.ops import ExpertMatrices, Fp8Matrix, Int8Matrix, LatentHeads
+from loader.gpu_sizing import LATENT_TOKENS
 
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
@@ -146,6 +149,71 @@ def attention(
             out,
         )
     return out
+
+
+def rope_and_store_latents(
+    queries: Tensor,
+    down: Tensor,
+    norm: Tensor,
+    eps: float,
+    layer: int,
+    heads: LatentHeads,
+    batch: DeviceBatch,
+    interleaved: bool,
+) -> None:
+    group, place = batch.group_of(layer)
+    kv = (group.kv, group.scales)
+    triton_latent.rope_and_store_latents(
+        queries, down, group.turns, norm, eps, *kv, place, heads.num_heads, group.kv_slots, interleaved
+    )
+
+
+def latent_attention(queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: DeviceBatch) -> Tensor:
+    """Returns the attention [T, H V] of the step's tokens, in the absorbed form, for some tokens at a time. Entries of tokens that
+    belong to no row are undefined."""
+    group, place = batch.group_of(layer)
+    num_tokens, rank = len(queries), heads.rank
+    by_head = queries.view(num_tokens, heads.num_heads, heads.plain_dim + heads.rope_dim)
+    out = queries.new_empty(num_tokens, heads.num_heads, heads.value_dim)
+    where = (group.kv, group.scales, place, group.block_table, batch.slots)
+    at_once = max(LATENT_TOKENS, batch.num_decode)  # all rows that decode are among the first tokens
+    for first in range(0, num_tokens, at_once):
+        own = by_head[first : first + at_once]
+        absorbed = queries.new_empty(len(own), heads.num_heads, rank + heads.rope_dim)
+        sums = queries.new_empty(len(own), heads.num_heads, rank)
+        _product_by_head(own[..., : heads.plain_dim], heads, False, absorbed[..., :rank])
+        absorbed[..., rank:].copy_(own[..., heads.plain_dim :])
+        if batch.num_decode and first == 0:
+            triton_latent_attention.decode_attention(absorbed, *where, group.work, scale, INTERPRETED, sums)
+        if (tiles := batch.tiles) is not None:
+            triton_latent_attention.extend_attention(
+                absorbed,
+                first,
+                *where,
+                tiles.rows,
+                tiles.firsts,
+                tile_tokens(by_head.shape[2], queries.dtype),
+                tiles.starts,
+                tiles.num_new,
+                batch.contexts,
+                scale,
+                INTERPRETED,
+                sums,
+            )
+        _product_by_head(sums, heads, True, out[first : first + at_once])
+    return out.view(num_tokens, heads.num_heads * heads.value_dim)
+
+
+def _product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, out: Tensor) -> None:
+    """Multiplies each head of x with its part of heads.up, as triton_latent.product_by_head says."""
+    if isinstance(heads.up, Fp8Matrix):
+        triton_latent.product_by_head(x, heads, of_values, INTERPRETED, out)
+        return
+    if isinstance(heads.up, Int8Matrix):
+        raise TypeError("there is no kernel for int8 weights on a GPU")
+    matrices = heads.up.view(heads.num_heads, heads.plain_dim + heads.value_dim, heads.rank)
+    own = matrices[:, heads.plain_dim :].transpose(1, 2) if of_values else matrices[:, : heads.plain_dim]
+    torch.bmm(x.transpose(0, 1), own, out=out.transpose(0, 1))
 
 
 def sample(

@@ -250,7 +250,7 @@ def decode_attention(
     each row's blocks are in block_table. sinks: [H] float32, a score that takes weight and gives no value. widen: see
     triton_softmax."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
-    num_items, num_rows = len(work.rows), len(work.firsts) - 1
+    num_items = len(work.rows)
     padded = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(num_items, heads, head_dim, dtype=torch.float32, device=qkv.device)
     partial_log = torch.empty(num_items, heads, dtype=torch.float32, device=qkv.device)
@@ -284,7 +284,15 @@ def decode_attention(
         num_warps=4,
         num_stages=2 if wide_items else 3,
     )
-    _combine_kernel[(num_rows, heads)](
+    combine(partial, partial_log, work, sinks, out)
+
+
+def combine(partial: Tensor, partial_log: Tensor, work: DecodeWork, sinks: Tensor | None, out: Tensor) -> None:
+    """Adds up what the pieces of each row gave, partial [I, H, D] with partial_log [I, H], and writes it to the first R rows of
+    out, [T, H D]."""
+    _, heads, head_dim = partial.shape
+    padded = max(16, triton.next_power_of_2(head_dim))
+    _combine_kernel[(len(work.firsts) - 1, heads)](
         partial,
         partial_log,
         work.firsts,
@@ -293,7 +301,7 @@ def decode_attention(
         H=heads,
         D=head_dim,
         PADDED_D=padded,
-        PIECES=16,
+        PIECES=16 if padded <= 256 else 8,
         SINKS=sinks is not None,
-        num_warps=2,
+        num_warps=2 if padded <= 256 else 4,
     )

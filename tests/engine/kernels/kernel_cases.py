@@ -14,6 +14,7 @@ from tests.engine.kernels.attention_cases import decode_attention, extend_attent
 from tests.engine.kernels.draw import Draw
 from tests.engine.kernels.expert_cases import experts, routing, routing_by_sigmoid
 from tests.engine.kernels.kv_write_cases import fp8_rounding, rope
+from tests.engine.kernels.latent_cases import decode_latents, extend_latents, products_by_head, store_latents
 from tests.engine.kernels.memory_cases import checksums, inputs, packed_weights
 from tests.engine.kernels.row_cases import few_rows_linear, fp8_linear, gates, gathers, norms
 from tests.engine.kernels.sampling_cases import logprobs, penalties, sampling
@@ -37,6 +38,10 @@ CASES: dict[str, Callable[[Draw], None]] = {
         work_lists,
         decode_attention,
         extend_attention,
+        store_latents,
+        products_by_head,
+        decode_latents,
+        extend_latents,
         sampling,
         penalties,
         logprobs,
@@ -44,7 +49,9 @@ CASES: dict[str, Callable[[Draw], None]] = {
         checksums,
         fp8_rounding,
     )
-} | {f"{case.__name__}_fp8": partial(case, fp8=True) for case in (rope, decode_attention, extend_attention, experts)}
+}
+_IN_FP8 = (rope, decode_attention, extend_attention, store_latents, decode_latents, extend_latents, experts)
+CASES |= {f"{case.__name__}_fp8": partial(case, fp8=True) for case in _IN_FP8}
 CASES["experts_mxfp4"] = partial(experts, in_mxfp4=True)
 
 

@@ -50,18 +50,27 @@ class Paged:
         return self.kv.shape[5]
 
 
-def paged(draw: Draw, contexts: list[int], windows: list[int], fp8: bool, max_heads: int = 17) -> Paged:
+def paged(
+    draw: Draw,
+    contexts: list[int],
+    windows: list[int],
+    fp8: bool,
+    max_heads: int = 17,
+    token_dims: tuple[int, int, int] | None = None,
+) -> Paged:
     """Returns random KV for rows with these contexts. windows: positions at the end of each row that are read; blocks before them
-    have index -1. max_heads: limits the query heads, because each is computed by itself and takes time."""
+    have index -1. max_heads: limits the query heads, because each is computed by itself and takes time. token_dims:
+    kv_layout.kv_token_dims, else drawn."""
     head_dim, block_tokens, kv_heads = draw.one_of(*HEAD_DIMS), draw.one_of(*BLOCK_TOKENS), draw.one_of(1, 1, 2, 3)
+    num, kv_heads, head_dim = token_dims or (2, kv_heads, head_dim)
     layers = draw.one_of(1, 2)
     layer = draw.between(0, layers - 1)
     heads = kv_heads * draw.one_of(*(group for group in GROUPS if kv_heads * group <= max_heads))
     num_blocks = sum(-(-c // block_tokens) for c in contexts) + 3
     kv_dtype = kv_layout.KV_FP8 if fp8 else str(draw.dtype).removeprefix("torch.")
-    block_bytes = layers * 2 * kv_heads * block_tokens * kv_layout.kv_head_bytes(head_dim, kv_dtype)
+    block_bytes = layers * num * kv_heads * block_tokens * kv_layout.kv_head_bytes(head_dim, kv_dtype)
     group = kv_layout.KVGroupSpec("full", block_tokens, block_bytes, tuple(range(layers)))
-    view = partial(kv_views, group=group, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
+    view = partial(kv_views, group=group, token_dims=(num, kv_heads, head_dim), kv_dtype=kv_dtype)
     arena = torch.full((num_blocks * block_bytes,), 0xFF, dtype=torch.uint8)
     kv, scales = view(arena)
     table = torch.full((len(contexts), max(1, max(-(-c // block_tokens) for c in contexts))), -1, dtype=torch.int32)
@@ -73,10 +82,10 @@ def paged(draw: Draw, contexts: list[int], windows: list[int], fp8: bool, max_he
             if table[row, at] < 0:
                 table[row, at] = free.pop()
             place = (table[row, at], slice(None), slice(None), slice(None), position % block_tokens)
-            numbers = draw.normal(layers, 2, kv_heads, head_dim)
+            numbers = draw.normal(layers, num, kv_heads, head_dim)
             if scales is None:
                 kv[place] = numbers
             else:  # heads of very different sizes
-                sizes = torch.exp2(torch.randint(-9, 1, (layers, 2, kv_heads, 1), generator=draw.generator))
+                sizes = torch.exp2(torch.randint(-9, 1, (layers, num, kv_heads, 1), generator=draw.generator))
                 kv[place], scales[place] = reference.quantize_fp8(numbers * sizes)
     return Paged(arena, view, table, table[places.argsort()], places.int(), contexts, heads, layer)

@@ -6,6 +6,7 @@ import torch
 
 from engine.cuda.kernels import triton_fp8_linear, triton_linear, triton_rows
 from engine.ops import reference
+from engine.ops.ops import Fp8Matrix
 from tests.engine.kernels.draw import Draw, close
 
 
@@ -44,13 +45,19 @@ def few_rows_linear(draw: Draw) -> None:
     close(out, wanted, draw.dtype)
 
 
+def fp8_matrix(draw: Draw, outputs: int, inputs: int, group: int) -> Fp8Matrix:
+    """Returns one with every code that is a number, and products of about the size of what they are given."""
+    codes = torch.randint(0, 254, (outputs, inputs), generator=draw.generator)
+    scales = torch.rand(outputs, -(-inputs // group), generator=draw.generator) * 0.02 * inputs**-0.5
+    return Fp8Matrix((codes + (codes >= 0x7F)).to(torch.uint8), scales, group)
+
+
 def fp8_linear(draw: Draw) -> None:
     """Few rows and tiles of both sizes, with one scale an output and with one for each 128 inputs of it, and with every code."""
     rows, outputs, inputs = draw.one_of(1, 2, 3, 4, 17, 70), draw.one_of(1, 5, 40), draw.one_of(1, 40, 128, 700, 2049)
     group = draw.one_of(inputs, 128)
-    codes = torch.randint(0, 254, (outputs, inputs), generator=draw.generator)
-    codes = (codes + (codes >= 0x7F)).to(torch.uint8)
-    scales = torch.rand(outputs, -(-inputs // group), generator=draw.generator) * 0.02 * inputs**-0.5
+    matrix = fp8_matrix(draw, outputs, inputs, group)
+    codes, scales = matrix.values, matrix.scales
     x, bias = draw.normal(rows, inputs), draw.normal(outputs) if draw.one_of(False, True) else None
     dense = torch.empty(outputs, inputs)
     reference.fp8_rows(codes, scales, group, dense)
