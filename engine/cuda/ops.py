@@ -16,6 +16,7 @@ from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import entry
 from engine.ops import reference
 from engine.ops.ops import ExpertMatrices, Fp8Matrix, HeadNorms, Int8Matrix, LatentHeads, Matrix
+from loader.gpu_sizing import LATENT_HEADS, LATENT_TOKENS
 
 
 class CudaOps:
@@ -97,7 +98,7 @@ class CudaOps:
         entry.rope_and_store_latents(queries, down, norm, eps, layer, heads, batch, interleaved)
 
     def latent_attention(self, queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: DeviceBatch) -> Tensor:
-        return entry.latent_attention(queries, layer, heads, scale, batch)
+        return entry.latent_attention(queries, layer, heads, scale, batch, LATENT_TOKENS, LATENT_HEADS)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if cap:

@@ -27,7 +27,6 @@ from engine.cuda.kernels import (
 )
 from engine.host import compiled
 from engine.ops.ops import ExpertMatrices, Fp8Matrix, Int8Matrix, LatentHeads
-from loader.gpu_sizing import LATENT_TOKENS
 
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
@@ -168,15 +167,17 @@ def rope_and_store_latents(
     )
 
 
-def latent_attention(queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: DeviceBatch) -> Tensor:
-    """Returns the attention [T, H V] of the step's tokens, in the absorbed form, for some tokens at a time. Entries of tokens that
-    belong to no row are undefined."""
+def latent_attention(
+    queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: DeviceBatch, tokens: int, tile_heads: int
+) -> Tensor:
+    """Returns the attention [T, H V] of the step's tokens, in the absorbed form, for so many tokens at a time (but at least for all
+    rows that decode). Entries of tokens that belong to no row are undefined. tile_heads: heads that read a tile together."""
     group, place = batch.group_of(layer)
     num_tokens, rank = len(queries), heads.rank
     by_head = queries.view(num_tokens, heads.num_heads, heads.plain_dim + heads.rope_dim)
     out = queries.new_empty(num_tokens, heads.num_heads, heads.value_dim)
     where = (group.kv, group.scales, place, group.block_table, batch.slots)
-    at_once = max(LATENT_TOKENS, batch.num_decode)  # all rows that decode are among the first tokens
+    at_once = max(tokens, batch.num_decode)  # all rows that decode are among the first tokens
     for first in range(0, num_tokens, at_once):
         own = by_head[first : first + at_once]
         absorbed = queries.new_empty(len(own), heads.num_heads, rank + heads.rope_dim)
@@ -184,7 +185,7 @@ def latent_attention(queries: Tensor, layer: int, heads: LatentHeads, scale: flo
         _product_by_head(own[..., : heads.plain_dim], heads, False, absorbed[..., :rank])
         absorbed[..., rank:].copy_(own[..., heads.plain_dim :])
         if batch.num_decode and first == 0:
-            triton_latent_attention.decode_attention(absorbed, *where, group.work, scale, INTERPRETED, sums)
+            triton_latent_attention.decode_attention(absorbed, *where, group.work, scale, tile_heads, INTERPRETED, sums)
         if (tiles := batch.tiles) is not None:
             triton_latent_attention.extend_attention(
                 absorbed,

@@ -17,9 +17,8 @@ from engine.cuda.kernels import triton_decode
 from engine.cuda.kernels.triton_decode import DecodeWork
 from engine.cuda.kernels.triton_fp8 import scale_of, widened
 from engine.cuda.kernels.triton_softmax import accumulate, scores_of
-from loader.gpu_sizing import LATENT_HEADS
 
-QUERIES = 64  # query tokens of a program, 16 of float32: accumulators of 512 numbers each
+QUERIES = 32  # query tokens of a program, 16 of float32: with 64, accumulators of 512 numbers each leave the registers
 
 
 @triton.jit
@@ -180,16 +179,18 @@ def decode_attention(
     table_rows: Tensor,
     work: DecodeWork,
     scale: float,
+    tile_heads: int,
     widen: bool,
     out: Tensor,
 ) -> None:
     """Computes the attention of the rows' queries, which are the first R tokens of queries [T, H, L + E], into out [T, H, L]. Rows
-    without a context get zeros. The other arguments are those of triton_decode.decode_attention."""
+    without a context get zeros. tile_heads: heads that read a tile of latents together, at most. The other arguments are those of
+    triton_decode.decode_attention."""
     heads, rank = queries.shape[1], out.shape[2]
     num_items, wide_items = len(work.rows), queries.element_size() == 4
     partial = torch.empty(num_items, heads, rank, dtype=torch.float32, device=queries.device)
     partial_log = torch.empty(num_items, heads, dtype=torch.float32, device=queries.device)
-    tile = min(LATENT_HEADS, max(16, triton.next_power_of_2(heads)))
+    tile = min(tile_heads, max(16, triton.next_power_of_2(heads)))
     _latent_piece_kernel[(num_items, triton.cdiv(heads, tile))](
         queries,
         kv,

@@ -29,19 +29,22 @@ from engine.cuda.kernels import (
     triton_extend,
     triton_fp8_linear,
     triton_inputs,
+    triton_latent,
+    triton_latent_attention,
     triton_rope,
     triton_rows,
     triton_sampling,
     triton_unpack,
 )
 from engine.memory.arena import kv_views
-from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Mxfp4Matrix, SigmoidRouting
+from engine.ops.ops import ClampedSwiglu, Fp8Matrix, LatentHeads, Mxfp4Matrix, SigmoidRouting
 from loader.frame import FRAME_VALUES
 from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
 
 BLOCK_TOKENS = 16
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, VOCAB, ROWS = 32, 8, 128, 4096, 14336, 128256, 8
 EXPERTS, CHOSEN, EXPERT_INNER = 64, 8, 768
+LATENT_HEADS, RANK, PLAIN, ROPE, VALUE = (16, 128), 512, 128, 64, 128  # of DeepSeek-V2-Lite and V3
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -122,11 +125,35 @@ def compile_instead_of_running(capability: int) -> None:
     triton.runtime.driver.set_active(NoGpu(capability))
 
 
-def kept_as(kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def kept_as(kv_dtype: str, token_dims: tuple[int, int, int] = (2, KV_HEADS, HEAD_DIM)) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns KV of four layers in this type, and its scales (None unless fp8)."""
-    block_bytes = 4 * 2 * KV_HEADS * BLOCK_TOKENS * kv_head_bytes(HEAD_DIM, kv_dtype)
+    num, kv_heads, head_dim = token_dims
+    block_bytes = 4 * num * kv_heads * BLOCK_TOKENS * kv_head_bytes(head_dim, kv_dtype)
     group = KVGroupSpec("full", BLOCK_TOKENS, block_bytes, (0, 1, 2, 3))
-    return kv_views(torch.zeros(ROWS * block_bytes, dtype=torch.uint8), group, (2, KV_HEADS, HEAD_DIM), kv_dtype)
+    return kv_views(torch.zeros(ROWS * block_bytes, dtype=torch.uint8), group, token_dims, kv_dtype)
+
+
+def launch_latents(heads: int, kv_dtype: str, table: torch.Tensor, ints: torch.Tensor, longs: torch.Tensor) -> None:
+    """Launches the kernels of latent attention, those that do not read KV once."""
+    dtype, kv, work = torch.bfloat16, kept_as(kv_dtype, (1, 1, RANK + ROPE)), entry.split_contexts(ints, 0, 132)
+    queries, down = torch.zeros(ROWS, heads * (PLAIN + ROPE), dtype=dtype), torch.zeros(ROWS, RANK + ROPE, dtype=dtype)
+    turns, norm = torch.zeros(ROWS, ROPE), down[0, :RANK]
+    triton_latent.rope_and_store_latents(queries, down, turns, norm, 1e-6, *kv, 3, heads, longs, True)
+    absorbed = torch.zeros(ROWS, heads, RANK + ROPE, dtype=dtype)
+    sums, where = absorbed[..., :RANK].contiguous(), (*kv, 3, table, ints)
+    triton_latent_attention.decode_attention(absorbed, *where, work, 0.1, 32, False, sums)
+    tile = entry.tile_tokens(PLAIN + ROPE, dtype)
+    triton_latent_attention.extend_attention(absorbed, 0, *where, ints, ints, tile, ints, ints, ints, 0.1, False, sums)
+    if kv_dtype == KV_FP8:
+        return
+    height = heads * (PLAIN + VALUE)
+    up = Fp8Matrix(torch.zeros(height, RANK, dtype=torch.uint8), torch.zeros(height, RANK // 128), 128)
+    of_heads, values = LatentHeads(up, heads, PLAIN, ROPE, VALUE), torch.zeros(ROWS, heads, VALUE, dtype=dtype)
+    many = 64  # tokens, which take larger tiles than ROWS do
+    for rows in (ROWS, many):
+        own = absorbed.expand(rows // ROWS, -1, -1, -1).reshape(rows, heads, -1)
+        triton_latent.product_by_head(own[..., :PLAIN], of_heads, False, False, own[..., :RANK])
+        triton_latent.product_by_head(own[..., :RANK], of_heads, True, False, values)
 
 
 def main(capability: int) -> None:
@@ -154,6 +181,8 @@ def main(capability: int) -> None:
         for norms in ((None, None), (norm, norm)):
             triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, *kv, 3, HEADS, longs)
         triton_rope.rope_and_store(qkv, turns, None, None, False, 1e-6, *kv, 3, HEADS, longs, True)
+        for heads in LATENT_HEADS:
+            launch_latents(heads, KV_FP8 if kv[1] is not None else "bfloat16", table, ints, longs)
     x = torch.zeros(ROWS, WIDTH, dtype=dtype)
     routing = triton_experts.empty_routing(ROWS, CHOSEN, EXPERTS, x.device)
     scores = torch.zeros(ROWS, EXPERTS + 1, dtype=dtype)

@@ -102,6 +102,7 @@ def decode_latents(draw: Draw, fp8: bool = False) -> None:
         draw.on(case.table_rows),
         work,
         scale,
+        32,
         draw.interpreted,
         out,
     )
