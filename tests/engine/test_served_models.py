@@ -286,8 +286,8 @@ def test_other_kv_groups_are_named(node: Node) -> None:
     hosted = node.load("a")
     spec = load_message("x", "other")
     place = node.models.take_place(spec)
-    hosted.kv_groups = (KVGroupSpec("latent", 16, 8192, (0, 1)),)
-    with pytest.raises(ValueError, match=r"kind latent.*supported: full, window"):
+    hosted.kv_groups = (KVGroupSpec("state", 16, 8192, (0, 1)),)
+    with pytest.raises(ValueError, match=r"kind state.*supported: full, window, latent"):
         node.models.make(spec, hosted, place)
 
 

@@ -167,6 +167,7 @@ class _Sink:
             raise OSError(f"{self._file.name}: to be truncated at {begin}, not at its start")
         num_bytes = self._raw.seek(0, os.SEEK_END)
         self._raw.truncate(0)
+        self._raw.seek(0)  # truncating leaves the position at the old end, and tell() counts what is buffered from there
         self._hash = self._new_hash()
         self._on_bytes(-num_bytes)
 

@@ -26,6 +26,7 @@ from tests.e2e.node import environment
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 
 NAME = "org/name"
+INDEX = "model.safetensors.index.json"
 WEIGHTS = "model-00002-of-00002.safetensors"
 
 
@@ -98,7 +99,7 @@ def test_what_a_model_needs_arrives(hub: SmallHub, models: Path, capsys: pytest.
         "tokenizer.json",
         "tokenizer_config.json",
         "1_Pooling/config.json",
-        "model.safetensors.index.json",
+        INDEX,
         "model-00001-of-00002.safetensors",
         WEIGHTS,
     }
@@ -135,7 +136,7 @@ def test_another_revision_fetches_what_differs(hub: SmallHub, models: Path, tmp_
     hub.add(NAME, tmp_path / "src", "v2")
     hub.asked.clear()
     assert pull(models, "--revision", "v2") == 0
-    assert set(hub.fetched()) == {"config.json", "model.safetensors.index.json"}
+    assert set(hub.fetched()) == {"config.json", INDEX}
     assert json.loads((models / NAME / "config.json").read_text())["max_position_embeddings"] == 32
     assert scan(models)[NAME].complete
     assert os.listdir(models) == ["org"]
@@ -167,6 +168,15 @@ def test_a_hub_that_ignores_ranges_sends_all_again(hub: SmallHub, models: Path, 
     with full_disk(monkeypatch, WEIGHTS, 1000):
         assert pull(models) == 4
     assert (models / ".partial-org--name" / (WEIGHTS + ".incomplete")).stat().st_size == 1000
+    assert pull(models) == 0
+    assert scan(models)[NAME].complete
+
+
+def test_small_files_are_sent_again_by_such_a_hub(hub: SmallHub, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.ignores_range = True
+    with full_disk(monkeypatch, INDEX, 500):
+        assert pull(models) == 4
+    assert (models / ".partial-org--name" / (INDEX + ".incomplete")).stat().st_size == 500
     assert pull(models) == 0
     assert scan(models)[NAME].complete
 
