@@ -25,7 +25,19 @@ TLS_VERSIONS = ("1.2", "1.3")
 RUNNERS = ("torch", "null")
 QUANTIZATIONS = ("int8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
-TOOL_PARSERS = ("deepseek_v3", "deepseek_v31", "harmony", "hermes", "llama3", "mistral", "qwen3_coder", "none")
+TOOL_PARSERS = (
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "glm47",
+    "harmony",
+    "hermes",
+    "kimi_k2",
+    "llama3",
+    "mistral",
+    "qwen3_coder",
+    "none",
+)
 REASONING_PARSERS = ("harmony", "think", "none")
 _PATHS = (
     *("models_dir", "control", "status_socket", "state_dir", "cache_dir", "keys_file"),

@@ -20,7 +20,8 @@ _pack = msgspec.msgpack.encode
 @dataclass(slots=True, frozen=True)
 class StoredResponse:
     """One response. messages: its own turn, the input's and the answer's, packed as a chat's; without instructions.
-    shown: the response's JSON. previous: the id of the response that it follows, or ""."""
+    shown: the response's JSON. previous: the id of the response that it follows, or "". next_call: the number of the conversation's
+    next call in dialects that count calls."""
 
     public_id: str
     tenant: str
@@ -28,6 +29,7 @@ class StoredResponse:
     messages: bytes
     shown: bytes
     has_calls: bool
+    next_call: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -19,6 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from daemon.errors import BadRequest
 from daemon.text.harmony_history import harmony_kwargs, harmony_messages, harmony_tools
 from daemon.text.jobs import TEMPLATE_CPU_S
+from daemon.text.kimi_history import kimi_messages
+from daemon.text.tool_parsers import kimi_k2
 from daemon.text.tool_parsers.harmony import speaks_harmony
 
 T = TypeVar("T")
@@ -66,6 +68,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self._knows_developer = "developer" in source
         self._speaks_harmony = speaks_harmony(source)
+        self._speaks_kimi = kimi_k2.OPEN in source
         with _limited():
             self._template = _guard(lambda: environment.from_string(source))
 
@@ -80,6 +83,8 @@ class ChatTemplate:
         plain = [self._plain(message) for message in messages]
         if self._speaks_harmony:
             plain, tools, kwargs = harmony_messages(plain), harmony_tools(tools), harmony_kwargs(kwargs)
+        elif self._speaks_kimi:
+            plain = kimi_messages(plain)
         variables = {
             "tools": tools,
             "documents": documents,

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from daemon.text.tool_parsers.pieces import find_marker
+from daemon.text.tool_parsers.pieces import find_first_marker
 
 OPEN, CLOSE = "<think>", "</think>"
 _BEFORE, _OPENED, _INSIDE, _CLOSED, _ANSWER = range(5)
 
 
-def reasoning_end(text: str) -> int:
-    """Returns the index after the last character of the reasoning in a reply that has some."""
-    closed = text.find(CLOSE)
-    return len(text[: closed if closed >= 0 else None].rstrip())
+def reasoning_end(text: str, call_marker: str = "") -> int:
+    """Returns the index after the last character of the reasoning in a reply that has some. call_marker: as in
+    ReasoningSplitter."""
+    ends = [found for marker in (CLOSE, call_marker) if marker and (found := text.find(marker)) >= 0]
+    return len(text[: min(ends, default=None)].rstrip())
 
 
 class ReasoningSplitter:
     """Splits one reply. <think> is a marker only at the start of the reply. New lines next to the markers belong to neither part.
 
-    opened: the prompt ended with <think>, so the reply begins inside the reasoning."""
+    opened: the prompt ended with <think>, so the reply begins inside the reasoning. call_marker: a marker of tool calls that ends
+    the reasoning as </think> does, and is part of the answer; "" for none."""
 
-    __slots__ = ("_held", "_spaces", "_state")
+    __slots__ = ("_held", "_markers", "_spaces", "_state")
 
-    def __init__(self, opened: bool) -> None:
+    def __init__(self, opened: bool, call_marker: str = "") -> None:
+        self._markers = (CLOSE, call_marker) if call_marker else (CLOSE,)  # that end the reasoning
         self._state = _OPENED if opened else _BEFORE
         self._held = ""  # the end of the text so far that may become a marker
         self._spaces: list[str] = []  # white space before the reply's first word, or where the reasoning may end
@@ -69,7 +72,7 @@ class ReasoningSplitter:
         return body
 
     def _inside(self, text: str) -> tuple[str, str]:
-        found, whole = find_marker(text, 0, CLOSE)
+        found, whole, marker = find_first_marker(text, 0, self._markers)
         body = text[:found].rstrip()
         spaces = text[len(body) : found]
         reasoning = ""
@@ -80,6 +83,6 @@ class ReasoningSplitter:
         if whole:
             self._state = _CLOSED
             self._spaces.clear()
-            return reasoning, text[found + len(CLOSE) :]
+            return reasoning, text[found + len(CLOSE) if marker == CLOSE else found :]
         self._held = text[found:]
         return reasoning, ""

@@ -9,7 +9,15 @@ from msgspec import Meta, Raw
 
 from daemon.api.bodies.common import Common, Head, NumTop, head_of
 from daemon.api.bodies.decode import decode, invalid
-from daemon.api.bodies.messages import Message, checked_documents, content_of, hold_calls, pack_messages, packed
+from daemon.api.bodies.messages import (
+    Message,
+    checked_documents,
+    content_of,
+    hold_calls,
+    next_call_number,
+    pack_messages,
+    packed,
+)
 from daemon.api.bodies.tools import AUTO, tool_request
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
 from daemon.text.reasoning import CLOSE, OPEN
@@ -70,6 +78,7 @@ def head_of_chat(fields: ChatBody) -> tuple[Head, bytes]:
         "documents": checked_documents(bytes(fields.documents)),
         "forced": None if tools is None or tools.choice == AUTO else {"name": tools.name, "many": tools.many},
         "history_calls": hold_calls(fields.messages),
+        "next_call": next_call_number(fields.messages),
     }
     head = head_of(
         fields,

@@ -133,7 +133,8 @@ class Head(Struct, array_like=True):
     priority: int | None  # None: the tenant's
     prompt_kind: str  # messages | text | ids
     num_prompts: int
-    # chat: EncodeChat's, and history_calls: whether messages hold calls or results · completions: add_special_tokens
+    # chat: EncodeChat's, and history_calls: whether messages hold calls or results, and next_call: the number of the reply's first
+    # call in dialects that count a conversation's calls · completions: add_special_tokens
     options: dict[str, Any]
     tools: ToolRequest | None = None
     grammar_field: str = ""

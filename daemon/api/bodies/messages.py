@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.errors import BadRequest
+from daemon.text.tool_parsers.call_numbers import CallNumbers
 
 _ROLES = frozenset(["system", "developer", "user", "assistant", "tool", "function"])
 _documents_decoder = msgspec.json.Decoder(list[dict[str, Any]])
@@ -47,6 +48,15 @@ class Message(Struct, omit_defaults=True):
 def hold_calls(messages: list[Message]) -> bool:
     """Returns whether the messages contain a tool call or the result of one."""
     return any(message.tool_calls or message.role in ("tool", "function") for message in messages)
+
+
+def next_call_number(messages: list[Message]) -> int:
+    """Returns the number that the next call has in dialects that count a conversation's calls."""
+    numbers = CallNumbers()
+    for message in messages:
+        for call in message.tool_calls or ():
+            numbers.id_of(call.function.name, call.id)
+    return numbers.next
 
 
 def pack_messages(messages: list[Message]) -> bytes:

@@ -111,7 +111,7 @@ class _Events:
     def __init__(self, answer: AnswerHead) -> None:
         self._answer = answer
         self._block, self._open = -1, ""  # the last block's index; its type while it is open
-        self._new_call_id: Callable[[], str] = str
+        self._new_call_id: Callable[[Piece], str] = str
         unknown = {"stop_reason": None, "stop_sequence": None}
         self.first = _event("message_start", message=_message(answer, [], unknown, 0))
 
@@ -128,7 +128,7 @@ class _Events:
         head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":"'
         return head % (self._block, kind, field)
 
-    def pieces(self, index: int, new_call_id: Callable[[], str]) -> _Events:
+    def pieces(self, index: int, new_call_id: Callable[[Piece], str]) -> _Events:
         self._new_call_id = new_call_id
         return self
 
@@ -136,7 +136,7 @@ class _Events:
         if piece.kind == CALL_END:
             return self._ended()
         if piece.kind == CALL:
-            return self._started(_TOOL_USE, {"type": _TOOL_USE, "id": self._new_call_id(), "name": piece.text, "input": {}})
+            return self._started(_TOOL_USE, {"type": _TOOL_USE, "id": self._new_call_id(piece), "name": piece.text, "input": {}})
         if piece.kind == ARGUMENTS:
             return self._delta_head(b"input_json_delta", b"partial_json") + escape(piece.text) + b'"}}\n\n'
         kind = _THINKING if piece.kind == REASONING else _CONTENT

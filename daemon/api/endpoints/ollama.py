@@ -92,7 +92,7 @@ class _Lines:
 
     continued = frames
 
-    def pieces(self, index: int, new_call_id: Callable[[], str]) -> _Lines:
+    def pieces(self, index: int, new_call_id: Callable[[Piece], str]) -> _Lines:
         return self
 
     def render(self, piece: Piece, num_tokens: int) -> bytes:

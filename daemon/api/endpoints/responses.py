@@ -27,6 +27,7 @@ from daemon.errors import BadRequest, HearthError
 from daemon.http.answers import json_response
 from daemon.streams.stream_parts import Frames
 from daemon.text.token_table import escape
+from daemon.text.tool_parsers.call_numbers import CallNumbers
 from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, CONTENT, REASONING, Piece
 
 _json = msgspec.json.encode
@@ -70,7 +71,7 @@ class _Response:
     def __init__(self, head: ResponsesHead, keep: Callable[[bytes, list[dict[str, Any]]], None], known: AnswerHead) -> None:
         self._known, self._keep = known, keep
         self._shown = _fields_decoder.decode(head.shown)
-        self._new_call_id: Callable[[], str] = str
+        self._new_call_id: Callable[[Piece], str] = str
         self._output: list[dict[str, Any]] = []
         self._kind: _Kind | None = None  # of the last item while it is open
         self._texts: list[str] = []  # of that item
@@ -86,7 +87,7 @@ class _Response:
 
     continued = frames
 
-    def pieces(self, index: int, new_call_id: Callable[[], str]) -> _Response:
+    def pieces(self, index: int, new_call_id: Callable[[Piece], str]) -> _Response:
         self._new_call_id = new_call_id
         return self
 
@@ -95,7 +96,7 @@ class _Response:
         if kind == CALL_END:
             return self._ended(_COMPLETED)
         if kind == CALL:
-            call = {"call_id": self._new_call_id(), "name": piece.text, "arguments": ""}
+            call = {"call_id": self._new_call_id(piece), "name": piece.text, "arguments": ""}
             return self._begun(_CALL, {"type": "function_call", **call})
         if kind == ARGUMENTS:
             return self._added(piece.text)
@@ -229,7 +230,7 @@ def _whole(make: Callable[[AnswerHead], _Response], finished: Finished) -> objec
     (parsed,), (collector,) = finished.replies, finished.collectors
     response = make(finished.head)
     call_ids = iter(parsed.call_ids)
-    response.pieces(0, call_ids.__next__)
+    response.pieces(0, lambda call: next(call_ids))
     for piece in _without_broken_calls(parsed.pieces):
         response.render(piece, 0)
     if parsed.reply.reasoning:
@@ -279,6 +280,7 @@ async def _handle(call: Call) -> web.StreamResponse:
     if before:
         prompt = with_conversation(messages, head.num_instructions, before, call.context.max_body_bytes)
         head.options["history_calls"] |= any(each.has_calls for each in before)
+        head.options["next_call"] += before[-1].next_call
     public_id = _PREFIX + call.progress.drawn("response")[:16].hex()
 
     def keep(shown: bytes, output: list[dict[str, Any]]) -> None:
@@ -286,7 +288,10 @@ async def _handle(call: Call) -> web.StreamResponse:
             said = _said(output)
             turn = msgspec.msgpack.encode([*without_first(messages, head.num_instructions), said])
             has_calls = bool(head.options["history_calls"]) or "tool_calls" in said
-            store.add(StoredResponse(public_id, call.tenant, head.previous, turn, shown, has_calls))
+            numbers = CallNumbers(head.options["next_call"])
+            for each in said.get("tool_calls", ()):
+                numbers.id_of(each["function"]["name"], each["id"])
+            store.add(StoredResponse(public_id, call.tenant, head.previous, turn, shown, has_calls, numbers.next))
 
     return await answer(call, head, prompt, model, _format(partial(_Response, head, keep)), public_id)
 

@@ -12,6 +12,7 @@ from daemon.streams.annotated_text import LogprobTrail, Rendering
 from daemon.streams.stream import Collector, Text
 from daemon.streams.stream_parts import SSE_COMMENT, Frames, GroupEnd
 from daemon.streams.tool_stream import PieceFrames
+from daemon.text.tool_parsers.pieces import Piece
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -57,7 +58,7 @@ class StreamFormat(GroupEnd, Protocol):
         """Returns them for a sequence that pieces() has rendered until now; what is left is text."""
         ...
 
-    def pieces(self, index: int, new_call_id: Callable[[], str]) -> PieceFrames:
+    def pieces(self, index: int, new_call_id: Callable[[Piece], str]) -> PieceFrames:
         """Returns what renders a sequence's pieces: text, reasoning, tool calls."""
         ...
 

@@ -14,6 +14,7 @@ from daemon.api.generation.usage import usage_of
 from daemon.errors import HearthError
 from daemon.streams.annotated_text import LogprobTrail, Rendering
 from daemon.streams.stream_parts import Frames
+from daemon.text.tool_parsers.pieces import Piece
 
 _json = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
@@ -86,7 +87,7 @@ class Chunks:
     def continued(self, index: int) -> Frames:
         return replace(self.frames(index), first=b"")
 
-    def pieces(self, index: int, new_call_id: Callable[[], str]) -> PieceFrames:
+    def pieces(self, index: int, new_call_id: Callable[[Piece], str]) -> PieceFrames:
         return PieceFrames(self, index, new_call_id)
 
     def finish(self, index: int, reason: str, num_tokens: int) -> bytes:

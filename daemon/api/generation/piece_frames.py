@@ -26,11 +26,11 @@ class Chunks(Protocol):
 
 
 class PieceFrames:
-    """Renders the pieces of one sequence of a chat as chunks. new_call_id: makes the id of each tool call."""
+    """Renders the pieces of one sequence of a chat as chunks. new_call_id: makes the id of a tool call, of its CALL piece."""
 
     __slots__ = ("_chunks", "_end", "_head", "_index", "_new_call_id", "first")
 
-    def __init__(self, chunks: Chunks, index: int, new_call_id: Callable[[], str]) -> None:
+    def __init__(self, chunks: Chunks, index: int, new_call_id: Callable[[Piece], str]) -> None:
         self._chunks, self._index, self._new_call_id = chunks, index, new_call_id
         self._head = chunks.head + b'{"index":%d,"delta":{' % index
         plain = chunks.frames(index)
@@ -43,7 +43,7 @@ class PieceFrames:
             return b""
         if piece.kind == CALL:
             call = b'"tool_calls":[{"index":%d,"id":"%b","type":"function","function":{"name":%b,"arguments":""}}]'
-            delta = call % (piece.call, self._new_call_id().encode(), msgspec.json.encode(piece.text))
+            delta = call % (piece.call, self._new_call_id(piece).encode(), msgspec.json.encode(piece.text))
         elif piece.kind == ARGUMENTS:
             delta = b'"tool_calls":[{"index":%d,"function":{"arguments":"%b"}}]' % (piece.call, escape(piece.text))
         else:

@@ -18,7 +18,7 @@ from daemon.api.bodies.response_format import MAX_GRAMMAR_BYTES
 from daemon.api.bodies.tools import AUTO, ToolRequest
 from daemon.api.context import ApiContext
 from daemon.api.generation.harmony_grammar import HarmonyGrammar, check_marks
-from daemon.api.generation.qwen3_coder_grammar import inexpressible
+from daemon.api.generation.text_call_grammar import FORMS, inexpressible
 from daemon.api.generation.tool_dialect import reply_dialect
 from daemon.api.generation.tool_grammar import JSON_SCHEMA, argument_schemas, tool_grammar
 from daemon.contracts import Generation
@@ -31,8 +31,19 @@ from daemon.text.reasoning import OPEN, ReasoningSplitter, reasoning_end
 from daemon.text.reply_parser import Reply, ReplyParser, assemble
 from daemon.text.token_table import MarkedTable, TokenTable
 from daemon.text.tool_parsers import harmony
-from daemon.text.tool_parsers.pieces import Piece
-from daemon.text.tool_parsers.registry import GENERIC, HARMONY, LLAMA3, NONE, QWEN3_CODER, id_of_call, tool_parser
+from daemon.text.tool_parsers.call_numbers import CallNumbers
+from daemon.text.tool_parsers.pieces import BROKEN, CALL, Piece
+from daemon.text.tool_parsers.registry import (
+    ENDS_REASONING,
+    GENERIC,
+    HARMONY,
+    KIMI_K2,
+    LLAMA3,
+    NONE,
+    WITH_TEXT_VALUES,
+    id_of_call,
+    tool_parser,
+)
 
 READ_AT_ONCE = 4 << 10  # characters between two turns of the loop: at most 3 ms
 PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are no single tokens
@@ -68,6 +79,7 @@ class ReplyFormat:
     reasoning: bool
     grammar: str  # as SamplingParams.grammar; "" for none
     in_reasoning: bool = False  # it continues the client's own message, inside its reasoning
+    next_call: int = 0  # the number of the first call, in dialects that count a conversation's calls
     is_harmony: bool = False  # what follows is of such replies only
     harmony_marks: Mapping[int, str] = field(default_factory=dict)  # token id -> its character
     in_answer: bool = False  # it continues the client's own message
@@ -83,7 +95,8 @@ class ReplyFormat:
         splitter = None
         if self.reasoning:
             end = decode(self.table, generation.prompt[-PROMPT_END_TOKENS:])
-            splitter = ReasoningSplitter(opened=self.in_reasoning or end.rstrip().endswith(OPEN))
+            opened = self.in_reasoning or end.rstrip().endswith(OPEN)
+            splitter = ReasoningSplitter(opened, ENDS_REASONING.get(self.dialect, ""))
         return ReplyParser(tools, splitter, self.one_call)
 
     async def parsed(self, generation: Generation, collector: Collector, drawn: Callable[[str], bytes]) -> ParsedReply:
@@ -96,14 +109,20 @@ class ReplyFormat:
         pieces += parser.end(cut=reason == "length")
         reply = assemble(pieces)
         new_id = self.call_ids(drawn, collector.index)
-        ids = [new_id() for _ in reply.calls]
-        end = harmony.reasoning_end(text) if self.is_harmony else reasoning_end(text)
-        return ParsedReply(reply, ids, finish_reason(reason, parser.num_calls), self.reasoning, pieces, end)
+        ids = {piece.call: new_id(piece) for piece in pieces if piece.kind == CALL}
+        for piece in pieces:
+            if piece.kind == BROKEN:
+                ids.pop(piece.call, None)
+        end = harmony.reasoning_end(text) if self.is_harmony else reasoning_end(text, ENDS_REASONING.get(self.dialect, ""))
+        return ParsedReply(reply, list(ids.values()), finish_reason(reason, parser.num_calls), self.reasoning, pieces, end)
 
-    def call_ids(self, drawn: Callable[[str], bytes], index: int) -> Callable[[], str]:
-        """Returns what makes an id for each call of a sequence, one after the other. drawn: see Progress."""
+    def call_ids(self, drawn: Callable[[str], bytes], index: int) -> Callable[[Piece], str]:
+        """Returns what makes an id for each call of a sequence, one after the other, of its CALL piece. drawn: see Progress."""
+        if self.dialect == KIMI_K2:
+            counted = CallNumbers(self.next_call)
+            return lambda piece: counted.id_of(piece.text, piece.call_id)
         numbers = itertools.count()
-        return lambda: id_of_call(self.dialect, drawn(f"call/{index}/{next(numbers)}"))
+        return lambda piece: id_of_call(self.dialect, drawn(f"call/{index}/{next(numbers)}"))
 
 
 def plain_format(table: TokenTable) -> ReplyFormat:
@@ -124,8 +143,8 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
     dialect, grammar = NONE, ""
     if tools is not None:
         dialect = await reply_dialect(context, model, tools)
-        if dialect == QWEN3_CODER:
-            dialect = _held_dialect(tools)
+        if dialect in WITH_TEXT_VALUES:
+            dialect = _held_dialect(dialect, tools)
 
         def write(markers: Mapping[int, str], schemas: Sequence[str], answer: str) -> str:
             return tool_grammar(tools, schemas, dialect, markers, answer)
@@ -145,17 +164,18 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
         reasoning=reasoning,
         grammar=grammar,
         in_reasoning=head.options["continue_final_message"] == CONTINUES_REASONING,
+        next_call=head.options["next_call"] if tools is not None else 0,
     )
 
 
-def _held_dialect(tools: ToolRequest) -> str:
-    """Returns the dialect of a Qwen3-Coder's reply: for forced calls hearthd's if its own cannot be held to the schemas. Raises
-    BadRequest if strict calls cannot."""
+def _held_dialect(dialect: str, tools: ToolRequest) -> str:
+    """Returns the dialect of a reply whose model writes arguments as plain text: for forced calls hearthd's if the model's own
+    cannot be held to the schemas. Raises BadRequest if strict calls cannot."""
     if tools.choice == AUTO and True not in tools.strict:
-        return QWEN3_CODER
-    found = inexpressible(argument_schemas(tools))
+        return dialect
+    found = inexpressible(FORMS[dialect], argument_schemas(tools))
     if found is None:
-        return QWEN3_CODER
+        return dialect
     if tools.choice != AUTO:
         return GENERIC
     where = f"tools[{found[0]}].function.parameters.{found[1]}"

@@ -13,10 +13,22 @@ from typing import Any
 from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.tools import AUTO, NAMED, ToolRequest
 from daemon.api.generation import closed_schema
-from daemon.api.generation.qwen3_coder_grammar import function_rules
+from daemon.api.generation.text_call_grammar import FORMS, function_rules
 from daemon.text import reasoning
-from daemon.text.tool_parsers import deepseek, generic, hermes, llama3, mistral, named_call, qwen3_coder
-from daemon.text.tool_parsers.registry import DEEPSEEK_V3, DEEPSEEK_V31, GENERIC, HERMES, LLAMA3, QWEN3_CODER
+from daemon.text.tool_parsers import deepseek, generic, hermes, kimi_k2, llama3, mistral, named_call, qwen3_coder
+from daemon.text.tool_parsers.call_numbers import PREFIX
+from daemon.text.tool_parsers.registry import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GENERIC,
+    GLM45,
+    GLM47,
+    HERMES,
+    KIMI_K2,
+    LLAMA3,
+    QWEN3_CODER,
+    WITH_TEXT_VALUES,
+)
 
 _NOTES = frozenset({"description", "title", "$comment"})
 _VALUES = frozenset({"const", "enum", "default", "examples"})
@@ -58,6 +70,9 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
     if dialect in (HERMES, QWEN3_CODER):
         marker = hermes.OPEN
         body, calls = f'"\\n" tool "\\n" {_marker(hermes.CLOSE, special)}', 'call ("\\n" call)*'
+    elif dialect in (GLM45, GLM47):
+        marker, body = hermes.OPEN, f"tool {_marker(hermes.CLOSE, special)}"
+        calls = 'call ("\\n" call)*' if dialect == GLM45 else "call+"
     elif dialect == LLAMA3:
         body, calls = "tool", 'call ("; " call)*'
     elif dialect == GENERIC:
@@ -65,6 +80,9 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
     elif dialect in (DEEPSEEK_V3, DEEPSEEK_V31):
         marker, calls, between = deepseek.OPEN, "call", '"\\n" ' if dialect == DEEPSEEK_V3 else ""
         body = f"tool {f'({between}tool)* ' if tools.many else ''}{_marker(deepseek.CLOSE, special)}"
+    elif dialect == KIMI_K2:
+        marker, calls = kimi_k2.OPEN, "call"
+        body = f"tool {'tool* ' if tools.many else ''}{_marker(kimi_k2.CLOSE, special)}"
     elif newer:
         marker, body, calls = mistral.MARKER, "tool", "call+"
     else:
@@ -84,11 +102,13 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
         rules.append(f"start: {calls}")
     rules.append("tool: " + " | ".join(f"tool_{at}" for at in chosen))
     for at in chosen:
-        if dialect == QWEN3_CODER:
-            rules += function_rules(at, tools.names[at], json.loads(schemas[at]), COMPACT)
+        if dialect in WITH_TEXT_VALUES:
+            rules += function_rules(FORMS[dialect], at, tools.names[at], json.loads(schemas[at]), COMPACT, special)
             continue
         if marker == deepseek.OPEN:
             written = _in_deepseek(tools.names[at], f"args_{at}", dialect, special)
+        elif dialect == KIMI_K2:
+            written = _in_kimi_k2(tools.names[at], f"args_{at}", special)
         elif marker == mistral.MARKER and newer:
             written = f"{json.dumps(tools.names[at])} {special[named_call.ARGS]} args_{at}"
         elif dialect == GENERIC:
@@ -108,6 +128,12 @@ def _in_deepseek(name: str, arguments: str, dialect: str, special: Mapping[str, 
         return f"{begin} {json.dumps(name)} {separator} {arguments} {end}"
     opening, closing = f"{name}\n{deepseek.JSON_FENCE}\n", f"\n{deepseek.FENCE}"
     return f'{begin} "{deepseek.KIND}" {separator} {json.dumps(opening)} {arguments} {json.dumps(closing)} {end}'
+
+
+def _in_kimi_k2(name: str, arguments: str, special: Mapping[str, str]) -> str:
+    """Returns the right side of a call's rule. arguments: their rule. The number is the model's, which counts the calls."""
+    begin, separator, end = (_marker(text, special) for text in (kimi_k2.BEGIN, kimi_k2.ARGUMENTS, kimi_k2.END))
+    return f"{begin} {json.dumps(f'{PREFIX}{name}:')} /[0-9]{{1,4}}/ {separator} {arguments} {end}"
 
 
 def _bare(schema: Any) -> Any:

@@ -39,13 +39,18 @@ class Call(ABC):
         raw = "".join(self._raw)
         out.append(Piece(BROKEN, raw, self._index) if self.announced else Piece(CONTENT, raw))
 
+    def finish(self, out: list[Piece]) -> bool:
+        """Ends the call at the end of the reply, if only its closing tag is missing and the dialect allows that. Returns whether it
+        did."""
+        return False
+
     @abstractmethod
     def _read(self, text: str, at: int, out: list[Piece]) -> int:
         """Does the work of `feed`, and sets `done` or `bad` at the call's end."""
 
-    def _announce(self, name: str, out: list[Piece]) -> None:
+    def _announce(self, name: str, out: list[Piece], call_id: str = "") -> None:
         self.announced = True
-        out.append(Piece(CALL, name, self._index))
+        out.append(Piece(CALL, name, self._index, call_id))
 
     def _last_arguments(self, value: JsonValue, text: str, at: int, out: list[Piece]) -> int:
         """Reads on in the arguments with which the call ends, and passes them on as they arrive."""

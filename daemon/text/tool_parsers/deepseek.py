@@ -6,9 +6,9 @@ the arguments, fenced as JSON.
 from __future__ import annotations
 
 from daemon.text.tool_parsers.call import NAME, Call
-from daemon.text.tool_parsers.dialect import DialectParser
 from daemon.text.tool_parsers.json_value import JsonValue
 from daemon.text.tool_parsers.pieces import Piece
+from daemon.text.tool_parsers.section import SectionParser
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -70,34 +70,9 @@ class _NamedCall(Call):
             self._announce(name, out)
 
 
-class DeepSeekParser(DialectParser):
-    marker = OPEN
+class DeepSeekParser(SectionParser):
+    marker, close = OPEN, CLOSE
+    begin_call, end_call = BEGIN, (FENCE, END)
 
-    def opened(self) -> None:
-        self.mode = self._opened
-
-    def _opened(self, text: str, at: int, out: list[Piece]) -> int:
-        return self._tag(text, at, (BEGIN,))
-
-    def after(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads what closes a call and the calls, and the next call's begin. Closing tags may be missing."""
-        return self._tag(text, at, (FENCE, END, BEGIN, CLOSE))
-
-    def _tag(self, text: str, at: int, tags: tuple[str, ...]) -> int:
-        at = self.skip_spaces(text, at)
-        rest = text[at:]
-        for tag in tags:
-            if rest.startswith(tag):
-                if tag == BEGIN:
-                    self.begin(_NamedCall(self.num_calls, self.lead + BEGIN))
-                else:
-                    self.lead = ""
-                    if tag == CLOSE:
-                        self.mode = self.content
-                return at + len(tag)
-        if rest and any(tag.startswith(rest) for tag in tags):
-            self.held = rest
-            return len(text)
-        if rest:
-            self.no_call()
-        return at
+    def new_call(self, index: int, lead: str) -> Call:
+        return _NamedCall(index, lead)

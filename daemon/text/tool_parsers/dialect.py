@@ -36,7 +36,7 @@ class DialectParser(ABC):
     def end(self, cut: bool) -> list[Piece]:
         out: list[Piece] = []
         if self._call is not None:
-            if not (cut and self._call.announced):
+            if not (cut and self._call.announced) and not self._call.finish(out):
                 self._call.give_up(out)
         elif (rest := self.lead + self.held) and not (cut and self.mode == self.after):
             out.append(Piece(CONTENT, rest))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 STRING = frozenset({"string"})
-_ANY = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+ANY = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # what models write for JSON's words
 _MOST_DEPTH = 16  # of schemas within each other, and references
 
@@ -22,8 +22,8 @@ class ParameterTypes:
     def __init__(self, schema: bytes = b"{}") -> None:
         self._schema: Any = schema
 
-    def of(self, name: str) -> frozenset[str]:
-        """Returns the types that the value may have. A parameter that the schema does not name is a string."""
+    def of(self, name: str, undeclared: frozenset[str]) -> frozenset[str]:
+        """Returns the types that the value may have. undeclared: those of a parameter that the schema does not name."""
         if isinstance(self._schema, bytes):
             try:
                 self._schema = json.loads(self._schema)
@@ -32,28 +32,28 @@ class ParameterTypes:
         properties = self._schema.get("properties") if isinstance(self._schema, dict) else None
         if isinstance(properties, dict) and name in properties:
             return types_of(properties[name], self._schema)
-        return STRING
+        return undeclared
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """Returns the types that a value of the schema may have; all where the schema does not say so in one of the usual ways. root:
     the schema that references are looked up in."""
     if not isinstance(schema, dict) or depth > _MOST_DEPTH:
-        return _ANY
+        return ANY
     kind = schema.get("type")
     if isinstance(kind, str):
-        return frozenset({kind}) & _ANY or _ANY
+        return frozenset({kind}) & ANY or ANY
     if isinstance(kind, list):
-        return frozenset(each for each in kind if isinstance(each, str)) & _ANY or _ANY
+        return frozenset(each for each in kind if isinstance(each, str)) & ANY or ANY
     if "const" in schema:
         return _types_of_value(schema["const"])
     if isinstance(schema.get("enum"), list):
-        return frozenset().union(*map(_types_of_value, schema["enum"])) or _ANY
+        return frozenset().union(*map(_types_of_value, schema["enum"])) or ANY
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            return frozenset().union(*(types_of(each, root, depth + 1) for each in schema[key])) or _ANY
+            return frozenset().union(*(types_of(each, root, depth + 1) for each in schema[key])) or ANY
     found = referred(schema, root)
-    return _ANY if found is schema else types_of(found, root, depth + 1)
+    return ANY if found is schema else types_of(found, root, depth + 1)
 
 
 def referred(schema: dict[str, Any], root: Mapping[str, Any]) -> Any:
@@ -76,7 +76,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
         found = _types_of_value(msgspec.json.decode(bare))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    is_value = types == _ANY if found == STRING else bool(found & types) or "string" not in types
+    is_value = types == ANY if found == STRING else bool(found & types) or "string" not in types
     return bare if is_value else json.dumps(text, ensure_ascii=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 CONTENT, REASONING, CALL, ARGUMENTS, CALL_END, BROKEN = range(6)
@@ -16,6 +17,7 @@ class Piece(NamedTuple):
     # CONTENT, REASONING, ARGUMENTS: the text · CALL: the function's name · BROKEN: all the text of the call, markers included
     text: str = ""
     call: int = 0  # index of the call in the reply, from 0
+    call_id: str = ""  # CALL: the id that the model wrote, "" for none
 
 
 class ToolParser(Protocol):
@@ -41,6 +43,13 @@ def find_marker(text: str, at: int, marker: str) -> tuple[int, bool]:
             return start, False
         start += 1
     return len(text), False
+
+
+def find_first_marker(text: str, at: int, markers: Iterable[str]) -> tuple[int, bool, str]:
+    """Looks for several markers from text[at] on. Returns what find_marker finds of the first of them in the text, and that
+    marker."""
+    places = ((*find_marker(text, at, marker), marker) for marker in markers)
+    return min(places, key=lambda place: (place[0], not place[1]))
 
 
 def skip_spaces(text: str, at: int) -> int:

@@ -6,49 +6,39 @@ Values are plain text; the tool's schema says what they are in JSON.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
-from daemon.text.tool_parsers.call import NAME, Call
+from daemon.text.tool_parsers.call import NAME
 from daemon.text.tool_parsers.dialect import DialectParser
 from daemon.text.tool_parsers.hermes import CLOSE, OPEN
-from daemon.text.tool_parsers.parameter_types import STRING, ParameterTypes, as_json
-from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL_END, CONTENT, Piece, find_marker
+from daemon.text.tool_parsers.parameter_types import ParameterTypes
+from daemon.text.tool_parsers.pieces import CONTENT, Piece, find_first_marker
+from daemon.text.tool_parsers.text_call import MOST_KEY, TextCall, types_by_tool
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-_MOST_KEY = 256  # characters
 
-_TAG, _NAME, _KEY, _VALUE = range(4)  # what is expected next
+_TAG, _NAME, _KEY = range(3)  # what is expected next outside of values
 
 
-class _FunctionCall(Call):
+class _FunctionCall(TextCall):
     """Reads a call from `<function=` to `</function>`. names: of a call without `<tool_call>`, the only ones that count. None:
     any."""
 
-    __slots__ = ("_held", "_is_first", "_is_fresh", "_names", "_state", "_tags", "_tools", "_types", "_value_types", "_word")
+    end_value = END_PARAMETER
+    has_lines = True
+
+    __slots__ = ("_names", "_state", "_tags", "_word")
 
     def __init__(self, index: int, lead: str, tools: Mapping[str, ParameterTypes], names: frozenset[str] | None) -> None:
-        super().__init__(index, lead)
-        self._tools, self._names = tools, names
+        super().__init__(index, lead, tools)
+        self._names = names
         self._state = _TAG
         self._tags: tuple[str, ...] = (FUNCTION,)  # that may come
         self._word = ""  # of a tag, name or key so far
-        self._types = ParameterTypes()  # of the function that was named
-        self._is_first = True  # no parameter was read
-        self._value_types: frozenset[str] = STRING
-        self._held = ""  # of the value, not passed on yet
-        self._is_fresh = False  # nothing of the value was read
 
-    def _read(self, text: str, at: int, out: list[Piece]) -> int:
-        while at < len(text) and not (self.done or self.bad):
-            if self._state == _VALUE:
-                at = self._value(text, at, out)
-            elif self._state == _TAG:
-                at = self._tag(text[at], at, out)
-            else:
-                at = self._name(text[at], at, out)
-        return at
+    def _step(self, char: str, at: int, out: list[Piece]) -> int:
+        return self._tag(char, at, out) if self._state == _TAG else self._name(char, at, out)
 
     def _tag(self, char: str, at: int, out: list[Piece]) -> int:
         if not self._word and char in " \t\r\n":
@@ -61,8 +51,7 @@ class _FunctionCall(Call):
         if tag in self._tags:
             self._word = ""
             if tag == END_FUNCTION:
-                out += [Piece(ARGUMENTS, "}", self._index), Piece(CALL_END, "", self._index)]
-                self.done = True
+                self._end_arguments(out)
             else:
                 self._state = _NAME if tag == FUNCTION else _KEY
         return at + 1
@@ -71,51 +60,20 @@ class _FunctionCall(Call):
         """Reads the name of the function or of a parameter, up to the bracket."""
         if char != ">":
             self._word += char
-            self.bad = char == "\n" or len(self._word) > _MOST_KEY
+            self.bad = char == "\n" or len(self._word) > MOST_KEY
             return at if self.bad else at + 1
         word, self._word = self._word, ""
-        if self._state == _NAME:
-            self.bad = not NAME.fullmatch(word) or (self._names is not None and word not in self._names)
-            if self.bad:
-                return at
-            self._announce(word, out)
-            self._types = self._tools.get(word, self._types)
-            self._state, self._tags = _TAG, (PARAMETER, END_FUNCTION)
-            begin = "{"
+        is_function = self._state == _NAME
+        self.bad = not (NAME.fullmatch(word) if is_function else word)
+        self.bad |= is_function and self._names is not None and word not in self._names
+        if self.bad:
+            return at
+        self._state, self._tags = _TAG, (PARAMETER, END_FUNCTION)
+        if is_function:
+            self._begin_arguments(word, out)
         else:
-            self.bad = not word
-            if self.bad:
-                return at
-            begin = f"{'' if self._is_first else ', '}{json.dumps(word, ensure_ascii=False)}: "
-            self._is_first = False
-            self._value_types = self._types.of(word)
-            self._state, self._held, self._is_fresh = _VALUE, "", True
-            begin += '"' if self._value_types == STRING else ""
-        out.append(Piece(ARGUMENTS, begin, self._index))
+            self._begin_value(word, out)
         return at + 1
-
-    def _value(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads the value. A string's text is passed on as it arrives."""
-        value = self._held + text[at:]
-        found, is_whole = find_marker(value, 0, END_PARAMETER)
-        end = at + found + len(END_PARAMETER) - len(self._held) if is_whole else len(text)
-        if self._is_fresh and value:
-            self._is_fresh = False
-            if value[0] == "\n":
-                value, found = value[1:], found - 1
-        body, is_string = value[:found], self._value_types == STRING
-        if is_whole or is_string:
-            body = body.removesuffix("\n")
-        if is_whole:
-            self._state, self._held = _TAG, ""
-            written = _escaped(body) + '"' if is_string else as_json(body, self._value_types)
-        elif is_string:
-            self._held, written = value[len(body) :], _escaped(body)
-        else:
-            self._held, written = value, ""
-        if written:
-            out.append(Piece(ARGUMENTS, written, self._index))
-        return end
 
 
 class Qwen3CoderParser(DialectParser):
@@ -127,11 +85,10 @@ class Qwen3CoderParser(DialectParser):
     def __init__(self, names: Sequence[str], schemas: Sequence[bytes]) -> None:
         super().__init__()
         self._names = frozenset(names)
-        self._types = {name: ParameterTypes(schema) for name, schema in zip(names, schemas, strict=False)}
+        self._types = types_by_tool(names, schemas)
 
     def content(self, text: str, at: int, out: list[Piece]) -> int:
-        places = [(*find_marker(text, at, each), each) for each in (OPEN, FUNCTION)]
-        found, is_whole, marker = min(places, key=lambda place: (place[0], not place[1]))
+        found, is_whole, marker = find_first_marker(text, at, (OPEN, FUNCTION))
         if self.lead or found > at:
             out.append(Piece(CONTENT, self.lead + text[at:found]))
             self.lead = ""
@@ -150,7 +107,3 @@ class Qwen3CoderParser(DialectParser):
 
     def after(self, text: str, at: int, out: list[Piece]) -> int:
         return self.closed(CLOSE, text, at)
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -7,12 +7,14 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from daemon.text.tool_parsers import deepseek, generic, harmony, hermes, llama3, mistral, named_call, qwen3_coder
+from daemon.text.tool_parsers import deepseek, generic, glm, harmony, hermes, kimi_k2, llama3, mistral, named_call, qwen3_coder
 from daemon.text.tool_parsers.pieces import ToolParser
 
 HARMONY, HERMES, LLAMA3, MISTRAL, NONE = "harmony", "hermes", "llama3", "mistral", "none"
 QWEN3_CODER = "qwen3_coder"
 DEEPSEEK_V3, DEEPSEEK_V31 = "deepseek_v3", "deepseek_v31"  # one parser reads both
+GLM45, GLM47 = "glm45", "glm47"  # one parser reads both
+KIMI_K2 = "kimi_k2"
 GENERIC = "generic"  # not a model's own: used for forced calls of models with NONE
 THINK = "think"
 # shown in the text even if they are special tokens, because the parsers look for them
@@ -20,8 +22,14 @@ MARKERS = frozenset(
     [
         *(hermes.OPEN, hermes.CLOSE, llama3.PYTHON_TAG, mistral.MARKER, named_call.ARGS, named_call.CALL_ID, "<think>", "</think>"),
         *(deepseek.OPEN, deepseek.CLOSE, deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END),
+        *(glm.KEY, glm.END_KEY, glm.VALUE, glm.END_VALUE),
+        *(kimi_k2.OPEN, kimi_k2.CLOSE, kimi_k2.BEGIN, kimi_k2.ARGUMENTS, kimi_k2.END),
     ]
 )
+# dialects whose arguments are plain text, which not every schema can be held to
+WITH_TEXT_VALUES = frozenset([GLM45, GLM47, QWEN3_CODER])
+# dialect -> the marker of calls that also ends the reasoning, because its models leave </think> out before it at times
+ENDS_REASONING = {KIMI_K2: kimi_k2.OPEN}
 # model_type in config.json -> the dialect of its family, for templates that take tools but contain no marker
 _FAMILIES = {"llama": LLAMA3, "mistral": MISTRAL, "qwen2": HERMES, "qwen3": HERMES}
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -38,6 +46,12 @@ def detect_tools(template: str, model_type: str) -> str:
         return HARMONY
     if deepseek.OPEN in template:
         return DEEPSEEK_V3 if deepseek.JSON_FENCE in template else DEEPSEEK_V31
+    if kimi_k2.OPEN in template:
+        return KIMI_K2
+    if glm.KEY in template:
+        if glm.OTHER_TAG in template:
+            return NONE
+        return GLM47 if glm.END_KEY + glm.VALUE in template else GLM45
     if mistral.MARKER in template:
         return MISTRAL
     if hermes.OPEN in template:
@@ -64,6 +78,10 @@ def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = (
         return deepseek.DeepSeekParser()
     if dialect == QWEN3_CODER:
         return qwen3_coder.Qwen3CoderParser(names, schemas)
+    if dialect in (GLM45, GLM47):
+        return glm.GlmParser(names, schemas)
+    if dialect == KIMI_K2:
+        return kimi_k2.KimiK2Parser()
     if dialect == LLAMA3:
         return llama3.Llama3Parser(names)
     if dialect == MISTRAL:
@@ -74,7 +92,8 @@ def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = (
 
 
 def id_of_call(dialect: str, drawn: bytes) -> str:
-    """Returns the id of a call. Mistral's templates require nine letters and digits. drawn: at least 12 random bytes."""
+    """Returns the id of a call. Mistral's templates require nine letters and digits; ids of Kimi K2 are not random, and come from
+    CallNumbers. drawn: at least 12 random bytes."""
     if dialect == MISTRAL:
         return "".join(_ID_CHARACTERS[byte % len(_ID_CHARACTERS)] for byte in drawn[:9])
     return "call_" + drawn[:12].hex()

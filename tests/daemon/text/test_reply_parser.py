@@ -11,15 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.text.reasoning import ReasoningSplitter
+from daemon.text.reasoning import ReasoningSplitter, reasoning_end
 from daemon.text.reply_parser import Reply, ReplyParser, parse_whole
+from daemon.text.tool_parsers.call_numbers import CallNumbers
 from daemon.text.tool_parsers.json_value import JsonValue
 from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, CONTENT, REASONING, Piece
 from daemon.text.tool_parsers.registry import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GENERIC,
+    GLM45,
+    GLM47,
     HERMES,
+    KIMI_K2,
     LLAMA3,
     MISTRAL,
     NONE,
@@ -59,6 +63,12 @@ def separated(*calls: tuple[str, str]) -> str:
     """Returns the calls as DeepSeek-V3.1 writes them."""
     written = (f"{DS_BEGIN}{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>" for name, arguments in calls)
     return "<｜tool▁calls▁begin｜>" + "".join(written) + "<｜tool▁calls▁end｜>"
+
+
+def numbered(*calls: tuple[str, str]) -> str:
+    """Returns calls as Kimi K2 writes them. A call: its id, and its arguments."""
+    written = (f"<|tool_call_begin|>{each}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>" for each, arguments in calls)
+    return "<|tool_calls_section_begin|>" + "".join(written) + "<|tool_calls_section_end|>"
 
 
 ONE, TWO = [("get_weather", WEATHER)], [("get_weather", WEATHER), ("search", SEARCH)]
@@ -151,6 +161,31 @@ REPLIES = {
     "deepseek other fence": (DEEPSEEK_V3, fenced(*ONE).replace("```json", "```js"), None),
     "deepseek broken": (DEEPSEEK_V31, separated(("a", '{"x": 01}')), None),
     "deepseek unfinished": (DEEPSEEK_V31, separated(*ONE)[:60], None),
+    "kimi": (KIMI_K2, f"Hm. {numbered(('functions.get_weather:0', WEATHER))} so", Reply("Hm. so", calls=ONE)),
+    "kimi two": (KIMI_K2, numbered(("functions.get_weather:3", WEATHER), ("functions.search:4", SEARCH)), Reply(calls=TWO)),
+    "kimi spaced": (
+        KIMI_K2,
+        numbered((" functions.get_weather:0\n", f"\n{WEATHER}\n"), (" search:1 ", SEARCH)).replace("<|tool_call_", " <|tool_call_"),
+        Reply(calls=TWO),
+    ),
+    "kimi no number": (KIMI_K2, numbered(("functions.get_weather", WEATHER)), Reply(calls=ONE)),
+    "kimi no ends": (
+        KIMI_K2,
+        numbered(("functions.get_weather:0", WEATHER), ("functions.search:1", SEARCH)).replace("<|tool_call_end|>", "")[:-26],
+        Reply(calls=TWO),
+    ),
+    "kimi two sections": (
+        KIMI_K2,
+        f"a{numbered(('functions.get_weather:0', WEATHER))}\nb\n{numbered(('functions.search:1', SEARCH))}",
+        Reply("a\nb", calls=TWO),
+    ),
+    "kimi no call": (KIMI_K2, f"{numbered()[:28]}well <|tool_calls", Reply(f"{numbered()[:28]}well <|tool_calls")),
+    "kimi a number alone": (KIMI_K2, numbered(("3", "{}")), None),
+    "kimi no name": (KIMI_K2, numbered(("functions.:0", "{}")), None),
+    "kimi bad number": (KIMI_K2, numbered(("functions.a:b", "{}")), None),
+    "kimi no object": (KIMI_K2, numbered(("functions.a:0", "[1]")), None),
+    "kimi broken": (KIMI_K2, numbered(("functions.a:0", '{"x": 01}')), None),
+    "kimi unfinished": (KIMI_K2, numbered(("functions.a:0", '{"x": "1"}'))[:80], None),
     "generic": (GENERIC, compact(*ONE[0]), Reply(calls=ONE)),
     "generic two": (GENERIC, f"{compact(*TWO[0])}\n{compact(*TWO[1])}", Reply(calls=TWO)),
     "generic blanks": (GENERIC, f"\n {call(*TWO[0])} \n\n{call(*TWO[1])}\n", Reply(calls=TWO)),
@@ -216,7 +251,7 @@ def test_any_cuts_give_the_same(name, reasoning, cut, data):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([DEEPSEEK_V3, DEEPSEEK_V31, HERMES, LLAMA3, MISTRAL, GENERIC]), st.data())
+@given(st.sampled_from([DEEPSEEK_V3, DEEPSEEK_V31, HERMES, KIMI_K2, LLAMA3, MISTRAL, GENERIC]), st.data())
 def test_damaged_text_gives_the_same_in_any_cuts_and_loses_nothing(dialect, data):
     _, text, _ = REPLIES[data.draw(st.sampled_from([name for name in sorted(REPLIES) if REPLIES[name][0] == dialect]))]
     at, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
@@ -267,6 +302,7 @@ def test_a_call_that_turns_out_broken_is_withdrawn_with_its_text():
         (MISTRAL, '[TOOL_CALLS]search[ARGS]{"q": "x'),
         (GENERIC, '{"name":"search","arguments":{"q": "x'),
         (DEEPSEEK_V31, '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{"q": "x'),
+        (KIMI_K2, numbered(("functions.search:0", '{"q": "x'))[:-43]),
     ],
 )
 def test_a_call_cut_off_by_max_tokens_stays_a_call(dialect, text):
@@ -310,6 +346,26 @@ def test_a_call_named_while_reasoning_is_none():
     reply = parse_whole(parser(HERMES, False), text, cut=False)
     assert reply.calls == ONE
     assert reply.reasoning.startswith("I could <tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("opened", "text", "reasoning", "content"),
+    [
+        (True, f"so\n{numbered(('functions.search:0', '{}'))}", "so", ""),
+        (False, f"<think>so {numbered(('functions.search:0', '{}'))} Yes", "so", " Yes"),
+        (True, f"so</think>Hm {numbered(('functions.search:0', '{}'))}", "so", "Hm"),
+    ],
+)
+def test_a_section_of_calls_ends_the_reasoning(opened, text, reasoning, content):
+    """Kimi K2 Thinking leaves </think> out before its calls at times."""
+    marker = "<|tool_calls_section_begin|>"
+    for parts in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
+        reading = ReplyParser(tool_parser(KIMI_K2, NAMES), ReasoningSplitter(opened, marker))
+        pieces = in_pieces(reading, parts)
+        assert [piece.text for piece in pieces if piece.kind == REASONING] == [reasoning]
+        assert "".join(piece.text for piece in pieces if piece.kind == CONTENT) == content
+        assert [piece.text for piece in pieces if piece.kind == CALL] == ["search"]
+    assert text[: reasoning_end(text, marker)].endswith("so")
 
 
 def values() -> st.SearchStrategy[object]:
@@ -361,6 +417,10 @@ def test_what_pythons_reader_refuses_is_refused(value, rng, insert, data):
         ("{% if tools %}<｜tool▁calls▁begin｜>\n```json", "qwen3", DEEPSEEK_V3),
         ("{% if tools %}<｜tool▁calls▁begin｜>", "qwen3", DEEPSEEK_V31),
         ("{% if tools %}[TOOL_CALLS]", "llama", MISTRAL),
+        ("{% if tools %}<|tool_calls_section_begin|>", "kimi_k2", KIMI_K2),
+        ("{% if tools %}<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>", "glm4_moe", GLM45),
+        ("{% if tools %}<tool_call>{name}<arg_key>{key}</arg_key><arg_value>", "glm4_moe", GLM47),
+        ("{% if tools %}<tool_call>{name}<tool_sep>\n<arg_key>{key}</arg_key>\n<arg_value>", "hunyuan", NONE),
         ("{% if tools %}{{ tools | tojson }}", "llama", LLAMA3),
         ("{% if tools %}{{ tools | tojson }}", "phi3", NONE),
         ("{{ messages }}<tool_call>", "llama", NONE),
@@ -378,3 +438,30 @@ def test_the_template_tells_whether_a_model_reasons():
 def test_call_ids():
     assert len({id_of_call(HERMES, os.urandom(12)) for _ in range(100)}) == 100
     assert all(len(one) == 9 and one.isalnum() for one in (id_of_call(MISTRAL, os.urandom(12)) for _ in range(100)))
+
+
+def test_call_numbers():
+    numbers = CallNumbers()
+    written = [
+        ("a", "functions.a:0"),
+        ("b", "functions.b:1"),
+        ("b", ""),
+        ("a", "call_1"),
+        ("a", "functions.a:1"),
+        ("a", "functions.b:9"),
+    ]
+    assert [numbers.id_of(*each) for each in written] == [
+        *("functions.a:0", "functions.b:1", "functions.b:2", "functions.a:3", "functions.a:4", "functions.a:5"),
+    ]
+    assert [numbers.id_of("a", f"functions.a:{each}") for each in ("8", "8", "1" * 5000, "x")] == [
+        *("functions.a:8", "functions.a:9", "functions.a:10", "functions.a:11"),
+    ]
+    assert CallNumbers(5).id_of("a", "functions.a:0") == "functions.a:5"
+
+
+def test_the_id_that_the_model_wrote_comes_with_the_call():
+    text = numbered(("functions.get_weather:3", "{}"), ("search:1", "{}"))
+    assert [piece for piece in in_pieces(parser(KIMI_K2), list(text)) if piece.kind == CALL] == [
+        Piece(CALL, "get_weather", 0, "functions.get_weather:3"),
+        Piece(CALL, "search", 1, "search:1"),
+    ]

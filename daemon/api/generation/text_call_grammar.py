@@ -1,0 +1,174 @@
+"""The rules (Lark, as llguidance reads it) of a call whose arguments are plain text between tags, as Qwen3-Coder
+and GLM write it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from daemon.text.tool_parsers import glm, qwen3_coder
+from daemon.text.tool_parsers.parameter_types import STRING, referred, types_of
+from daemon.text.tool_parsers.registry import GLM45, GLM47, QWEN3_CODER
+
+_DEFINITIONS = ("$defs", "definitions")
+_TOP = frozenset({"type", "properties", "required", "additionalProperties", "$schema", "$id", "x-guidance", *_DEFINITIONS})
+_OF_STRINGS = frozenset({"type", "enum", "const", "minLength", "maxLength", "default", "examples"})
+_NULLABLE = STRING | {"null"}
+_MOST_LENGTH = 4096  # of a string whose schema bounds it
+
+
+@dataclass(frozen=True, slots=True)
+class TextForm:
+    """What a dialect writes around names and values. name: around the function's. key: around a parameter's, up to its value.
+    before_end, end_value, after_value: behind a value; end_value is the tag at which it ends. end: of a call. barred: the character
+    that a parameter's name cannot have, besides a line break."""
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    before_end: str
+    end_value: str
+    after_value: str
+    end: str
+    barred: str
+
+
+FORMS: Mapping[str, TextForm] = {
+    QWEN3_CODER: TextForm(
+        name=(qwen3_coder.FUNCTION, ">\n"),
+        key=(qwen3_coder.PARAMETER, ">\n"),
+        before_end="\n",
+        end_value=qwen3_coder.END_PARAMETER,
+        after_value="\n",
+        end=qwen3_coder.END_FUNCTION,
+        barred=">",
+    ),
+    GLM45: TextForm(
+        name=("", "\n"),
+        key=(glm.KEY, f"{glm.END_KEY}\n{glm.VALUE}"),
+        before_end="",
+        end_value=glm.END_VALUE,
+        after_value="\n",
+        end="",
+        barred="<",
+    ),
+    GLM47: TextForm(
+        name=("", ""),
+        key=(glm.KEY, glm.END_KEY + glm.VALUE),
+        before_end="",
+        end_value=glm.END_VALUE,
+        after_value="",
+        end="",
+        barred="<",
+    ),
+}
+
+
+class Inexpressible(Exception):
+    """Raised for a schema that a call in such a dialect cannot be held to. The message is the keyword's path."""
+
+
+def inexpressible(form: TextForm, schemas: Sequence[str]) -> tuple[int, str] | None:
+    """Returns the first tool that a call in this form cannot be held to, and the path of the keyword for which it cannot.
+    schemas: from argument_schemas."""
+    for at, schema in enumerate(schemas):
+        try:
+            function_rules(form, at, "", json.loads(schema), {}, {})
+        except Inexpressible as error:
+            return at, str(error)
+    return None
+
+
+def function_rules(
+    form: TextForm, at: int, name: str, schema: Mapping[str, Any], options: Mapping[str, Any], special: Mapping[str, str]
+) -> list[str]:
+    """Returns the rules of a call of the tool `at`, from its name to its end; the first is `tool_{at}`. schema: of its parameters,
+    without notes. options: llguidance's, of values that are JSON. special: tag -> what stands for it in a grammar, of those that
+    the tokenizer calls special. Raises Inexpressible."""
+    return _Rules(form, schema, options, special).of_function(at, name)
+
+
+class _Rules:
+    """Writes the rules of one call. schema, options, special: as in function_rules."""
+
+    def __init__(self, form: TextForm, schema: Mapping[str, Any], options: Mapping[str, Any], special: Mapping[str, str]) -> None:
+        self._form, self._schema, self._options, self._special = form, schema, options, special
+
+    def of_function(self, at: int, name: str) -> list[str]:
+        form, schema = self._form, self._schema
+        for key in schema:
+            if key not in _TOP:
+                raise Inexpressible(key)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        rules, parameters = [], []
+        for number, (key, each) in enumerate(properties.items()):
+            if not key or set(key) & {form.barred, "\n"}:
+                raise Inexpressible(f"properties.{key}")
+            rule = f"{at}_{number}"
+            parameters.append(f"parameter_{rule}" + ("" if key in required else "?"))
+            rules.append(f"parameter_{rule}: {self._written(key.join(form.key))} value_{rule}")
+            rules += self._value(f"value_{rule}", f"properties.{key}", each)
+        if not properties and schema.get("additionalProperties", True) is not False:
+            parameters.append(f"any_{at}*")
+            before, behind = map(self._written, form.key)
+            rules.append(f"any_{at}: {before} /[^{form.barred}\\n]{{1,64}}/ {behind} value_{at}")
+            rules += self._text(f"value_{at}", 0, None)
+        return [f"tool_{at}: {self._written(name.join(form.name))} {' '.join(parameters)} {self._written(form.end)}", *rules]
+
+    def _value(self, rule: str, path: str, schema: Any) -> list[str]:
+        """Returns the rules of a parameter's value and what ends it. schema: of the value."""
+        form, root = self._form, self._schema
+        end = self._written(form.before_end + form.end_value + form.after_value)
+        types = types_of(schema, root)
+        if "string" not in types:
+            definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+            held = {"x-guidance": self._options} | schema | definitions | {"x-guidance": self._options}
+            return [f"{rule}: {rule}_json {end}", f"{rule}_json: %json {json.dumps(held, ensure_ascii=False)}"]
+        if not types <= _NULLABLE:
+            raise Inexpressible(f"{path}: a string or something else")
+        schema = referred(schema, root)
+        branches = [part for key in ("anyOf", "oneOf") for part in schema.get(key, [])]
+        if branches:
+            # a text or null is any text, and so is a text of one branch or of another
+            odd = [key for part in branches for key in part if key != "type"] + [
+                key for key in schema if key not in ("anyOf", "oneOf")
+            ]
+        else:
+            odd = [key for key in schema if key not in _OF_STRINGS]
+        if odd:
+            raise Inexpressible(f"{path}.{odd[0]}")
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if values is not None:
+            texts = ["null" if value is None else value for value in values if value is None or isinstance(value, str)]
+            if not texts:
+                raise Inexpressible(f"{path}.enum")
+            return [f"{rule}: ({' | '.join(map(_literal, texts))}) {end}"]
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        if max(least, most or 0) > _MOST_LENGTH:
+            raise Inexpressible(f"{path}.{'minLength' if least > _MOST_LENGTH else 'maxLength'}")
+        return self._text(rule, least, most)
+
+    def _text(self, rule: str, least: int, most: int | None) -> list[str]:
+        """Returns the rules of a text and what ends it. least, most: its characters; None: any number."""
+        form, text = self._form, f"TEXT_{rule.upper()}"
+        times = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
+        # the parser ends the value at the first tag, also at one that is spelled where a special token is
+        tag = form.end_value.replace("/", "\\/")
+        spelled = f"{text}: /(?s:.{times})/ & ~/(?s:.*){tag}(?s:.*)/"
+        behind = self._written(form.after_value)
+        if form.end_value in self._special:
+            return [f"{rule}: {text} {self._written(form.before_end + form.end_value)} {behind}", spelled]
+        suffix = _literal(form.before_end + form.end_value)
+        return [f"{rule}: {rule}_text {behind}", f"{rule}_text[suffix={suffix}]: {text}", spelled]
+
+    def _written(self, text: str) -> str:
+        """Returns a text as a grammar has it, where special tokens stand for their tags."""
+        parts = re.split(f"({'|'.join(map(re.escape, self._special))})", text) if self._special else [text]
+        return " ".join(self._special.get(part) or _literal(part) for part in parts if part)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,33 @@
+"""Messages as Kimi K2's chat templates read them, with ids of calls in the model's own form.
+
+Such a template shows a call and its result by the call's id alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daemon.text.tool_parsers.call_numbers import CallNumbers
+
+Message = dict[str, Any]
+
+
+def kimi_messages(messages: list[Message]) -> list[Message]:
+    """Returns the messages with `functions.NAME:INDEX` as the id of each call, and with the same id at its result. A result that
+    names no call of the latest turn that called belongs to the first of that turn's calls without a result; one beyond these
+    stays as it is."""
+    numbers = CallNumbers()
+    out: list[Message] = []
+    unanswered: list[tuple[str, str]] = []  # the id that the client gave, and the new one
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            given = [call.get("id", "") for call in calls]
+            named = [numbers.id_of(call["function"]["name"], each) for call, each in zip(calls, given, strict=True)]
+            unanswered = list(zip(given, named, strict=True))
+            message = {**message, "tool_calls": [{**call, "id": each} for call, each in zip(calls, named, strict=True)]}
+        elif message["role"] == "tool" and unanswered:
+            given_id = message.get("tool_call_id", "")
+            at = next((at for at, (each, _) in enumerate(unanswered) if given_id and each == given_id), 0)
+            message = {**message, "tool_call_id": unanswered.pop(at)[1]}
+        out.append(message)
+    return out

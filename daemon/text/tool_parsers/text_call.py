@@ -1,0 +1,93 @@
+"""Reads a call whose arguments are plain text between tags, and passes them on as a JSON object. The tool's schema says what each
+value is in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+from daemon.text.tool_parsers.call import Call
+from daemon.text.tool_parsers.parameter_types import STRING, ParameterTypes, as_json
+from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL_END, Piece, find_marker
+
+MOST_KEY = 256  # characters
+
+
+def types_by_tool(names: Sequence[str], schemas: Sequence[bytes]) -> dict[str, ParameterTypes]:
+    """Returns the types of each tool's parameters. schemas: of the parameters of each, as JSON."""
+    return {name: ParameterTypes(schema) for name, schema in zip(names, schemas, strict=False)}
+
+
+class TextCall(Call):
+    """The state of reading one such call. Subclasses read its tags and names in `_step`, and define `end_value`, the tag that ends
+    a value; `undeclared`, the types of a parameter that no schema names; `has_lines`, whether a line break on either side of a
+    value is no part of it. tools: the types of the tools that were offered."""
+
+    end_value: str
+    undeclared = STRING
+    has_lines = False
+
+    __slots__ = ("_held", "_in_value", "_is_first", "_is_fresh", "_tools", "_types", "_value_types")
+
+    def __init__(self, index: int, lead: str, tools: Mapping[str, ParameterTypes]) -> None:
+        super().__init__(index, lead)
+        self._tools = tools
+        self._types = ParameterTypes()  # of the function that was named
+        self._is_first = True  # no parameter was read
+        self._in_value = False
+        self._value_types: frozenset[str] = STRING
+        self._held = ""  # of the value, not passed on yet
+        self._is_fresh = False  # nothing of the value was read
+
+    @abstractmethod
+    def _step(self, char: str, at: int, out: list[Piece]) -> int:
+        """Takes a character outside of values, which is text[at]. Returns `at` if it was not read, else `at` + 1."""
+
+    def _read(self, text: str, at: int, out: list[Piece]) -> int:
+        while at < len(text) and not (self.done or self.bad):
+            at = self._value(text, at, out) if self._in_value else self._step(text[at], at, out)
+        return at
+
+    def _begin_arguments(self, name: str, out: list[Piece]) -> None:
+        self._announce(name, out)
+        self._types = self._tools.get(name, self._types)
+        out.append(Piece(ARGUMENTS, "{", self._index))
+
+    def _begin_value(self, key: str, out: list[Piece]) -> None:
+        self._value_types = self._types.of(key, self.undeclared)
+        begin = f"{'' if self._is_first else ', '}{json.dumps(key, ensure_ascii=False)}: "
+        out.append(Piece(ARGUMENTS, begin + ('"' if self._value_types == STRING else ""), self._index))
+        self._is_first, self._in_value, self._held, self._is_fresh = False, True, "", True
+
+    def _end_arguments(self, out: list[Piece]) -> None:
+        out += [Piece(ARGUMENTS, "}", self._index), Piece(CALL_END, "", self._index)]
+        self.done = True
+
+    def _value(self, text: str, at: int, out: list[Piece]) -> int:
+        """Reads the value. A string's text is passed on as it arrives."""
+        value = self._held + text[at:]
+        found, is_whole = find_marker(value, 0, self.end_value)
+        end = at + found + len(self.end_value) - len(self._held) if is_whole else len(text)
+        if self._is_fresh and value:
+            self._is_fresh = False
+            if self.has_lines and value[0] == "\n":
+                value, found = value[1:], found - 1
+        body, is_string = value[:found], self._value_types == STRING
+        if self.has_lines and (is_whole or is_string):
+            body = body.removesuffix("\n")
+        if is_whole:
+            self._in_value, self._held = False, ""
+            written = _escaped(body) + '"' if is_string else as_json(body, self._value_types)
+        elif is_string:
+            self._held, written = value[len(body) :], _escaped(body)
+        else:
+            self._held, written = value, ""
+        if written:
+            out.append(Piece(ARGUMENTS, written, self._index))
+        return end
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
