@@ -16,7 +16,7 @@ from daemon.text.tool_parsers.harmony import MARKS
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.e2e.node import Node
 
-DIALECTS = ("hermes", "llama3", "mistral", "qwen3_coder")
+DIALECTS = ("hermes", "kimi_k2", "llama3", "mistral", "qwen3_coder")
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"enum": ["Köln", 'a "b" }']}, "days": {"type": "integer", "minimum": 1, "maximum": 99}},

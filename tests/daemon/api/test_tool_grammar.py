@@ -14,10 +14,10 @@ from daemon.api.bodies.tools import AUTO, NAMED, REQUIRED, ToolRequest
 from daemon.api.generation.tool_grammar import argument_schemas, tool_grammar
 from daemon.errors import BadRequest
 from daemon.text.reply_parser import ReplyParser, parse_whole
-from daemon.text.tool_parsers import deepseek
-from daemon.text.tool_parsers.registry import DEEPSEEK_V3, DEEPSEEK_V31, GENERIC, HERMES, LLAMA3, MISTRAL, tool_parser
+from daemon.text.tool_parsers import deepseek, kimi_k2
+from daemon.text.tool_parsers.registry import DEEPSEEK_V3, DEEPSEEK_V31, GENERIC, HERMES, KIMI_K2, LLAMA3, MISTRAL, tool_parser
 from engine.grammar.compile import compile_grammar
-from tests.daemon.text.test_reply_parser import fenced, separated
+from tests.daemon.text.test_reply_parser import fenced, numbered, separated
 from tests.daemon.text.tokenizers_made import byte_level
 
 CITY = {
@@ -29,6 +29,7 @@ CITY = {
 }
 GOOD, BAD = '{"city":"Köln","days":3}', '{"city":"Bonn","days":3}'
 DEEPSEEK = [deepseek.OPEN, deepseek.CLOSE, deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END]
+KIMI = [kimi_k2.OPEN, kimi_k2.CLOSE, kimi_k2.BEGIN, kimi_k2.ARGUMENTS, kimi_k2.END]
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
 NEWER = "mistral newer"  # with [ARGS]
 
@@ -45,6 +46,8 @@ def written(dialect: str, *calls: tuple[str, str]) -> str:
         return fenced(*calls)
     if dialect == DEEPSEEK_V31:
         return separated(*calls)
+    if dialect == KIMI_K2:
+        return numbered(*((f"functions.{name}:{at}", arguments) for at, (name, arguments) in enumerate(calls)))
     objects = [f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls]
     if dialect == HERMES:
         return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
@@ -97,9 +100,10 @@ PLAIN = Vocabulary([])
 SPECIAL = Vocabulary(MARKERS)
 OLDER = Vocabulary(["[TOOL_CALLS]"])
 SEEK = Vocabulary(["<think>", "</think>", *DEEPSEEK])
+KIMIS = Vocabulary(["<think>", "</think>", *KIMI])
 CASES: list[tuple[str, Vocabulary]] = [
     (HERMES, PLAIN), (HERMES, SPECIAL), (LLAMA3, PLAIN), (LLAMA3, SPECIAL), (MISTRAL, PLAIN), (MISTRAL, OLDER), (NEWER, SPECIAL),
-    (DEEPSEEK_V3, SEEK), (DEEPSEEK_V31, SEEK),
+    (DEEPSEEK_V3, SEEK), (DEEPSEEK_V31, SEEK), (KIMI_K2, KIMIS), (KIMI_K2, PLAIN),
 ]  # fmt: skip
 FORCED = [*CASES, (GENERIC, PLAIN), (GENERIC, SPECIAL)]  # nobody is free to call in that one
 WEATHER, SEARCH = ("get_weather", GOOD), ("search", '{"q":[1,{}]}')

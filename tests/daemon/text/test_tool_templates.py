@@ -15,7 +15,7 @@ from daemon.text.detokenizer import decode
 from daemon.text.jobs import TextFacts
 from daemon.text.service import TextService
 from daemon.text.token_table import MarkedTable
-from daemon.text.tool_parsers.registry import HARMONY, HERMES, LLAMA3, MISTRAL, NONE, THINK, tool_parser
+from daemon.text.tool_parsers.registry import GLM45, HARMONY, HERMES, LLAMA3, MISTRAL, NONE, THINK, tool_parser
 from tests.daemon.api.fakes import entry
 from tests.daemon.text.tokenizers_made import byte_level, checkpoint
 
@@ -64,7 +64,26 @@ MISTRAL_TEMPLATE = """\
 {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}' }}
 {%- else %}{{- ' ' + message.content + eos_token }}{%- endif %}
 {%- endfor %}"""
-TEMPLATES = {HERMES: HERMES_TEMPLATE, LLAMA3: LLAMA3_TEMPLATE, MISTRAL: MISTRAL_TEMPLATE}
+GLM45_TEMPLATE = """\
+{%- if tools %}{{- '<|start|>system\\n' }}
+{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}
+{{- 'Call as <tool_call>{name}\\n<arg_key>{key}</arg_key>\\n<arg_value>{value}</arg_value>\\n</tool_call>' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|start|>' + ('observation' if message.role == 'tool' else message.role) + '\\n' }}
+{%- if message.reasoning_content is string %}{{- '<think>' + message.reasoning_content + '</think>\\n' }}{%- endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>' + call.function.name + '\\n' }}
+{%- for key, value in call.function.arguments.items() %}
+{{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' + (value if value is string else value | tojson) + '</arg_value>\\n' }}
+{%- endfor %}
+{{- '</tool_call>' }}
+{%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- if enable_thinking is false %}{{- '\\n<think></think>' }}{%- endif %}
+{%- endif %}"""
+TEMPLATES = {GLM45: GLM45_TEMPLATE, HERMES: HERMES_TEMPLATE, LLAMA3: LLAMA3_TEMPLATE, MISTRAL: MISTRAL_TEMPLATE}
 
 # the order of keys is the client's; numbers come as they are written
 PARAMETERS = {"z": 1, "a": [1.0, 12345678901234567890123]}
@@ -121,7 +140,7 @@ async def test_templates_are_given_what_transformers_gives_them(service, tmp_pat
         **SPECIALS,
     )
     assert decode(table, ids) == expected
-    assert '"q": "é < 1"' in expected
+    assert ("<arg_value>é < 1</arg_value>" if dialect == GLM45 else '"q": "é < 1"') in expected
     assert "12345678901234567890123" in expected
     without = await service.encode_chat(one, msgspec.msgpack.encode(MESSAGES[:1]), {"tools": b""})
     assert "description" not in decode(table, without)
@@ -130,6 +149,7 @@ async def test_templates_are_given_what_transformers_gives_them(service, tmp_pat
 async def test_facts(service, tmp_path):
     expected = {
         "hermes": (model(tmp_path / "hermes", HERMES_TEMPLATE), TextFacts(HERMES, THINK)),
+        "glm45": (model(tmp_path / "glm45", GLM45_TEMPLATE), TextFacts(GLM45, THINK)),
         "llama3": (model(tmp_path / "llama3", LLAMA3_TEMPLATE), TextFacts(LLAMA3, NONE)),
         "mistral": (model(tmp_path / "mistral", MISTRAL_TEMPLATE), TextFacts(MISTRAL, NONE)),
         "family": (model(tmp_path / "family", "{{ tools }}", model_type="qwen3"), TextFacts(HERMES, NONE)),
