@@ -60,6 +60,9 @@ class LaunchOnlyOps(CudaOps):
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
         return weight.new_empty(x.shape[0], weight.shape[0])
 
+    def _product_by_head(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Does nothing: the weights have no memory."""
+
     def greedy(self, logits: Tensor) -> tuple[Any, Any]:
         return _nothing(super().greedy(logits))
 

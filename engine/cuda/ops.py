@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.cuda.batch import DeviceBatch
@@ -98,7 +99,10 @@ class CudaOps:
         entry.rope_and_store_latents(queries, down, norm, eps, layer, heads, batch, interleaved)
 
     def latent_attention(self, queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: DeviceBatch) -> Tensor:
-        return entry.latent_attention(queries, layer, heads, scale, batch, LATENT_TOKENS, LATENT_HEADS)
+        return entry.latent_attention(queries, layer, heads, scale, batch, LATENT_TOKENS, LATENT_HEADS, self._product_by_head)
+
+    def _product_by_head(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
+        torch.bmm(x, weights, out=out)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if cap:

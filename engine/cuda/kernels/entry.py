@@ -6,6 +6,8 @@ Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly. Shapes are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import triton
@@ -168,10 +170,18 @@ def rope_and_store_latents(
 
 
 def latent_attention(
-    queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: DeviceBatch, tokens: int, tile_heads: int
+    queries: Tensor,
+    layer: int,
+    heads: LatentHeads,
+    scale: float,
+    batch: DeviceBatch,
+    tokens: int,
+    tile_heads: int,
+    product: Callable[[Tensor, Tensor, Tensor], None],
 ) -> Tensor:
     """Returns the attention [T, H V] of the step's tokens, in the absorbed form, for so many tokens at a time (but at least for all
-    rows that decode). Entries of tokens that belong to no row are undefined. tile_heads: heads that read a tile together."""
+    rows that decode). Entries of tokens that belong to no row are undefined. tile_heads: heads that read a tile together. product:
+    writes x [H, T, A] @ plain weights [H, A, B] to its last argument [H, T, B]."""
     group, place = batch.group_of(layer)
     num_tokens, rank = len(queries), heads.rank
     by_head = queries.view(num_tokens, heads.num_heads, heads.plain_dim + heads.rope_dim)
@@ -182,7 +192,7 @@ def latent_attention(
         own = by_head[first : first + at_once]
         absorbed = queries.new_empty(len(own), heads.num_heads, rank + heads.rope_dim)
         sums = queries.new_empty(len(own), heads.num_heads, rank)
-        _product_by_head(own[..., : heads.plain_dim], heads, False, absorbed[..., :rank])
+        _product_by_head(own[..., : heads.plain_dim], heads, False, absorbed[..., :rank], product)
         absorbed[..., rank:].copy_(own[..., heads.plain_dim :])
         if batch.num_decode and first == 0:
             triton_latent_attention.decode_attention(absorbed, *where, group.work, scale, tile_heads, INTERPRETED, sums)
@@ -201,12 +211,14 @@ def latent_attention(
                 INTERPRETED,
                 sums,
             )
-        _product_by_head(sums, heads, True, out[first : first + at_once])
+        _product_by_head(sums, heads, True, out[first : first + at_once], product)
     return out.view(num_tokens, heads.num_heads * heads.value_dim)
 
 
-def _product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, out: Tensor) -> None:
-    """Multiplies each head of x with its part of heads.up, as triton_latent.product_by_head says."""
+def _product_by_head(
+    x: Tensor, heads: LatentHeads, of_values: bool, out: Tensor, product: Callable[[Tensor, Tensor, Tensor], None]
+) -> None:
+    """Multiplies each head of x with its part of heads.up, as triton_latent.product_by_head says. product: of plain weights."""
     if isinstance(heads.up, Fp8Matrix):
         triton_latent.product_by_head(x, heads, of_values, INTERPRETED, out)
         return
@@ -214,7 +226,7 @@ def _product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, out: Tensor
         raise TypeError("there is no kernel for int8 weights on a GPU")
     matrices = heads.up.view(heads.num_heads, heads.plain_dim + heads.value_dim, heads.rank)
     own = matrices[:, heads.plain_dim :].transpose(1, 2) if of_values else matrices[:, : heads.plain_dim]
-    torch.bmm(x.transpose(0, 1), own, out=out.transpose(0, 1))
+    product(x.transpose(0, 1), own, out.transpose(0, 1))
 
 
 def sample(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,10 @@ class KeyCase:
         return LoadModel(1, self.name, "", self.dtype, "", *limits, held, kv_cache_dtype=self.kv_cache_dtype)
 
 
+PUBLISHED = Path(__file__).parents[2] / "published"
+DEEPSEEK_V3, DEEPSEEK_V2_LITE = (
+    json.loads((PUBLISHED / f"{name}.json").read_text()) for name in ("deepseek-v3", "deepseek-v2-lite")
+)
 FP8_WEIGHTS = {"quantization_config": FINE_GRAINED}
 QWEN3 = QWEN25_7B | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
 CASES = [
@@ -92,6 +97,20 @@ CASES = [
     KeyCase("mixtral float32 at odd places", MIXTRAL_8X7B, "float32", block_offset=8, more={"num_experts": 8, "vocab_size": 4096}),
     KeyCase("glm4 moe", GLM45_AIR, max_rows=5, more={"vocab_size": 1024, "n_routed_experts": 24, "n_group": 4, "topk_group": 2}),
     KeyCase("gpt-oss", GPT_OSS_20B, max_rows=17, more={"vocab_size": 1024, "num_local_experts": 8, "layer_types": None}),
+    KeyCase(
+        "deepseek v3 fp8",
+        DEEPSEEK_V3,
+        kv_cache_dtype="fp8",
+        max_rows=65,
+        more={"vocab_size": 1024, "first_k_dense_replace": 1, "n_routed_experts": 16, "n_group": 4, "topk_group": 2},
+    ),
+    KeyCase(
+        "deepseek v2 lite float16",
+        DEEPSEEK_V2_LITE,
+        "float16",
+        block_offset=8,
+        more={"vocab_size": 1024, "n_routed_experts": 12, "moe_intermediate_size": 352},
+    ),
     KeyCase("one block a sequence", MISTRAL_7B, max_len=BLOCK_TOKENS, max_rows=1, more={"sliding_window": None}),
 ]
 # Each stands for settings that the others do not have; the whole list takes many minutes.
@@ -105,6 +124,7 @@ COVERING = (
     "qwen2 moe",
     "glm4 moe",
     "gpt-oss",
+    "deepseek v2 lite float16",
     "one block a sequence",
 )
 
