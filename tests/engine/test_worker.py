@@ -337,8 +337,17 @@ def test_journal_after_sigkill(tmp_path: Path) -> None:
         engine.send(submit_message(3, max_tokens=100), submit_message(4, max_tokens=100))
         engine.until(lambda: {3, 4} <= engine.output().keys())
         deadline_s = time.monotonic() + SAFETY_TIMEOUT_S
-        while engine.running() != (3, 4):
+        stopped = False
+        while not (stopped and engine.running() == (3, 4)):  # not stopped, the step could end between the look and the kill
             assert time.monotonic() < deadline_s
+            if engine.running() == (3, 4):
+                engine.process.send_signal(signal.SIGSTOP)
+                stopped = True
+                while psutil.Process(engine.process.pid).status() != psutil.STATUS_STOPPED:
+                    time.sleep(0.001)
+            elif stopped:
+                engine.process.send_signal(signal.SIGCONT)
+                stopped = False
             time.sleep(0.001)
         engine.process.kill()
         engine.process.wait()
