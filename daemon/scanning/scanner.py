@@ -77,7 +77,7 @@ class ModelScanner:
             due = self._due()
             for _ in range(MAX_SILENT):
                 if self._closed:
-                    raise OSError(errno.ECANCELED, "hearthd is stopping", models_dir)
+                    raise _stopping(models_dir)
                 silent = {path: one.why for path, one in self._silent.items() if path not in due}
                 try:
                     found = await self._scan_once(models_dir, previous, silent, limit_s)
@@ -117,6 +117,9 @@ class ModelScanner:
         process = self._process
         if process is None or not process.takes_scans:
             process = self._process = await _Process.start()
+            if self._closed:  # while it was being started
+                await self._end()
+                raise _stopping(models_dir)
         if self._idle is not None:
             self._idle.cancel()
         known = {name: (one.path, one.signature) for name, one in previous.items() if one.signature}
@@ -139,6 +142,10 @@ class ModelScanner:
         if process is not None:
             process.kill()
             await process.wait(ENOUGH_S)
+
+
+def _stopping(models_dir: str) -> OSError:
+    return OSError(errno.ECANCELED, "hearthd is stopping", models_dir)
 
 
 def _with_known(found: Iterable[Seen], silent: Mapping[str, str], previous: Mapping[str, Checkpoint]) -> Iterable[Seen]:

@@ -168,10 +168,10 @@ class WorkerConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.alive = False
         self._is_lost = True
-        if self._is_closed:
-            self._finish(None, [])
-        elif self._death is not None:
+        if self._death is not None:
             self._fail(self._death)
+        elif self._is_closed:
+            self._finish(None, [])
         else:
             self._loop.call_later(REPORT_WAIT_S, self._wait_no_longer)
 
@@ -180,7 +180,8 @@ class WorkerConnection(asyncio.Protocol):
     def died(self, death: Death) -> None:
         """Reports why the worker's process ended. What it sent before that is read first."""
         self.alive = False
-        self._death = death
+        if not self._is_closed:
+            self._death = death
         if self._is_lost:
             self._fail(death)
         else:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,28 @@ async def test_closing_does_not_wait_for_what_hangs(tmp_path: Path, parts_hang: 
             await under_way
     with pytest.raises(ProcessLookupError):
         os.kill(parts_hang[0], 0)
+
+
+async def test_closing_ends_a_process_that_is_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on, pids, spawn = threading.Event(), threading.Event(), list[int](), scanner_module._spawn
+
+    def slow(fd: int) -> subprocess.Popen[bytes]:
+        process = spawn(fd)
+        pids.append(process.pid)
+        begun.set()
+        assert may_go_on.wait(30)
+        return process
+
+    monkeypatch.setattr(scanner_module, "_spawn", slow)
+    scanner = ModelScanner()
+    under_way = asyncio.ensure_future(scanner.scan(str(tmp_path), {}))
+    await until(begun.is_set)
+    await scanner.close()
+    may_go_on.set()
+    with pytest.raises(OSError, match="stopping"):
+        await under_way
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
 
 
 async def test_a_killed_process_is_replaced_and_leaves_no_zombie(

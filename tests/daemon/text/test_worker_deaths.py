@@ -19,6 +19,7 @@ from tokenizers import normalizers
 
 from daemon.errors import BadRequest, HearthError, NotNow
 from daemon.text import deaths, helper
+from daemon.text.connection import WorkerDied
 from daemon.text.deaths import from_report
 from daemon.text.detokenizer import decode
 from daemon.text.helper_messages import Ended
@@ -226,6 +227,19 @@ async def test_a_job_whose_worker_is_killed_twice_may_be_sent_again(service, tmp
     # a worker that is killed before it gets the job fails it at once, and is counted when its socket has ended
     await until(lambda: sum(service.num_deaths.values()) == 2)
     assert service.num_deaths == {deaths.KILLED: 2}
+
+
+async def test_a_worker_that_dies_before_it_gets_a_job_is_counted(service, tmp_path):
+    tiny = model(checkpoint(tmp_path / "tiny", byte_level()))
+    worker = await service._helper.connect(Open(tiny.name, tiny.path, None))
+    await until(lambda: worker.pid)
+    os.kill(worker.pid, signal.SIGKILL)
+    await until(lambda: not worker.alive)
+    with pytest.raises(WorkerDied):
+        await worker.call(Encode(1, msgspec.msgpack.encode(["x"]), True, 100, "prompt", 0, ""))
+    service._helper.release(worker)
+    await until(lambda: service.num_deaths)
+    assert service.num_deaths == {deaths.KILLED: 1}
 
 
 async def test_a_killed_worker_costs_nobody_an_answer(service, tmp_path):
