@@ -6,6 +6,7 @@ P = T * C pairs of a token and one of its experts, sorted by expert, I the exper
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cpu.products import array, fp8_in_parts, widened_parts, write_product
+from engine.cpu.products import array, four_bits, four_bits_in_parts, fp8_in_parts, write_product
 from engine.cpu.recording.program import call, empty
-from engine.ops.ops import ExpertMatrices, Fp8Matrix, Mxfp4Matrix
-from loader.formats.mxfp4 import GROUP
+from engine.ops.ops import ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,13 +75,13 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
 
 
 def _grouped_product(
-    kernels: Any, x: Tensor, weight: Tensor | Fp8Matrix | Mxfp4Matrix, bias: Tensor | None, routing: _Routing, num_tokens: int
+    kernels: Any, x: Tensor, weight: ExpertMatrix, bias: Tensor | None, routing: _Routing, num_tokens: int
 ) -> Tensor:
     """Returns each row of x [P, K] times its expert's matrix of weight [E, N, K], plus its bias [E, N]. num_tokens: the most rows
     an expert may have."""
     out = empty(x, len(x), weight.shape[1])
-    if isinstance(weight, Mxfp4Matrix):
-        _grouped_mxfp4_linear(kernels, x, weight, bias, routing, num_tokens, out)
+    if isinstance(weight, Mxfp4Matrix | Int4Matrix):
+        _grouped_four_bits_linear(kernels, x, weight, bias, routing, num_tokens, out)
     elif isinstance(weight, Fp8Matrix):
         _grouped_fp8_linear(kernels, x, weight, bias, routing, num_tokens, out)
     else:
@@ -106,18 +106,17 @@ def _grouped_linear(
         call(kernel, array(x), *own, routing.firsts, most_rows, *scratch, num_shares, array(out))
 
 
-def _grouped_mxfp4_linear(
-    kernels: Any, x: Tensor, weight: Mxfp4Matrix, bias: Tensor | None, routing: _Routing, num_tokens: int, out: Tensor
+def _grouped_four_bits_linear(
+    kernels: Any, x: Tensor, weight: Mxfp4Matrix | Int4Matrix, bias: Tensor | None, routing: _Routing, num_tokens: int, out: Tensor
 ) -> None:
-    blocks, scales = weight.blocks.view(-1).numpy(), weight.scales.view(-1).numpy()
-    most_rows = kernels.grouped_mxfp4_rows("bfloat16" if x.dtype is torch.bfloat16 else "float32")
+    matrices = four_bits(weight)
+    most_rows = kernels.grouped_four_bits_rows(weight.shape[1], "bfloat16" if x.dtype is torch.bfloat16 else "float32")
     if num_tokens > most_rows:
         views = (x.view(x.shape), None if bias is None else bias.view(bias.shape))
-        call(_many_mxfp4_rows, kernels, views[0], blocks, scales, views[1], routing.firsts, most_rows, out.view(out.shape))
-    biases = _biases(x, bias, weight.shape[0])
-    call(
-        kernels.grouped_mxfp4_linear, array(x), blocks, scales, biases, routing.firsts, most_rows, kernels.num_shares(), array(out)
-    )
+        call(_many_four_bits_rows, kernels, views[0], *matrices, views[1], routing.firsts, most_rows, out.view(out.shape))
+    if most_rows:
+        biases, shares = _biases(x, bias, weight.shape[0]), (most_rows, kernels.num_shares())
+        call(kernels.grouped_four_bits_linear, array(x), *matrices, biases, routing.firsts, *shares, array(out))
 
 
 def _biases(x: Tensor, bias: Tensor | None, num_experts: int) -> Any:
@@ -141,29 +140,38 @@ def _many_fp8_rows(
     kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, firsts: Any, most_rows: int, out: Tensor
 ) -> None:
     """Does the same as _many_rows with FP8 weights, which are widened a part of an expert at a time."""
-    for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
-        if end - first > most_rows:
-            fp8_in_parts(kernels, x[first:end], values[expert], scales[expert], group_inputs, None, out[first:end])
+    for expert, own in _many(firsts, most_rows):
+        fp8_in_parts(kernels, x[own], values[expert], scales[expert], group_inputs, None, out[own])
 
 
 def _many_rows(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, firsts: Any, most_rows: int, out: Tensor) -> None:
     """Multiplies the rows of each expert that has more than most_rows of them, with the kernel that multiplies so many rows with
     any matrix, or with torch."""
+    for expert, own in _many(firsts, most_rows):
+        write_product(kernels, x[own], weight[expert], None if bias is None else bias[expert], out[own])
+
+
+def _many(firsts: Any, most_rows: int) -> Iterator[tuple[int, slice]]:
+    """Yields each expert that has more than most_rows rows, and these."""
     for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
         if end - first > most_rows:
-            write_product(kernels, x[first:end], weight[expert], None if bias is None else bias[expert], out[first:end])
+            yield expert, slice(first, end)
 
 
-def _many_mxfp4_rows(
-    kernels: Any, x: Tensor, blocks: Any, scales: Any, bias: Tensor | None, firsts: Any, most_rows: int, out: Tensor
+def _many_four_bits_rows(
+    kernels: Any,
+    x: Tensor,
+    scales: Any,
+    blocks: Any,
+    group_inputs: int,
+    halves: bool,
+    bias: Tensor | None,
+    firsts: Any,
+    most_rows: int,
+    out: Tensor,
 ) -> None:
-    """Does what _many_rows does with weights in MXFP4, a part of which is widened at a time."""
-    num_inputs, num_outputs = x.shape[1], out.shape[1]
-    groups, parts = num_inputs // GROUP, widened_parts(x, num_outputs, num_inputs)
-    for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
-        if end - first <= most_rows:
-            continue
-        for some, part in parts:
-            begin, stop = (groups * (expert * num_outputs + place) for place in (some.start, some.stop))
-            kernels.widen_mxfp4(blocks[begin * GROUP // 2 : stop * GROUP // 2], scales[begin:stop], array(part))
-            write_product(kernels, x[first:end], part, None if bias is None else bias[expert, some], out[first:end, some])
+    """Does the same as _many_rows with weights of four bits, which are widened a part of an expert at a time."""
+    scales, blocks, how = scales.reshape(len(firsts) - 1, -1), blocks.reshape(len(firsts) - 1, -1), (group_inputs, halves)
+    for expert, own in _many(firsts, most_rows):
+        own_bias = None if bias is None else bias[expert]
+        four_bits_in_parts(kernels, x[own], scales[expert], blocks[expert], *how, own_bias, out[own])

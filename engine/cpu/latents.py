@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import reference
-from engine.ops.ops import Fp8Matrix, Int8Matrix, LatentHeads, Matrix
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Matrix
 from loader.formats.int8 import WIDENED_BYTES
 from loader.work_space import ABSORBED_TOKENS, PREFILL_TILE_TOKENS
 
@@ -138,6 +138,10 @@ def _widened(matrix: Matrix, some: slice) -> Tensor:
     if isinstance(matrix, Fp8Matrix):
         wide = torch.empty(some.stop - some.start, matrix.shape[1])
         reference.fp8_rows(matrix.values[some], matrix.scales[some], matrix.group_inputs, wide)
+        return wide
+    if isinstance(matrix, Int4Matrix):
+        wide = torch.empty(some.stop - some.start, matrix.shape[1])
+        reference.int4_rows(matrix.packed[some], matrix.scales[some], matrix.group_inputs, wide)
         return wide
     if isinstance(matrix, Int8Matrix):
         return matrix.values[some].float() * matrix.scales[some, None]

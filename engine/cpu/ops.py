@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,17 @@ from engine.cpu.products import array
 from engine.cpu.recording.program import call, empty, into, is_recording
 from engine.host import compiled
 from engine.ops import reference, reference_inputs
-from engine.ops.ops import ExpertMatrices, Fp8Matrix, HeadNorms, Int8Matrix, LatentHeads, Matrix, Mxfp4Matrix, Rotary
+from engine.ops.ops import (
+    ExpertMatrices,
+    Fp8Matrix,
+    HeadNorms,
+    Int4Matrix,
+    Int8Matrix,
+    LatentHeads,
+    Matrix,
+    Mxfp4Matrix,
+    Rotary,
+)
 from loader.formats.int8 import WIDENED_BYTES
 from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
@@ -128,7 +139,11 @@ class CpuOps:
         if isinstance(weight, Int8Matrix):
             return self._int8_linear(x, weight, bias)
         if isinstance(weight, Fp8Matrix):
-            return self._fp8_linear(x, weight, bias)
+            matrix = (weight.values, weight.scales, weight.group_inputs)
+            return self._widened_linear("fp8", products.fp8_linear, reference.fp8_linear, x, weight, matrix, bias)
+        if isinstance(weight, Int4Matrix):
+            matrix = (weight.packed, weight.scales, weight.group_inputs)
+            return self._widened_linear("int4", products.int4_linear, reference.int4_linear, x, weight, matrix, bias)
         if self._served(x) and (product := products.linear(self.kernels, x, weight, bias)) is not None:
             return product
         if is_recording():  # the functions that torch's linear calls
@@ -160,16 +175,24 @@ class CpuOps:
         call(into, out.view(out.shape), reference.int8_linear, x.view(x.shape), weight.values, weight.scales, bias, WIDENED_BYTES)
         return out
 
-    def _fp8_linear(self, x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
-        """Multiplies with an Fp8Matrix. For many rows, and without kernels, a few outputs' weights at a time are converted to x's
-        dtype, never all."""
-        if self._served(x, "fp8") and (product := products.fp8_linear(self.kernels, x, weight, bias)) is not None:
-            return product
-        matrix = (weight.values, weight.scales, weight.group_inputs)
+    def _widened_linear(
+        self,
+        quantize: str,
+        product: Callable[[Any, Tensor, Any, Tensor | None], Tensor | None],
+        twin: Callable[..., Tensor],
+        x: Tensor,
+        weight: Fp8Matrix | Int4Matrix,
+        matrix: tuple[Tensor, Tensor, int],
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Multiplies with a quantised matrix. For many rows, and without kernels, a few outputs' weights at a time are converted to
+        x's dtype, never all. quantize: the set of kernels that `product` calls. twin: what computes it without them, of matrix."""
+        if self._served(x, quantize) and (made := product(self.kernels, x, weight, bias)) is not None:
+            return made
         if not is_recording():
-            return reference.fp8_linear(x, *matrix, bias, WIDENED_BYTES)
-        out = empty(x, len(x), len(weight.values))
-        call(into, out.view(out.shape), reference.fp8_linear, x.view(x.shape), *matrix, bias, WIDENED_BYTES)
+            return twin(x, *matrix, bias, WIDENED_BYTES)
+        out = empty(x, len(x), len(weight))
+        call(into, out.view(out.shape), twin, x.view(x.shape), *matrix, bias, WIDENED_BYTES)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
@@ -395,4 +418,7 @@ def _format_of_experts(experts: ExpertMatrices) -> str:
     """Returns which set of kernels (wanted.py) a layer's experts need besides those of their dtype."""
     if experts.clamped is not None or isinstance(experts.gate_up, Mxfp4Matrix):
         return "mxfp4"
-    return "fp8" if isinstance(experts.gate_up, Fp8Matrix) or isinstance(experts.down, Fp8Matrix) else ""
+    for name, kind in (("fp8", Fp8Matrix), ("int4", Int4Matrix)):
+        if isinstance(experts.gate_up, kind) or isinstance(experts.down, kind):
+            return name
+    return ""

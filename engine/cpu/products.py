@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.cpu.recording.program import call, empty
-from engine.ops.ops import Fp8Matrix
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Mxfp4Matrix
 from loader.formats.int8 import WIDENED_BYTES
+from loader.formats.mxfp4 import GROUP
 
 _PART_OUTPUTS = 64  # parts of a matrix are a multiple of this, which all kernels' panels divide
 _NO_SCALES = np.empty(0, np.float32)
@@ -82,6 +83,41 @@ def fp8_in_parts(kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs
     """Widens a few outputs' weights at a time, and multiplies them as plain ones."""
     for some, part in widened_parts(x, *values.shape):
         kernels.fp8_rows(values[some], scales[some], group_inputs, array(part))
+        write_product(kernels, x, part, None if bias is None else bias[some], out[:, some])
+
+
+def int4_linear(kernels: Any, x: Tensor, weight: Int4Matrix, bias: Tensor | None) -> Tensor | None:
+    """Returns x [R, K] @ the transposed matrix, plus bias [N]; None if x is not contiguous. Many rows are multiplied with weights
+    that are widened a part at a time."""
+    if not x.is_contiguous():
+        return None
+    out = empty(x, len(x), len(weight))
+    if 0 < len(x) <= kernels.grouped_four_bits_rows(len(weight), _element(x)):
+        firsts, biases = np.array((0, len(x)), np.int32), _bias(x, bias).reshape(1, -1)
+        shares = (len(x), kernels.num_shares())
+        call(kernels.grouped_four_bits_linear, array(x), *four_bits(weight), biases, firsts, *shares, array(out))
+    else:
+        call(four_bits_in_parts, kernels, x.view(x.shape), *four_bits(weight), bias, out.view(out.shape))
+    return out
+
+
+def four_bits(weight: Mxfp4Matrix | Int4Matrix) -> tuple[Any, Any, int, bool]:
+    """Returns what kernels take of weights of four bits: all scales, all bytes, how many inputs share a scale, and whether scales
+    of 16 bits are float16."""
+    if isinstance(weight, Mxfp4Matrix):
+        return weight.scales.view(-1).numpy(), weight.blocks.view(-1).numpy(), GROUP, False
+    scales = weight.scales.view(torch.uint16).view(-1).numpy()
+    return scales, weight.packed.view(-1).numpy(), weight.group_inputs, weight.scales.dtype is torch.float16
+
+
+def four_bits_in_parts(
+    kernels: Any, x: Tensor, scales: Any, blocks: Any, group_inputs: int, halves: bool, bias: Tensor | None, out: Tensor
+) -> None:
+    """Does what fp8_in_parts does with a matrix's weights of four bits."""
+    num_inputs, num_outputs = x.shape[1], out.shape[1]
+    scales, rows = scales.reshape(num_outputs, -1), blocks.reshape(num_outputs, -1)
+    for some, part in widened_parts(x, num_outputs, num_inputs):
+        kernels.widen_four_bits(scales[some].reshape(-1), rows[some].reshape(-1), group_inputs, halves, array(part))
         write_product(kernels, x, part, None if bias is None else bias[some], out[:, some])
 
 

@@ -50,9 +50,9 @@ KERNELS_NEED: dict[str, frozenset[str]] = {
     "half_conversion": frozenset({"avx2"}),  # fp8_codes.py: vcvtph2ps
     "int8_linear": frozenset({"avx512vnni"}),  # int8.py: vpdpbusd
     "tiles": frozenset({"amx"}),  # amx*.py
-    "mxfp4_wide_tables": frozenset({"avx512"}),  # mxfp4_tiles.py: vpermw, vpermps
-    "mxfp4_byte_tables": frozenset({"avx2"}),  # mxfp4_tiles.py: vpshufb
-    "mxfp4_neon_tables": frozenset({"neon"}),  # mxfp4_tiles.py: tbl
+    "wide_tables": frozenset({"avx512"}),  # four_bits_tiles.py: vpermw, vpermps
+    "byte_tables": frozenset({"avx2"}),  # four_bits_tiles.py: vpshufb
+    "neon_tables": frozenset({"neon"}),  # four_bits_tiles.py: tbl
 }
 
 

@@ -43,7 +43,30 @@ class Fp8Matrix:
         return Fp8Matrix(self.values[number], self.scales[number], self.group_inputs)
 
 
-Matrix = Tensor | Int8Matrix | Fp8Matrix  # the weights of a product
+@dataclass(slots=True, frozen=True)
+class Int4Matrix:
+    """A matrix of INT4 weights, or several: packed [..., N, K / 2] uint8, two weights a byte with the first in the low four bits, each
+    plus 8; times scales [..., N, G] bfloat16 or float16, one for each group_inputs inputs of an output. group_inputs is a power of
+    two from 32 on, or all of an output's inputs (loader/formats/stored_int4.py)."""
+
+    packed: Tensor
+    scales: Tensor
+    group_inputs: int
+
+    @property
+    def shape(self) -> torch.Size:
+        *outer, row_bytes = self.packed.shape
+        return torch.Size((*outer, 2 * row_bytes))
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, number: int) -> Int4Matrix:
+        """Returns the matrix of one expert."""
+        return Int4Matrix(self.packed[number], self.scales[number], self.group_inputs)
+
+
+Matrix = Tensor | Int8Matrix | Fp8Matrix | Int4Matrix  # the weights of a product
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -58,6 +81,9 @@ class Mxfp4Matrix:
     def shape(self) -> tuple[int, int, int]:
         num, outputs, groups, block_bytes = self.blocks.shape
         return num, outputs, groups * block_bytes * 2
+
+
+ExpertMatrix = Tensor | Fp8Matrix | Int4Matrix | Mxfp4Matrix  # [E, N, K]: one matrix for each expert
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,12 +110,12 @@ class SigmoidRouting:
 class ExpertMatrices:
     """The experts of one layer: gate_up [E, 2 I, W] with each expert's gate before its up, down [E, W, I]. num_chosen: how many
     of them each token passes through. normalised: the weights of a token's experts are made to add up to 1. An Fp8Matrix of experts
-    has values [E, N, K] and scales [E, N, G]. gate_up_bias [E, 2 I], down_bias [E, W]: biases of the products. clamped: the
+    has values [E, N, K] and scales [E, N, G], an Int4Matrix packed [E, N, K / 2]. gate_up_bias [E, 2 I], down_bias [E, W]: biases of the products. clamped: the
     activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up. sigmoid: how experts are
     chosen and weighed, if not by the softmax of their scores."""
 
-    gate_up: Tensor | Fp8Matrix | Mxfp4Matrix
-    down: Tensor | Fp8Matrix | Mxfp4Matrix
+    gate_up: ExpertMatrix
+    down: ExpertMatrix
     num_chosen: int
     normalised: bool
     gate_up_bias: Tensor | None = None

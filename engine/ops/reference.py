@@ -9,13 +9,13 @@ with scales [num_blocks, layers, 2, G, block_tokens], it is fp8 as quantize_fp8 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Fp8Matrix, Mxfp4Matrix, SigmoidRouting
+from engine.ops.ops import ClampedSwiglu, ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, SigmoidRouting
 from loader.formats.int8 import WIDENED_BYTES
 
 # The smallest scale is 2**-24, which float16 can hold. Where all numbers are below 448 times that, the smallest are rounded more.
@@ -54,11 +54,41 @@ def fp8_rows(values: Tensor, scales: Tensor, group_inputs: int, out: Tensor) -> 
 def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, group_inputs: int, bias: Tensor | None, held_bytes: int) -> Tensor:
     """Multiplies x [T, K] with the transposed matrix that fp8_rows writes, and adds bias [N], if given. The weights are written in
     x's dtype in parts of at most held_bytes bytes (but at least one row)."""
-    out = x.new_empty(len(x), len(values))
-    for some, part in _parts(x, values.shape, held_bytes):
+
+    def write(some: slice, part: Tensor) -> None:
         fp8_rows(values[some], scales[some], group_inputs, part)
+
+    return _written_linear(x, values.shape, write, bias, held_bytes)
+
+
+def _written_linear(
+    x: Tensor, shape: torch.Size, write: Callable[[slice, Tensor], None], bias: Tensor | None, held_bytes: int
+) -> Tensor:
+    """Multiplies x with a matrix of this shape, of which write(some, part) writes the rows `some`."""
+    out = x.new_empty(len(x), shape[0])
+    for some, part in _parts(x, shape, held_bytes):
+        write(some, part)
         out[:, some] = functional.linear(x, part, None if bias is None else bias[some])
     return out
+
+
+def int4_rows(packed: Tensor, scales: Tensor, group_inputs: int, out: Tensor) -> None:
+    """Writes the weights that packed [N, K / 2] uint8, two a byte and each plus 8, and scales [N, G] stand for to out [N, K]. They
+    are exact in float32, and rounded once if out is shorter."""
+    numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).float().sub_(8)
+    factors = scales.float()
+    if scales.shape[1] > 1:
+        factors = factors.repeat_interleave(group_inputs, dim=1)
+    out.copy_(numbers.mul_(factors))
+
+
+def int4_linear(x: Tensor, packed: Tensor, scales: Tensor, group_inputs: int, bias: Tensor | None, held_bytes: int) -> Tensor:
+    """Multiplies x [T, K] with the transposed matrix that int4_rows writes, as fp8_linear does."""
+
+    def write(some: slice, part: Tensor) -> None:
+        int4_rows(packed[some], scales[some], group_inputs, part)
+
+    return _written_linear(x, torch.Size((len(packed), x.shape[1])), write, bias, held_bytes)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
@@ -419,7 +449,7 @@ def mxfp4_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None,
     return out
 
 
-def _expert_linear(x: Tensor, matrices: Tensor | Fp8Matrix | Mxfp4Matrix, bias: Tensor | None, number: int) -> Tensor:
+def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, number: int) -> Tensor:
     """Returns x [T, K] times the transposed matrix `number` of several, plus its bias."""
     own_bias = None if bias is None else bias[number]
     if isinstance(matrices, Mxfp4Matrix):
@@ -427,6 +457,9 @@ def _expert_linear(x: Tensor, matrices: Tensor | Fp8Matrix | Mxfp4Matrix, bias: 
     if isinstance(matrices, Fp8Matrix):
         own = matrices[number]
         return fp8_linear(x, own.values, own.scales, own.group_inputs, own_bias, WIDENED_BYTES)
+    if isinstance(matrices, Int4Matrix):
+        packed = matrices[number]
+        return int4_linear(x, packed.packed, packed.scales, packed.group_inputs, own_bias, WIDENED_BYTES)
     return functional.linear(x, matrices[number], own_bias)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numba
 
-from engine.cpu.kernels import amx_tiles, experts, grouped_linear, int8, linear, mxfp4, mxfp4_tiles, rows, sampling
+from engine.cpu.kernels import amx_tiles, experts, four_bits, four_bits_tiles, grouped_linear, int8, linear, rows, sampling
 from engine.cpu.kernels.amx import TILE_ROWS, fits_tiles, may_use_tiles
 from engine.cpu.kernels.amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
 from engine.cpu.kernels.amx_linear import scratch_words as amx_scratch_words
@@ -54,11 +54,11 @@ __all__ = [
     "gelu_and_mul",
     "greedy_bfloat16",
     "greedy_float32",
+    "grouped_four_bits_linear",
+    "grouped_four_bits_rows",
     "grouped_fp8_linear",
     "grouped_fp8_rows",
     "grouped_linear_kernel",
-    "grouped_mxfp4_linear",
-    "grouped_mxfp4_rows",
     "grouped_widened_linear",
     "grouped_widened_scratch_floats",
     "int8_linear",
@@ -81,7 +81,7 @@ __all__ = [
     "step_blocks",
     "step_tokens",
     "top_logprobs",
-    "widen_mxfp4",
+    "widen_four_bits",
     "widened_linear",
     "widened_scratch_floats",
 ]
@@ -112,9 +112,9 @@ FEW_ROWS_FP8 = {"bfloat16": 16, "float32": 16}
 _INT8_PRODUCTS_ROWS = 32 if HAS_BFLOAT16_PRODUCTS else 16
 _VECTOR_ROWS, _WIDE = 4, 4
 MOST_ROWS = 256
-# Above so many rows of an expert its MXFP4 weights are widened once for all of them (benchmarks/formats_experts.py). Where tiles
+# Above so many rows a matrix with weights of four bits is widened once for all of them (benchmarks/formats_experts.py). Where tiles
 # have one row, every row widens them again.
-MXFP4_ROWS = {"bfloat16": 12, "float32": 24} if mxfp4_tiles.ROWS > 1 else {"bfloat16": 2, "float32": 2}
+FOUR_BITS_ROWS = {"bfloat16": 12, "float32": 24} if four_bits_tiles.ROWS > 1 else {"bfloat16": 2, "float32": 2}
 HAS_MATRIX_UNIT = may_use_tiles()
 HAS_INT8_PRODUCTS = int8.HAS_INT8_PRODUCTS and not HAS_MATRIX_UNIT
 _SHARED_ROWS = 1 << 14  # elements of row-wise work; so few, because between products the other threads are not asleep yet
@@ -277,9 +277,10 @@ def grouped_linear_kernel(num_outputs: int, dtype: str) -> tuple[Any, int]:
     return kernel, most_rows if num_outputs >= linear.MIN_OUTPUTS else 0
 
 
-def grouped_mxfp4_rows(dtype: str) -> int:
-    """Returns the most rows of an expert that grouped_mxfp4_linear multiplies faster than wide products after widening."""
-    return MXFP4_ROWS[dtype]
+def grouped_four_bits_rows(num_outputs: int, dtype: str) -> int:
+    """Returns the most rows of an expert that grouped_four_bits_linear multiplies faster than wide products after widening: none
+    where there are so few outputs."""
+    return FOUR_BITS_ROWS[dtype] if num_outputs >= four_bits_tiles.OUTPUTS else 0
 
 
 def grouped_fp8_rows(num_outputs: int, dtype: str) -> int:
@@ -322,12 +323,12 @@ grouped_widened_linear = Forms(
     grouped_linear.grouped_widened_linear_parallel,
     lambda args: _shares_experts(args[0], args[1]),
 )
-grouped_mxfp4_linear = Forms(
-    mxfp4.grouped_mxfp4_linear_serial,
-    mxfp4.grouped_mxfp4_linear_parallel,
-    lambda args: _thread.num_threads > 1 and args[1].nbytes // (len(args[4]) - 1) * len(args[0]) >= _SHARED_WEIGHTS // 2,
+grouped_four_bits_linear = Forms(
+    four_bits.grouped_four_bits_linear_serial,
+    four_bits.grouped_four_bits_linear_parallel,
+    lambda args: _thread.num_threads > 1 and args[2].nbytes // (len(args[6]) - 1) * len(args[0]) >= _SHARED_WEIGHTS // 2,
 )
-widen_mxfp4 = Forms(mxfp4.widen_mxfp4_serial, mxfp4.widen_mxfp4_parallel, lambda args: _shares_tiles(args[0]))
+widen_four_bits = Forms(four_bits.widen_four_bits_serial, four_bits.widen_four_bits_parallel, lambda args: _shares_tiles(args[1]))
 combine = Forms(experts.combine_serial, experts.combine_parallel, lambda args: _deals_out_rows(args[-1]))
 int8_linear = Forms(int8_linear_serial, int8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 fp8_linear = Forms(fp8_linear_serial, fp8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))

@@ -20,13 +20,13 @@ from engine.cpu.kernels import (
     attention,
     entry,
     experts,
+    four_bits,
     fp8_linear,
     grouped_linear,
     inputs,
     int8,
     linear,
     logprobs,
-    mxfp4,
     prefill,
     rows,
     sampling,
@@ -55,7 +55,7 @@ _SECONDS = {
     entry.few_rows_linear.serial: 2.0,
     entry.grouped_few_rows_linear.serial: 2.0,
     entry.grouped_widened_linear.serial: 4.0,
-    entry.grouped_mxfp4_linear.serial: 4.0,
+    entry.grouped_four_bits_linear.serial: 4.0,
 }
 SHORT_S = 0.7
 _preparing = threading.Lock()  # loads of two models may ask at the same time
@@ -191,9 +191,12 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         wanted.append(_both(entry.fp8_linear, fp8_linear.fp8_linear_signature(element)))
         wanted.append(_both(entry.grouped_fp8_linear, grouped_linear.grouped_fp8_linear_signature(element)))
         wanted.append(_both(entry.fp8_rows, fp8_linear.fp8_rows_signature(element)))
+    if quantize in ("mxfp4", "int4"):
+        scale = numba.uint8 if quantize == "mxfp4" else numba.uint16
+        products = four_bits.grouped_four_bits_linear_signature(element, scale)
+        wanted.append(_both(entry.grouped_four_bits_linear, products))
+        wanted.append(_both(entry.widen_four_bits, four_bits.widen_four_bits_signature(element, scale)))
     if quantize == "mxfp4":
-        wanted.append(_both(entry.grouped_mxfp4_linear, mxfp4.grouped_mxfp4_linear_signature(element)))
-        wanted.append(_both(entry.widen_mxfp4, mxfp4.widen_mxfp4_signature(element)))
         wanted.append(_both(entry.clamped_swiglu, rows.clamped_swiglu_signature(element)))
     if dtype == "bfloat16":
         wanted.append(_both(entry.greedy_bfloat16, sampling.GREEDY_BFLOAT16))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cpu.products import array
+from engine.cpu.products import array, four_bits
 from engine.cpu.recording.program import Recorder, Scratch, recording
 from engine.ops import reference
 from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix, SigmoidRouting
@@ -152,7 +152,7 @@ def test_mxfp4_is_widened_exactly(dtype: torch.dtype) -> None:
     wanted = reference.mxfp4_values(blocks[0], scales[0], dtype)
     assert torch.equal(convert_moe_packed_tensors(blocks, scales, dtype=dtype)[0].T.contiguous(), wanted)
     found = torch.empty_like(wanted)
-    ops.kernels.widen_mxfp4(blocks.view(-1).numpy(), scales.view(-1).numpy(), array(found))
+    ops.kernels.widen_four_bits(*four_bits(Mxfp4Matrix(blocks, scales)), array(found))
     assert torch.equal(found, wanted)
 
 

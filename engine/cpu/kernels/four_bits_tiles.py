@@ -1,8 +1,10 @@
-"""Products with weights in MXFP4 (loader/formats/mxfp4.py), which are widened in registers, and the widening of whole matrices.
+"""Products with weights of four bits, which are widened in registers, and the widening of whole matrices. The type of their scales
+tells what they are: MXFP4 (uint8; loader/formats/mxfp4.py), or INT4 (16 bits; loader/formats/stored_int4.py).
 
 A group of 32 weights is 16 bytes: those of even index in the low halves, those of odd index in the high ones. Half a byte becomes
-twice its number by a table: of 16 float32 or 32 bfloat16 with AVX-512, of 16 bytes with AVX2 and NEON, by comparisons elsewhere.
-The dot product of a group is multiplied with the group's factor, half of its scale, which is exact.
+its number by a table of 16 float32 or 32 bfloat16 with AVX-512. Elsewhere INT4's is a subtraction, and MXFP4's a table of 16 bytes
+with AVX2 and NEON, or comparisons. Tables hold twice the numbers of MXFP4, which are whole, and its factors are half of the scales.
+The dot product of a group is multiplied with the factor of its scale.
 
 They are generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see vectors.py).
 """
@@ -16,16 +18,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
+from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS, narrow_bits
 from engine.cpu.kernels.vectors import FLOAT, I32, I64, LANES, PAIRS, SUMS, add_products, fma, fold, shuffle, splat, vector
 from engine.host import processor
 
 GROUP, GROUP_BYTES = 32, 16
 OUTPUTS = 4  # of a tile
-_HAS_WIDE_TABLES = processor.runs("mxfp4_wide_tables")
+_HAS_WIDE_TABLES = processor.runs("wide_tables")
 ROWS = 4 if _HAS_WIDE_TABLES else 1  # of a tile: sums of 4 rows take 16 registers of 512 bits
 _MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers that three bits stand for; the fourth is the sign
 _DOUBLED = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+_INT4 = tuple(range(-8, 8))
 _BYTE = ir.IntType(8)
 _BYTES, _WORDS = ir.VectorType(_BYTE, LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
 _READ_SOON = (0, 3, 1)  # arguments of llvm.prefetch: for reading, into the first-level cache, of data
@@ -47,37 +50,45 @@ def _load_bytes(builder: ir.IRBuilder, data: Any, at: Any) -> Any:
     return builder.load(_pointer(builder, data, at, _BYTES), align=1)
 
 
-def _doubled_pairs(builder: ir.IRBuilder, packed: Any) -> Any:
-    """Returns twice the numbers of 16 bytes as 16 pairs of bfloat16."""
+def _is_int4(scales: types.Array) -> bool:
+    return bool(scales.dtype == types.uint16)
+
+
+def _pairs(builder: ir.IRBuilder, packed: Any, is_int4: bool) -> Any:
+    """Returns the numbers of 16 bytes, twice those of MXFP4, as 16 pairs of bfloat16."""
     words = builder.zext(packed, PAIRS)
     index = builder.bitcast(builder.or_(words, builder.shl(words, vector(PAIRS, 12))), _WORDS)
     # of an index the lowest five bits count, of which the fifth is another number's
-    table = ir.Constant(_WORDS, [_bfloat16_bits(value) for value in _DOUBLED * 2])
+    table = ir.Constant(_WORDS, [_bfloat16_bits(value) for value in (_INT4 if is_int4 else _DOUBLED) * 2])
     kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
     return builder.bitcast(builder.call(function, [table, index]), PAIRS)
 
 
-def _doubled_floats(builder: ir.IRBuilder, packed: Any) -> tuple[Any, Any]:
-    """Returns twice the numbers of 16 bytes as float32: those of even index, then those of odd index."""
+def _floats(builder: ir.IRBuilder, packed: Any, is_int4: bool) -> tuple[Any, Any]:
+    """Returns the numbers of 16 bytes, twice those of MXFP4, as float32: those of even index, then those of odd index."""
     if _HAS_WIDE_TABLES:
-        table = ir.Constant(SUMS, [float(value) for value in _DOUBLED])
+        table = ir.Constant(SUMS, [float(value) for value in (_INT4 if is_int4 else _DOUBLED)])
         kind = ir.FunctionType(SUMS, [SUMS, PAIRS])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
         words = builder.zext(packed, PAIRS)  # of an index the lowest four bits count
         return builder.call(function, [table, words]), builder.call(function, [table, builder.lshr(words, vector(PAIRS, 4))])
     low, high = builder.and_(packed, vector(_BYTES, 15)), builder.lshr(packed, vector(_BYTES, 4))
-    even, odd = (builder.sitofp(_doubled_bytes(builder, half), SUMS) for half in (low, high))
+    if is_int4:
+        whole = [builder.sub(half, vector(_BYTES, 8)) for half in (low, high)]
+    else:
+        whole = [_doubled_bytes(builder, half) for half in (low, high)]
+    even, odd = (builder.sitofp(numbers, SUMS) for numbers in whole)
     return even, odd
 
 
 def _doubled_bytes(builder: ir.IRBuilder, index: Any) -> Any:
-    """Returns twice the numbers that 16 bytes from 0 to 15 stand for, as signed bytes."""
+    """Returns twice the numbers that 16 bytes from 0 to 15 stand for in MXFP4, as signed bytes."""
     table = ir.Constant(_BYTES, list(_DOUBLED))
     kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
     for kernel, name in (
-        ("mxfp4_byte_tables", "llvm.x86.ssse3.pshuf.b.128"),
-        ("mxfp4_neon_tables", "llvm.aarch64.neon.tbl1.v16i8"),
+        ("byte_tables", "llvm.x86.ssse3.pshuf.b.128"),
+        ("neon_tables", "llvm.aarch64.neon.tbl1.v16i8"),
     ):
         if processor.runs(kernel):
             return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [table, index])
@@ -92,23 +103,40 @@ def _doubled_bytes(builder: ir.IRBuilder, index: Any) -> Any:
     return builder.select(builder.icmp_unsigned("<", index, vector(_BYTES, 8)), value, builder.sub(vector(_BYTES, 0), value))
 
 
+def _halved_powers(builder: ir.IRBuilder, words: Any, floats: ir.VectorType) -> Any:
+    """Returns half of 2**(word - 127) for words from 0 to 254."""
+    bits = builder.shl(words, vector(words.type, 23))
+    # 2**-127 has no exponent of its own
+    bits = builder.select(builder.icmp_unsigned("==", bits, vector(words.type, 0)), vector(words.type, 0x00400000), bits)
+    return builder.fmul(builder.bitcast(bits, floats), vector(floats, 0.5))
+
+
+def _short_floats(builder: ir.IRBuilder, words: Any, halves: Any, floats: ir.VectorType) -> Any:
+    """Returns numbers that are neither NaN nor infinite as float32. words: their bits, of float16 if `halves`, else of bfloat16."""
+    longer = builder.bitcast(builder.shl(words, vector(words.type, 16)), floats)
+    # the bias of float32's exponent is 112 more; numbers without a leading one follow the same rule
+    size = builder.bitcast(builder.shl(builder.and_(words, vector(words.type, 0x7FFF)), vector(words.type, 13)), floats)
+    sign = builder.shl(builder.and_(words, vector(words.type, 0x8000)), vector(words.type, 16))
+    bits = builder.or_(builder.bitcast(builder.fmul(size, vector(floats, 2.0**112)), words.type), sign)
+    return builder.select(halves, builder.bitcast(bits, floats), longer)
+
+
 @intrinsic
-def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, factors: Any, to: Any) -> Any:
-    """Writes half of 2**(scale - 127) for `count` scales from index `at` on to factors from index `to` on."""
+def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves: Any, factors: Any, to: Any) -> Any:
+    """Writes the factors of `count` scales from index `at` on to factors from index `to` on. halves: scales of 16 bits are float16,
+    else bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 3))
-        _, begin, num, _, to_begin = args
+        source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 4))
+        _, begin, num, are_halves, _, to_begin = args
+        is_int4 = _is_int4(scales)
 
         def write(k: Any, lanes: int) -> None:
-            raw, floats = ir.VectorType(_BYTE, lanes), ir.VectorType(FLOAT, lanes)
-            words = ir.VectorType(I32, lanes)
-            some = builder.load(_pointer(builder, source, builder.add(begin, k), raw), align=1)
-            bits = builder.shl(builder.zext(some, words), vector(words, 23))
-            # 2**-127 has no exponent of its own
-            bits = builder.select(builder.icmp_unsigned("==", bits, vector(words, 0)), vector(words, 0x00400000), bits)
-            half = builder.fmul(builder.bitcast(bits, floats), vector(floats, 0.5))
-            builder.store(half, _pointer(builder, target, builder.add(to_begin, k), floats), align=4)
+            raw = ir.VectorType(ir.IntType(16) if is_int4 else _BYTE, lanes)
+            some = builder.load(_pointer(builder, source, builder.add(begin, k), raw), align=2 if is_int4 else 1)
+            words, floats = builder.zext(some, ir.VectorType(I32, lanes)), ir.VectorType(FLOAT, lanes)
+            made = _short_floats(builder, words, are_halves, floats) if is_int4 else _halved_powers(builder, words, floats)
+            builder.store(made, _pointer(builder, target, builder.add(to_begin, k), floats), align=4)
 
         whole = builder.sub(num, builder.urem(num, I64(LANES)))
         with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES)) as (k, _):
@@ -118,16 +146,17 @@ def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, factors
         return context.get_dummy_value()
 
     one = types.int64
-    return types.void(scales, one, one, factors, one), generate
+    return types.void(scales, one, one, types.boolean, factors, one), generate
 
 
-def mxfp4_tile(num_rows: int) -> Any:
-    """Returns a function (x, x_at, blocks, blocks_at, factors, num_groups, ahead, folded) that multiplies num_rows rows with the
-    weights of OUTPUTS outputs. It writes the result of row r and output n to folded[r * OUTPUTS + n].
+def four_bits_tile(num_rows: int) -> Any:
+    """Returns a function (x, x_at, blocks, blocks_at, scales, factors, num_factors, shift, num_groups, ahead, folded). It multiplies
+    num_rows rows with the weights of OUTPUTS outputs, and writes the result of row r and output n to folded[r * OUTPUTS + n].
 
     x: the rows lie end to end from index x_at on, num_groups * 32 elements each; bfloat16 bits, or float32 as spread_rows leaves
-    them. blocks: bytes, those of the outputs end to end from index blocks_at on. factors: [OUTPUTS, num_groups]. As many bytes as
-    the weights take that lie `ahead` after them are prefetched meanwhile."""
+    them. blocks: bytes, those of the outputs end to end from index blocks_at on. scales: not read; their type tells the weights'.
+    factors: [OUTPUTS, num_factors], of which group g of 32 weights has number g >> shift. As many bytes as the weights take that
+    lie `ahead` after them are prefetched meanwhile."""
 
     @intrinsic
     def tile(
@@ -136,18 +165,21 @@ def mxfp4_tile(num_rows: int) -> Any:
         x_at: Any,
         blocks: Any,
         blocks_at: Any,
+        scales: Any,
         factors: Any,
+        num_factors: Any,
+        shift: Any,
         num_groups: Any,
         ahead: Any,
         folded: Any,
     ) -> Any:
-        paired = x.dtype == types.uint16
+        paired, is_int4 = x.dtype == types.uint16, _is_int4(scales)
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            rows, weights, scales, out = (
-                context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 2, 4, 7)
+            rows, weights, factors_data, out = (
+                context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 2, 5, 10)
             )
-            _, x_begin, _, begin, _, count, ahead_by, _ = args
+            _, x_begin, _, begin, _, _, per_output, shift_by, count, ahead_by, _ = args
             row_width, output_bytes = builder.mul(count, I64(GROUP)), builder.mul(count, I64(GROUP_BYTES))
             totals = [cgutils.alloca_once_value(builder, vector(SUMS, 0.0)) for _ in range(num_rows * OUTPUTS)]
             for total in totals:
@@ -166,11 +198,12 @@ def mxfp4_tile(num_rows: int) -> Any:
                     else:
                         parts = (at, builder.add(at, I64(LANES)))
                         inputs.append([builder.load(_pointer(builder, rows, part, SUMS), align=4) for part in parts])
+                number = builder.lshr(group, shift_by)
                 for n in range(OUTPUTS):
                     place = builder.add(builder.add(begin, builder.mul(output_bytes, I64(n))), builder.mul(group, I64(GROUP_BYTES)))
                     packed = _load_bytes(builder, weights, place)
-                    columns = [_doubled_pairs(builder, packed)] if paired else _doubled_floats(builder, packed)
-                    factor_at = builder.gep(scales, [builder.add(builder.mul(count, I64(n)), group)])
+                    columns = [_pairs(builder, packed, is_int4)] if paired else _floats(builder, packed, is_int4)
+                    factor_at = builder.gep(factors_data, [builder.add(builder.mul(per_output, I64(n)), number)])
                     factor = splat(builder, builder.load(factor_at), SUMS)
                     for r, parts in enumerate(inputs):
                         if paired:
@@ -185,7 +218,7 @@ def mxfp4_tile(num_rows: int) -> Any:
             return context.get_dummy_value()
 
         one = types.int64
-        return types.void(x, one, blocks, one, factors, one, one, folded), generate
+        return types.void(x, one, blocks, one, scales, factors, *(one,) * 4, folded), generate
 
     return tile
 
@@ -213,18 +246,17 @@ def spread_group(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any) -> A
 
 
 @intrinsic
-def widen_group(typing_context: Any, blocks: Any, at: Any, factor: Any, out: Any, to: Any) -> Any:
-    """Writes the 32 weights of a group, whose bytes begin at index `at`, to out from index `to` on. factor: half of their scale."""
+def widen_group(typing_context: Any, blocks: Any, at: Any, scales: Any, factor: Any, out: Any, to: Any) -> Any:
+    """Writes the 32 weights of a group, whose bytes begin at index `at`, to out from index `to` on. scales: as in four_bits_tile.
+    factor: that of their scale."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 3))
-        _, begin, half, _, to_begin = args
-        factors = splat(builder, half, SUMS)
-        even, odd = (builder.fmul(part, factors) for part in _doubled_floats(builder, _load_bytes(builder, source, begin)))
-        if out.dtype == types.uint16:  # the numbers have few digits, so the lower half of their bits is 0
-            low = builder.lshr(builder.bitcast(even, PAIRS), vector(PAIRS, 16))
-            pairs = builder.or_(low, builder.bitcast(odd, PAIRS))
-            builder.store(pairs, _pointer(builder, target, to_begin, PAIRS), align=2)
+        source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 4))
+        _, begin, _, one_factor, _, to_begin = args
+        factors, is_int4 = splat(builder, one_factor, SUMS), _is_int4(scales)
+        even, odd = (builder.fmul(part, factors) for part in _floats(builder, _load_bytes(builder, source, begin), is_int4))
+        if out.dtype == types.uint16:
+            builder.store(_alternating(builder, even, odd, is_int4), _pointer(builder, target, to_begin, PAIRS), align=2)
             return context.get_dummy_value()
         for part in range(2):
             lanes = [lane // 2 + lane % 2 * LANES for lane in range(part * LANES, (part + 1) * LANES)]
@@ -233,7 +265,17 @@ def widen_group(typing_context: Any, blocks: Any, at: Any, factor: Any, out: Any
         return context.get_dummy_value()
 
     one = types.int64
-    return types.void(blocks, one, types.float32, out, one), generate
+    return types.void(blocks, one, scales, types.float32, out, one), generate
+
+
+def _alternating(builder: ir.IRBuilder, even: Any, odd: Any, is_int4: bool) -> Any:
+    """Returns float32 of even and of odd index as pairs of bfloat16."""
+    if is_int4:
+        low, high = (builder.zext(narrow_bits(builder, part), PAIRS) for part in (even, odd))
+        return builder.or_(low, builder.shl(high, vector(PAIRS, 16)))
+    # numbers of MXFP4 have few digits, so the lower half of their bits is 0
+    low = builder.lshr(builder.bitcast(even, PAIRS), vector(PAIRS, 16))
+    return builder.or_(low, builder.bitcast(odd, PAIRS))
 
 
 def takes_pairs(element: types.Type) -> bool:

@@ -1,0 +1,217 @@
+"""Products with weights of four bits, MXFP4 or INT4 (Numba): of rows that are sorted by expert with the matrices of their experts,
+for few rows of each; and the widening of matrices for many rows, which other kernels then multiply. A matrix that is no expert's is
+that of the only one.
+
+Weights are read once, as they are stored, and widened in registers (four_bits_tiles.py). Work is shared as in grouped_linear.py.
+
+Shapes: P rows, E experts, K inputs (a multiple of 32), N outputs (4 at least), G scales of an output.
+Reference implementations: reference.experts, reference.mxfp4_values, reference.int4_rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import boolean, int32, int64, njit, prange, types, uint8, void
+from numba.extending import overload
+
+from engine.cpu.kernels.bits import FASTMATH, named, narrow, widen
+from engine.cpu.kernels.four_bits_tiles import (
+    GROUP,
+    GROUP_BYTES,
+    OUTPUTS,
+    ROWS,
+    four_bits_tile,
+    spread_group,
+    takes_pairs,
+    widen_group,
+    write_factors,
+)
+from engine.cpu.kernels.grouped_linear import stripes_of_share
+
+_STRIPE = 32  # outputs a thread takes at a time
+_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy", "cache": True, "nogil": True}
+_HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
+_one_row, _two_rows, _three_rows, _four_rows = (four_bits_tile(min(num_rows, ROWS)) for num_rows in (1, 2, 3, 4))
+
+
+@njit(**_HELPER)
+def _spread_rows(x: Any, rows: Any) -> None:
+    for row in range(x.shape[0]):
+        for k in range(0, x.shape[1], GROUP):
+            spread_group(x, row * x.shape[1] + k, rows, row * x.shape[1] + k)
+
+
+def _rows_for_tiles(x: Any) -> Any:
+    """Returns rows [R, K] as four_bits_tile takes them: themselves, or spread in float32."""
+
+
+@overload(_rows_for_tiles, jit_options=_HELPER)
+def _rows_for_tiles_of(x: Any) -> Any:
+    if takes_pairs(x.dtype):
+
+        def as_they_are(x: Any) -> Any:
+            return x
+
+        return as_they_are
+
+    def spread(x: Any) -> Any:
+        rows = np.empty(x.shape, np.float32)
+        _spread_rows(x, rows)
+        return rows
+
+    return spread
+
+
+@njit(**_HELPER)
+def _shift(group: int, num_inputs: int) -> int:
+    """Returns by how many bits the number of a group of 32 inputs is shifted to that of its scale. group: the inputs that share
+    one, a power of two from 32 on, or all of a row."""
+    if group >= num_inputs:
+        return 63
+    shift = 0
+    while GROUP << shift < group:
+        shift += 1
+    return shift
+
+
+@njit(**_HELPER)
+def _multiply(
+    num_rows: int,
+    x: Any,
+    x_at: int,
+    blocks: Any,
+    at: int,
+    scales: Any,
+    factors: Any,
+    num_factors: int,
+    shift: int,
+    groups: int,
+    ahead: int,
+    folded: Any,
+) -> int:
+    """Multiplies some of the next num_rows rows with a panel's weights. Returns how many."""
+    if num_rows == 1 or ROWS == 1:
+        _one_row(x, x_at, blocks, at, scales, factors, num_factors, shift, groups, ahead, folded)
+        return 1
+    if num_rows == 2:
+        _two_rows(x, x_at, blocks, at, scales, factors, num_factors, shift, groups, ahead, folded)
+        return 2
+    if num_rows == 3:
+        _three_rows(x, x_at, blocks, at, scales, factors, num_factors, shift, groups, ahead, folded)
+        return 3
+    _four_rows(x, x_at, blocks, at, scales, factors, num_factors, shift, groups, ahead, folded)
+    return 4
+
+
+@njit(**_HELPER)
+def _stripe(
+    rows: Any,
+    blocks: Any,
+    scales: Any,
+    group: int,
+    halves: bool,
+    bias: Any,
+    at: int,
+    factors: Any,
+    folded: Any,
+    begin: int,
+    out: Any,
+) -> None:
+    """Computes _STRIPE outputs from `begin` on, or as many as there are, of an expert's rows. at: the index of the expert's first
+    output among all experts'. bias: [N], or [0] for none. factors: [OUTPUTS * G]."""
+    num_rows, groups = rows.shape[0], rows.shape[1] // GROUP
+    num_factors, shift = factors.shape[0] // OUTPUTS, _shift(group, rows.shape[1])
+    panel_bytes = OUTPUTS * groups * GROUP_BYTES
+    for panel in range(begin, min(begin + _STRIPE, out.shape[1]), OUTPUTS):
+        output = min(panel, out.shape[1] - OUTPUTS)  # the last outputs may overlap those before
+        write_factors(scales, (at + output) * num_factors, OUTPUTS * num_factors, halves, factors, 0)
+        row = 0
+        while row < num_rows:
+            left, x_at, blocks_at = num_rows - row, row * rows.shape[1], (at + output) * groups * GROUP_BYTES
+            done = _multiply(left, rows, x_at, blocks, blocks_at, scales, factors, num_factors, shift, groups, panel_bytes, folded)
+            for r in range(done):
+                for n in range(OUTPUTS):
+                    total = folded[r * OUTPUTS + n]
+                    if bias.shape[0] > 0:
+                        total += widen(bias[output + n])
+                    out[row + r, output + n] = narrow(total, out[0, 0])
+            row += done
+
+
+@njit(**_HELPER)
+def _share(
+    x: Any,
+    blocks: Any,
+    scales: Any,
+    group: int,
+    halves: bool,
+    bias: Any,
+    firsts: Any,
+    most_rows: int,
+    share: int,
+    num_shares: int,
+    out: Any,
+) -> None:
+    """Computes one share of the outputs of all experts."""
+    num_experts, num_outputs = firsts.shape[0] - 1, out.shape[1]
+    mine = stripes_of_share(firsts, most_rows, (num_outputs + _STRIPE - 1) // _STRIPE, share, num_shares)
+    factors = np.empty(OUTPUTS * (x.shape[1] // group), np.float32)
+    folded = np.empty(ROWS * OUTPUTS, np.float32)
+    for expert in range(num_experts):
+        if mine[expert, 0] == mine[expert, 1]:
+            continue
+        own, to = x[firsts[expert] : firsts[expert + 1]], out[firsts[expert] : firsts[expert + 1]]
+        rows = _rows_for_tiles(own)
+        for stripe in range(mine[expert, 0], mine[expert, 1]):
+            first, begin = expert * num_outputs, stripe * _STRIPE
+            _stripe(rows, blocks, scales, group, halves, bias[expert], first, factors, folded, begin, to)
+
+
+def grouped_four_bits_linear_signature(element: types.Type, scale: types.Type) -> Any:
+    weights = (scale[::1], uint8[::1], int64, boolean)
+    return void(element[:, ::1], *weights, element[:, ::1], int32[::1], int64, int64, element[:, ::1])
+
+
+def _grouped_four_bits_linear(
+    x: Any,  # [P, K]
+    scales: Any,  # [E * N * G]: uint8 of MXFP4, uint16 of INT4
+    blocks: Any,  # [E * N * K / 2]
+    group: int,  # inputs that share a scale: a power of two from 32 on, or K
+    halves: bool,  # scales of 16 bits are float16, else bfloat16
+    bias: Any,  # [E, N], or [E, 0] for none
+    firsts: Any,  # [E + 1] int32: the first row of each expert
+    most_rows: int,  # experts with more rows are left out
+    num_shares: int,  # number of shares that the work is cut into, one for each thread
+    out: Any,  # [P, N]
+) -> None:
+    for share in prange(num_shares):
+        _share(x, blocks, scales, group, halves, bias, firsts, most_rows, int64(share), num_shares, out)
+
+
+def widen_four_bits_signature(element: types.Type, scale: types.Type) -> Any:
+    return void(scale[::1], uint8[::1], int64, boolean, element[:, ::1])
+
+
+def _widen_four_bits(
+    scales: Any,  # [N * G]: uint8 of MXFP4, uint16 of INT4
+    blocks: Any,  # [N * K / 2]
+    group: int,  # inputs that share a scale, as above
+    halves: bool,  # scales of 16 bits are float16, else bfloat16
+    out: Any,  # [N, K]
+) -> None:
+    num_outputs, groups = out.shape[0], out.shape[1] // GROUP
+    num_factors, shift = out.shape[1] // group, _shift(group, out.shape[1])
+    for output in prange(num_outputs):
+        factors = np.empty(num_factors, np.float32)
+        write_factors(scales, output * num_factors, num_factors, halves, factors, 0)
+        for number in range(groups):
+            place = output * groups + number
+            widen_group(blocks, place * GROUP_BYTES, scales, factors[number >> shift], out, place * GROUP)
+
+
+grouped_four_bits_linear_serial = njit(**_OPTIONS)(_grouped_four_bits_linear)
+grouped_four_bits_linear_parallel = njit(**_OPTIONS, parallel=True)(named("_grouped_four_bits_parallel", _grouped_four_bits_linear))
+widen_four_bits_serial = njit(**_OPTIONS)(_widen_four_bits)
+widen_four_bits_parallel = njit(**_OPTIONS, parallel=True)(named("_widen_four_bits_parallel", _widen_four_bits))
