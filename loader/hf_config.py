@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from loader.architectures.registry import named_architecture
-from loader.architectures.wrapper import TEXT_KEY
-from loader.config_fields import json_fields
+from loader.architectures.wrapper import TEXT_KEY, Wrapper
+from loader.config_fields import Fields, json_fields
 from loader.formats.registry import FORMATS, recognised_format
 from loader.model_shape import ModelShape
 
@@ -34,7 +34,9 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
     """Returns the model's shape. Raises UnsupportedModel (architecture, activation, kind of rotary embedding or of layers, weight
     format), or CheckpointError, which names the key."""
     fields = json_fields(text, file)
-    shape = named_architecture(fields).parse(fields)
+    architecture = named_architecture(fields)
+    shape = architecture.parse(fields)
+    fields = _quantised(fields, isinstance(architecture, Wrapper))
     stored = recognised_format(fields)
     if stored and shape.pooling and not FORMATS[stored].runs_encoders:
         raise fields.unsupported("quantization_config", "quantised encoders are not served")
@@ -42,6 +44,13 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
         raise fields.unsupported("quantization_config", f"mixtures of experts are not served as {FORMATS[stored].title}")
     FORMATS[stored].check(fields, shape)
     return replace(shape, stored_format=stored) if stored else shape
+
+
+def _quantised(fields: Fields, is_wrapper: bool) -> Fields:
+    """Returns the object that may hold `quantization_config`: in a wrapper text_config, if only that has the key."""
+    if not is_wrapper or fields.has("quantization_config"):
+        return fields
+    return fields.mapping(TEXT_KEY) or fields
 
 
 def parse_generation(config_text: bytes, generation_text: bytes | None) -> GenerationDefaults:

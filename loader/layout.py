@@ -56,15 +56,18 @@ def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[i
     the tensors of a group some are plain and some are not."""
     if not shape.stored_format:
         return frozenset()
-    stored = {tensor.name: tensor for tensor in tensors}
+    stored, own = {tensor.name: tensor for tensor in tensors}, stored_format(shape)
     found = set()
     for at, group in enumerate(_groups(shape)):
         if not group.may_be_quantized:
             continue
         members = [stored[name] for name, _ in group.tensors if name in stored]
         plain = [tensor for tensor in members if tensor.dtype in FLOATS]
-        if plain and len(plain) < len(members):
-            other = next(tensor.name for tensor in members if tensor not in plain)
+        names = [tensor.name for tensor in plain]
+        other = ""
+        if plain and len(plain) < len(group.tensors):
+            other = next((one.name for one in own.stored(group) if one.name in stored and one.name not in names), "")
+        if other:
             why = f"is stored as {plain[0].dtype}, and {other}, which is read together with it, is quantised: not served"
             raise CheckpointError(plain[0].file, plain[0].name, why)
         if plain and is_stack(group):  # in another order than the model reads
@@ -118,7 +121,7 @@ def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int,
     offsets = []
     for at, group in enumerate(_groups(shape)):
         held_in = _format_of(shape, at, group, own)
-        held_as = held_in.held_as if held_in.held_as and is_stack(group) else group.held_as or shape.dtype
+        held_as = held_in.held_as(group) or group.held_as or shape.dtype
         first = stored.get(next(iter(held_in.stored(group))).name)
         num_bytes = sum(math.prod(dims) for _, dims in group.tensors) * ITEM_BYTES[shape.dtype]
         direct = first is not None and DTYPE_OF.get(first.dtype) == held_as and first.offset_bytes % 8 == 0
@@ -137,7 +140,7 @@ def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
         if group.layer is not None:
             stage, after_layers = group.layer + 1, max(after_layers, group.layer + 2)
         held_in = _format_of(shape, at, group, weight_format)
-        placed, offset = held_in.place(group, Space(offset, ITEM_BYTES[dtype], block_offset, stage))
+        placed, offset = held_in.place(group, Space(offset, ITEM_BYTES[dtype], block_offset, stage, shape.dtype))
         slots += placed
     return slots
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from loader.direct_io import BLOCK_BYTES, Alignment
-from loader.dtypes import DTYPE_OF, FP8, ITEM_BYTES
+from loader.dtypes import DTYPE_OF, FP8, ITEM_BYTES, SCALES_IN
 from loader.errors import CheckpointError
 from loader.formats.int8 import SCALE_BYTES
 from loader.formats.weight_format import WeightSlot, without_ones
@@ -32,9 +32,10 @@ class Segment:
 
     target: the engine's dtype if it differs from the stored one, else "". It is "int8" for whole rows to be quantised, whose scales
     belong at scales_at_bytes of the weight range; "scales" for all scales of an FP8 matrix, each row of which fills `repeats` rows
-    of memory, in float32, held_bytes bytes in all; and FP8 for codes, which stay as they are but must be checked. stage: see
-    `stages`. frame: in a packed file the frame that the segment consists of, else None. content: the segment that this frame
-    decodes to, with begin and end counted as though the file held the tensor unpacked."""
+    of memory, in float32, held_bytes bytes in all; FP8 for codes, which stay as they are but must be checked; and a value of
+    SCALES_IN for scales of INT4 weights. stage: see `stages`. frame: in a packed file the frame that the segment consists of, else
+    None. content: the segment that this frame decodes to, with begin and end counted as though the file held the tensor
+    unpacked."""
 
     tensor: TensorRef
     begin: int
@@ -138,7 +139,8 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
             slot = slots.pop(tensor.name, None)
             if slot is None or not tensor.num_bytes:
                 continue
-            if slot.shape != tensor.shape and not (slot.repeats and without_ones(slot.shape) == without_ones(tensor.shape)):
+            is_scale = slot.repeats or slot.held_as in SCALES_IN.values()
+            if slot.shape != tensor.shape and not (is_scale and without_ones(slot.shape) == without_ones(tensor.shape)):
                 raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(slot.shape)}")
             held_as = slot.held_as or dtype
             target = "" if DTYPE_OF.get(tensor.dtype) == held_as else held_as

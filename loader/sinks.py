@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.dtypes import E8M0, FP8, ITEM_BYTES
+from loader.dtypes import DTYPES, E8M0, FP8, ITEM_BYTES, SCALES_IN
 from loader.errors import CheckpointError
 from loader.formats.fp8_values import fill_scales, nan_at
+from loader.formats.int4_scales import narrow_scales
 from loader.formats.int8 import SCALE_BYTES
 from loader.formats.int8_rows import quantize_rows
 from loader.range_plan import QUANTIZED, SCALES, Segment, Span
@@ -22,6 +23,7 @@ CONVERT_ELEMENTS = 32768
 
 _NAN_SCALE = 255  # of E8M0
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_HELD = {name: getattr(torch, name) for name in DTYPES} | {target: getattr(torch, name) for name, target in SCALES_IN.items()}
 
 
 class Fence(Protocol):
@@ -71,6 +73,15 @@ def _check_scales(span: Span, read: npt.NDArray[np.uint8]) -> None:
         raise CheckpointError(tensor.file, tensor.name, f"holds the scale NaN (within bytes {span.begin} to {span.end})")
 
 
+def _fill(span: Span, stored: torch.Tensor, held: torch.Tensor) -> None:
+    """Writes scales of INT4 weights to held. Raises CheckpointError for scales that cannot be held as they are."""
+    try:
+        narrow_scales(stored, held)
+    except ValueError as error:
+        tensor = span.segment.tensor
+        raise CheckpointError(tensor.file, tensor.name, f"{error} (within bytes {span.begin} to {span.end})") from None
+
+
 class HostSink:
     """A sink whose weight range is this process's own memory. memory: writable, laid out by layout.weight_layout. prepare: see
     WeightSink."""
@@ -102,9 +113,13 @@ class HostSink:
         source = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
         num_bytes = len(read) // DTYPE_BYTES[segment.tensor.dtype] * ITEM_BYTES[segment.target]
         place = torch.from_numpy(self._bytes[span.place_bytes : span.place_bytes + num_bytes])
-        held = place.view(getattr(torch, segment.target))
+        held = place.view(_HELD[segment.target])
         for at in range(0, source.numel(), CONVERT_ELEMENTS):
-            held[at : at + CONVERT_ELEMENTS].copy_(source[at : at + CONVERT_ELEMENTS])
+            some = slice(at, at + CONVERT_ELEMENTS)
+            if segment.target in SCALES_IN.values():
+                _fill(span, source[some], held[some])
+            else:
+                held[some].copy_(source[some])
 
     def _quantize(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
         """Quantises a span, a whole segment, into its place. Raises CheckpointError for weights that are not finite."""

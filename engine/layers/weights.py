@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
-from engine.ops.ops import Fp8Matrix, Int8Matrix, Matrix, Mxfp4Matrix
-from loader.formats import mxfp4
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix
+from loader.dtypes import SCALES_IN
+from loader.formats import mxfp4, stored_int4
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat, WeightSlot
 from loader.layout import weight_layout
@@ -46,7 +47,10 @@ class Weights:
     def matrix(self, prefix: str, names: tuple[str, ...]) -> Matrix:
         """Returns the weights of projections that one matrix product reads together: a tensor, or a quantised matrix if they are
         held so."""
-        slots = [self._slots[f"{prefix}{name}.weight"] for name in names]
+        weights = [f"{prefix}{name}.weight" for name in names]
+        if weights[0] + stored_int4.PACKED in self._slots:
+            return self._int4([self._slots[name + stored_int4.PACKED] for name in weights], weights[0] + stored_int4.SCALE)
+        slots = [self._slots[name] for name in weights]
         if slots[0].scales_at_bytes < 0:
             return self.fused(prefix, names, ".weight")
         num_outputs, num_inputs = sum(slot.shape[0] for slot in slots), slots[0].shape[1]
@@ -58,14 +62,24 @@ class Weights:
         scales = self._memory.tensor(scales_at, (num_outputs, -(-num_inputs // group_inputs)), torch.float32)
         return Fp8Matrix(codes, scales, group_inputs)
 
-    def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix:
+    def _int4(self, slots: list[WeightSlot], first_scale: str) -> Int4Matrix:
+        """Returns the joined INT4 matrices in these slots. first_scale: the name of the first one's scales."""
+        first, scale = slots[0], self._slots[first_scale]
+        num_outputs, num_inputs = sum(slot.shape[0] for slot in slots), first.shape[1] * stored_int4.IN_WORD
+        packed = self._memory.tensor(first.offset_bytes, (num_outputs, num_inputs // 2), torch.uint8)
+        dtype = getattr(torch, next(name for name, target in SCALES_IN.items() if target == scale.held_as))
+        scales = self._memory.tensor(scale.offset_bytes, (num_outputs, scale.shape[1]), dtype)
+        return Int4Matrix(packed, scales, first.group_inputs)
+
+    def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix:
         """Returns the matrices prefix + name of all names, joined as `matrix` does, as `num` equal parts [num, N, K]."""
         joined = self.matrix(prefix, names)
         assert not isinstance(joined, Int8Matrix)  # loader/formats keeps int8 from mixtures of experts
         if isinstance(joined, Tensor):
             return joined.view(num, len(joined) // num, joined.shape[1])
-        values, scales = (part.view(num, len(part) // num, part.shape[1]) for part in (joined.values, joined.scales))
-        return Fp8Matrix(values, scales, joined.group_inputs)
+        kind, stored = (Int4Matrix, joined.packed) if isinstance(joined, Int4Matrix) else (Fp8Matrix, joined.values)
+        values, scales = (part.view(num, len(part) // num, part.shape[1]) for part in (stored, joined.scales))
+        return kind(values, scales, joined.group_inputs)
 
     def stack(self, name: str) -> Tensor | Mxfp4Matrix:
         """Returns the matrices [num, N, K] of a tensor that holds several, as they are held."""

@@ -45,9 +45,9 @@ class Fp8Matrix:
 
 @dataclass(slots=True, frozen=True)
 class Int4Matrix:
-    """A matrix of INT4 weights, or several: packed [..., N, K / 2] uint8, two weights a byte with the first in the low four bits, each
-    plus 8; times scales [..., N, G] bfloat16 or float16, one for each group_inputs inputs of an output. group_inputs is a power of
-    two from 32 on, or all of an output's inputs (loader/formats/stored_int4.py)."""
+    """A matrix of INT4 weights, or several: packed [..., N, K / 2] uint8, two weights a byte with the first in the low four bits,
+    each plus 8; times scales [..., N, G] bfloat16 or float16, one for each group_inputs inputs of an output. group_inputs is a
+    power of two from 32 on, or all of an output's inputs (loader/formats/stored_int4.py)."""
 
     packed: Tensor
     scales: Tensor
@@ -110,9 +110,9 @@ class SigmoidRouting:
 class ExpertMatrices:
     """The experts of one layer: gate_up [E, 2 I, W] with each expert's gate before its up, down [E, W, I]. num_chosen: how many
     of them each token passes through. normalised: the weights of a token's experts are made to add up to 1. An Fp8Matrix of experts
-    has values [E, N, K] and scales [E, N, G], an Int4Matrix packed [E, N, K / 2]. gate_up_bias [E, 2 I], down_bias [E, W]: biases of the products. clamped: the
-    activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up. sigmoid: how experts are
-    chosen and weighed, if not by the softmax of their scores."""
+    has values [E, N, K] and scales [E, N, G], an Int4Matrix packed [E, N, K / 2]. gate_up_bias [E, 2 I], down_bias [E, W]: biases
+    of the products. clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up.
+    sigmoid: how experts are chosen and weighed, if not by the softmax of their scores."""
 
     gate_up: ExpertMatrix
     down: ExpertMatrix

@@ -30,6 +30,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "gpt_oss",
     "gemma3_wrapper",
     "mistral3_wrapper",
+    "kimi_k25_wrapper",
     "bert",
 )
 _DESCRIPTIONS: list[Architecture] = [import_module(f"loader.architectures.{file}").ARCHITECTURE for file in _FILES]

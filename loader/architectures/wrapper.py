@@ -28,12 +28,14 @@ _OUTER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings")
 @dataclass(slots=True, frozen=True)
 class Wrapper:
     """The description of one family of wrappers. text: the decoder's. defaults: what text_config may leave out although config.json
-    of the decoder alone must have it. others: what the names of all other tensors begin with."""
+    of the decoder alone must have it. also: other model types that text_config may name. others: what the names of all other
+    tensors begin with."""
 
     name: str
     model_type: str
     text: Decoder
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
     others: tuple[str, ...] = (
         "vision_tower.",
         "multi_modal_projector.",
@@ -47,10 +49,9 @@ class Wrapper:
         if text is None:
             raise fields.fail(TEXT_KEY, "missing")
         model_type = text.values.get("model_type", self.text.model_type)
-        if model_type != self.text.model_type:
-            raise text.unsupported(
-                "model_type", f"{model_type!r} is not supported in {self.name}; supported: {self.text.model_type}"
-            )
+        served = (self.text.model_type, *self.also)
+        if model_type not in served:
+            raise text.unsupported("model_type", f"{model_type!r} is not supported in {self.name}; supported: {', '.join(served)}")
         outer = {key: fields.values[key] for key in _OUTER_KEYS if fields.has(key)}
         inner = {key: value for key, value in text.values.items() if value is not None or key not in self.defaults}
         shape = self.text.parse(Fields({**self.defaults, **outer, **inner}, text.file, text.prefix))

@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from loader.formats.compressed_tensors import first_other, read_groups
+from loader.formats.refused import Refused, not_served
+
 BLOCK = 128  # outputs and inputs of a block of weights with one scale
 MATRIX, OUTPUT, EACH_BLOCK = "matrix", "output", "block"
 SCALE, SCALE_INV = "_scale", "_scale_inv"
@@ -28,23 +31,12 @@ class Fp8Scales(NamedTuple):
     unit: str
 
 
-class Refused(NamedTuple):
-    """A setting that is not served. key: below `quantization_config`."""
-
-    key: str
-    why: str
-
-
 Found = Fp8Scales | Refused | None  # None: the configuration is not about FP8 matrices
 
 
 def read(config: Mapping[str, Any]) -> Found:
     reader = _READERS.get(str(config.get("quant_method")))
     return None if reader is None else reader(config)
-
-
-def _other(key: str, value: object, served: str) -> Refused:
-    return Refused(key, f"{str(value)[:64]!r} is not served; served: {served}")
 
 
 def _fine_grained(config: Mapping[str, Any]) -> Found:
@@ -54,47 +46,26 @@ def _fine_grained(config: Mapping[str, Any]) -> Found:
         ("expert_dtype", ("fp8",)),
     ):
         if config.get(key) is not None and config[key] not in served:
-            return _other(key, config[key], ", ".join(served))
+            return not_served(key, config[key], ", ".join(served))
     blocks = config.get("weight_block_size")
     if blocks is None:
         return Fp8Scales(SCALE, MATRIX)
-    return Fp8Scales(SCALE_INV, EACH_BLOCK) if blocks == _BLOCKS else _other("weight_block_size", blocks, str(_BLOCKS))
+    return Fp8Scales(SCALE_INV, EACH_BLOCK) if blocks == _BLOCKS else not_served("weight_block_size", blocks, str(_BLOCKS))
 
 
 def _compressed(config: Mapping[str, Any]) -> Found:
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        return None
-    found: Found = None
-    for name, group in groups.items():
-        if not isinstance(group, dict) or (group.get("format") or config.get("format")) != "float-quantized":
-            return None
-        one = _compressed_group(f"config_groups.{str(name)[:64]}.weights", group.get("weights"))
-        if isinstance(one, Refused):
-            return one
-        if found not in (None, one):
-            return Refused("config_groups", "groups whose scales are stored differently are not served")
-        found = one
-    if config.get("transform_config"):
-        return Refused("transform_config", "transformed weights are not served")
-    sparsity = config.get("sparsity_config")
-    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") in (None, "dense")):
-        return Refused("sparsity_config", "compressed sparse weights are not served; served: dense")
-    return found
+    return read_groups(config, "float-quantized", _compressed_group)
 
 
-def _compressed_group(key: str, weights: object) -> Fp8Scales | Refused:
-    if not isinstance(weights, dict):
-        return Refused(key, "missing")
-    for name, served in (("num_bits", 8), ("type", "float"), ("symmetric", True)):
-        if weights.get(name) != served:
-            return _other(f"{key}.{name}", weights.get(name), str(served))
+def _compressed_group(key: str, weights: Mapping[str, Any]) -> Fp8Scales | Refused:
+    if (refused := first_other(key, weights, {"num_bits": 8, "type": "float", "symmetric": True})) is not None:
+        return refused
     strategy = weights.get("strategy")
     if strategy == "block" and weights.get("block_structure") not in _BLOCK_TEXTS:
-        return _other(f"{key}.block_structure", weights.get("block_structure"), str(_BLOCKS))
+        return not_served(f"{key}.block_structure", weights.get("block_structure"), str(_BLOCKS))
     units = {"tensor": MATRIX, "channel": OUTPUT, "block": EACH_BLOCK}
     if not isinstance(strategy, str) or strategy not in units:
-        return _other(f"{key}.strategy", strategy, ", ".join(units))
+        return not_served(f"{key}.strategy", strategy, ", ".join(units))
     return Fp8Scales(SCALE, units[strategy])
 
 
@@ -106,7 +77,7 @@ def _modelopt(config: Mapping[str, Any]) -> Found:
     units = {"FP8": MATRIX, "FP8_PER_CHANNEL_PER_TOKEN": OUTPUT}
     algorithm = config.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in units:
-        return _other("quant_algo", algorithm, ", ".join(units))
+        return not_served("quant_algo", algorithm, ", ".join(units))
     return Fp8Scales(SCALE, units[algorithm])
 
 
@@ -117,7 +88,7 @@ def _quark(config: Mapping[str, Any]) -> Found:
     export = config.get("export")
     kind = export.get("weight_format", "real_quantized") if isinstance(export, dict) else "real_quantized"
     if kind != "real_quantized":
-        return _other("export.weight_format", kind, "real_quantized")
+        return not_served("export.weight_format", kind, "real_quantized")
     for key in ("layer_quant_config", "layer_type_quant_config"):
         others = config.get(key) or {}
         for name, other in others.items() if isinstance(others, dict) else ():
@@ -131,11 +102,11 @@ def _quark_matrices(key: str, layers: object) -> Fp8Scales | Refused:
     if not isinstance(weight, dict):
         return Refused(f"{key}.weight", "missing")
     if weight.get("dtype") != "fp8_e4m3":
-        return _other(f"{key}.weight.dtype", weight.get("dtype"), "fp8_e4m3")
+        return not_served(f"{key}.weight.dtype", weight.get("dtype"), "fp8_e4m3")
     units = {"per_tensor": MATRIX, "per_channel": OUTPUT}
     scheme = weight.get("qscheme")
     if not isinstance(scheme, str) or scheme not in units or weight.get("ch_axis") not in (None, 0):
-        return _other(f"{key}.weight.qscheme", scheme, ", ".join(units))
+        return not_served(f"{key}.weight.qscheme", scheme, ", ".join(units))
     return Fp8Scales(SCALE, units[scheme])
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from loader.architectures.architecture import TensorGroup
 from loader.config_fields import Fields
-from loader.direct_io import BLOCK_BYTES
 from loader.dtypes import E8M0
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.plain import PLAIN
@@ -62,8 +61,7 @@ def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
         return PLAIN.place(group, space)
     ((name, dims),) = group.tensors
     blocks, scales = _parts(name, dims)
-    offset = space.offset_bytes
-    offset = aligned(offset) if space.block_offset < 0 else offset + (space.block_offset - offset) % BLOCK_BYTES
+    offset = space.begin_bytes
     num_bytes = math.prod(blocks.shape)
     slots = [WeightSlot(blocks.name, blocks.shape, offset, num_bytes, stage=space.stage, held_as=_HELD_AS)]
     offset, num_bytes = aligned(offset + num_bytes), math.prod(scales.shape)
@@ -82,5 +80,5 @@ MXFP4 = WeightFormat(
     widened_bytes=WIDENED_BYTES,
     runs_encoders=False,
     check=_check,
-    held_as=_HELD_AS,
+    held_as=lambda group: _HELD_AS if is_stack(group) else "",
 )

@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 
 from loader.architectures.architecture import TensorGroup
-from loader.direct_io import BLOCK_BYTES
 from loader.dtypes import ITEM_BYTES
-from loader.formats.weight_format import Space, WeightFormat, WeightSlot, aligned
+from loader.formats.weight_format import Space, WeightFormat, WeightSlot
 
 
 def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
-    offset = space.offset_bytes
-    offset = aligned(offset) if space.block_offset < 0 else offset + (space.block_offset - offset) % BLOCK_BYTES
+    offset = space.begin_bytes
     slots, item_bytes = [], ITEM_BYTES[group.held_as] if group.held_as else space.item_bytes
     for name, dims in group.tensors:
         num_bytes = math.prod(dims) * item_bytes

@@ -7,11 +7,12 @@ from loader.formats.int8 import INT8
 from loader.formats.mxfp4 import MXFP4
 from loader.formats.plain import PLAIN
 from loader.formats.stored_fp8 import STORED_FP8
+from loader.formats.stored_int4 import STORED_INT4
 from loader.formats.stored_int8 import STORED_INT8
 from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 
-FORMATS = {one.name: one for one in (PLAIN, INT8, STORED_INT8, *STORED_FP8, MXFP4)}
+FORMATS = {one.name: one for one in (PLAIN, INT8, STORED_INT8, *STORED_FP8, *STORED_INT4, MXFP4)}
 
 
 def asked_format(quantize: str | None) -> WeightFormat:

@@ -14,8 +14,9 @@ from typing import Any
 
 from loader.architectures.architecture import TensorGroup
 from loader.dtypes import FP8
-from loader.formats.fp8_settings import BLOCK, EACH_BLOCK, MATRIX, OUTPUT, SCALE, SCALE_INV, Fp8Scales, Refused, read
+from loader.formats.fp8_settings import BLOCK, EACH_BLOCK, MATRIX, OUTPUT, SCALE, SCALE_INV, Fp8Scales, read
 from loader.formats.int8 import SCALE_BYTES, WIDENED_BYTES
+from loader.formats.refused import Refused
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned
 
 _CODES = ("F8_E4M3",)

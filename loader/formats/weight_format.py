@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from loader.architectures.architecture import TensorGroup
 from loader.config_fields import Fields
+from loader.direct_io import BLOCK_BYTES
 from loader.model_shape import ModelShape
 
 ALIGN_BYTES = 64
@@ -31,11 +32,12 @@ class StoredTensor(NamedTuple):
 
 class WeightSlot(NamedTuple):
     """The place of one parameter. name and shape: as in the checkpoint. offset_bytes, num_bytes: in the model's weight range.
-    scales_at_bytes: where the scales of a quantised matrix begin, float32; -1: the parameter is no quantised matrix. stage: the
+    scales_at_bytes: where the scales of a quantised matrix begin; -1: the parameter is no quantised matrix. stage: the
     part of a forward pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers.
     held_as: the dtype that it has in memory as it has in the checkpoint or is converted to; "": the model's, or int8 that a load
-    rounds to. group_inputs: of an FP8 matrix, how many inputs of a row share a scale; 0: it is none. repeats: of an FP8 matrix's
-    scales, how many rows of memory each stored row fills (the last as many as there are left); 0: the parameter is no such."""
+    rounds to. group_inputs: of an FP8 or INT4 matrix, how many inputs of a row share a scale; 0: it is none. repeats: of an FP8
+    matrix's scales, how many rows of memory each stored row fills (the last as many as there are left); 0: the parameter is no
+    such."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,19 +53,26 @@ class WeightSlot(NamedTuple):
 class Space(NamedTuple):
     """Where the next group of tensors may go. offset_bytes: the first free byte of the weight range. item_bytes: the size of an
     element of the model's dtype. block_offset: the distance from a block's boundary at which the group begins in its file; -1:
-    it does not matter. stage: see WeightSlot."""
+    it does not matter. stage: see WeightSlot. stored_dtype: that of config.json."""
 
     offset_bytes: int
     item_bytes: int
     block_offset: int
     stage: int
+    stored_dtype: str
+
+    @property
+    def begin_bytes(self) -> int:
+        """Where a group begins that may be read straight into place."""
+        offset = self.offset_bytes
+        return aligned(offset) if self.block_offset < 0 else offset + (self.block_offset - offset) % BLOCK_BYTES
 
 
 def _as_they_are(group: TensorGroup) -> list[StoredTensor]:
     return [StoredTensor(name, dims) for name, dims in group.tensors]
 
 
-def _refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
+def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
     """Raises UnsupportedModel for experts whose plain matrices have the inputs before the outputs."""
     if shape.experts is not None and shape.experts.stacked:
         message = f"{shape.architecture} is served with experts in MXFP4 only, as quant_method mxfp4 says"
@@ -83,8 +92,8 @@ class WeightFormat:
     hold this tensor in addition. kernels: the set of kernels (engine/cpu/kernels/wanted.py) that it needs besides those of the
     dtype; "": none. widened_bytes: how much of a matrix a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders,
     runs_experts: whether GPUs, encoders, and mixtures of experts support it. check: raises UnsupportedModel for a model that is not
-    served in the format; it is given config.json. held_as: the dtype in which a group's first tensor is stored, too, so that it may
-    be read straight into place; "": the model's."""
+    served in the format; it is given config.json. held_as: returns the dtype in which a group's first tensor is stored, too, so
+    that it may be read straight into place; "": the model's."""
 
     name: str
     settings: tuple[str | None, ...]
@@ -101,8 +110,8 @@ class WeightFormat:
     runs_on_gpus: bool = True
     runs_encoders: bool = True
     runs_experts: bool = True
-    check: Callable[[Fields, ModelShape], None] = _refuse_stacked_experts
-    held_as: str = ""
+    check: Callable[[Fields, ModelShape], None] = refuse_stacked_experts
+    held_as: Callable[[TensorGroup], str] = lambda group: ""
 
 
 def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -150,8 +150,9 @@ def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves:
 
 
 def four_bits_tile(num_rows: int) -> Any:
-    """Returns a function (x, x_at, blocks, blocks_at, scales, factors, num_factors, shift, num_groups, ahead, folded). It multiplies
-    num_rows rows with the weights of OUTPUTS outputs, and writes the result of row r and output n to folded[r * OUTPUTS + n].
+    """Returns a function (x, x_at, blocks, blocks_at, scales, factors, num_factors, shift, num_groups, ahead, folded). It
+    multiplies num_rows rows with the weights of OUTPUTS outputs, and writes the result of row r and output n to
+    folded[r * OUTPUTS + n].
 
     x: the rows lie end to end from index x_at on, num_groups * 32 elements each; bfloat16 bits, or float32 as spread_rows leaves
     them. blocks: bytes, those of the outputs end to end from index blocks_at on. scales: not read; their type tells the weights'.

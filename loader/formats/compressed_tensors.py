@@ -1,0 +1,47 @@
+"""Reads the groups of a `quantization_config` that compressed-tensors wrote, each of which describes some of a model's matrices.
+Source: https://github.com/vllm-project/compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from loader.formats.refused import Refused, not_served
+
+FoundT = TypeVar("FoundT")
+
+
+def read_groups(
+    config: Mapping[str, Any], form: str, read: Callable[[str, Mapping[str, Any]], FoundT | Refused]
+) -> FoundT | Refused | None:
+    """Returns what read(key, weights) makes of every group's settings of weights, which must be the same; None if the groups are
+    not all of the format `form`."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        return None
+    found: FoundT | None = None
+    for name, group in groups.items():
+        if not isinstance(group, dict) or (group.get("format") or config.get("format")) != form:
+            return None
+        key, weights = f"config_groups.{str(name)[:64]}.weights", group.get("weights")
+        one = read(key, weights) if isinstance(weights, dict) else Refused(key, "missing")
+        if isinstance(one, Refused):
+            return one
+        if found not in (None, one):
+            return Refused("config_groups", "groups whose scales are stored differently are not served")
+        found = one
+    if config.get("transform_config"):
+        return Refused("transform_config", "transformed weights are not served")
+    sparsity = config.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") in (None, "dense")):
+        return Refused("sparsity_config", "compressed sparse weights are not served; served: dense")
+    return found
+
+
+def first_other(key: str, weights: Mapping[str, Any], served: Mapping[str, object]) -> Refused | None:
+    """Returns a refusal of the first setting that has another value than the only one that is served; None if there is none."""
+    for name, value in served.items():
+        if weights.get(name) != value:
+            return not_served(f"{key}.{name}", weights.get(name), str(value))
+    return None

@@ -1,0 +1,67 @@
+"""Checkpoints with INT4 matrices as compressed-tensors writes them (`pack-quantized`), made of plain ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None}
+
+
+def compressed(weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Returns the configuration that llm-compressor writes for W4A16, with changes."""
+    group = {"targets": ["Linear"], "weights": WEIGHTS | (weights or {}), "input_activations": None, "output_activations": None}
+    return {
+        "config_groups": {"group_0": group},
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    } | changes
+
+
+BY_OUTPUT = compressed({"strategy": "channel", "group_size": None})
+
+
+def rounded(weight: Tensor, group_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns numbers from -8 to 7 [N, K] int8 and scales [N, G] of dtype. group_inputs: 0: all of an output."""
+    grouped = weight.float().unflatten(1, (-1, group_inputs or weight.shape[1]))
+    scales = (grouped.abs().amax(-1) / 7.5).to(dtype)
+    return (grouped / scales.float().unsqueeze(-1)).round().clamp(-8, 7).flatten(1).to(torch.int8), scales
+
+
+def packed(numbers: Tensor) -> Tensor:
+    """Returns numbers [N, K] as words [N, K / 8] int32: each plus 8, the first of eight in the lowest bits."""
+    codes = (numbers.long() + 8).unflatten(1, (-1, 8))
+    words = (codes << torch.arange(0, 32, 4)).sum(-1)
+    return words.to(torch.int32)  # the highest bit becomes the sign
+
+
+def quantize(
+    source: Path, target: Path, config: dict[str, Any], plain: str = "-", dtype: torch.dtype = torch.bfloat16, inner: str = ""
+) -> dict[str, Tensor]:
+    """Writes the checkpoint in `source`, one file, to `target` with its layers' matrices in INT4, but for those with `plain` in
+    their name. Returns the weights that these stand for, float32. dtype: that of the scales. inner: the key of config.json's object
+    that gets the configuration; "": itself."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    settings = json.loads((target / "config.json").read_text())
+    (settings[inner] if inner else settings)["quantization_config"] = config
+    (target / "config.json").write_text(json.dumps(settings))
+    group_inputs = config["config_groups"]["group_0"]["weights"]["group_size"] or 0
+    tensors, meant = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or plain in name:
+            tensors[name] = tensor
+            continue
+        numbers, scales = rounded(tensor, group_inputs, dtype)
+        meant[name] = (numbers.float().unflatten(1, (scales.shape[1], -1)) * scales.float().unsqueeze(-1)).flatten(1)
+        tensors |= {f"{name}_packed": packed(numbers), f"{name}_scale": scales, f"{name}_shape": torch.tensor(tensor.shape)}
+    save_file(tensors, target / "model.safetensors")
+    return meant
