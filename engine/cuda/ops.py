@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import entry
 from engine.ops import reference
-from engine.ops.ops import ExpertMatrices, Fp8Matrix, HeadNorms, Int8Matrix, LatentHeads, Matrix
+from engine.ops.ops import ExpertMatrices, Fp8Matrix, HeadNorms, Int4Matrix, Int8Matrix, LatentHeads, Matrix
 from loader.gpu_sizing import LATENT_HEADS, LATENT_TOKENS
 
 
@@ -33,6 +33,8 @@ class CudaOps:
         """Multiplies as Ops.linear says. Raises TypeError for an Int8Matrix, which loader/formats keeps from GPUs."""
         if isinstance(weight, Fp8Matrix):
             return entry.fp8_linear(x, weight, bias)
+        if isinstance(weight, Int4Matrix):
+            return entry.int4_linear(x, weight, bias)
         if isinstance(weight, Int8Matrix):
             raise TypeError("there is no kernel for int8 weights on a GPU")
         return entry.linear(x, weight, bias)

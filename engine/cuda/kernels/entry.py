@@ -7,6 +7,7 @@ Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly. Shapes are
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from engine.cuda.kernels import (
     triton_extend,
     triton_fp8_linear,
     triton_inputs,
+    triton_int4_linear,
     triton_latent,
     triton_latent_attention,
     triton_rope,
@@ -28,7 +30,7 @@ from engine.cuda.kernels import (
     triton_sampling,
 )
 from engine.host import compiled
-from engine.ops.ops import ExpertMatrices, Fp8Matrix, Int8Matrix, LatentHeads
+from engine.ops.ops import ExpertMatrices, Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads
 
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
@@ -49,15 +51,24 @@ def configure(cache_dir: str) -> None:
 
 def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
     """Returns x [T, K] @ the transposed matrix, plus bias, in x's dtype. Within both_kernels tiles of all sizes are launched."""
-    out = x.new_empty(x.shape[0], len(weight.values))
-    matrix = (weight.values, weight.scales, weight.group_inputs, bias)
+    return _quantised_linear(triton_fp8_linear, x, (weight.values, weight.scales, weight.group_inputs, bias))
+
+
+def int4_linear(x: Tensor, weight: Int4Matrix, bias: Tensor | None) -> Tensor:
+    """Does what fp8_linear does with INT4 weights."""
+    return _quantised_linear(triton_int4_linear, x, (weight.packed, weight.scales, weight.group_inputs, bias))
+
+
+def _quantised_linear(kernels: Any, x: Tensor, matrix: tuple[Tensor, Tensor, int, Tensor | None]) -> Tensor:
+    """Returns x times the transposed matrix, by a module that has few_rows_linear and tile_linear."""
+    out = x.new_empty(x.shape[0], len(matrix[0]))
     launches_all = linear_choice.launches_both()
     if x.shape[0] <= triton_fp8_linear.MAX_ROWS:
-        triton_fp8_linear.few_rows_linear(x, *matrix, out)
+        kernels.few_rows_linear(x, *matrix, out)
         if not launches_all:
             return out
     for tile in triton_fp8_linear.TILE_ROWS if launches_all else (triton_fp8_linear.tile_rows(x.shape[0]),):
-        triton_fp8_linear.tile_linear(x, *matrix, tile, INTERPRETED, out)
+        kernels.tile_linear(x, *matrix, tile, INTERPRETED, out)
     return out
 
 
@@ -219,7 +230,7 @@ def _product_by_head(
     x: Tensor, heads: LatentHeads, of_values: bool, out: Tensor, product: Callable[[Tensor, Tensor, Tensor], None]
 ) -> None:
     """Multiplies each head of x with its part of heads.up, as triton_latent.product_by_head says. product: of plain weights."""
-    if isinstance(heads.up, Fp8Matrix):
+    if isinstance(heads.up, Fp8Matrix | Int4Matrix):
         triton_latent.product_by_head(x, heads, of_values, INTERPRETED, out)
         return
     if isinstance(heads.up, Int8Matrix):

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.triton_four_bits import add_four_bits
 from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
-from engine.cuda.kernels.triton_mxfp4 import widened_mxfp4
-from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Mxfp4Matrix, SigmoidRouting
+from engine.ops.ops import ClampedSwiglu, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, SigmoidRouting
+from loader.formats.mxfp4 import GROUP
 
 TILE_ROWS = (16, 64)  # rows that a program of a product multiplies: for few rows an expert, and for many
 _FEW_ROWS = 16  # an expert, on average: up to here tiles are of the first size
@@ -199,35 +200,6 @@ def sort(chosen: Tensor, firsts: Tensor, pairs: Tensor, block: int = _SORT_BLOCK
 
 
 @triton.jit
-def _add_mxfp4(
-    rows_at, blocks, scales, output, there, seen_output, inputs, total,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Returns total [M, N] plus the products of rows [M, K] with the weights of the outputs [N] in MXFP4, for BLOCK_K inputs from
-    `inputs` on. output: the index of each among all experts' outputs."""
-    place = inputs // 2 + tl.arange(0, BLOCK_K // 2)
-    group = inputs // 32 + tl.arange(0, BLOCK_K // 32)
-    left, right = widened_mxfp4(
-        blocks,
-        scales,
-        output[None, :] * (K // 2) + place[:, None],
-        output[None, :] * (K // 32) + group[:, None],
-        seen_output[None, :] & (place < K // 2)[:, None],
-        seen_output[None, :] & (group < K // 32)[:, None],
-        BLOCK_K // 2,
-        BLOCK_N,
-    )
-    seen = there[:, None] & (place < K // 2)[None, :]
-    even = tl.load(rows_at + 2 * place[None, :], mask=seen, other=0.0)
-    odd = tl.load(rows_at + 2 * place[None, :] + 1, mask=seen, other=0.0)
-    left, right = left.to(even.dtype), right.to(even.dtype)
-    if WIDEN:
-        even, odd, left, right = even.to(tl.float32), odd.to(tl.float32), left.to(tl.float32), right.to(tl.float32)
-    total = tl.dot(even, left, total, input_precision="ieee")
-    return tl.dot(odd, right, total, input_precision="ieee")
-
-
-@triton.jit
 def _activated(gate, up, limit, alpha, narrow: tl.constexpr, CLAMPED: tl.constexpr):
     """Returns the activation, in float32, of gate and up as products give them in `narrow`."""
     gate, up = gate.to(narrow).to(tl.float32), up.to(narrow).to(tl.float32)
@@ -240,8 +212,8 @@ def _activated(gate, up, limit, alpha, narrow: tl.constexpr, CLAMPED: tl.constex
 @triton.jit
 def _grouped_kernel(
     x,  # [T, K] if GATED, by token; else [P, K], by place among the sorted pairs
-    weight,  # [E, 2 N, K] if GATED, else [E, N, K]; bytes if MXFP4
-    scales,  # [E, 2 N, G] or [E, N, G], of FP8; [E, 2 N, K / 32] or [E, N, K / 32] if MXFP4; else not read
+    weight,  # [E, 2 N, K] if GATED, else [E, N, K]; bytes of two weights if FOUR_BITS
+    scales,  # [E, 2 N, G] or [E, N, G]; not read if there are none
     bias,  # [E, 2 N] or [E, N], read if BIASED
     firsts,  # [E + 1] int32
     pairs,  # [P] int32
@@ -255,13 +227,14 @@ def _grouped_kernel(
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     BIASED: tl.constexpr,
-    MXFP4: tl.constexpr,
+    FOUR_BITS: tl.constexpr,  # weights are MXFP4 or INT4
+    INT4: tl.constexpr,
     M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PADDED_E: tl.constexpr,
     WIDEN: tl.constexpr,
-    G: tl.constexpr,  # scales of an output; 0: the weights are no FP8
+    G: tl.constexpr,  # scales of an output; 0: there are none
     GROUP: tl.constexpr,  # inputs that share a scale
 ):
     tile, at = tl.program_id(0), tl.arange(0, PADDED_E)
@@ -290,12 +263,16 @@ def _grouped_kernel(
     total = tl.zeros([M, BLOCK_N], tl.float32)
     total_up = total
     for start in range(0, K, BLOCK_K):
-        if MXFP4:
-            own = first_output + output * step
-            total = _add_mxfp4(rows_at, weight, scales, own, there, output < N, start, total, K, BLOCK_N, BLOCK_K, WIDEN)
+        if FOUR_BITS:
+            own, seen = first_output + output * step, output < N
+            total = add_four_bits(
+                rows_at, weight, scales, own, there, seen, start, total, K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, INT4
+            )
             if GATED:
                 own += to_up
-                total_up = _add_mxfp4(rows_at, weight, scales, own, there, output < N, start, total_up, K, BLOCK_N, BLOCK_K, WIDEN)
+                total_up = add_four_bits(
+                    rows_at, weight, scales, own, there, seen, start, total_up, K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, INT4
+                )
         else:
             at_k = start + inner
             rows = tl.load(rows_at + at_k[None, :], mask=there[:, None] & (at_k < K)[None, :], other=0.0)
@@ -327,16 +304,21 @@ def _grouped_kernel(
     tl.store(place, total.to(narrow), mask=there[:, None] & (output < N)[None, :])
 
 
-def _parts(weight: Tensor | Fp8Matrix | Mxfp4Matrix) -> tuple[Tensor, Tensor]:
-    """Returns the weights' values and scales; the values twice where there are no scales."""
+def _parts(weight: ExpertMatrix) -> tuple[Tensor, Tensor, int, int]:
+    """Returns the weights' values and scales, the number of an output's scales, and how many inputs share one; the values twice and 0
+    where there are no scales."""
+    if isinstance(weight, Tensor):
+        return weight, weight, 0, 1
+    num_scales = weight.scales.shape[2]
     if isinstance(weight, Mxfp4Matrix):
-        return weight.blocks, weight.scales
-    return (weight.values, weight.scales) if isinstance(weight, Fp8Matrix) else (weight, weight)
+        return weight.blocks, weight.scales, num_scales, GROUP
+    values = weight.packed if isinstance(weight, Int4Matrix) else weight.values
+    return values, weight.scales, num_scales, weight.group_inputs
 
 
 def grouped_linear(
     x: Tensor,
-    weight: Tensor | Fp8Matrix | Mxfp4Matrix,
+    weight: ExpertMatrix,
     firsts: Tensor,
     pairs: Tensor,
     num_chosen: int,
@@ -357,9 +339,8 @@ def grouped_linear(
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (64, 32 if wide_items else 64)
-    is_mxfp4 = isinstance(weight, Mxfp4Matrix)
-    of_fp8 = isinstance(weight, Fp8Matrix)
-    values, scales = _parts(weight)
+    of_four_bits, of_fp8 = isinstance(weight, Mxfp4Matrix | Int4Matrix), isinstance(weight, Fp8Matrix)
+    values, scales, num_scales, group = _parts(weight)
     most_tiles = min(num_experts, num_pairs) + num_pairs // tile
     _grouped_kernel[(most_tiles, triton.cdiv(num_outputs, block_n))](
         x,
@@ -378,14 +359,15 @@ def grouped_linear(
         GATED=gated,
         CLAMPED=clamped is not None,
         BIASED=bias is not None,
-        MXFP4=is_mxfp4,
+        FOUR_BITS=of_four_bits,
+        INT4=isinstance(weight, Int4Matrix),
         M=tile,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, max(32 if is_mxfp4 else 16, triton.next_power_of_2(num_inputs))),
+        BLOCK_K=min(block_k, max(32 if of_four_bits else 16, triton.next_power_of_2(num_inputs))),
         PADDED_E=_padded_experts(num_experts),
         WIDEN=widen,
-        G=scales.shape[2] if of_fp8 else 0,
-        GROUP=weight.group_inputs if isinstance(weight, Fp8Matrix) else 1,
+        G=num_scales,
+        GROUP=group,
         num_warps=8 if not few and of_fp8 else 4,  # more threads, since codes take registers to widen
         num_stages=2 if wide_items else 3,
     )

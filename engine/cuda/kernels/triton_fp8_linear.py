@@ -21,6 +21,32 @@ _FEW_TILE_ROWS = 32  # up to so many rows tiles are of the first size
 BLOCK = 128  # no tile of inputs has parts of two groups: a group is a multiple of this, or a whole row
 
 
+@triton.jit
+def store_sums(sums0, sums1, sums2, sums3, scale, bias, output, there, out, N, M: tl.constexpr, BIAS: tl.constexpr):
+    """Stores M rows of some outputs: each row's sums [outputs, lanes], added up and times scale [outputs], plus bias. there: which
+    outputs are."""
+    added = tl.zeros(scale.shape, tl.float32)
+    if BIAS:
+        added = tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
+    narrow: tl.constexpr = out.dtype.element_ty
+    tl.store(out + output, (tl.sum(sums0, axis=1) * scale + added).to(narrow), mask=there)
+    if M > 1:
+        tl.store(out + N + output, (tl.sum(sums1, axis=1) * scale + added).to(narrow), mask=there)
+    if M > 2:
+        tl.store(out + 2 * N + output, (tl.sum(sums2, axis=1) * scale + added).to(narrow), mask=there)
+    if M > 3:
+        tl.store(out + 3 * N + output, (tl.sum(sums3, axis=1) * scale + added).to(narrow), mask=there)
+
+
+@triton.jit
+def store_tile(total, bias, row, output, is_row, there, out, N, BIAS: tl.constexpr):
+    """Stores a tile of results, total [rows, outputs] plus bias. is_row, there: which rows and outputs are."""
+    if BIAS:
+        total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
+    place = out + row.to(tl.int64)[:, None] * N + output[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=is_row[:, None] & there[None, :])
+
+
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["bias"])
 def _fp8_few_rows_kernel(
     x,  # [M, K]
@@ -61,17 +87,7 @@ def _fp8_few_rows_kernel(
     scale = tl.full([BLOCK_N], CODE_FACTOR, tl.float32)
     if G == 1:
         scale *= tl.load(scales + output, mask=there, other=0.0)
-    added = tl.zeros([BLOCK_N], tl.float32)
-    if BIAS:
-        added = tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
-    narrow: tl.constexpr = out.dtype.element_ty
-    tl.store(out + output, (tl.sum(sums0, axis=1) * scale + added).to(narrow), mask=there)
-    if M > 1:
-        tl.store(out + N + output, (tl.sum(sums1, axis=1) * scale + added).to(narrow), mask=there)
-    if M > 2:
-        tl.store(out + 2 * N + output, (tl.sum(sums2, axis=1) * scale + added).to(narrow), mask=there)
-    if M > 3:
-        tl.store(out + 3 * N + output, (tl.sum(sums3, axis=1) * scale + added).to(narrow), mask=there)
+    store_sums(sums0, sums1, sums2, sums3, scale, bias, output, there, out, N, M, BIAS)
 
 
 @triton.jit(do_not_specialize=["M", "N"], do_not_specialize_on_alignment=["bias"])
@@ -110,11 +126,7 @@ def _fp8_tile_kernel(
     scale = tl.full([BLOCK_N], CODE_FACTOR, tl.float32)
     if G == 1:
         scale *= tl.load(scales + output, mask=there, other=0.0)
-    total *= scale[None, :]
-    if BIAS:
-        total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
-    place = out + row.to(tl.int64)[:, None] * N + output[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=is_row[:, None] & there[None, :])
+    store_tile(total * scale[None, :], bias, row, output, is_row, there, out, N, BIAS)
 
 
 def tile_rows(num_rows: int) -> int:

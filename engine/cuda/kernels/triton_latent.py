@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.triton_four_bits import four_bit_numbers
 from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as, e4m3_of, scale_of, shared_scale
-from engine.ops.ops import Fp8Matrix, LatentHeads
+from engine.ops.ops import Fp8Matrix, Int4Matrix, LatentHeads
 
 _FEW_TOKENS = 32  # up to so many, products are computed in tiles of 16 tokens
 
@@ -137,8 +138,8 @@ def rope_and_store_latents(
 @triton.jit(do_not_specialize=["num_tokens", "x_stride", "x_head_stride", "out_stride", "out_head_stride"])
 def _by_head_kernel(
     x,  # [T, H, INNER]
-    codes,  # [H HEIGHT, L]
-    scales,  # [H HEIGHT, G] float32
+    codes,  # [H HEIGHT, L]; [H HEIGHT, L / 2] if INT4
+    scales,  # [H HEIGHT, G]
     out,  # [T, H, OUTER]
     num_tokens,
     x_stride,
@@ -153,6 +154,7 @@ def _by_head_kernel(
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
     SUMS_ROWS: tl.constexpr,  # the products are summed over rows of the matrix, else over its columns
+    INT4: tl.constexpr,  # weights are INT4, else FP8
     WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -173,9 +175,13 @@ def _by_head_kernel(
             row, column = (begin + at)[:, None], output[None, :]
         else:
             row, column = (begin + output)[None, :], at[:, None]
-        code = tl.load(codes + row * L + column, mask=seen, other=0)
-        scale = tl.load(scales + row * G + column // GROUP, mask=seen, other=0.0)
-        weights = codes_as(code, tl.float32) * (scale * CODE_FACTOR)
+        scale = tl.load(scales + row * G + column // GROUP, mask=seen, other=0.0).to(tl.float32)
+        if INT4:
+            packed = tl.load(codes + row * (L // 2) + column // 2, mask=seen, other=0).to(tl.int32)
+            weights = four_bit_numbers((packed >> (column % 2 * 4)) & 15, True) * scale
+        else:
+            code = tl.load(codes + row * L + column, mask=seen, other=0)
+            weights = codes_as(code, tl.float32) * (scale * CODE_FACTOR)
         if WIDEN:
             rows = rows.to(tl.float32)
         total += tl.dot(rows, weights.to(rows.dtype), input_precision="ieee")
@@ -184,18 +190,18 @@ def _by_head_kernel(
 
 
 def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool, out: Tensor) -> None:
-    """Multiplies each head of x with its part of heads.up, an Fp8Matrix. of_values: x [T, H, L] gives out [T, H, V]; else x [T, H,
-    K] gives out [T, H, L]. Weights are rounded to x's dtype. The last dimension of x and out is contiguous. widen: products are of
+    """Multiplies each head of x with its part of heads.up, an Fp8Matrix or Int4Matrix. of_values: x [T, H, L] gives out [T, H, V];
+    else x [T, H, K] gives out [T, H, L]. Weights are rounded to x's dtype. The last dimension of x and out is contiguous. widen: products are of
     float32 (where kernels are interpreted)."""
     up = heads.up
-    assert isinstance(up, Fp8Matrix)
+    assert isinstance(up, Fp8Matrix | Int4Matrix)
     inner, outer = (heads.rank, heads.value_dim) if of_values else (heads.plain_dim, heads.rank)
     wide_items = x.element_size() == 4
     block_m, block_k = 16 if len(x) <= _FEW_TOKENS else 64, 32 if wide_items else 64
     block_n = min(64, max(16, triton.next_power_of_2(outer)))
     _by_head_kernel[(triton.cdiv(len(x), block_m), triton.cdiv(outer, block_n), heads.num_heads)](
         x,
-        up.values,
+        up.packed if isinstance(up, Int4Matrix) else up.values,
         up.scales,
         out,
         len(x),
@@ -211,6 +217,7 @@ def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool,
         INNER=inner,
         OUTER=outer,
         SUMS_ROWS=not of_values,
+        INT4=isinstance(up, Int4Matrix),
         WIDEN=widen,
         BLOCK_M=block_m,
         BLOCK_N=block_n,

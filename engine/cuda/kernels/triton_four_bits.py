@@ -1,0 +1,77 @@
+"""Weights of four bits on the GPU (Triton), MXFP4 or INT4: widened in registers, a tile at a time. Reference implementations:
+reference.mxfp4_values, reference.int4_rows.
+
+Shapes: M rows, K inputs, B bytes of a tile's inputs, two weights each, S scales of a tile's inputs, N outputs of a tile, G scales of
+an output.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def four_bit_numbers(code, INT4: tl.constexpr):
+    """Returns the numbers that four bits stand for, as float32. code: int32 from 0 to 15."""
+    if INT4:
+        return (code - 8).to(tl.float32)
+    low = code & 7
+    # an exponent of two bits and one digit, which from 2 on lie as those of a float32 do
+    magnitude = tl.where(low < 2, low.to(tl.float32) * 0.5, ((low << 22) + (126 << 23)).to(tl.float32, bitcast=True))
+    return tl.where(code < 8, magnitude, -magnitude)
+
+
+@triton.jit
+def _widened(
+    blocks, scales, at, scales_at, seen, seen_scales,
+    B: tl.constexpr, S: tl.constexpr, N: tl.constexpr, INT4: tl.constexpr,
+):  # fmt: skip
+    """Returns the weights of even inputs and those of odd inputs, each [B, N] float32.
+
+    at: [B, N], where the bytes are in blocks. scales_at: [S, N], where their scales are in scales. seen, seen_scales: which of
+    these are there; the others' weights are 0."""
+    packed = tl.load(blocks + at, mask=seen, other=0x88 if INT4 else 0).to(tl.int32)
+    scale = tl.load(scales + scales_at, mask=seen_scales, other=0)
+    if INT4:
+        factor = scale.to(tl.float32)
+    else:
+        exponent = scale.to(tl.int32)
+        # 2**-127 has no exponent of its own
+        factor = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
+    factor = tl.reshape(tl.broadcast_to(factor[:, None, :], [S, B // S, N]), [B, N])
+    return four_bit_numbers(packed & 15, INT4) * factor, four_bit_numbers(packed >> 4, INT4) * factor
+
+
+@triton.jit
+def add_four_bits(
+    rows_at, blocks, scales, output, there, seen_output, inputs, total,
+    K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    INT4: tl.constexpr,
+):  # fmt: skip
+    """Returns total [M, N] plus the products of rows [M, K] with the weights of the outputs [N], for BLOCK_K inputs from `inputs`
+    on. Weights are rounded to the rows' dtype. output: the index of each among all outputs of the matrices. GROUP: the inputs that
+    share a scale, a power of two from 32 on, or K."""
+    SCALES: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
+    place = inputs // 2 + tl.arange(0, BLOCK_K // 2)
+    group = inputs // GROUP + tl.arange(0, SCALES)
+    left, right = _widened(
+        blocks,
+        scales,
+        output[None, :] * (K // 2) + place[:, None],
+        output[None, :] * G + group[:, None],
+        seen_output[None, :] & (place < K // 2)[:, None],
+        seen_output[None, :] & (group < G)[:, None],
+        BLOCK_K // 2,
+        SCALES,
+        BLOCK_N,
+        INT4,
+    )
+    seen = there[:, None] & (place < K // 2)[None, :]
+    even = tl.load(rows_at + 2 * place[None, :], mask=seen, other=0.0)
+    odd = tl.load(rows_at + 2 * place[None, :] + 1, mask=seen, other=0.0)
+    left, right = left.to(even.dtype), right.to(even.dtype)
+    if WIDEN:
+        even, odd, left, right = even.to(tl.float32), odd.to(tl.float32), left.to(tl.float32), right.to(tl.float32)
+    total = tl.dot(even, left, total, input_precision="ieee")
+    return tl.dot(odd, right, total, input_precision="ieee")

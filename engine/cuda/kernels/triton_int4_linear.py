@@ -1,0 +1,147 @@
+"""Matrix products with INT4 weights on the GPU (Triton). Weights are read once and widened in registers. Sums are float32. Reference
+implementation: reference.int4_linear.
+
+Up to MAX_ROWS rows a program adds products up across lanes, in float32, as triton_fp8_linear does; more rows are multiplied in tiles
+by tensor cores. Grids and tiles depend on shapes alone, so that graphs can hold the launches.
+
+Shapes: M rows, K inputs, N outputs, G groups of GROUP inputs that share a scale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.kernels.triton_four_bits import add_four_bits, four_bit_numbers
+from engine.cuda.kernels.triton_fp8_linear import TILE_ROWS, store_sums, store_tile
+
+
+@triton.jit
+def _products(x, at, inside, low, high):
+    """Returns the products of a row's even inputs with low [N, B], plus those of its odd inputs with high. at [B]: of the bytes."""
+    even = tl.load(x + 2 * at, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(x + 2 * at + 1, mask=inside, other=0.0).to(tl.float32)
+    return low * even[None, :] + high * odd[None, :]
+
+
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["bias"])
+def _int4_few_rows_kernel(
+    x,  # [M, K]
+    packed,  # [N, K / 2]
+    scales,  # [N, G]
+    bias,  # [N]
+    out,  # [M, N]
+    N,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,  # bytes of an output that are multiplied at a time
+):
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    there = output < N
+    sums0 = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
+    sums1, sums2, sums3 = sums0, sums0, sums0
+    rows = packed + output.to(tl.int64)[:, None] * (K // 2)
+    factors = scales + output.to(tl.int64)[:, None] * G
+    for start in range(0, K // 2, BLOCK_B):
+        at = start + tl.arange(0, BLOCK_B)
+        inside = at < K // 2
+        seen = there[:, None] & inside[None, :]
+        codes = tl.load(rows + at[None, :], mask=seen, other=0, eviction_policy="evict_first").to(tl.int32)
+        low, high = four_bit_numbers(codes & 15, True), four_bit_numbers(codes >> 4, True)
+        if G > 1:
+            factor = tl.load(factors + (2 * at // GROUP)[None, :], mask=seen, other=0.0).to(tl.float32)
+            low, high = low * factor, high * factor
+        sums0 += _products(x, at, inside, low, high)
+        if M > 1:
+            sums1 += _products(x + K, at, inside, low, high)
+        if M > 2:
+            sums2 += _products(x + 2 * K, at, inside, low, high)
+        if M > 3:
+            sums3 += _products(x + 3 * K, at, inside, low, high)
+    scale = tl.full([BLOCK_N], 1.0, tl.float32)
+    if G == 1:
+        scale = tl.load(scales + output, mask=there, other=0.0).to(tl.float32)
+    store_sums(sums0, sums1, sums2, sums3, scale, bias, output, there, out, N, M, BIAS)
+
+
+@triton.jit(do_not_specialize=["M", "N"], do_not_specialize_on_alignment=["bias"])
+def _int4_tile_kernel(
+    x,  # [M, K]
+    packed,  # [N, K / 2]
+    scales,  # [N, G]
+    bias,  # [N]
+    out,  # [M, N]
+    M,
+    N,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row, output = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, there = row < M, output < N
+    rows_at, own = x + row.to(tl.int64)[:, None] * K, output.to(tl.int64)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        total = add_four_bits(rows_at, packed, scales, own, is_row, there, start, total, K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, True)
+    store_tile(total, bias, row, output, is_row, there, out, N, BIAS)
+
+
+def few_rows_linear(x: Tensor, packed: Tensor, scales: Tensor, group: int, bias: Tensor | None, out: Tensor) -> None:
+    """Writes x [M, K] @ the transposed weights, packed [N, K / 2] and scales [N, G], plus bias [N], to out [M, N]. M is at most
+    triton_fp8_linear.MAX_ROWS. group: the inputs that share a scale."""
+    (rows, inputs), outputs, block_n = x.shape, len(packed), 4
+    _int4_few_rows_kernel[(triton.cdiv(outputs, block_n),)](
+        x,
+        packed,
+        scales,
+        x if bias is None else bias,
+        out,
+        outputs,
+        K=inputs,
+        G=scales.shape[1],
+        GROUP=group,
+        M=rows,
+        BIAS=bias is not None,
+        BLOCK_N=block_n,
+        BLOCK_B=min(triton.next_power_of_2(inputs // 2), 1024 if rows == 1 else 256 if rows > 2 else 512),
+        num_warps=4,
+    )
+
+
+def tile_linear(
+    x: Tensor, packed: Tensor, scales: Tensor, group: int, bias: Tensor | None, tile: int, widen: bool, out: Tensor
+) -> None:
+    """Does the same for any number of rows, with weights rounded to x's dtype. tile: one of TILE_ROWS. widen: products are of float32
+    (where kernels are interpreted)."""
+    (rows, inputs), outputs = x.shape, len(packed)
+    wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
+    block_n, block_k = (32, 64 if wide_items else 128) if few else (32 if wide_items else 64, 32 if wide_items else 64)
+    _int4_tile_kernel[(triton.cdiv(outputs, block_n), triton.cdiv(rows, tile))](
+        x,
+        packed,
+        scales,
+        x if bias is None else bias,
+        out,
+        rows,
+        outputs,
+        K=inputs,
+        G=scales.shape[1],
+        GROUP=group,
+        BIAS=bias is not None,
+        WIDEN=widen,
+        BLOCK_M=tile,
+        BLOCK_N=block_n,
+        BLOCK_K=min(block_k, triton.next_power_of_2(inputs)),
+        num_warps=4,
+        num_stages=2 if wide_items else 3,
+    )
