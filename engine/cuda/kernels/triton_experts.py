@@ -305,8 +305,8 @@ def _grouped_kernel(
 
 
 def _parts(weight: ExpertMatrix) -> tuple[Tensor, Tensor, int, int]:
-    """Returns the weights' values and scales, the number of an output's scales, and how many inputs share one; the values twice and 0
-    where there are no scales."""
+    """Returns the weights' values and scales, the number of an output's scales, and how many inputs share one; the values twice and
+    0 where there are no scales."""
     if isinstance(weight, Tensor):
         return weight, weight, 0, 1
     num_scales = weight.scales.shape[2]

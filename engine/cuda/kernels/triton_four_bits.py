@@ -1,8 +1,8 @@
 """Weights of four bits on the GPU (Triton), MXFP4 or INT4: widened in registers, a tile at a time. Reference implementations:
 reference.mxfp4_values, reference.int4_rows.
 
-Shapes: M rows, K inputs, B bytes of a tile's inputs, two weights each, S scales of a tile's inputs, N outputs of a tile, G scales of
-an output.
+Shapes: M rows, K inputs, B bytes of a tile's inputs, two weights each, S scales of a tile's inputs, N outputs of a tile, G scales
+of an output.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Matrix products with INT4 weights on the GPU (Triton). Weights are read once and widened in registers. Sums are float32. Reference
-implementation: reference.int4_linear.
+"""Matrix products with INT4 weights on the GPU (Triton). Weights are read once and widened in registers. Sums are float32.
+Reference implementation: reference.int4_linear.
 
-Up to MAX_ROWS rows a program adds products up across lanes, in float32, as triton_fp8_linear does; more rows are multiplied in tiles
-by tensor cores. Grids and tiles depend on shapes alone, so that graphs can hold the launches.
+Up to MAX_ROWS rows a program adds products up across lanes, in float32, as triton_fp8_linear does; more rows are multiplied in
+tiles by tensor cores. Grids and tiles depend on shapes alone, so that graphs can hold the launches.
 
 Shapes: M rows, K inputs, N outputs, G groups of GROUP inputs that share a scale.
 """
@@ -121,8 +121,8 @@ def few_rows_linear(x: Tensor, packed: Tensor, scales: Tensor, group: int, bias:
 def tile_linear(
     x: Tensor, packed: Tensor, scales: Tensor, group: int, bias: Tensor | None, tile: int, widen: bool, out: Tensor
 ) -> None:
-    """Does the same for any number of rows, with weights rounded to x's dtype. tile: one of TILE_ROWS. widen: products are of float32
-    (where kernels are interpreted)."""
+    """Does the same for any number of rows, with weights rounded to x's dtype. tile: one of TILE_ROWS. widen: products are of
+    float32 (where kernels are interpreted)."""
     (rows, inputs), outputs = x.shape, len(packed)
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (32 if wide_items else 64, 32 if wide_items else 64)

@@ -191,8 +191,8 @@ def _by_head_kernel(
 
 def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool, out: Tensor) -> None:
     """Multiplies each head of x with its part of heads.up, an Fp8Matrix or Int4Matrix. of_values: x [T, H, L] gives out [T, H, V];
-    else x [T, H, K] gives out [T, H, L]. Weights are rounded to x's dtype. The last dimension of x and out is contiguous. widen: products are of
-    float32 (where kernels are interpreted)."""
+    else x [T, H, K] gives out [T, H, L]. Weights are rounded to x's dtype. The last dimension of x and out is contiguous. widen:
+    products are of float32 (where kernels are interpreted)."""
     up = heads.up
     assert isinstance(up, Fp8Matrix | Int4Matrix)
     inner, outer = (heads.rank, heads.value_dim) if of_values else (heads.plain_dim, heads.rank)

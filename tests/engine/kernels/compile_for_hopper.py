@@ -29,6 +29,7 @@ from engine.cuda.kernels import (
     triton_extend,
     triton_fp8_linear,
     triton_inputs,
+    triton_int4_linear,
     triton_latent,
     triton_latent_attention,
     triton_rope,
@@ -37,7 +38,7 @@ from engine.cuda.kernels import (
     triton_unpack,
 )
 from engine.memory.arena import kv_views
-from engine.ops.ops import ClampedSwiglu, Fp8Matrix, LatentHeads, Mxfp4Matrix, SigmoidRouting
+from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Int4Matrix, LatentHeads, Mxfp4Matrix, SigmoidRouting
 from loader.frame import FRAME_VALUES
 from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
 
@@ -109,7 +110,8 @@ def compile_instead_of_running(capability: int) -> None:
             line = {
                 "kernel": self.fn.__name__,
                 "fp8": bool(options.get("FP8")),
-                "mxfp4": bool(options.get("MXFP4")),
+                "mxfp4": bool(options.get("FOUR_BITS") and not options["INT4"]),
+                "int4": bool(options.get("INT4")) or "int4" in self.fn.__name__,
                 "warps": made.metadata.num_warps,
                 "shared_bytes": made.metadata.shared,
                 "wgmma": ptx.count("wgmma.mma_async"),
@@ -204,6 +206,9 @@ def main(capability: int) -> None:
     gate_up_codes = Fp8Matrix(torch.zeros(EXPERTS, 1, 1, dtype=torch.uint8), torch.zeros(EXPERTS, 1, WIDTH // 128), 128)
     for tile in triton_experts.TILE_ROWS:
         triton_experts.grouped_linear(x, gate_up_codes, *routing[2:], CHOSEN, True, tile, False, inner)
+    in_int4 = Int4Matrix(blocks.flatten(2), torch.zeros(EXPERTS, 1, WIDTH // 32, dtype=dtype), 32)
+    for tile in triton_experts.TILE_ROWS:
+        triton_experts.grouped_linear(x, in_int4, *routing[2:], CHOSEN, True, tile, False, inner)
     triton_experts.combine(made, routing[1], longs, scores, x, x)
     triton_experts.combine(made, routing[1], longs, None, x, x)
     entry.rms_norm(x, x[0], 1e-5, False)
@@ -223,6 +228,12 @@ def main(capability: int) -> None:
             triton_fp8_linear.few_rows_linear(x[:num_rows], *matrix, weight)
         for tile in triton_fp8_linear.TILE_ROWS:
             triton_fp8_linear.tile_linear(x, *matrix, tile, False, weight)
+    for num_groups, group in ((1, WIDTH), (WIDTH // 128, 128)):
+        matrix = (codes[:, : WIDTH // 2], torch.zeros(1, num_groups, dtype=dtype).expand(2 * INNER, -1), group, None)
+        for num_rows in (1, 4):
+            triton_int4_linear.few_rows_linear(x[:num_rows], *matrix, weight)
+        for tile in triton_fp8_linear.TILE_ROWS:
+            triton_int4_linear.tile_linear(x, *matrix, tile, False, weight)
     logits = torch.zeros(ROWS, VOCAB, dtype=dtype)
     entry.sample(logits, floats, floats, ints, floats, ints, ints)
     triton_sampling.penalise(logits.float(), table, ints, ints, floats, floats, floats)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from engine.cuda.kernels import triton_experts
 from engine.ops import reference
-from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Fp8Matrix, Mxfp4Matrix, SigmoidRouting
+from engine.ops.ops import ClampedSwiglu, ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, SigmoidRouting
 from tests.engine.kernels.draw import Draw, close
+from tests.engine.kernels.row_cases import int4_matrix
 
 
 def routed(scores: Tensor, kv_slots: Tensor, num_experts: int, num_chosen: int, normalised: bool) -> tuple[Tensor, ...]:
@@ -23,10 +24,12 @@ def arranged(chosen: Tensor, weights: Tensor, kv_slots: Tensor, num_experts: int
     return chosen.int(), weights, firsts.int(), pairs.masked_fill(experts == num_experts, -7).int()
 
 
-def placed(draw: Draw, weight: Tensor | Fp8Matrix) -> Tensor | Fp8Matrix:
+def placed(draw: Draw, weight: Tensor | Fp8Matrix | Int4Matrix) -> Tensor | Fp8Matrix | Int4Matrix:
     """Returns a copy of experts' weights on the device."""
     if isinstance(weight, Tensor):
         return draw.on(weight)
+    if isinstance(weight, Int4Matrix):
+        return Int4Matrix(draw.on(weight.packed), draw.on(weight.scales), weight.group_inputs)
     return Fp8Matrix(draw.on(weight.values), draw.on(weight.scales), weight.group_inputs)
 
 
@@ -76,7 +79,7 @@ def mxfp4(draw: Draw, *shape: int) -> Mxfp4Matrix:
     return Mxfp4Matrix(draw.on(blocks), draw.on(scales.to(torch.uint8)))
 
 
-def on_cpu(matrices: Tensor | Fp8Matrix | Mxfp4Matrix) -> Tensor | Fp8Matrix | Mxfp4Matrix:
+def on_cpu(matrices: ExpertMatrix) -> ExpertMatrix:
     return Mxfp4Matrix(matrices.blocks.cpu(), matrices.scales.cpu()) if isinstance(matrices, Mxfp4Matrix) else matrices
 
 
@@ -87,22 +90,24 @@ def fp8_experts(draw: Draw, num_experts: int, outputs: int, inputs: int) -> Fp8M
     return Fp8Matrix((codes + (codes >= 0x7F)).to(torch.uint8), scales, group)
 
 
-def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False) -> None:
+def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = False) -> None:
     num_tokens, num_experts = draw.one_of(1, 2, 5, 17), draw.one_of(1, 3, 6)
     width, inner = draw.one_of(16, 40, 140 if fp8 else 70), draw.one_of(8, 33)
-    if in_mxfp4:
+    if in_mxfp4 or int4:
         num_tokens, num_experts, width, inner = draw.one_of(1, 5), draw.one_of(1, 3), draw.one_of(32, 96), 32
     num_chosen, normalised = draw.between(1, min(4, num_experts)), draw.one_of(False, True)
     x = draw.normal(num_tokens, width)
-    gate_up: Tensor | Fp8Matrix | Mxfp4Matrix = draw.normal(num_experts, 2 * inner, width, scale=width**-0.5)
-    down: Tensor | Fp8Matrix | Mxfp4Matrix = draw.normal(num_experts, width, inner, scale=inner**-0.5)
+    gate_up: ExpertMatrix = draw.normal(num_experts, 2 * inner, width, scale=width**-0.5)
+    down: ExpertMatrix = draw.normal(num_experts, width, inner, scale=inner**-0.5)
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
     clamped = None
     if in_mxfp4:
         gate_up, down = mxfp4(draw, num_experts, 2 * inner, width), mxfp4(draw, num_experts, width, inner)
     if fp8:
         gate_up, down = fp8_experts(draw, num_experts, 2 * inner, width), fp8_experts(draw, num_experts, width, inner)
-    if in_mxfp4 or (not fp8 and draw.one_of(False, True)):
+    if int4:
+        gate_up, down = int4_matrix(draw, num_experts, 2 * inner, width), int4_matrix(draw, num_experts, width, inner)
+    if in_mxfp4 or (not fp8 and not int4 and draw.one_of(False, True)):
         biases = draw.normal(num_experts, 2 * inner), draw.normal(num_experts, width)
         clamped = ClampedSwiglu(draw.one_of(0.7, 7.0), 1.702)
     shared = draw.normal(num_tokens, width) if draw.one_of(False, True) else None

@@ -16,7 +16,7 @@ from tests.engine.kernels.expert_cases import experts, routing, routing_by_sigmo
 from tests.engine.kernels.kv_write_cases import fp8_rounding, rope
 from tests.engine.kernels.latent_cases import decode_latents, extend_latents, products_by_head, store_latents
 from tests.engine.kernels.memory_cases import checksums, inputs, packed_weights
-from tests.engine.kernels.row_cases import few_rows_linear, fp8_linear, gates, gathers, norms
+from tests.engine.kernels.row_cases import few_rows_linear, fp8_linear, gates, gathers, int4_linear, norms
 from tests.engine.kernels.sampling_cases import logprobs, penalties, sampling
 
 # cases whose numbers are integers, or float32 whatever the model's dtype
@@ -29,6 +29,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         gates,
         few_rows_linear,
         fp8_linear,
+        int4_linear,
         gathers,
         routing,
         routing_by_sigmoid,
@@ -53,6 +54,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
 _IN_FP8 = (rope, decode_attention, extend_attention, store_latents, decode_latents, extend_latents, experts)
 CASES |= {f"{case.__name__}_fp8": partial(case, fp8=True) for case in _IN_FP8}
 CASES["experts_mxfp4"] = partial(experts, in_mxfp4=True)
+CASES["experts_int4"] = partial(experts, int4=True)
 
 
 def of_dtypes(*dtypes: torch.dtype) -> list[object]:

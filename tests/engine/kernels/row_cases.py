@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from engine.cuda.kernels import triton_fp8_linear, triton_linear, triton_rows
+import torch
+from torch import Tensor
+
+from engine.cuda.kernels import triton_fp8_linear, triton_int4_linear, triton_linear, triton_rows
 from engine.ops import reference
-from engine.ops.ops import Fp8Matrix
+from engine.ops.ops import Fp8Matrix, Int4Matrix
 from tests.engine.kernels.draw import Draw, close
 
 
@@ -63,13 +66,40 @@ def fp8_linear(draw: Draw) -> None:
     reference.fp8_rows(codes, scales, group, dense)
     wanted = torch.nn.functional.linear(x.double(), dense.double(), None if bias is None else bias.double())
     given = (draw.on(x), draw.on(codes), draw.on(scales), group, None if bias is None else draw.on(bias))
-    out = draw.like(torch.empty(rows, outputs, dtype=draw.dtype))
-    if rows <= triton_fp8_linear.MAX_ROWS:
-        triton_fp8_linear.few_rows_linear(*given, out)
+    check_quantised_linear(draw, triton_fp8_linear, given, wanted)
+
+
+def int4_matrix(draw: Draw, *shape: int) -> Int4Matrix:
+    """Returns matrices [..., N, K] of any numbers, with products of about the size of what they are given."""
+    *outer, inputs = shape
+    group = draw.one_of(*(size for size in (32, 64, 128, inputs) if inputs % size == 0))
+    packed = torch.randint(0, 256, (*outer, inputs // 2), generator=draw.generator).to(torch.uint8)
+    scales = torch.rand(*outer, inputs // group, generator=draw.generator) * 0.3 * inputs**-0.5
+    return Int4Matrix(packed, scales.to(draw.one_of(torch.bfloat16, torch.float16)), group)
+
+
+def int4_linear(draw: Draw) -> None:
+    """Few rows and tiles of both sizes, with one scale an output and with one for each so many inputs of it."""
+    rows, outputs, inputs = draw.one_of(1, 2, 3, 4, 17, 70), draw.one_of(1, 5, 40), draw.one_of(32, 96, 128, 704, 2176)
+    matrix = int4_matrix(draw, outputs, inputs)
+    x, bias = draw.normal(rows, inputs), draw.normal(outputs) if draw.one_of(False, True) else None
+    dense = torch.empty(outputs, inputs)
+    reference.int4_rows(matrix.packed, matrix.scales, matrix.group_inputs, dense)
+    wanted = torch.nn.functional.linear(x.double(), dense.double(), None if bias is None else bias.double())
+    given = (draw.on(x), draw.on(matrix.packed), draw.on(matrix.scales), matrix.group_inputs)
+    check_quantised_linear(draw, triton_int4_linear, (*given, None if bias is None else draw.on(bias)), wanted)
+
+
+def check_quantised_linear(draw: Draw, kernels: Any, given: tuple[Any, ...], wanted: Tensor) -> None:
+    """Compares the products of few rows, and those in tiles of both sizes, of a module of kernels with the result."""
+    out = draw.like(wanted.to(draw.dtype))
+    is_few = len(wanted) <= triton_fp8_linear.MAX_ROWS
+    if is_few:
+        kernels.few_rows_linear(*given, out)
         close(out, wanted, draw.dtype)
-    for tile in triton_fp8_linear.TILE_ROWS[:1] if rows <= triton_fp8_linear.MAX_ROWS else triton_fp8_linear.TILE_ROWS:
+    for tile in triton_fp8_linear.TILE_ROWS[:1] if is_few else triton_fp8_linear.TILE_ROWS:
         out = draw.like(out)
-        triton_fp8_linear.tile_linear(*given, tile, draw.interpreted, out)
+        kernels.tile_linear(*given, tile, draw.interpreted, out)
         close(out, wanted, draw.dtype)
 
 
