@@ -339,7 +339,10 @@ def grouped_linear(
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (64, 32 if wide_items else 64)
-    of_four_bits, of_fp8 = isinstance(weight, Mxfp4Matrix | Int4Matrix), isinstance(weight, Fp8Matrix)
+    of_int4, of_fp8 = isinstance(weight, Int4Matrix), isinstance(weight, Fp8Matrix)
+    of_four_bits, two_of_int4 = of_int4 or isinstance(weight, Mxfp4Matrix), of_int4 and gated
+    if two_of_int4 and not wide_items:  # registers do not hold more inputs of two matrices that are widened at once
+        block_n, block_k = (64 if few else 128), 64
     values, scales, num_scales, group = _parts(weight)
     most_tiles = min(num_experts, num_pairs) + num_pairs // tile
     _grouped_kernel[(most_tiles, triton.cdiv(num_outputs, block_n))](
@@ -360,7 +363,7 @@ def grouped_linear(
         CLAMPED=clamped is not None,
         BIASED=bias is not None,
         FOUR_BITS=of_four_bits,
-        INT4=isinstance(weight, Int4Matrix),
+        INT4=of_int4,
         M=tile,
         BLOCK_N=block_n,
         BLOCK_K=min(block_k, max(32 if of_four_bits else 16, triton.next_power_of_2(num_inputs))),
@@ -368,7 +371,7 @@ def grouped_linear(
         WIDEN=widen,
         G=num_scales,
         GROUP=group,
-        num_warps=8 if not few and of_fp8 else 4,  # more threads, since codes take registers to widen
+        num_warps=8 if not few and (of_fp8 or two_of_int4) else 4,  # more threads, since codes take registers to widen
         num_stages=2 if wide_items else 3,
     )
 
