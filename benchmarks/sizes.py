@@ -27,6 +27,7 @@ MODELS = {
     "qwen3-235b-a22b": ("Qwen3 235B-A22B", "cuda=8x80GiB"),
     "qwen3-235b-a22b-fp8": ("Qwen3 235B-A22B FP8", "cuda=4x80GiB"),
     "deepseek-v3": ("DeepSeek-V3", "cuda=8x141GiB"),
+    "kimi-k2.5": ("Kimi K2.5", "cuda=8x141GiB"),
 }
 HEADER = ("Model", "Matrices", "Parameters", "of a token", "Weights", "KV a token", "Devices", "Left for KV", "Tokens")
 

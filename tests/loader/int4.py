@@ -45,19 +45,18 @@ def packed(numbers: Tensor) -> Tensor:
 
 
 def quantize(
-    source: Path, target: Path, config: dict[str, Any], plain: str = "-", dtype: torch.dtype = torch.bfloat16, inner: str = ""
+    source: Path, target: Path, config: dict[str, Any], plain: str = "-", dtype: torch.dtype = torch.bfloat16, only: str = ""
 ) -> dict[str, Tensor]:
     """Writes the checkpoint in `source`, one file, to `target` with its layers' matrices in INT4, but for those with `plain` in
-    their name. Returns the weights that these stand for, float32. dtype: that of the scales. inner: the key of config.json's object
-    that gets the configuration; "": itself."""
+    their name or without `only` in it. Returns the weights that these stand for, float32. dtype: that of the scales."""
     shutil.copytree(source, target, dirs_exist_ok=True)
     settings = json.loads((target / "config.json").read_text())
-    (settings[inner] if inner else settings)["quantization_config"] = config
+    settings["quantization_config"] = config
     (target / "config.json").write_text(json.dumps(settings))
     group_inputs = config["config_groups"]["group_0"]["weights"]["group_size"] or 0
     tensors, meant = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or plain in name:
+        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or plain in name or only not in name:
             tensors[name] = tensor
             continue
         numbers, scales = rounded(tensor, group_inputs, dtype)
@@ -65,3 +64,14 @@ def quantize(
         tensors |= {f"{name}_packed": packed(numbers), f"{name}_scale": scales, f"{name}_shape": torch.tensor(tensor.shape)}
     save_file(tensors, target / "model.safetensors")
     return meant
+
+
+def wrap_in_kimi_k25(folder: Path, text_type: str) -> None:
+    """Rewrites the checkpoint of a DeepSeek-V3 in `folder`, one file, as that of a Kimi K2.5 around it, with tensors of an encoder.
+    text_type: the model type of the text model."""
+    text = json.loads((folder / "config.json").read_text()) | {"model_type": text_type}
+    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": text["dtype"]}
+    (folder / "config.json").write_text(json.dumps(outer | {"text_config": text}))
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors |= {name: torch.zeros(4) for name in ("vision_tower.patch_embed.proj.bias", "mm_projector.pre_norm.weight")}
+    save_file(tensors, folder / "model.safetensors")

@@ -23,13 +23,14 @@ def parse(name: str, **changes: Any) -> ModelShape:
     return parse_config(json.dumps({key: value for key, value in config.items() if value != "absent"}).encode())
 
 
-# parameters without the layers that predict further tokens; published: 671 B, 15.7 B and 30 B
+# parameters without the layers that predict further tokens and without encoders; published: 671 B, 15.7 B, 30 B and 1 T
 @pytest.mark.parametrize(
     ("name", "num", "latent", "factor"),
     [
         ("deepseek-v3", 671_026_419_200, LatentShape(1536, 512, 128, 64, 128), 1 + 0.1 * math.log(40)),
         ("deepseek-v2-lite", 15_706_484_224, LatentShape(0, 512, 128, 64, 128), 1 + 0.0707 * math.log(40)),
         ("glm-4.7-flash", 29_943_393_920, LatentShape(768, 512, 192, 64, 256), 1.0),
+        ("kimi-k2.5", 1_026_408_232_448, LatentShape(1536, 512, 128, 64, 128), 1 + 0.1 * math.log(64)),
     ],
 )
 def test_published_models(name: str, num: int, latent: LatentShape, factor: float) -> None:

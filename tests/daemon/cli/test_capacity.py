@@ -63,6 +63,21 @@ def test_published_models(
     assert tokens[0] < plan["shares"][-1]["tokens"] < tokens[1]
 
 
+def test_kimi_k25_is_planned_in_int4_from_the_text_model_of_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """4.5 bits for each weight that layers multiply with, 16 for each of the embedding and the head. Published: 1 T parameters,
+    32 B of them for a token."""
+    folder = folder_of(tmp_path, json.loads((PUBLISHED / "kimi-k2.5.json").read_text()))
+    plan = planned(capsys, "--config", folder, "--devices", "cuda=8x80GiB", "--max-model-len", "131072")
+    assert plan["settings"]["weight_format"] == "int4 by 32"
+    assert plan["num_parameters"] == 1_026_408_232_448
+    assert plan["num_parameters"] - plan["active_parameters"] == 60 * (384 - 8) * 3 * 7168 * 2048
+    vocabulary = 2 * 163_840 * 7168
+    wanted = (plan["num_parameters"] - vocabulary) * 4.5 / 8 + 2 * vocabulary
+    assert wanted <= plan["weights_bytes"] < 1.001 * wanted
+    assert [need["token_bytes"] for need in plan["kv"]] == [70_272]
+    assert plan["shares"][-1]["sequences"] == 1
+
+
 def test_what_is_kept_twice_where_devices_outnumber_kv_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path, QWEN3_235B_A22B)
     four, eight = (planned(capsys, "--config", folder, "--devices", f"cuda={n}x141GB")["shares"][-1] for n in (4, 8))

@@ -16,7 +16,7 @@ from loader.catalog import scan_one
 from loader.errors import CheckpointError
 from tests.engine.model_bench import CASES, load, load_both, make_checkpoint
 from tests.engine.runner.test_fp8 import format_of, logits, logits_of, wanted
-from tests.loader.int4 import BY_OUTPUT, compressed, quantize
+from tests.loader.int4 import BY_OUTPUT, compressed, quantize, wrap_in_kimi_k25
 from tests.loader.packed_checkpoints import pack_checkpoint
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "attention_bias": True}
@@ -100,3 +100,26 @@ def test_experts_and_latents_in_int4(runner: TorchRunner, tmp_path: Path) -> Non
     save_file(tensors | meant, tmp_path / "plain" / "model.safetensors")
     expected = logits_of(runner, tmp_path / "plain")
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("text_type", ["kimi_k2", "deepseek_v3"])
+def test_logits_of_kimi_k25(runner: TorchRunner, tmp_path: Path, text_type: str) -> None:
+    """Against transformers' DeepseekV3ForCausalLM with the weights of the definition. Routed experts alone are in INT4, as
+    published; the encoder and what joins it to the text model are not read."""
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "moe_intermediate_size": 32}
+    sizes |= {"n_group": 1, "topk_group": 1, "tie_word_embeddings": False}
+    make_checkpoint(tmp_path / "plain", **CASES["deepseek-v3"] | sizes)
+    meant = quantize(tmp_path / "plain", tmp_path / "kimi", compressed(), only=".experts.")
+    assert len(meant) == 12 * 3, "all of the one layer of experts"
+    wrap_in_kimi_k25(tmp_path / "kimi", text_type)
+    found = scan_one(tmp_path / "kimi")
+    assert found.complete, found.reason or found.error
+    assert found.shape is not None
+    assert found.shape.architecture == "KimiK25ForConditionalGeneration"
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    save_file(tensors | meant, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    theirs = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "plain", attn_implementation="eager")
+    expected = wanted(theirs.float().eval(), {})
+    assert np.abs(logits_of(runner, tmp_path / "kimi") - expected).max() < 2e-3 * np.abs(expected).max()
