@@ -1,11 +1,11 @@
 """What products with quantised weights take beside those with bfloat16 ones of the same shape: int8 with a scale an output, FP8
-with a scale an output and with a scale a block of 128 x 128.
+with a scale an output and with a scale a block of 128 x 128, INT4 with a scale for each 128 and for each 32 inputs of an output.
 
 Matrices lie in huge pages, as in an engine, several of each so that no cache holds them. The formats take turns, and each call is
 timed, with one thread by the processor's time for it; a figure is the median of the fastest quarter, so that other processes
 disturb it less. `faster`: the time with bfloat16 weights over that of the format. Kernels are compiled once, into .cache.
 
-usage: python -m benchmarks.formats [--threads N] [--rows 1,256]: one JSON line and a table.
+usage: python -m benchmarks.formats [--model 8b|one-b] [--threads N] [--rows 1,256]: one JSON line and a table.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from benchmarks.huge_pages import placed  # noqa: E402
 from benchmarks.run import machine, table  # noqa: E402
 from benchmarks.server import ROOT  # noqa: E402
 from engine.cpu.ops import CpuOps  # noqa: E402
-from engine.ops.ops import Fp8Matrix, Int8Matrix, Matrix  # noqa: E402
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix  # noqa: E402
 
-SHAPES = ((4096, 4096), (14336, 4096))  # outputs and inputs, of an 8B model
+# outputs and inputs of products, by model
+SHAPES = {"8b": ((4096, 4096), (14336, 4096)), "one-b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))}
 BLOCK = 128
+INT4_GROUPS = (128, 32)
 COLD_BYTES = 400 << 20  # of one format's matrices at least
 FEW_ROWS, FEW_ROWS_CALLS, CALLS = 16, 120, 20
 
@@ -51,13 +53,18 @@ def _matrices(num_outputs: int, num_inputs: int) -> dict[str, list[Matrix]]:
     plain = [placed(num_outputs, num_inputs, dtype=torch.bfloat16) for _ in range(-(-COLD_BYTES // (2 * size)))]
     for one in plain:
         one.copy_(torch.rand(num_outputs, num_inputs) - 0.5)
+    packed = [one.view(-1)[: size // 2].view(num_outputs, num_inputs // 2) for one in codes]
     one_each, of_blocks = torch.full((num_outputs, 1), 0.01), torch.full((num_outputs, -(-num_inputs // BLOCK)), 0.01)
-    return {
+    found: dict[str, list[Matrix]] = {
         "bfloat16": list(plain),
         "int8": [Int8Matrix(one.view(torch.int8), one_each.view(-1)) for one in codes],
         "fp8 by output": [Fp8Matrix(one, one_each, num_inputs) for one in codes],
         "fp8 by block": [Fp8Matrix(one, of_blocks, BLOCK) for one in codes],
     }
+    for group in INT4_GROUPS:
+        scales = [torch.full((num_outputs, num_inputs // group), 0.01).bfloat16() for _ in packed]
+        found[f"int4 by {group}"] = [Int4Matrix(one, own, group) for one, own in zip(packed, scales, strict=True)]
+    return found
 
 
 def seconds(calls: dict[str, Sequence[Callable[[], Any]]], num_calls: int, clock: Callable[[], float]) -> dict[str, float]:
@@ -91,15 +98,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--rows", default="1,4,16,256")
+    parser.add_argument("--model", choices=SHAPES, default="8b")
     options = parser.parse_args()
     torch.manual_seed(1)
-    for quantize in ("int8", "fp8"):
+    for quantize in ("int8", "fp8", "int4"):
         ops.prepare("bfloat16", options.threads, quantize)
     ops.set_num_threads(options.threads)
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     rows = [int(one) for one in options.rows.split(",")]
-    products = [one for shape in SHAPES for one in measure(shape, rows, clock)]
-    about = {"benchmark": "formats", "threads": options.threads, "clock": "cpu" if options.threads == 1 else "wall"}
+    products = [one for shape in SHAPES[options.model] for one in measure(shape, rows, clock)]
+    about = {
+        "benchmark": "formats",
+        "model": options.model,
+        "threads": options.threads,
+        "clock": "cpu" if options.threads == 1 else "wall",
+    }
     print(json.dumps(about | {"products": products} | machine()))
     print(table(products, {key: key for key in products[0]}))
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from engine.cuda.kernels.triton_four_bits import add_four_bits
 from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
 from engine.ops.ops import ClampedSwiglu, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, SigmoidRouting
-from loader.formats.mxfp4 import GROUP
 
 TILE_ROWS = (16, 64)  # rows that a program of a product multiplies: for few rows an expert, and for many
 _FEW_ROWS = 16  # an expert, on average: up to here tiles are of the first size
@@ -311,7 +310,7 @@ def _parts(weight: ExpertMatrix) -> tuple[Tensor, Tensor, int, int]:
         return weight, weight, 0, 1
     num_scales = weight.scales.shape[2]
     if isinstance(weight, Mxfp4Matrix):
-        return weight.blocks, weight.scales, num_scales, GROUP
+        return weight.blocks, weight.scales, num_scales, 2 * weight.blocks.shape[3]  # two a byte
     values = weight.packed if isinstance(weight, Int4Matrix) else weight.values
     return values, weight.scales, num_scales, weight.group_inputs
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,21 @@ def wanted(made: Any, meant: dict[str, Tensor]) -> np.ndarray:
     return np.concatenate((own[:44], own[:20], own[:5]))
 
 
+def check_held(widen: Callable[[Tensor], None], meant: list[Tensor]) -> None:
+    """Checks a model's matrix to the last bit. widen: writes its weights. meant: those that lie in it, end to end."""
+    dense = torch.cat(meant)
+    held = torch.empty_like(dense)
+    widen(held)
+    assert torch.equal(held, dense)
+
+
+def check_logits(model: CpuModel, expected: np.ndarray) -> np.ndarray:
+    """Checks a model's logits in float32, and returns them."""
+    found = logits(model)
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+    return found
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_weights_that_codes_and_scales_stand_for(
     runner: TorchRunner, wide: tuple[Path, Any], tmp_path: Path, kind: str
@@ -85,12 +102,9 @@ def test_logits_are_those_of_the_weights_that_codes_and_scales_stand_for(
         (layer.attention.out_weight, ("self_attn.o_proj",)),
         (layer.mlp.gate_up_weight, ("mlp.gate_proj", "mlp.up_proj")),
     ):
-        dense = torch.cat([meant[f"model.layers.1.{name}.weight"] for name in names])
-        held = torch.empty_like(dense)
-        reference.fp8_rows(matrix.values, matrix.scales, matrix.group_inputs, held)
-        assert torch.equal(held, dense)
-    found, expected = logits(model), wanted(wide[1], meant)
-    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+        values = (matrix.values, matrix.scales, matrix.group_inputs)
+        check_held(partial(reference.fp8_rows, *values), [meant[f"model.layers.1.{name}.weight"] for name in names])
+    check_logits(model, wanted(wide[1], meant))
     model.release()
 
 

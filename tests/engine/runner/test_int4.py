@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine.ops import reference
 from loader.catalog import scan_one
 from loader.errors import CheckpointError
 from tests.engine.model_bench import CASES, load, load_both, make_checkpoint
-from tests.engine.runner.test_fp8 import format_of, logits, logits_of, wanted
+from tests.engine.runner.test_fp8 import check_held, check_logits, format_of, logits, logits_of, wanted
 from tests.loader.int4 import BY_OUTPUT, compressed, quantize, wrap_in_kimi_k25
 from tests.loader.packed_checkpoints import pack_checkpoint
 
@@ -43,12 +44,10 @@ def test_logits_are_those_of_the_weights_that_are_meant(
         (layer.attention.qkv_weight, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
         (layer.mlp.gate_up_weight, ("mlp.gate_proj", "mlp.up_proj")),
     ):
-        dense = torch.cat([meant[f"model.layers.1.{name}.weight"] for name in names])
-        held = torch.empty_like(dense)
-        reference.int4_rows(matrix.packed, matrix.scales, matrix.group_inputs, held)
-        assert torch.equal(held, dense)
-    found, expected = logits(model), wanted(made[1], meant)
-    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+        values = (matrix.packed, matrix.scales, matrix.group_inputs)
+        check_held(partial(reference.int4_rows, *values), [meant[f"model.layers.1.{name}.weight"] for name in names])
+    expected = wanted(made[1], meant)
+    found = check_logits(model, expected)
     model.release()
     recorded, plain = load_both(runner, tmp_path, "bfloat16", quantize=format_of(tmp_path))
     half = logits(plain)
