@@ -97,6 +97,11 @@ def test_bad_values_name_the_key(name: str, changes: dict[str, Any], message: st
         ("deepseek-v2-lite", {"routed_scaling_factor": 16.0}, "routed_scaling_factor: 16.0 is not supported; supported: 1.0"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported; supported: 'sigmoid'"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq: 2 is not supported; supported: 1"),
+        (
+            "kimi-k2.5",
+            {"text_config": {"model_type": "kimi_linear"}},
+            "text_config.model_type: 'kimi_linear' is not supported in KimiK25For.*; supported: deepseek_v3, kimi_k2",
+        ),
     ],
 )
 def test_variants_that_are_not_served_name_the_key(name: str, changes: dict[str, Any], message: str) -> None:
