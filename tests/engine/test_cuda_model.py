@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.contracts.steps import NoWorkSpace
 from engine.cuda.kernels import entry, linear_choice
@@ -40,7 +41,7 @@ from tests.engine.model_bench import (
     plan,
     put,
 )
-from tests.loader import fp8
+from tests.loader import fp8, int4
 
 pytest.importorskip("triton")
 pytestmark = INTERPRETED
@@ -78,6 +79,24 @@ def test_fp8_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path) -> N
     wanted = expected((tmp_path, made), PROMPT)
     close(model.logits(plan((0, 0, 40)), table, True), wanted[:40])
     close(model.logits(plan((0, 40, 1), (1, 0, 2)), table, True), np.concatenate((wanted[40:41], wanted[:2])))
+
+
+def test_int4_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path) -> None:
+    """In dense layers, experts and latent attention, against the plain checkpoint with the weights of the definition."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "moe_intermediate_size": 32, "q_lora_rank": 32}
+    make_checkpoint(tmp_path / "plain", **CASES["deepseek-v3"] | sizes | {"kv_lora_rank": 32, "v_head_dim": 32})
+    meant = int4.quantize(tmp_path / "plain", tmp_path / "int4", int4.compressed())
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    save_file(tensors | meant, tmp_path / "plain" / "model.safetensors")
+    found = []
+    for folder in ("plain", "int4"):
+        model = load_cuda_model(tmp_path / folder)
+        table = make_table(groups=model.kv_groups)
+        for slot in (0, 1):
+            put(table, slot, PROMPT)
+        found.append([model.logits(plan((0, 0, 20)), table, True), model.logits(plan((0, 20, 1), (1, 0, 2)), table, True)])
+    for own, wanted in zip(found[1], found[0], strict=True):
+        close(own, wanted)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

@@ -196,7 +196,7 @@ def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool,
     up = heads.up
     assert isinstance(up, Fp8Matrix | Int4Matrix)
     inner, outer = (heads.rank, heads.value_dim) if of_values else (heads.plain_dim, heads.rank)
-    wide_items = x.element_size() == 4
+    wide_items, in_int4 = x.element_size() == 4, isinstance(up, Int4Matrix)
     block_m, block_k = 16 if len(x) <= _FEW_TOKENS else 64, 32 if wide_items else 64
     block_n = min(64, max(16, triton.next_power_of_2(outer)))
     _by_head_kernel[(triton.cdiv(len(x), block_m), triton.cdiv(outer, block_n), heads.num_heads)](
@@ -217,11 +217,11 @@ def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool,
         INNER=inner,
         OUTER=outer,
         SUMS_ROWS=not of_values,
-        INT4=isinstance(up, Int4Matrix),
+        INT4=in_int4,
         WIDEN=widen,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=min(block_k, max(16, triton.next_power_of_2(inner))),
-        num_warps=4,
+        num_warps=8 if in_int4 and block_m == 64 else 4,  # more threads, since weights take registers to widen
         num_stages=2,
     )

@@ -54,7 +54,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
 _IN_FP8 = (rope, decode_attention, extend_attention, store_latents, decode_latents, extend_latents, experts)
 CASES |= {f"{case.__name__}_fp8": partial(case, fp8=True) for case in _IN_FP8}
 CASES["experts_mxfp4"] = partial(experts, in_mxfp4=True)
-CASES["experts_int4"] = partial(experts, int4=True)
+CASES |= {f"{case.__name__}_int4": partial(case, int4=True) for case in (experts, products_by_head)}
 
 
 def of_dtypes(*dtypes: torch.dtype) -> list[object]:
