@@ -34,14 +34,13 @@ class _ArgumentCall(TextCall):
     end_value = END_VALUE
     undeclared = ANY
 
-    __slots__ = ("_key", "_name", "_state", "_tags", "_word", "has_next")
+    __slots__ = ("_key", "_name", "_state", "has_next")
 
     def __init__(self, index: int, lead: str, tools: Mapping[str, ParameterTypes]) -> None:
         super().__init__(index, lead, tools)
         self._state = _NAME
-        self._tags: tuple[str, ...] = _AFTER_NAME  # that may come
+        self._tags = _AFTER_NAME
         self._name = self._key = ""
-        self._word = ""  # of a tag or key so far
         self.has_next = False
 
     def finish(self, out: list[Piece]) -> bool:
@@ -64,19 +63,6 @@ class _ArgumentCall(TextCall):
         else:
             self.bad = char not in " \t\r\n"
         return at if self.bad else at + 1
-
-    def _tag(self, char: str, at: int, out: list[Piece]) -> int:
-        if not self._word and char in " \t\r\n":
-            return at + 1
-        tag = self._word + char
-        if not any(each.startswith(tag) for each in self._tags):
-            self.bad = True
-            return at
-        self._word = tag
-        if tag in self._tags:
-            self._word = ""
-            self._take(tag, out)
-        return at + 1
 
     def _take(self, tag: str, out: list[Piece]) -> None:
         if not self.announced:

@@ -28,33 +28,22 @@ class _FunctionCall(TextCall):
     end_value = END_PARAMETER
     has_lines = True
 
-    __slots__ = ("_names", "_state", "_tags", "_word")
+    __slots__ = ("_names", "_state")
 
     def __init__(self, index: int, lead: str, tools: Mapping[str, ParameterTypes], names: frozenset[str] | None) -> None:
         super().__init__(index, lead, tools)
         self._names = names
         self._state = _TAG
-        self._tags: tuple[str, ...] = (FUNCTION,)  # that may come
-        self._word = ""  # of a tag, name or key so far
+        self._tags = (FUNCTION,)
 
     def _step(self, char: str, at: int, out: list[Piece]) -> int:
         return self._tag(char, at, out) if self._state == _TAG else self._name(char, at, out)
 
-    def _tag(self, char: str, at: int, out: list[Piece]) -> int:
-        if not self._word and char in " \t\r\n":
-            return at + 1
-        tag = self._word + char
-        if not any(each.startswith(tag) for each in self._tags):
-            self.bad = True
-            return at
-        self._word = tag
-        if tag in self._tags:
-            self._word = ""
-            if tag == END_FUNCTION:
-                self._end_arguments(out)
-            else:
-                self._state = _NAME if tag == FUNCTION else _KEY
-        return at + 1
+    def _take(self, tag: str, out: list[Piece]) -> None:
+        if tag == END_FUNCTION:
+            self._end_arguments(out)
+        else:
+            self._state = _NAME if tag == FUNCTION else _KEY
 
     def _name(self, char: str, at: int, out: list[Piece]) -> int:
         """Reads the name of the function or of a parameter, up to the bracket."""

@@ -21,20 +21,22 @@ def types_by_tool(names: Sequence[str], schemas: Sequence[bytes]) -> dict[str, P
 
 
 class TextCall(Call):
-    """The state of reading one such call. Subclasses read its tags and names in `_step`, and define `end_value`, the tag that ends
-    a value; `undeclared`, the types of a parameter that no schema names; `has_lines`, whether a line break on either side of a
-    value is no part of it. tools: the types of the tools that were offered."""
+    """The state of reading one such call. Subclasses read its names in `_step`, its tags with `_tag`, which hands them to `_take`.
+    They define `end_value`, the tag that ends a value; `undeclared`, the types of a parameter that no schema names; `has_lines`,
+    whether a line break on either side of a value is no part of it. tools: the types of the tools that were offered."""
 
     end_value: str
     undeclared = STRING
     has_lines = False
 
-    __slots__ = ("_held", "_in_value", "_is_first", "_is_fresh", "_tools", "_types", "_value_types")
+    __slots__ = ("_held", "_in_value", "_is_first", "_is_fresh", "_tags", "_tools", "_types", "_value_types", "_word")
 
     def __init__(self, index: int, lead: str, tools: Mapping[str, ParameterTypes]) -> None:
         super().__init__(index, lead)
         self._tools = tools
         self._types = ParameterTypes()  # of the function that was named
+        self._tags: tuple[str, ...] = ()  # that may come
+        self._word = ""  # of a tag, name or key so far
         self._is_first = True  # no parameter was read
         self._in_value = False
         self._value_types: frozenset[str] = STRING
@@ -44,6 +46,24 @@ class TextCall(Call):
     @abstractmethod
     def _step(self, char: str, at: int, out: list[Piece]) -> int:
         """Takes a character outside of values, which is text[at]. Returns `at` if it was not read, else `at` + 1."""
+
+    @abstractmethod
+    def _take(self, tag: str, out: list[Piece]) -> None:
+        """Takes one of the tags that may come, which was read."""
+
+    def _tag(self, char: str, at: int, out: list[Piece]) -> int:
+        """Takes a character of a tag, or one of the white space before it, as `_step` does."""
+        if not self._word and char in " \t\r\n":
+            return at + 1
+        tag = self._word + char
+        if not any(each.startswith(tag) for each in self._tags):
+            self.bad = True
+            return at
+        self._word = tag
+        if tag in self._tags:
+            self._word = ""
+            self._take(tag, out)
+        return at + 1
 
     def _read(self, text: str, at: int, out: list[Piece]) -> int:
         while at < len(text) and not (self.done or self.bad):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 
 from daemon.api.bodies.tools import AUTO, NAMED
 from daemon.api.generation.text_call_grammar import FORMS, inexpressible
 from daemon.api.generation.tool_grammar import argument_schemas
-from daemon.text.reply_parser import ReplyParser, parse_whole
 from daemon.text.tool_parsers import glm
-from daemon.text.tool_parsers.registry import GLM45, GLM47, tool_parser
+from daemon.text.tool_parsers.registry import GLM45, GLM47
 from tests.daemon.api.fakes import entry, serve, text_script
-from tests.daemon.api.test_qwen3_coder_grammar import request
+from tests.daemon.api.test_qwen3_coder_grammar import draws_calls, request
 from tests.daemon.api.test_tool_grammar import Vocabulary
 from tests.daemon.api.test_tools import ask, calls_of, put_together, stream
 from tests.daemon.text.test_glm import call
@@ -56,22 +54,7 @@ def test_calls_follow_their_schemas(dialect: str, words: Vocabulary) -> None:
 
 @pytest.mark.parametrize(("dialect", "words"), CASES)
 def test_whatever_a_model_draws_reads_as_calls(dialect: str, words: Vocabulary) -> None:
-    rng, num_ended = random.Random(1), 0
-    for _ in range(12):
-        tools = request()
-        text = words.draw(dialect, tools, rng, limit=250)
-        if text is None:
-            continue
-        num_ended += 1
-        reply = parse_whole(ReplyParser(tool_parser(dialect, tools.names, tools.schemas), None), text, cut=False)
-        assert reply.calls, text
-        assert not reply.content
-        for name, arguments in reply.calls:
-            value = json.loads(arguments)
-            if name == "edit":
-                assert len(value["path"]) <= 12
-                assert 1 <= value["line"] <= 99
-    assert num_ended
+    draws_calls(dialect, words)
 
 
 def test_a_value_does_not_spell_the_token_that_ends_it() -> None:

@@ -75,16 +75,16 @@ def test_calls_follow_their_schemas(words: Vocabulary) -> None:
     assert words.takes(QWEN3_CODER, request(AUTO, strict=False), BAD[0])
 
 
-@pytest.mark.parametrize("words", [PLAIN, SPECIAL])
-def test_whatever_a_model_draws_reads_as_calls(words: Vocabulary) -> None:
+def draws_calls(dialect: str, words: Vocabulary) -> None:
+    """Asserts that whatever a model draws under the grammar of a dialect reads as calls that follow their schemas."""
     rng, num_ended = random.Random(1), 0
     for _ in range(12):
         tools = request()
-        text = words.draw(QWEN3_CODER, tools, rng, limit=250)
+        text = words.draw(dialect, tools, rng, limit=250)
         if text is None:
             continue
         num_ended += 1
-        reply = parse_whole(ReplyParser(tool_parser(QWEN3_CODER, tools.names, tools.schemas), None), text, cut=False)
+        reply = parse_whole(ReplyParser(tool_parser(dialect, tools.names, tools.schemas), None), text, cut=False)
         assert reply.calls, text
         assert not reply.content
         for name, arguments in reply.calls:
@@ -93,6 +93,11 @@ def test_whatever_a_model_draws_reads_as_calls(words: Vocabulary) -> None:
                 assert len(value["path"]) <= 12
                 assert 1 <= value["line"] <= 99
     assert num_ended
+
+
+@pytest.mark.parametrize("words", [PLAIN, SPECIAL])
+def test_whatever_a_model_draws_reads_as_calls(words: Vocabulary) -> None:
+    draws_calls(QWEN3_CODER, words)
 
 
 @pytest.mark.parametrize(

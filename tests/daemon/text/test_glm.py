@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from daemon.text.reply_parser import Reply, ReplyParser, parse_whole
 from daemon.text.tool_parsers.pieces import ARGUMENTS
 from daemon.text.tool_parsers.registry import GLM45, GLM47, tool_parser
-from tests.daemon.text.test_qwen3_coder import SCHEMA
-from tests.daemon.text.test_reply_parser import in_pieces, split
+from tests.daemon.text.test_qwen3_coder import SCHEMA, reads_damaged, reads_in_every_cut
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -71,27 +70,13 @@ REPLIES: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_a_reply_in_every_cut(name):
-    text, content, calls = REPLIES[name]
-    reply = parse_whole(parser(), text, cut=False)
-    assert [json.loads(arguments) for _, arguments in reply.calls] == calls
-    assert reply.content == content
-    whole = in_pieces(parser(), [text])
-    assert in_pieces(parser(), list(text)) == whole
-    for at in range(len(text)):
-        assert in_pieces(parser(), [text[:at], text[at:]]) == whole
+    reads_in_every_cut(parser, *REPLIES[name])
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(REPLIES)), st.booleans(), st.data())
 def test_damaged_text_gives_the_same_in_any_cuts_and_loses_nothing(name, cut, data):
-    text = REPLIES[name][0]
-    at, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
-    text = text[:at] + data.draw(st.sampled_from(["", "<", ">", "\n", "</arg_value>", OPEN, CLOSE, "é"])) + text[end:]
-    points = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    assert in_pieces(parser(), split(text, points), cut) == in_pieces(parser(), [text], cut)
-    reply = parse_whole(parser(), text, cut=False)
-    assert reply.calls or reply.content == text
-    assert all(isinstance(json.loads(arguments), dict) for _, arguments in reply.calls)
+    reads_damaged(parser, REPLIES[name][0], ["", "<", ">", "\n", "</arg_value>", OPEN, CLOSE, "é"], cut, data)
 
 
 def test_a_strings_text_streams():

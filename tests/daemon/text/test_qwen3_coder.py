@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,9 +76,8 @@ REPLIES: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REPLIES)
-def test_a_reply_in_every_cut(name):
-    text, content, calls = REPLIES[name]
+def reads_in_every_cut(parser: Callable[[], ReplyParser], text: str, content: str, calls: list[Any]) -> None:
+    """Asserts what a reply is read as, and that it is read alike whole, in any two parts and character by character."""
     reply = parse_whole(parser(), text, cut=False)
     assert (reply.content, [json.loads(arguments) for _, arguments in reply.calls]) == (content, calls)
     whole = in_pieces(parser(), [text])
@@ -86,17 +86,26 @@ def test_a_reply_in_every_cut(name):
         assert in_pieces(parser(), [text[:at], text[at:]]) == whole
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.sampled_from(sorted(REPLIES)), st.booleans(), st.data())
-def test_damaged_text_gives_the_same_in_any_cuts_and_loses_nothing(name, cut, data):
-    text = REPLIES[name][0]
+def reads_damaged(parser: Callable[[], ReplyParser], text: str, inserted: list[str], cut: bool, data: st.DataObject) -> None:
+    """Puts one of `inserted` in place of a part of a reply, and asserts that it is read alike in any parts and loses nothing."""
     at, end = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
-    text = text[:at] + data.draw(st.sampled_from(["", "<", ">", "\n", "</parameter>", OPEN, "é"])) + text[end:]
+    text = text[:at] + data.draw(st.sampled_from(inserted)) + text[end:]
     points = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     assert in_pieces(parser(), split(text, points), cut) == in_pieces(parser(), [text], cut)
     reply = parse_whole(parser(), text, cut=False)
     assert reply.calls or reply.content == text
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in reply.calls)
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_reply_in_every_cut(name):
+    reads_in_every_cut(parser, *REPLIES[name])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(REPLIES)), st.booleans(), st.data())
+def test_damaged_text_gives_the_same_in_any_cuts_and_loses_nothing(name, cut, data):
+    reads_damaged(parser, REPLIES[name][0], ["", "<", ">", "\n", "</parameter>", OPEN, "é"], cut, data)
 
 
 def test_a_strings_text_streams():
