@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.dtypes import DTYPES, E8M0, FP8, ITEM_BYTES, SCALES_IN
+from loader.dtypes import E8M0, FLOAT_OF, FP8, ITEM_BYTES, SCALES_IN
 from loader.errors import CheckpointError
 from loader.formats.fp8_values import fill_scales, nan_at
 from loader.formats.int4_scales import narrow_scales
@@ -23,7 +24,6 @@ CONVERT_ELEMENTS = 32768
 
 _NAN_SCALE = 255  # of E8M0
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_HELD = {name: getattr(torch, name) for name in DTYPES} | {target: getattr(torch, name) for name, target in SCALES_IN.items()}
 
 
 class Fence(Protocol):
@@ -73,10 +73,15 @@ def _check_scales(span: Span, read: npt.NDArray[np.uint8]) -> None:
         raise CheckpointError(tensor.file, tensor.name, f"holds the scale NaN (within bytes {span.begin} to {span.end})")
 
 
-def _fill(span: Span, stored: torch.Tensor, held: torch.Tensor) -> None:
-    """Writes scales of INT4 weights to held. Raises CheckpointError for scales that cannot be held as they are."""
+def _convert(stored: torch.Tensor, held: torch.Tensor) -> None:
+    held.copy_(stored)
+
+
+@contextmanager
+def _of_span(span: Span) -> Iterator[None]:
+    """Turns a ValueError about a span's numbers into a CheckpointError that names the tensor and the bytes."""
     try:
-        narrow_scales(stored, held)
+        yield
     except ValueError as error:
         tensor = span.segment.tensor
         raise CheckpointError(tensor.file, tensor.name, f"{error} (within bytes {span.begin} to {span.end})") from None
@@ -113,13 +118,12 @@ class HostSink:
         source = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
         num_bytes = len(read) // DTYPE_BYTES[segment.tensor.dtype] * ITEM_BYTES[segment.target]
         place = torch.from_numpy(self._bytes[span.place_bytes : span.place_bytes + num_bytes])
-        held = place.view(_HELD[segment.target])
-        for at in range(0, source.numel(), CONVERT_ELEMENTS):
-            some = slice(at, at + CONVERT_ELEMENTS)
-            if segment.target in SCALES_IN.values():
-                _fill(span, source[some], held[some])
-            else:
-                held[some].copy_(source[some])
+        held = place.view(getattr(torch, FLOAT_OF[segment.target]))
+        write = narrow_scales if segment.target in SCALES_IN.values() else _convert
+        with _of_span(span):
+            for at in range(0, source.numel(), CONVERT_ELEMENTS):
+                some = slice(at, at + CONVERT_ELEMENTS)
+                write(source[some], held[some])
 
     def _quantize(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
         """Quantises a span, a whole segment, into its place. Raises CheckpointError for weights that are not finite."""
@@ -128,11 +132,8 @@ class HostSink:
         values = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + rows.numel()])
         scales_end = segment.scales_at_bytes + len(rows) * SCALE_BYTES
         scales = torch.from_numpy(self._bytes[segment.scales_at_bytes : scales_end])
-        try:
+        with _of_span(span):
             quantize_rows(rows, values.view(torch.int8).view(rows.shape), scales.view(torch.float32))
-        except ValueError as error:
-            tensor = segment.tensor
-            raise CheckpointError(tensor.file, tensor.name, f"{error} (within bytes {span.begin} to {span.end})") from None
 
     def _fill_scales(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
         """Writes the scales of an FP8 matrix, a whole segment, into their place. Raises CheckpointError for scales that are not

@@ -135,13 +135,10 @@ def _parts(heads: LatentHeads) -> Iterator[tuple[slice, Tensor]]:
 
 def _widened(matrix: Matrix, some: slice) -> Tensor:
     """Returns some rows of a matrix as float32."""
-    if isinstance(matrix, Fp8Matrix):
+    if isinstance(matrix, Fp8Matrix | Int4Matrix):
         wide = torch.empty(some.stop - some.start, matrix.shape[1])
-        reference.fp8_rows(matrix.values[some], matrix.scales[some], matrix.group_inputs, wide)
-        return wide
-    if isinstance(matrix, Int4Matrix):
-        wide = torch.empty(some.stop - some.start, matrix.shape[1])
-        reference.int4_rows(matrix.packed[some], matrix.scales[some], matrix.group_inputs, wide)
+        write, held = (reference.fp8_rows, matrix.values) if isinstance(matrix, Fp8Matrix) else (reference.int4_rows, matrix.packed)
+        write(held[some], matrix.scales[some], matrix.group_inputs, wide)
         return wide
     if isinstance(matrix, Int8Matrix):
         return matrix.values[some].float() * matrix.scales[some, None]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
 from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix
-from loader.dtypes import SCALES_IN
+from loader.dtypes import FLOAT_OF
 from loader.formats import mxfp4, stored_int4
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat, WeightSlot
@@ -67,8 +67,7 @@ class Weights:
         first, scale = slots[0], self._slots[first_scale]
         num_outputs, num_inputs = sum(slot.shape[0] for slot in slots), first.shape[1] * stored_int4.IN_WORD
         packed = self._memory.tensor(first.offset_bytes, (num_outputs, num_inputs // 2), torch.uint8)
-        dtype = getattr(torch, next(name for name, target in SCALES_IN.items() if target == scale.held_as))
-        scales = self._memory.tensor(scale.offset_bytes, (num_outputs, scale.shape[1]), dtype)
+        scales = self._memory.tensor(scale.offset_bytes, (num_outputs, scale.shape[1]), getattr(torch, FLOAT_OF[scale.held_as]))
         return Int4Matrix(packed, scales, first.group_inputs)
 
     def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix:

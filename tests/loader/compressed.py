@@ -1,4 +1,4 @@
-"""Checkpoints as compressed-tensors writes them with `int-quantized`, made of plain ones."""
+"""The configurations that compressed-tensors writes, and checkpoints as it writes them with `int-quantized`, made of plain ones."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
-def quantization_config(weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """Returns the configuration that llm-compressor writes for W8A8, with changes."""
-    group = {
-        "targets": ["Linear"],
-        "weights": WEIGHTS | (weights or {}),
-        "input_activations": ACTIVATIONS,
-        "output_activations": None,
-    }
+def config_of(form: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the configuration that llm-compressor writes. form: compressed-tensors' name of the format."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
         "config_groups": {"group_0": group},
-        "format": "int-quantized",
+        "format": form,
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-    } | changes
+    }
+
+
+def quantization_config(weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Returns the configuration that llm-compressor writes for W8A8, with changes."""
+    return config_of("int-quantized", WEIGHTS | (weights or {}), ACTIVATIONS) | changes
 
 
 def compress(source: Path, target: Path, scales: torch.dtype = torch.float32, plain: str = "-") -> Path:

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.loader.compressed import config_of
+
 LARGEST = 448.0
 BLOCK = 128
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False, "block_structure": None}
@@ -20,15 +22,7 @@ TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token",
 
 def compressed(weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     """Returns the configuration that llm-compressor writes for FP8-dynamic, with changes."""
-    group = {"targets": ["Linear"], "weights": WEIGHTS | (weights or {}), "input_activations": TOKEN, "output_activations": None}
-    return {
-        "config_groups": {"group_0": group},
-        "format": "float-quantized",
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-    } | changes
+    return config_of("float-quantized", WEIGHTS | (weights or {}), TOKEN) | changes
 
 
 def quark(qscheme: str = "per_tensor", **changes: Any) -> dict[str, Any]:

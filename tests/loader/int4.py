@@ -11,20 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.loader.compressed import config_of
+
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None}
 
 
 def compressed(weights: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     """Returns the configuration that llm-compressor writes for W4A16, with changes."""
-    group = {"targets": ["Linear"], "weights": WEIGHTS | (weights or {}), "input_activations": None, "output_activations": None}
-    return {
-        "config_groups": {"group_0": group},
-        "format": "pack-quantized",
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-    } | changes
+    return config_of("pack-quantized", WEIGHTS | (weights or {}), None) | changes
 
 
 BY_OUTPUT = compressed({"strategy": "channel", "group_size": None})
