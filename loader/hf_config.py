@@ -43,6 +43,8 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
     if stored and shape.experts is not None and not FORMATS[stored].runs_experts:
         raise fields.unsupported("quantization_config", f"mixtures of experts are not served as {FORMATS[stored].title}")
     FORMATS[stored].check(fields, shape)
+    if stored and shape.experts is not None and shape.experts.input_major:  # quantised experts are stored one by one
+        shape = replace(shape, experts=replace(shape.experts, stacked=False))
     return replace(shape, stored_format=stored) if stored else shape
 
 

@@ -15,14 +15,20 @@ MIN_MODEL_LEN = 2048
 class KVGroupSpec:
     """The layers that share block tables (docs/design/memory.md). block_bytes: the size of one block, for all these layers.
 
-    In a `window` group a query at position p attends to positions [p - window_tokens + 1, p]. In a `full` group it attends to [0,
-    p], and window_tokens is 0. A `latent` group is full, and its tokens have one vector for all heads (LatentShape)."""
+    In a `window` group a query at position p attends to positions [p - window_tokens + 1, p], in a `chunked` group to those of p's
+    own chunk of window_tokens, from p // window_tokens * window_tokens to p. In a `full` group it attends to [0, p], and
+    window_tokens is 0. A `latent` group is full, and its tokens have one vector for all heads (LatentShape)."""
 
-    kind: str  # full, window, latent (chunked, state: later families)
+    kind: str  # full, window, chunked, latent (state: later families)
     block_tokens: int
     block_bytes: int
     layers: tuple[int, ...]
     window_tokens: int = 0
+
+    @property
+    def reach(self) -> int:
+        """How far a query sees, as kernels take it: window_tokens, or as many below 0 in a chunked group."""
+        return -self.window_tokens if self.kind == "chunked" else self.window_tokens
 
 
 def asked_kv_cache_dtype(setting: str) -> str:
@@ -70,7 +76,9 @@ def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGr
     groups = []
     for window in sorted(set(windows)):
         layers = tuple(layer for layer, own in enumerate(windows) if own == window)
-        kind = "window" if window else "full" if shape.latent is None else "latent"
+        kind = "full" if shape.latent is None else "latent"
+        if window:
+            kind = "chunked" if shape.chunked_windows else "window"
         groups.append(KVGroupSpec(kind, block_tokens, layer_bytes * len(layers), layers, window))
     return tuple(groups)
 

@@ -17,6 +17,14 @@ class SigmoidShape:
 
 
 @dataclass(slots=True, frozen=True)
+class TemperatureShape:
+    """How queries grow with their position p: by 1 + scale * ln(1 + floor((p + 1) / tokens)) (reference.heat_queries)."""
+
+    scale: float
+    tokens: int
+
+
+@dataclass(slots=True, frozen=True)
 class ExpertShape:
     """The experts of a model (loader/architectures/experts.py). Every layer has them, except dense_layers, which have an MLP of
     ModelShape.intermediate_size."""
@@ -29,6 +37,8 @@ class ExpertShape:
     dense_layers: frozenset[int] = frozenset()
     sigmoid: SigmoidShape | None = None  # None: the weights are a softmax of the router's scores
     stacked: bool = False  # the checkpoint has one tensor for the matrices of all experts
+    input_major: bool = False  # of families whose stacked matrices have the inputs before the outputs
+    weighs_inputs: bool = False  # an expert's weight is the sigmoid of its score, and multiplies what the expert reads
     swiglu_limit: float = 0.0  # clamped SwiGLU (reference.clamped_swiglu): the clamp of gate and up; 0: SiLU instead
     swiglu_alpha: float = 0.0  # the factor of the gate within its sigmoid
 
@@ -73,6 +83,9 @@ class ModelShape:
     dtype: str
     layer_windows: tuple[int, ...]  # by layer: positions a query sees, its own included; 0: all
     query_scale: float  # factor of attention scores
+    temperature: TemperatureShape | None = None  # of queries in layers without windows; None: they have none
+    unit_norms: bool = False  # rotated queries and keys have norms without weights
+    chunked_windows: bool = False  # a query of such a layer sees its own chunk of so many positions, up to itself
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they are not capped
     logit_softcap: float = 0.0
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once

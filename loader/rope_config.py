@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from loader.config_fields import Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
+NO_ROTATION = "none"  # in place of one of them, of layers that are not rotated
 MAX_POSITIONS = 1 << 40
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
@@ -19,7 +20,7 @@ class RopeRules:
     """What a family's config.json may say about its rotary embedding. theta: the base if config.json gives none. may_be_partial:
     whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: the part if config.json gives
     none. is_local: whether layers with windows have frequencies of their own, by the base local_theta if config.json gives none
-    (None: by that of the other layers). interleaved: whether a pair is two neighbouring dimensions, not one of the first half and
+    (None: by that of the other layers). only_windows: whether layers without windows are not rotated. interleaved: whether a pair is two neighbouring dimensions, not one of the first half and
     one of the second. scaling: (key, value) pairs that apply if config.json has no rotary settings."""
 
     theta: float = 10000.0
@@ -27,6 +28,7 @@ class RopeRules:
     partial: float = 1.0
     is_local: bool = False
     local_theta: float | None = 10000.0
+    only_windows: bool = False
     interleaved: bool = False
     scaling: tuple[tuple[str, str | float | bool], ...] = ()
 
@@ -77,7 +79,8 @@ def parse_rope(
         theta = fields.number("rope_theta", rules.theta)
         given = new or old or Fields(dict(rules.scaling), fields.file)
         rope = _rope(given, fields, name, rules, theta, head_dim, max_position_embeddings)
-        return replace(rope, interleaved=rules.interleaved), None
+        rope = replace(rope, interleaved=rules.interleaved)
+        return (RopeParameters(NO_ROTATION, interleaved=rules.interleaved), rope) if rules.only_windows else (rope, None)
     if new is not None and not has_kinds:
         # before transformers 5 knew one per kind of layer, this object was the full layers'
         wide: Fields | None = new
@@ -130,8 +133,8 @@ def _rope(
     if kind == "linear":
         return RopeParameters("linear", theta, factor, partial_rotary_factor=share)
     low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
-    if not 0 < low < high:
-        raise given.fail("high_freq_factor", f"{high} must be above low_freq_factor {low}, which must be positive")
+    if not 0 < low <= high:
+        raise given.fail("high_freq_factor", f"{high} must be at least low_freq_factor {low}, which must be positive")
     original = given.integer("original_max_position_embeddings", max_position_embeddings)
     return RopeParameters("llama3", theta, factor, low, high, original, share)
 

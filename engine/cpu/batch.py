@@ -25,13 +25,13 @@ LONG_ROW_TOKENS = 16
 @dataclass(slots=True, frozen=True)
 class GroupMemory:
     """One KV group's memory. kv [num_blocks, layers of the group, 2, G, block_tokens, D]: the arena as this group sees it, for G KV
-    heads. kv_flat: the same memory for kernels. rotary: of the group's layers. window_tokens: positions a query attends to, its own
-    included; 0 for all. scales: of fp8 KV (engine/memory/arena.py)."""
+    heads. kv_flat: the same memory for kernels. rotary: of the group's layers. reach: how far a query sees (KVGroupSpec.reach).
+    scales: of fp8 KV (engine/memory/arena.py)."""
 
     kv: Tensor
     kv_flat: Any
     rotary: Rotary
-    window_tokens: int = 0
+    reach: int = 0
     scales: Tensor | None = None
 
 
@@ -42,7 +42,7 @@ class GroupBatch:
 
     kv: Tensor
     kv_flat: Any
-    window_tokens: int
+    reach: int
     block_table: IntArray  # [R, B]
     slots: LongArray
     cos_sin: Tensor
@@ -131,7 +131,7 @@ def build_batch(
         slots = block_table[rows, blocks].astype(np.int64) * block_tokens + places
         if missing:
             slots = np.concatenate((slots, nothing - 1))
-        groups.append(GroupBatch(own.kv, own.kv_flat, own.window_tokens, block_table, slots, turns[own.rotary], own.scales))
+        groups.append(GroupBatch(own.kv, own.kv_flat, own.reach, block_table, slots, turns[own.rotary], own.scales))
     if missing:
         input_ids = np.concatenate((input_ids, nothing))
     return HostBatch(

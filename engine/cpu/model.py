@@ -91,7 +91,7 @@ class CpuModel:
         kv, scales = kv_views(memory.arena, group, kv_layout.kv_token_dims(self.shape), self._kv_dtype)
         flat = memory.arena[:0] if scales is not None else kv.view(-1)  # no CPU kernel reads fp8
         kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
-        return GroupMemory(kv, kv_flat, rotary, group.window_tokens, scales)
+        return GroupMemory(kv, kv_flat, rotary, group.reach, scales)
 
     @torch.inference_mode()
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:

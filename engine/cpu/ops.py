@@ -294,7 +294,7 @@ class CpuOps:
             call(out[batch.num_tokens :].zero_)
         served = self._served(qkv) and group.scales is None and kv.shape[4] % BLOCK_TOKENS_STEP == 0
         sizes = (kv.shape[1], place, heads, kv_heads, kv.shape[4], head_dim)
-        how = (group.window_tokens, scale, softcap)
+        how = (group.reach, scale, softcap)
         of_sinks = _NO_SINKS if sinks is None else sinks.numpy()
         if len(batch.paged_tokens):
             queries = (batch.paged_tokens, batch.paged_rows, batch.paged_contexts)

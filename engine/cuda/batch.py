@@ -23,7 +23,7 @@ class DeviceGroup:
 
     kv: Tensor
     scales: Tensor | None
-    window_tokens: int
+    reach: int
     block_table: Tensor
     kv_slots: Tensor
     turns: Tensor

@@ -58,7 +58,7 @@ class DeviceGroupMemory:
     kv: Tensor
     scales: Tensor | None
     rotary: Rotary
-    window_tokens: int
+    reach: int
     block_tokens: int
 
 
@@ -120,7 +120,7 @@ class CudaModel:
         for group in self.kv_groups:
             kv = kv_views(arena, group, kv_layout.kv_token_dims(shape), spec.kv_dtype)
             turning = local if group.window_tokens else rotary
-            self._memory.append(DeviceGroupMemory(*kv, turning, group.window_tokens, group.block_tokens))
+            self._memory.append(DeviceGroupMemory(*kv, turning, group.reach, group.block_tokens))
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
         self._staging = Staging(self._device)
@@ -410,13 +410,13 @@ class CudaModel:
             input_ids, positions, kv_slots = entry.prepare_inputs(
                 token_rows, host_ids, slots, firsts, starts, sequences.last_ids, block_table, memory.block_tokens
             )
-            window = memory.window_tokens
+            reach = memory.reach
             if memory.rotary not in turns:
                 turns[memory.rotary] = entry.cos_sin(positions, memory.rotary.inv_freq, memory.rotary.scale)
-            if num_decode and window not in work:
-                work[window] = entry.split_contexts(decode_contexts, window, self._num_pieces)
+            if num_decode and reach not in work:
+                work[reach] = entry.split_contexts(decode_contexts, reach, self._num_pieces)
             turning = turns[memory.rotary]
-            groups.append(DeviceGroup(memory.kv, memory.scales, window, block_table, kv_slots, turning, work.get(window)))
+            groups.append(DeviceGroup(memory.kv, memory.scales, reach, block_table, kv_slots, turning, work.get(reach)))
         assert input_ids is not None
         return DeviceBatch(input_ids, num_decode, groups, self._layer_places, slots, contexts, tiles)
 

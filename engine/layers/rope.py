@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.ops import Rotary
-from loader.rope_config import RopeParameters
+from loader.rope_config import NO_ROTATION, RopeParameters
 
 
 def rotary_of(rope: RopeParameters, head_dim: int, max_model_len: int) -> Rotary:
@@ -35,6 +35,8 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
         is_long = max_model_len > rope.original_max_position_embeddings
         factors = torch.tensor(rope.long_factors if is_long else rope.short_factors, dtype=torch.float32)
         return 1.0 / (factors * rope.theta**exponents)
+    if rope.kind == NO_ROTATION:
+        return torch.zeros_like(exponents)
     inv_freq = 1.0 / (_base(rope, turning, max_model_len) ** exponents)
     if rope.kind == "yarn":
         stretch = _yarn_ramp(rope, turning)
@@ -46,6 +48,8 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
     original = rope.original_max_position_embeddings
     wavelength = 2 * math.pi / inv_freq
     stretched = torch.where(wavelength > original / rope.low_freq_factor, inv_freq / rope.factor, inv_freq)
+    if rope.low_freq_factor == rope.high_freq_factor:  # nothing lies between
+        return stretched
     blend = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * stretched / rope.factor + blend * stretched
     between = (wavelength <= original / rope.low_freq_factor) & (wavelength >= original / rope.high_freq_factor)

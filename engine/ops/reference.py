@@ -194,6 +194,14 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
     return scores.div_(softcap).tanh_().mul_(softcap) if softcap > 0 else scores
 
 
+def first_seen(context: int, reach: int) -> int:
+    """Returns the first position that the last of `context` positions sees. reach R > 0: the last R up to itself; below 0: those of
+    its own chunk of -R; 0: all."""
+    if reach > 0:
+        return max(0, context - reach)
+    return (context - 1) // -reach * -reach if reach < 0 and context else 0
+
+
 def paged_attention(
     qkv: Tensor,
     kv: Tensor,
@@ -203,7 +211,7 @@ def paged_attention(
     tokens: Tensor,
     rows: Tensor,
     contexts: Tensor,
-    window: int,
+    reach: int,
     scale: float,
     softcap: float,
     out: Tensor,
@@ -211,12 +219,12 @@ def paged_attention(
     scales: Tensor | None = None,
 ) -> None:
     """Computes attention token by token: query token tokens[n] of qkv [T, (H + 2 G) D] attends to the first contexts[n] positions
-    of row rows[n], or with window > 0 to the last `window` of these. Writes out [T, H D].
+    of row rows[n], of which the last sees back as far as first_seen says. Writes out [T, H D].
 
     The softmax is computed in float32. sinks: [H], one more score for each head, whose value is 0."""
     kv_heads, _, head_dim = kv.shape[3:]
     for token, row, context in zip(tokens.tolist(), rows.tolist(), contexts.tolist(), strict=True):
-        first = max(0, context - window) if window else 0
+        first = first_seen(context, reach)
         key, value = gather_context(kv, layer, block_table[row], first, context, scales)
         query = qkv[token, : heads * head_dim].view(kv_heads, heads // kv_heads, head_dim).float() * scale
         scores = capped(query @ key.float().transpose(1, 2), softcap)
@@ -318,13 +326,13 @@ def prepare_inputs(
 
 
 def split_contexts(
-    contexts: Tensor, window: int, target: int, split_tokens: int, num_items: int
+    contexts: Tensor, reach: int, target: int, split_tokens: int, num_items: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cuts the last `window` positions (0: all) of each row's context into pieces, about `target` in all. They have the same size,
-    a multiple of split_tokens, except that the last of a row may be shorter. contexts: [R].
+    """Cuts what the last position of each row's context sees (first_seen) into pieces, about `target` in all. They have the same
+    size, a multiple of split_tokens, except that the last of a row may be shorter. contexts: [R].
 
     Returns rows, begins and ends [num_items] of the pieces (0 where unused), and the index of each row's first piece [R + 1]."""
-    begin = (contexts - window).clamp(min=0) if window else torch.zeros_like(contexts)
+    begin = torch.tensor([first_seen(context, reach) for context in contexts.tolist()], dtype=contexts.dtype)
     length = contexts - begin
     piece = max(1, -(-int(length.sum()) // (target * split_tokens))) * split_tokens
     pieces = (length + piece - 1) // piece
@@ -363,7 +371,7 @@ def long_row_attention(
     layer: int,
     block_table: Tensor,
     context: int,
-    window: int,
+    reach: int,
     scale: float,
     softcap: float,
     out: Tensor,
@@ -377,17 +385,20 @@ def long_row_attention(
     time where that needs a mask. sinks: see paged_attention."""
     num_new = query.shape[1]
     before = context - num_new
-    first = max(0, before - window + 1) if window else 0  # the first position that the first query sees
+    first = first_seen(before + 1, reach)  # the first position that the first query sees
     key, value = (x.to(query.dtype) for x in gather_context(kv, layer, block_table, first, context, scales))
-    if before == 0 and not 0 < window < context and softcap == 0 and sinks is None:
+    if before == 0 and first_seen(context, reach) == 0 and softcap == 0 and sinks is None:
         out.copy_(causal_attention(query, key, value, scale, 0.0, None).transpose(0, 1))
         return
     for tile in range(0, num_new, tile_tokens):  # in tiles, because the mask takes much memory
         end = min(tile + tile_tokens, num_new)
-        low, high = max(0, before + tile - window + 1) if window else 0, before + end
+        low, high = first_seen(before + tile + 1, reach), before + end
         mask = torch.ones(end - tile, high - low, dtype=torch.bool).tril_(before + tile - low)
-        if window:
-            mask.triu_(before + tile - low - window + 1)
+        if reach > 0:
+            mask.triu_(before + tile - low - reach + 1)
+        elif reach < 0:
+            lowest = torch.arange(before + tile, before + end) // -reach * -reach
+            mask &= torch.arange(low, high) >= lowest.unsqueeze(1)
         keys = slice(low - first, high - first)
         part = causal_attention(query[:, tile:end], key[:, keys], value[:, keys], scale, softcap, mask, sinks)
         out[tile:end] = part.transpose(0, 1)

@@ -12,14 +12,15 @@ from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.kv_cache import KVCache
 
-KINDS = ("full", "window", "latent")
+KINDS = ("full", "window", "chunked", "latent")
+_BOUNDED = ("window", "chunked")
 
 
 def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkPool, max_num_batched_tokens: int) -> KVCache:
     """Returns a model's KV cache. Raises MemoryError if the reserved chunks are not free, ValueError for KV groups this engine
     cannot hold."""
     for group in groups:
-        if group.kind not in KINDS or (group.kind == "window") != (group.window_tokens > 0):
+        if group.kind not in KINDS or (group.kind in _BOUNDED) != (group.window_tokens > 0):
             raise ValueError(
                 f"model {spec.model}: KV group of kind {group.kind} with window_tokens {group.window_tokens}; "
                 f"supported: {', '.join(KINDS)}, and a window of at least 1 token"
@@ -28,7 +29,9 @@ def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkP
     made: list[GroupCache] = []
     try:
         for group, share in zip(groups, split_reserve(spec.kv_reserved_chunks, needs), strict=True):
-            made.append(GroupCache(BlockPool(chunks, group.block_bytes, share), group.block_tokens, group.window_tokens))
+            pool = BlockPool(chunks, group.block_bytes, share)
+            how = (group.block_tokens, group.window_tokens)
+            made.append(GroupCache(pool, *how, is_chunked=group.kind == "chunked"))
     except MemoryError as error:
         for cache in made:
             cache.close()

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
 from loader.architectures.experts import Experts
 from loader.architectures.latent import Latents
-from loader.architectures.windows import Windows
+from loader.architectures.windows import CHUNKED, Windows
 from loader.config_fields import Fields
-from loader.model_shape import ModelShape
+from loader.model_shape import ModelShape, TemperatureShape
 from loader.rope_config import RopeRules, parse_rope
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
@@ -75,6 +75,10 @@ class Decoder:
     norms_around_one: bool = False  # norms multiply by 1 + weight
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once, else over each head
     head_norms_key: str = ""  # the key that says whether queries and keys have the norms of `names`; "": they have
+    unit_norms_key: str = ""  # the key that says whether rotated queries and keys have norms without weights; "": they have none
+    has_temperature: bool = False  # whether the key attn_temperature_tuning may scale the queries of layers without windows
+    intermediate_key: str = "intermediate_size"  # of layers with one MLP
+    intermediate_size: int | None = None  # if that key is absent; None: config.json must have it
     predicting_layers: int | None = None  # default of the key num_nextn_predict_layers; None: the key is not read
     scales_embeddings: bool = False  # by the square root of the width
     experts: Experts | None = None  # None: each layer has one MLP
@@ -103,7 +107,7 @@ class Decoder:
             rope = replace(rope, interleaved=self.latents.interleaved(fields))
         max_position_embeddings = max(max_position_embeddings, rope.extended_to)
         # layers that turn by frequencies of their own differ from the others even where they see as much
-        keeps_all = self.rope.is_local
+        keeps_all = self.rope.is_local or self.rope.only_windows
         windows = self.windows.by_layer(fields, self.name, num_layers, max_position_embeddings, keeps_all)
         attention_bias = self.attention_bias
         if attention_bias is None:
@@ -111,7 +115,7 @@ class Decoder:
         return ModelShape(
             architecture=self.name,
             hidden_size=hidden_size,
-            intermediate_size=fields.integer("intermediate_size"),
+            intermediate_size=fields.integer(self.intermediate_key, self.intermediate_size),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -127,6 +131,9 @@ class Decoder:
             dtype=stored_dtype(fields, self.dtype),
             layer_windows=windows,
             query_scale=query_scale,
+            chunked_windows=self.windows.kind == CHUNKED,
+            unit_norms=bool(self.unit_norms_key) and fields.boolean(self.unit_norms_key, True),
+            temperature=_temperature(fields) if self.has_temperature else None,
             attention_softcap=_softcap(fields, "attn_logit_softcapping", self.attention_softcap),
             logit_softcap=_softcap(fields, "final_logit_softcapping", self.logit_softcap),
             whole_width_norms=self.whole_width_norms,
@@ -161,8 +168,10 @@ class Decoder:
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{self.names.head}.weight")
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored: there is one way."""
-        return shape
+        """Implements Architecture.as_stored: experts' matrices may be one tensor, or one for each of them."""
+        if self.experts is None or shape.experts is None or not shape.experts.input_major:
+            return shape
+        return replace(shape, experts=self.experts.as_stored(shape.experts, names))
 
     def _groups_around_mlp(self, shape: ModelShape) -> tuple[list[TensorGroup], list[TensorGroup]]:
         """Returns the tensor groups that a layer has before those of its MLP, and behind them. Their names lack the layer's
@@ -231,6 +240,15 @@ def _projections(names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, 
     weights = TensorGroup(tuple((f"{name}.weight", (width, inputs)) for name, width in pairs), may_be_quantized=True)
     biases = TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in pairs))
     return [weights, biases] if has_bias else [weights]
+
+
+def _temperature(fields: Fields) -> TemperatureShape | None:
+    """Returns how queries grow with their position, None if they do not."""
+    key = "attn_temperature_tuning"
+    asked = fields.values.get(key, True)
+    if not isinstance(asked, bool | int):
+        raise fields.fail(key, f"{asked!r} is neither true nor false")
+    return TemperatureShape(fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192)) if asked else None
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float:

@@ -6,7 +6,8 @@ classes, as in decoder.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from loader.architectures.architecture import TensorGroup, one_tensor
 from loader.config_fields import Fields
@@ -103,6 +104,9 @@ class Experts:
     has_biases: bool = False  # of the router and, where experts are stacked, of their matrices
     swiglu_limit: float = 0.0  # default of the key swiglu_limit, of families with the clamped SwiGLU; 0: the activation is SiLU
     swiglu_alpha: float = 0.0  # default of the key swiglu_alpha, likewise
+    input_major: bool = False  # stacked matrices have the inputs before the outputs, and experts may be stored one by one, too
+    weighs_inputs: bool = False  # the sigmoid of an expert's score multiplies what it reads
+    has_sparse_layers: bool = False  # whether the keys moe_layers and interleave_moe_layer_step name the layers with experts
 
     def parse(self, fields: Fields, num_layers: int) -> ExpertShape:
         """Reads config.json. Raises CheckpointError, which names a key with a wrong value, and UnsupportedModel for a variant that
@@ -126,6 +130,8 @@ class Experts:
             dense_layers=self._dense_layers(fields, num_layers),
             sigmoid=sigmoid,
             stacked=bool(self.names.stacked_gate_up),
+            input_major=self.input_major,
+            weighs_inputs=self.weighs_inputs,
             swiglu_limit=fields.positive("swiglu_limit", self.swiglu_limit) if self.swiglu_limit else 0.0,
             swiglu_alpha=fields.positive("swiglu_alpha", self.swiglu_alpha) if self.swiglu_alpha else 0.0,
         )
@@ -133,20 +139,36 @@ class Experts:
     def tensor_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
         """Returns the groups of one layer, with names that lack the layer's prefix. All experts' gate and up lie in one block
         [experts, 2 * intermediate, hidden], all their down in another [experts, hidden, intermediate]."""
-        if experts.stacked:
+        if experts.stacked and not experts.input_major:
             return self._stacked_groups(experts, hidden)
-        names, num, inner, shared = self.names, experts.num_experts, experts.intermediate_size, experts.shared_size
+        names, num, shared = self.names, experts.num_experts, experts.shared_size
         router = _matrices(names.router_and_gate, ((num, hidden), (1, hidden))[: len(names.router_and_gate)])
         groups = [
             *(self._float32_router(router, num) if experts.sigmoid is not None else [router]),
-            _matrices(names.all_gate_up(num), ((inner, hidden),) * 2 * num, may_be_quantized=True),
-            _matrices(names.all_down(num), ((hidden, inner),) * num, may_be_quantized=True),
+            *self._expert_matrices(experts, hidden),
         ]
         if names.shared:
             gate_up = tuple(names.shared + name for name in names.gate_up)
             groups.append(_matrices(gate_up, ((shared, hidden),) * 2, may_be_quantized=True))
             groups.append(_matrices((names.shared + names.down,), ((hidden, shared),), may_be_quantized=True))
         return groups
+
+    def as_stored(self, experts: ExpertShape, tensors: Collection[str]) -> ExpertShape:
+        """Returns the experts of a checkpoint whose tensors have these names. Of families that have two ways to name them."""
+        stacked = any(name.endswith((self.names.stacked_gate_up, self.names.stacked_down)) for name in tensors)
+        return replace(experts, stacked=stacked)
+
+    def _expert_matrices(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
+        names, num, inner = self.names, experts.num_experts, experts.intermediate_size
+        if experts.stacked:
+            return [
+                one_tensor(names.stacked_gate_up, num, hidden, 2 * inner),
+                one_tensor(names.stacked_down, num, inner, hidden),
+            ]
+        return [
+            _matrices(names.all_gate_up(num), ((inner, hidden),) * 2 * num, may_be_quantized=True),
+            _matrices(names.all_down(num), ((hidden, inner),) * num, may_be_quantized=True),
+        ]
 
     def _shared_size(self, fields: Fields, size: int) -> int:
         """Returns the intermediate size of the expert for all tokens. size: that of the others."""
@@ -161,6 +183,8 @@ class Experts:
             if not isinstance(types, list) or len(types) != num_layers or not all(one in _LAYER_TYPES for one in types):
                 raise fields.fail(_TYPES_KEY, f"not a list of {num_layers} values, each {' or '.join(map(repr, _LAYER_TYPES))}")
             return frozenset(layer for layer, one in enumerate(types) if one == _LAYER_TYPES[0])
+        if self.has_sparse_layers:
+            return frozenset(range(num_layers)) - _sparse_layers(fields, num_layers)
         if self.num_dense_first is not None:
             return frozenset(range(min(num_layers, fields.integer("first_k_dense_replace", self.num_dense_first, at_least=0))))
         return _dense_layers(fields, num_layers) if self.has_dense_layers else frozenset()
@@ -189,6 +213,17 @@ def _same_of(fields: Fields, keys: tuple[str, str], default: int, at_most: int) 
     if len(set(given.values())) > 1:
         raise fields.fail(keys[0], f"{given[keys[0]]} contradicts {keys[1]} {given[keys[1]]}")
     return next(iter(given.values()), default)
+
+
+def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
+    """Returns the layers with experts: those that `moe_layers` lists, or else the last of every `interleave_moe_layer_step`."""
+    step, key = fields.integer("interleave_moe_layer_step", 1), "moe_layers"
+    listed = fields.values.get(key)
+    if listed is None:
+        listed = list(range(step - 1, num_layers, step))
+    if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
+        raise fields.fail(key, f"not a list of layers from 0 to {num_layers - 1}")
+    return frozenset(listed)
 
 
 def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:

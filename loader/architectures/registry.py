@@ -28,9 +28,11 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
+    "llama4",
     "gemma3_wrapper",
     "mistral3_wrapper",
     "kimi_k25_wrapper",
+    "llama4_wrapper",
     "bert",
 )
 _DESCRIPTIONS: list[Architecture] = [import_module(f"loader.architectures.{file}").ARCHITECTURE for file in _FILES]

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from loader.config_fields import Fields
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_ROTATED_KEY = "no_rope_layers"  # has 1 for layers that are rotated
 
 
 @dataclass(slots=True, frozen=True)
 class Asked:
     """What config.json says about windows. name: the architecture. listed: for each layer, whether the key `layer_types` calls it
-    sliding; None: the key is absent. default_tokens: the window's length if the key `sliding_window` is absent; None: there is
+    sliding (or chunked, in a family with chunks); None: the key is absent. default_tokens: the window's length if the key `sliding_window` is absent; None: there is
     no default."""
 
     fields: Fields
@@ -84,6 +85,22 @@ def all_but_every_nth(nth: int, key: str = "") -> Rule:
     return rule
 
 
+def rotated_layers(asked: Asked) -> list[bool]:
+    """The rule by which the layers that are rotated have a window: those that `no_rope_layers` has a 1 for, or else all but the
+    last of every `no_rope_layer_interval`. Raises UnsupportedModel if `layer_types` says otherwise."""
+    fields, num_layers = asked.fields, asked.num_layers
+    interval = fields.integer("no_rope_layer_interval", 4)
+    given = fields.values.get(_ROTATED_KEY) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) != num_layers or not all(one in (0, 1) for one in given):
+        raise fields.fail(_ROTATED_KEY, f"not a list of num_hidden_layers {num_layers} numbers, each 0 or 1")
+    rotated = [bool(one) for one in given]
+    if asked.listed is not None and asked.listed != rotated:
+        raise fields.unsupported(
+            "layer_types", f"{asked.name} is supported with chunks in the layers that are rotated, and no others"
+        )
+    return rotated
+
+
 def _wants_windows(asked: Asked) -> bool:
     """Returns whether `use_sliding_window` is true. Raises CheckpointError if it is not, but layers are listed as sliding."""
     if asked.fields.boolean("use_sliding_window"):
@@ -95,11 +112,14 @@ def _wants_windows(asked: Asked) -> bool:
 
 @dataclass(slots=True, frozen=True)
 class Windows:
-    """The windows of a family. rule: decides which layers have one. default_tokens: their length if the key `sliding_window` is
-    absent; None: a config.json with windows must have that key."""
+    """The windows of a family. rule: decides which layers have one. default_tokens: their length if the key `key` is absent; None:
+    a config.json with windows must have that key. kind: what `layer_types` calls such layers; CHUNKED: a query sees the positions of
+    its own chunk."""
 
     rule: Rule = no_layer
     default_tokens: int | None = None
+    key: str = "sliding_window"
+    kind: str = _SLIDING
 
     def by_layer(
         self, fields: Fields, name: str, num_layers: int, max_position_embeddings: int, keeps_all: bool
@@ -108,24 +128,24 @@ class Windows:
 
         A window that is as long as the longest context counts as 0, unless keeps_all is set. Raises UnsupportedModel or
         CheckpointError."""
-        sliding = self.rule(Asked(fields, name, num_layers, _listed(fields, num_layers), self.default_tokens))
+        sliding = self.rule(Asked(fields, name, num_layers, _listed(fields, num_layers, self.kind), self.default_tokens))
         if not any(sliding):
             return (0,) * num_layers
-        if fields.is_null("sliding_window") or (self.default_tokens is None and not fields.has("sliding_window")):
-            raise fields.fail("sliding_window", "missing, but there are sliding_attention layers")
-        window = fields.integer("sliding_window", self.default_tokens)
+        if fields.is_null(self.key) or (self.default_tokens is None and not fields.has(self.key)):
+            raise fields.fail(self.key, f"missing, but there are {self.kind} layers")
+        window = fields.integer(self.key, self.default_tokens)
         if window >= max_position_embeddings and not keeps_all:
             return (0,) * num_layers
         return tuple(window if slides else 0 for slides in sliding)
 
 
-def _listed(fields: Fields, num_layers: int) -> list[bool] | None:
+def _listed(fields: Fields, num_layers: int, windowed: str) -> list[bool] | None:
     kinds = fields.values.get("layer_types")
     if kinds is None:
         return None
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise fields.fail("layer_types", f"not a list of num_hidden_layers {num_layers} kinds")
     for kind in kinds:
-        if kind not in (_FULL, _SLIDING):
-            raise fields.unsupported("layer_types", f"{kind!r} is not supported; supported: {_FULL}, {_SLIDING}")
-    return [kind == _SLIDING for kind in kinds]
+        if kind not in (_FULL, windowed):
+            raise fields.unsupported("layer_types", f"{kind!r} is not supported; supported: {_FULL}, {windowed}")
+    return [kind == windowed for kind in kinds]

@@ -70,8 +70,9 @@ class Wrapper:
         for prefix, of_head in _PREFIXES.items():
             if any(name.startswith(prefix) for name in names):
                 tied = shape.tie_word_embeddings and f"{of_head}{self.text.names.head}.weight" not in names
-                return replace(shape, tensor_prefix=prefix, tie_word_embeddings=tied)
-        return shape
+                shape = replace(shape, tensor_prefix=prefix, tie_word_embeddings=tied)
+                break
+        return self.text.as_stored(shape, names)
 
     def decoder_of(self, shape: ModelShape) -> Decoder:
         """Returns the decoder's description with the names that its tensors have in the checkpoint."""

@@ -74,7 +74,7 @@ def _as_they_are(group: TensorGroup) -> list[StoredTensor]:
 
 def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
     """Raises UnsupportedModel for experts whose plain matrices have the inputs before the outputs."""
-    if shape.experts is not None and shape.experts.stacked:
+    if shape.experts is not None and shape.experts.stacked and not shape.experts.input_major:
         message = f"{shape.architecture} is served with experts in MXFP4 only, as quant_method mxfp4 says"
         raise fields.unsupported("quantization_config", message)
 

@@ -15,16 +15,23 @@ class GroupCache:
     """Allocates blocks from the cheapest source first: free blocks, chunks of the lease, own cached prefixes, others' cached
     prefixes.
 
-    window_tokens: positions a query of these layers attends to, its own included; 0: all. `reclaim(num_chunks)` makes other
-    groups and models drop cached prefixes and returns how many chunks came back."""
+    window_tokens: positions a query of these layers attends to at most, its own included; 0: all. is_chunked: these are those of
+    its own chunk of so many positions, else the last ones. `reclaim(num_chunks)` makes other groups and models drop cached prefixes
+    and returns how many chunks came back."""
 
     def __init__(
-        self, pool: BlockPool, block_tokens: int, window_tokens: int = 0, reclaim: Callable[[int], int] | None = None
+        self,
+        pool: BlockPool,
+        block_tokens: int,
+        window_tokens: int = 0,
+        reclaim: Callable[[int], int] | None = None,
+        is_chunked: bool = False,
     ) -> None:
         self.pool = pool
         self.prefixes = PrefixCache()
         self.block_tokens = block_tokens
         self.window_tokens = window_tokens
+        self.is_chunked = is_chunked
         self.reclaim = reclaim
 
     @property
@@ -41,7 +48,15 @@ class GroupCache:
 
     def first_needed(self, num_computed: int) -> int:
         """Returns the index of the first block that queries from position `num_computed` on attend to."""
-        return max(0, num_computed + 1 - self.window_tokens) // self.block_tokens if self.window_tokens else 0
+        return int(self.first_blocks(np.int32(num_computed)))
+
+    def first_blocks(self, positions: IntArray | np.int32) -> IntArray:
+        """Returns for each position the index of the first block that a query there attends to."""
+        if self.is_chunked:
+            first = positions // self.window_tokens * self.window_tokens
+        else:
+            first = np.maximum(positions + 1 - self.window_tokens, 0) if self.window_tokens else positions * 0
+        return np.asarray(first // self.block_tokens)
 
     def most_blocks(self, num_tokens: int, chunk_tokens: int) -> int:
         """Returns the most blocks a sequence of up to num_tokens holds at once, computed in chunks of chunk_tokens at most."""
@@ -75,12 +90,11 @@ class GroupCache:
     def reachable(self, keys: Sequence[bytes]) -> BoolArray:
         """Returns [len(keys) + 1]: whether a sequence can continue after n blocks, that is, all blocks its later queries attend
         to are cached."""
-        num_blocks = np.arange(len(keys) + 1)
+        num_blocks = np.arange(len(keys) + 1, dtype=np.int32)
         gaps = np.full(len(keys) + 1, -1)
         gaps[1:] = np.where(self.prefixes.are_known(keys), -1, num_blocks[:-1])
         last_gap = np.maximum.accumulate(gaps)  # before n
-        first_needed = np.maximum(num_blocks * self.block_tokens + 1 - self.window_tokens, 0) // self.block_tokens
-        return np.asarray(last_gap < first_needed) if self.window_tokens else last_gap < 0
+        return np.asarray(last_gap < self.first_blocks(num_blocks * self.block_tokens))
 
     def share(self, keys: Sequence[bytes]) -> IntArray:
         """Adds a reference to the blocks of the longest cached prefix of `keys` and returns them."""

@@ -184,11 +184,16 @@ class SequenceBlocks:
     # ---- inside
 
     def _free_behind(self, slots: IntArray, positions: IntArray) -> None:
-        """Frees blocks behind the window of decode rows at a block boundary: usually one block each."""
+        """Frees blocks behind the window of decode rows at a block boundary: usually one block each, or all of a chunk."""
         for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
+            if group.is_chunked:
+                due = starts[slots] < group.first_blocks(positions)
+                for slot, position in zip(slots[due].tolist(), positions[due].tolist(), strict=True):
+                    self.free_behind(slot, position)
+                continue
             if not group.window_tokens:
                 continue
-            first = np.maximum(positions + 1 - group.window_tokens, 0) // self.block_tokens
+            first = group.first_blocks(positions)
             while (due := starts[slots] < first).any():
                 behind = slots[due]
                 at = starts[behind]

@@ -35,7 +35,7 @@ def kernels() -> Iterator[None]:
 )
 @pytest.mark.parametrize("num_shares", [1, 2, 5, 64])
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim", "block_tokens", "window", "softcap", "has_sinks"),
+    ("kv_heads", "group", "head_dim", "block_tokens", "reach", "softcap", "has_sinks"),
     [
         (2, 1, 64, 16, 0, 0.0, False),
         (1, 8, 128, 16, 0, 0.0, False),
@@ -43,9 +43,9 @@ def kernels() -> Iterator[None]:
         (2, 7, 80, 8, 300, 0.0, False),
         (1, 3, 40, 4, 17, 5.0, False),
         (1, 5, 256, 512, 0, 0.0, False),
-        (2, 2, 6, 16, 400, 0.0, False),
+        (2, 2, 6, 16, -400, 0.0, False),
         (2, 16, 64, 16, 0, 0.0, False),
-        (2, 3, 96, 32, 70, 20.0, False),
+        (2, 3, 96, 32, -70, 20.0, False),
         (2, 8, 64, 16, 128, 0.0, True),
         (1, 3, 40, 4, 0, 5.0, True),
     ],
@@ -58,7 +58,7 @@ def test_is_the_twins(
     group: int,
     head_dim: int,
     block_tokens: int,
-    window: int,
+    reach: int,
     softcap: float,
     has_sinks: bool,
 ) -> None:
@@ -85,11 +85,11 @@ def test_is_the_twins(
     scale = head_dim**-0.5
     columns = (torch.from_numpy(x) for x in (table, tokens, rows, contexts))
     sinks = torch.randn(heads, generator=generator) * 4 if has_sinks else None
-    reference.paged_attention(qkv, kv, LAYER, heads, *columns, window, scale, softcap, wanted, sinks)
+    reference.paged_attention(qkv, kv, LAYER, heads, *columns, reach, scale, softcap, wanted, sinks)
     kernel = ops.kernels.paged_attention_serial if num_shares == 1 else ops.kernels.paged_attention_parallel
     sizes = (LAYERS, LAYER, heads, kv_heads, block_tokens, head_dim)
     arrays = [array(x) for x in (qkv, kv.view(-1), given)]
-    how = (window, scale, softcap, np.empty(0, np.float32) if sinks is None else sinks.numpy())
+    how = (reach, scale, softcap, np.empty(0, np.float32) if sinks is None else sinks.numpy())
     kernel(arrays[0], arrays[1], *sizes, table, tokens, rows, contexts, *how, use_tiles, num_shares, arrays[2])
     tolerance = 5e-6 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(given.float(), wanted.float(), rtol=tolerance, atol=tolerance)

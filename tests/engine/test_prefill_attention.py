@@ -36,7 +36,7 @@ def kernels() -> Iterator[None]:
 @pytest.mark.parametrize("num_shares", [1, 2, 5])
 @pytest.mark.parametrize(("context", "num_tokens"), [(17, 17), (130, 130), (513, 40), (700, 257), (1000, 1)])
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim", "block_tokens", "window", "softcap", "has_sinks"),
+    ("kv_heads", "group", "head_dim", "block_tokens", "reach", "softcap", "has_sinks"),
     [
         (2, 1, 64, 16, 0, 0.0, False),
         (1, 8, 128, 16, 0, 0.0, False),
@@ -44,9 +44,9 @@ def kernels() -> Iterator[None]:
         (2, 7, 80, 8, 300, 0.0, False),
         (1, 3, 40, 4, 17, 5.0, False),
         (1, 5, 256, 512, 0, 0.0, False),
-        (1, 40, 6, 16, 130, 0.0, False),
+        (1, 40, 6, 16, -130, 0.0, False),
         (1, 40, 64, 16, 130, 0.0, False),
-        (2, 3, 64, 16, 0, 0.0, False),
+        (2, 3, 64, 16, -200, 0.0, False),
         (1, 8, 64, 16, 128, 0.0, True),
         (1, 3, 40, 4, 0, 5.0, True),
     ],
@@ -61,12 +61,12 @@ def test_is_the_twins(
     group: int,
     head_dim: int,
     block_tokens: int,
-    window: int,
+    reach: int,
     softcap: float,
     has_sinks: bool,
 ) -> None:
     """The kernel's output equals the reference implementation's, and outputs of other tokens are left alone. It reads nothing else:
-    positions after the context or before the window, other rows' blocks and other layers hold NaN."""
+    positions after the context or before what is seen, other rows' blocks and other layers hold NaN."""
     if use_tiles and not amx.may_use_tiles():
         pytest.skip("no AMX for this process: tiles cannot be run")
     if use_tiles and not amx.fits_tiles(block_tokens, head_dim):
@@ -78,7 +78,7 @@ def test_is_the_twins(
     table = np.random.default_rng(1).permutation(num_blocks + others).astype(np.int32)[: 2 * num_blocks]
     table = np.resize(table, (2, num_blocks)) if len(table) < 2 * num_blocks else table.reshape(2, num_blocks)
     table[0] = table[1][::-1]  # row 0 is another row, which this call does not compute
-    first = max(0, context - num_tokens - window + 1) if window else 0
+    first = reference.first_seen(context - num_tokens + 1, reach)
     for position in range(first, context):
         block, place = table[1, position // block_tokens], position % block_tokens
         kv[block, LAYER, :, :, place] = torch.randn(2, kv_heads, head_dim, generator=generator).to(dtype)
@@ -90,14 +90,14 @@ def test_is_the_twins(
     scale = head_dim**-0.5
     blocks, to = torch.from_numpy(table[1]), wanted[own].view(num_tokens, heads, head_dim)
     sinks = torch.randn(heads, generator=generator) * 4 if has_sinks else None
-    reference.long_row_attention(query, kv, LAYER, blocks, context, window, scale, softcap, to, 256, None, sinks)
+    reference.long_row_attention(query, kv, LAYER, blocks, context, reach, scale, softcap, to, 256, None, sinks)
     name = "prefill_tiles" if use_tiles else "prefill_attention"
     kernel = getattr(ops.kernels, f"{name}_{'serial' if num_shares == 1 else 'parallel'}")
     sizes = (LAYERS, LAYER, heads, kv_heads, block_tokens, head_dim)
     arrays = [array(x) for x in (qkv, kv.view(-1), given)]
     # row 0 is short enough to be left to the paged attention kernel
     rows = (np.array(x, np.int32) for x in ((0, before), (0, num_tokens), (context, context)))
-    how = (window, scale, softcap, np.empty(0, np.float32) if sinks is None else sinks.numpy())
+    how = (reach, scale, softcap, np.empty(0, np.float32) if sinks is None else sinks.numpy())
     kernel(arrays[0], arrays[1], *sizes, table, *rows, 0, *how, num_shares, arrays[2])
     tolerance = 5e-6 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(given.float(), wanted.float(), rtol=tolerance, atol=tolerance)

@@ -14,7 +14,7 @@ from numba import float32, njit, prange
 from engine.cpu.kernels.amx import configure_tiles, release_tiles, tile_configuration
 from engine.cpu.kernels.amx_attention import LEAST_TOP, TILE_TOKENS, add_rows, pack_queries, pair_values, place_chunk, score_rows
 from engine.cpu.kernels.amx_softmax import CHUNK_TOKENS, weigh_row
-from engine.cpu.kernels.attention_blocks import HELPER, OPTIONS, add_sinks, write_heads
+from engine.cpu.kernels.attention_blocks import HELPER, OPTIONS, add_sinks, first_seen, write_heads
 from engine.cpu.kernels.bits import named
 
 _ROWS = 64
@@ -37,7 +37,7 @@ def _attend_tokens(
     blocks: Any,
     block_tokens: int,
     head_dim: int,
-    window: int,
+    reach: int,
     scale: float,
     softcap: float,
     sinks: Any,
@@ -66,7 +66,7 @@ def _attend_tokens(
         pack_queries(qkv, at, group, n * group, head_dim, queries)
     keys_at = layer_at + kv_head * plane
     values_at = keys_at + kv_heads * plane
-    first = max(0, context - window) if window > 0 else 0
+    first = first_seen(context, reach)
     stop = context + num_tokens - 1
     base = first // TILE_TOKENS * TILE_TOKENS
     while base < stop:
@@ -77,7 +77,7 @@ def _attend_tokens(
             score_rows(queries, row, 16, kv, places, keys_at, head_dim, scores, spread, None, 0)
             for r in range(rows):
                 last = context + (row + r) // group  # the first position that the row does not see
-                begin = max(last - window - base, 0) if window > 0 else 0
+                begin = max(first_seen(last, reach) - base, 0)
                 end = min(last - base, CHUNK_TOKENS)
                 weigh_row(spread, r, begin, end, unit, float32(softcap), weights, row + r, tops, totals, sums, width)
             add_rows(weights, pairs, head_dim, sums, row, kv, None, 0)
@@ -106,7 +106,7 @@ def _attend_share(
     num_new: Any,
     contexts: Any,
     longer_than: int,
-    window: int,
+    reach: int,
     scale: float,
     softcap: float,
     sinks: Any,
@@ -148,7 +148,7 @@ def _attend_share(
                 block_table[row],
                 block_tokens,
                 head_dim,
-                window,
+                reach,
                 scale,
                 softcap,
                 sinks,
@@ -182,7 +182,7 @@ def _prefill_attention_tiles(
     num_new: Any,
     contexts: Any,
     longer_than: int,
-    window: int,
+    reach: int,
     scale: float,
     softcap: float,
     sinks: Any,
@@ -204,7 +204,7 @@ def _prefill_attention_tiles(
             num_new,
             contexts,
             longer_than,
-            window,
+            reach,
             scale,
             softcap,
             sinks,

@@ -26,6 +26,7 @@ from engine.cpu.kernels.attention_blocks import (
     OPTIONS,
     add_block,
     add_sinks,
+    first_seen,
     score_block,
     soften_row,
     write_heads,
@@ -142,9 +143,9 @@ def _add_cut(tops: Any, totals: Any, sums: Any, to_tops: Any, to_totals: Any, to
 
 
 @njit(**HELPER)
-def _blocks_of(context: int, window: int, block_tokens: int) -> tuple[int, int]:
+def _blocks_of(context: int, reach: int, block_tokens: int) -> tuple[int, int]:
     """Returns the index of the first block that a query reads, and the index after the last."""
-    first_block = max(0, context - window) // block_tokens if window > 0 else 0
+    first_block = first_seen(context, reach) // block_tokens
     return first_block, (context + block_tokens - 1) // block_tokens
 
 
@@ -162,7 +163,7 @@ def _attend_share(
     tokens: Any,
     rows: Any,
     contexts: Any,
-    window: int,
+    reach: int,
     scale: float,
     softcap: float,
     sinks: Any,
@@ -186,14 +187,14 @@ def _attend_share(
     passed = 0
     for n in range(num_tokens):
         context = contexts[n]
-        first_block, end_block = _blocks_of(context, window, block_tokens)
+        first_block, end_block = _blocks_of(context, reach, block_tokens)
         begin = max(share_begin - passed, 0)
         end = min(share_end - passed, end_block - first_block)
         passed += end_block - first_block
         if begin >= end:
             continue
         follower = min(n + 1, num_tokens - 1)
-        next_begin, next_end = _blocks_of(contexts[follower], window, block_tokens)
+        next_begin, next_end = _blocks_of(contexts[follower], reach, block_tokens)
         _attend_either(
             use_tiles,
             qkv,
@@ -208,7 +209,7 @@ def _attend_share(
             block_table[rows[follower]],
             next_begin,
             next_end if passed < share_end else next_begin,
-            max(0, context - window) if window > 0 else 0,
+            first_seen(context, reach),
             context,
             block_tokens,
             head_dim,
@@ -243,7 +244,7 @@ def _paged_attention(
     tokens: Any,  # [N] int32: index into T
     rows: Any,  # [N] int32: index into R
     contexts: Any,  # [N] int32: positions attended to, the token's own included; 0: padding, which gets zeros; -1: not served here
-    window: int,  # only the last `window` of these are attended to; 0: all
+    reach: int,  # how far back a query sees (attention_blocks.first_seen)
     scale: float,
     softcap: float,  # scores become softcap * tanh(score / softcap); 0: unchanged
     sinks: Any,  # [H]: one more score for each head, without a value; or [0]: there are none
@@ -256,7 +257,7 @@ def _paged_attention(
     for n in range(tokens.shape[0]):
         if contexts[n] == 0:  # oneDNN multiplies what follows a row's end, the next row, by 0 in its products, so it must be finite
             out[tokens[n], :] = 0
-        first_block, end_block = _blocks_of(contexts[n], window, block_tokens)
+        first_block, end_block = _blocks_of(contexts[n], reach, block_tokens)
         work += end_block - first_block
     cut = np.full((num_shares, 2), -1, np.int64)
     cut_tops, cut_totals = np.empty((num_shares, heads), np.float32), np.empty((num_shares, heads), np.float32)
@@ -276,7 +277,7 @@ def _paged_attention(
             tokens,
             rows,
             contexts,
-            window,
+            reach,
             scale,
             softcap,
             sinks,

@@ -22,6 +22,15 @@ HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 
 @njit(**HELPER)
+def first_seen(context: int, reach: int) -> int:
+    """Returns the first position that the last of `context` positions sees. reach R > 0: the last R up to itself; below 0: those of
+    its own chunk of -R; 0: all."""
+    if reach > 0:
+        return max(0, context - reach)
+    return max(0, context - 1) // -reach * -reach if reach < 0 else 0
+
+
+@njit(**HELPER)
 def score_block(
     qkv: Any, query_at: int, kv: Any, at: int, ahead: int, tokens: int, head_dim: int, scale: float, scores: Any, scores_at: int
 ) -> None:

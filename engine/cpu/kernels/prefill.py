@@ -21,6 +21,7 @@ from engine.cpu.kernels.attention_blocks import (
     OPTIONS,
     add_block,
     add_sinks,
+    first_seen,
     score_block,
     soften_row,
     write_heads,
@@ -44,7 +45,7 @@ def _attend_tile(
     blocks: Any,
     block_tokens: int,
     head_dim: int,
-    window: int,
+    reach: int,
     scale: float,
     softcap: float,
     sinks: Any,
@@ -71,7 +72,7 @@ def _attend_tile(
     sums[:, :] = float32(0.0)
     keys_at = layer_at + kv_head * plane
     values_at = keys_at + kv_heads * plane
-    first_block = max(0, context - window) // block_tokens if window > 0 else 0
+    first_block = first_seen(context, reach) // block_tokens
     end_block = (context + num_tokens - 1 + block_tokens - 1) // block_tokens
     for chunk in range(first_block, end_block, chunk_blocks):
         chunk_end = min(chunk + chunk_blocks, end_block)
@@ -86,7 +87,7 @@ def _attend_tile(
         start_all = stop_all
         for n in range(num_tokens):
             end = min(context + n - base, stop_all)
-            begin = max(context + n - window - base, 0) if window > 0 else 0
+            begin = max(first_seen(context + n, reach) - base, 0)
             if begin < end:
                 start_all = min(start_all, begin)
             for g in range(n * group, (n + 1) * group):
@@ -124,7 +125,7 @@ def _prefill_attention(
     num_new: Any,  # [R] int32: tokens of the row in the step
     contexts: Any,  # [R] int32: positions stored for the row, those of these tokens included
     longer_than: int,  # rows of more tokens than this are served, no others
-    window: int,  # a token attends to the last `window` positions up to its own; 0: to all
+    reach: int,  # how far back a token sees (attention_blocks.first_seen)
     scale: float,
     softcap: float,  # scores become softcap * tanh(score / softcap); 0: unchanged
     sinks: Any,  # [H]: one more score for each head, without a value; or [0]: there are none
@@ -162,7 +163,7 @@ def _prefill_attention(
                     block_table[row],
                     block_tokens,
                     head_dim,
-                    window,
+                    reach,
                     scale,
                     softcap,
                     sinks,

@@ -77,7 +77,7 @@ class StepInputs:
             GroupBatch(
                 own.kv,
                 own.kv_flat,
-                own.window_tokens,
+                own.reach,
                 np.zeros((max_rows, max_blocks), np.int32),  # pages that no step touches take no memory
                 np.full(max_tokens, -1, np.int64),
                 self._turns[own.rotary],
@@ -102,7 +102,7 @@ class StepInputs:
             GroupBatch(
                 own.kv,
                 own.kv_flat,
-                own.window_tokens,
+                own.reach,
                 own.block_table,
                 own.slots[:num_tokens],
                 own.cos_sin[:num_tokens],

@@ -153,7 +153,7 @@ def attention(
             tiles.starts,
             tiles.num_new,
             batch.contexts,
-            group.window_tokens,
+            group.reach,
             scale,
             softcap,
             sinks,
@@ -316,8 +316,8 @@ def cos_sin(positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
     return out
 
 
-def split_contexts(contexts: Tensor, window: int, target: int) -> triton_decode.DecodeWork:
-    """Returns contexts [R], int32 on the device, cut into about `target` pieces."""
+def split_contexts(contexts: Tensor, reach: int, target: int) -> triton_decode.DecodeWork:
+    """Returns contexts [R], int32 on the device, cut into about `target` pieces. reach: see KVGroupSpec."""
     work = triton_decode.make_work(len(contexts), target, contexts.device)
-    triton_decode.split_contexts(contexts, window, work)
+    triton_decode.split_contexts(contexts, reach, work)
     return work

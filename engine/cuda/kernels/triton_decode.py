@@ -48,7 +48,16 @@ def make_work(num_rows: int, target: int, device: torch.device | str) -> DecodeW
     return DecodeWork(column(size), column(size), column(size), column(num_rows + 1), target)
 
 
-@triton.jit(do_not_specialize=["target", "window", "num_rows", "num_items"])
+@triton.jit
+def first_seen(position, reach):
+    """Returns the first position that queries at `position` see. reach R > 0: the last R up to their own; below 0: those of their
+    own chunk of -R; 0: all."""
+    chunk = tl.where(reach < 0, -reach, 1)
+    first = tl.where(reach > 0, position - reach + 1, tl.where(reach < 0, position // chunk * chunk, 0))
+    return tl.maximum(first, 0)
+
+
+@triton.jit(do_not_specialize=["target", "reach", "num_rows", "num_items"])
 def _split_kernel(
     contexts,  # [R] int32; 0: the row is padding
     num_rows,
@@ -58,14 +67,14 @@ def _split_kernel(
     firsts,  # [R + 1]
     num_items,
     target,
-    window,
+    reach,
     ROWS: tl.constexpr,
     ITEMS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
     context = tl.load(contexts + row, mask=row < num_rows, other=0)
-    begin = tl.where(window > 0, tl.maximum(context - window, 0), 0)
+    begin = first_seen(context - 1, reach)
     length = context - begin
     piece = (tl.sum(length, axis=0) + target * SPLIT - 1) // (target * SPLIT) * SPLIT
     piece = tl.maximum(piece, SPLIT)
@@ -85,9 +94,9 @@ def _split_kernel(
     tl.store(ends + item, tl.maximum(at, end), mask=inside)
 
 
-def split_contexts(contexts: Tensor, window: int, work: DecodeWork) -> None:
-    """Fills `work` with pieces of the rows' contexts [R] int32, of which only the last `window` positions (0: all) are attended to.
-    Raises ValueError for more than MAX_ROWS rows."""
+def split_contexts(contexts: Tensor, reach: int, work: DecodeWork) -> None:
+    """Fills `work` with pieces of the rows' contexts [R] int32, of what their last positions see (first_seen). Raises ValueError
+    for more than MAX_ROWS rows."""
     num_items, num_rows = len(work.rows), len(contexts)
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} rows in a decode step; {MAX_ROWS} are supported")
@@ -101,7 +110,7 @@ def split_contexts(contexts: Tensor, window: int, work: DecodeWork) -> None:
         work.firsts,
         num_items,
         work.target,
-        window,
+        reach,
         ROWS=rows,
         ITEMS=items,
         SPLIT=SPLIT_TOKENS,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.triton_decode import first_seen
 from engine.cuda.kernels.triton_fp8 import block_of, scale_of, scales_at, widened
 from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, scores_of
 
@@ -26,8 +27,8 @@ def tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
 
 @triton.jit
 def _attend(
-    query, top, total, sums, kv, scales, table, position_of_query, low, begin, end,
-    keys_at, values_at, block_stride, window, scale, softcap,
+    query, top, total, sums, kv, scales, table, position_of_query, lowest_of_query, low, begin, end,
+    keys_at, values_at, block_stride, scale, softcap,
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, N: tl.constexpr, PADDED_D: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +60,7 @@ def _attend(
         if MASKED:
             visible = there[None, :] & (position[None, :] <= position_of_query[:, None])
             if WINDOW:
-                visible &= position[None, :] > position_of_query[:, None] - window
+                visible &= position[None, :] >= lowest_of_query[:, None]
             scores = tl.where(visible, scores, float("-inf"))
         value = tl.load(kv + cell[:, None] + values_at + dim[None, :], mask=seen, other=0)
         if FP8:
@@ -74,7 +75,7 @@ def _attend(
 
 
 # Which strides are specialised: see triton_decode._piece_kernel.
-@triton.jit(do_not_specialize=["layer", "window", "table_stride"])
+@triton.jit(do_not_specialize=["layer", "reach", "table_stride"])
 def _extend_kernel(
     qkv,  # [T, (H + 2 G) D]
     kv,
@@ -89,7 +90,7 @@ def _extend_kernel(
     sinks,  # [H] float32
     out,  # [T, H D]
     layer,
-    window,
+    reach,
     table_stride,
     block_stride,
     scale,
@@ -127,10 +128,10 @@ def _extend_kernel(
     own = before + member  # position of each query
     end = tl.minimum(before + first + M, context)
     common = (before + first + 1) // N * N  # every query sees the positions from `clear` to here
-    low, clear = 0, 0
+    low, clear, lowest = 0, 0, own
     if WINDOW:
-        low = tl.maximum(before + first - window + 1, 0)
-        clear = tl.minimum(tl.maximum((end - window + N - 1) // N * N, 0), common)
+        low, lowest = first_seen(before + first, reach), first_seen(own, reach)
+        clear = tl.minimum((first_seen(end - 1, reach) + N - 1) // N * N, common)
     if SINKS:
         top = tl.zeros([M], tl.float32) + tl.load(sinks + head) * LOG2_E
         total = tl.full([M], 1.0, tl.float32)
@@ -140,18 +141,18 @@ def _extend_kernel(
     sums = tl.zeros([M, PADDED_D], tl.float32)
     if WINDOW:
         top, total, sums = _attend(
-            query, top, total, sums, kv, scales, table, own, low, low // N * N, clear,
-            keys_at, values_at, block_stride, window, scale, softcap,
+            query, top, total, sums, kv, scales, table, own, lowest, low, low // N * N, clear,
+            keys_at, values_at, block_stride, scale, softcap,
             D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN, FP8,
         )  # fmt: skip
     top, total, sums = _attend(
-        query, top, total, sums, kv, scales, table, own, low, clear, common,
-        keys_at, values_at, block_stride, window, scale, softcap,
+        query, top, total, sums, kv, scales, table, own, lowest, low, clear, common,
+        keys_at, values_at, block_stride, scale, softcap,
         D, BLOCK_TOKENS, N, PADDED_D, False, WINDOW, SOFTCAP, WIDEN, FP8,
     )  # fmt: skip
     top, total, sums = _attend(
-        query, top, total, sums, kv, scales, table, own, low, common, end,
-        keys_at, values_at, block_stride, window, scale, softcap,
+        query, top, total, sums, kv, scales, table, own, lowest, low, common, end,
+        keys_at, values_at, block_stride, scale, softcap,
         D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN, FP8,
     )  # fmt: skip
     result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -171,7 +172,7 @@ def extend_attention(
     starts: Tensor,
     num_new: Tensor,
     contexts: Tensor,
-    window: int,
+    reach: int,
     scale: float,
     softcap: float,
     sinks: Tensor | None,
@@ -199,7 +200,7 @@ def extend_attention(
         contexts if sinks is None else sinks,
         out,
         layer,
-        window,
+        reach,
         block_table.stride(0),
         kv.stride(0),
         scale,
@@ -211,7 +212,7 @@ def extend_attention(
         M=tokens,
         N=32 if wide_items else 64,
         PADDED_D=max(16, triton.next_power_of_2(head_dim)),
-        WINDOW=window > 0,
+        WINDOW=reach != 0,
         SINKS=sinks is not None,
         SOFTCAP=softcap > 0,
         WIDEN=widen,

@@ -19,7 +19,7 @@ def attended(
     tokens: list[int],
     rows: list[int],
     seen: list[int],
-    window: int,
+    reach: int,
     scale: float,
     softcap: float,
     sinks: Any,
@@ -28,34 +28,34 @@ def attended(
     out = torch.zeros(qkv.shape[0], case.heads * case.head_dim)
     columns = (torch.tensor(x, dtype=torch.int32) for x in (tokens, rows, seen))
     kv = case.kv.float() if case.scales is None else case.kv
-    how = (window, scale, softcap, out, sinks, case.scales)
+    how = (reach, scale, softcap, out, sinks, case.scales)
     reference.paged_attention(qkv.float(), kv, case.layer, case.heads, case.block_table, *columns, *how)
     return out
 
 
 def work_lists(draw: Draw) -> None:
     """The work list has the reference implementation's pieces, for any number of rows that a step may have."""
-    rows, window, target = draw.one_of(1, draw.between(2, 64), draw.between(65, 300)), draw.one_of(0, 0, 50), draw.between(1, 40)
+    rows, reach, target = draw.one_of(1, draw.between(2, 64), draw.between(65, 300)), draw.one_of(0, 50, -50), draw.between(1, 40)
     contexts = torch.randint(0, draw.one_of(2, 90, 3000), (rows,), generator=draw.generator).int()
     work = triton_decode.make_work(rows, target, draw.device)
-    triton_decode.split_contexts(draw.on(contexts), window, work)
-    wanted = reference.split_contexts(contexts, window, target, triton_decode.SPLIT_TOKENS, rows + target)
+    triton_decode.split_contexts(draw.on(contexts), reach, work)
+    wanted = reference.split_contexts(contexts, reach, target, triton_decode.SPLIT_TOKENS, rows + target)
     for actual, expected in zip((work.rows, work.begins, work.ends, work.firsts), wanted, strict=True):
         assert actual.tolist() == expected.tolist()
 
 
 def decode_attention(draw: Draw, fp8: bool = False) -> None:
-    window = draw.one_of(0, 0, 1, 7, 64, 100)
+    reach = draw.one_of(0, 0, 1, 7, 64, 100, -7, -64)
     contexts = [
         draw.one_of(0, 1, draw.between(2, 40), draw.between(2, 40), draw.between(60, 200)) for _ in range(draw.between(1, 3))
     ]
-    case = paged(draw, contexts, [window or c for c in contexts], fp8)
+    case = paged(draw, contexts, [c - reference.first_seen(c, reach) for c in contexts], fp8)
     softcap, scale = draw.one_of(0.0, 0.0, 5.0), draw.one_of(case.head_dim**-0.5, 0.3)
     sinks = torch.randn(case.heads, generator=draw.generator) if draw.one_of(False, False, True) else None
     qkv = draw.normal(len(contexts), (case.heads + 2 * case.kv_heads) * case.head_dim)
     work = triton_decode.make_work(len(contexts), draw.one_of(1, 3, 8), draw.device)
     on_device = draw.on(torch.tensor(contexts, dtype=torch.int32))
-    triton_decode.split_contexts(on_device, window, work)
+    triton_decode.split_contexts(on_device, reach, work)
     out = draw.like(torch.empty(len(contexts), case.heads * case.head_dim, dtype=draw.dtype))
     triton_decode.decode_attention(
         draw.on(qkv),
@@ -72,14 +72,14 @@ def decode_attention(draw: Draw, fp8: bool = False) -> None:
         out,
     )
     there = [row for row, context in enumerate(contexts) if context]
-    close(out, attended(qkv, case, there, there, [contexts[r] for r in there], window, scale, softcap, sinks), draw.dtype)
+    close(out, attended(qkv, case, there, there, [contexts[r] for r in there], reach, scale, softcap, sinks), draw.dtype)
 
 
 def extend_attention(draw: Draw, fp8: bool = False) -> None:
-    window = draw.one_of(0, 0, 1, 7, 33, 90)
+    reach = draw.one_of(0, 0, 1, 7, 33, 90, -7, -40)
     new = [draw.one_of(1, 5, draw.between(2, 40), draw.between(33, 70)) for _ in range(draw.between(1, 2))]
     contexts = [n + draw.one_of(0, 0, draw.between(1, 70), draw.between(64, 100)) for n in new]
-    seen_of = [window + n - 1 if window else c for n, c in zip(new, contexts, strict=True)]
+    seen_of = [c - reference.first_seen(c - n + 1, reach) for n, c in zip(new, contexts, strict=True)]
     case = paged(draw, contexts, seen_of, fp8, max_heads=4)
     softcap, scale = draw.one_of(0.0, 0.0, 5.0), draw.one_of(case.head_dim**-0.5, 0.3)
     sinks = torch.randn(case.heads, generator=draw.generator) if draw.one_of(False, False, True) else None
@@ -105,7 +105,7 @@ def extend_attention(draw: Draw, fp8: bool = False) -> None:
         ints(starts),
         ints(new),
         ints(contexts),
-        window,
+        reach,
         scale,
         softcap,
         None if sinks is None else draw.on(sinks),
@@ -115,5 +115,5 @@ def extend_attention(draw: Draw, fp8: bool = False) -> None:
     assert out[:first].isnan().all()
     rows = [row for row, n in enumerate(new) for _ in range(n)]
     seen = [contexts[row] - n + 1 + i for row, n in enumerate(new) for i in range(n)]
-    wanted = attended(qkv, case, list(range(first, len(qkv))), rows, seen, window, scale, softcap, sinks)
+    wanted = attended(qkv, case, list(range(first, len(qkv))), rows, seen, reach, scale, softcap, sinks)
     close(out[first:], wanted[first:], draw.dtype)

@@ -88,7 +88,7 @@ def test_rope_and_store(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kin
     ],
     ids=["first-token", "decode", "mixed"],
 )
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 0.0), (7, 0.0), (8, 5.0), (0, 5.0), (200, 0.0)])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 0.0), (7, 0.0), (8, 5.0), (0, 5.0), (-24, 0.0)])
 def test_attention(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
@@ -104,14 +104,14 @@ def test_attention(
     same(*both(monkeypatch, lambda: ops.attention(qkv, 1, HEADS, HEAD_DIM**-0.5, softcap, batch)))
 
 
-@pytest.mark.parametrize("window", [0, 3, 6, 30])
+@pytest.mark.parametrize("window", [0, 3, -8, 30])
 def test_attention_reads_nothing_beyond_context_and_window(dtype: torch.dtype, window: int) -> None:
     """Attention reads no block and no position that does not belong to its rows: these hold NaN. Blocks before the window have
     index -1."""
     batch = make_batch(dtype, [(0, 5, 1), (1, 2, 3), (2, 50, 1), (3, 30, 40)], window=window)
     owned = torch.zeros(batch.groups[0].kv.shape[0], BLOCK_TOKENS, dtype=torch.bool)
     for row, context in enumerate(batch.contexts.tolist()):
-        first = max(0, context - int(batch.num_new[row]) - window + 1) if window else 0
+        first = reference.first_seen(context - int(batch.num_new[row]) + 1, window)
         for position in range(first, context):
             owned[int(batch.groups[0].block_table[row, position // BLOCK_TOKENS]), position % BLOCK_TOKENS] = True
         batch.groups[0].block_table[row, : first // BLOCK_TOKENS] = -1

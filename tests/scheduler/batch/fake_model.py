@@ -35,8 +35,15 @@ def next_token(tokens: list[int], vocab: int = VOCAB) -> int:
 
 
 def in_sight(tokens: list[int], windows: tuple[int, ...]) -> list[int]:
-    """What the last token attends to, group by group."""
-    return [token for window in windows for token in tokens[-window:]]
+    """What the last token attends to, group by group. A window below 0 is a chunk's length."""
+    return [token for window in windows for token in tokens[first_seen(len(tokens) - 1, window) :]]
+
+
+def first_seen(position: int, window: int) -> int:
+    """The first position that a query attends to."""
+    if window < 0:
+        return position // -window * -window
+    return max(0, position + 1 - window) if window else 0
 
 
 def expected_output(
@@ -104,11 +111,11 @@ class FakeModel:
         """Checks what the queries of a chunk attend to; what the last of them does."""
         tokens = []
         for group, (_, window) in enumerate(self.groups):
-            for position in range(max(0, computed + 1 - window) if window else 0, num_tokens):
+            for position in range(first_seen(computed, window), num_tokens):
                 block = table.block_tables[group][slot, position // BLOCK_TOKENS]
                 copies = self.arena[self._at(group, block, position)]
                 assert (copies == stored(table.tokens[slot], position)).all(), f"group {group}, position {position}"
-                if position >= (num_tokens - window if window else 0):
+                if position >= first_seen(num_tokens - 1, window):
                     tokens.append(int(copies[0]) % VOCAB)
         return tokens
 
@@ -132,13 +139,16 @@ class Harness:
         more_groups: Sequence[tuple[int, int, int]] = (),
         arena: IntArray | None = None,
     ) -> None:
-        """more_groups: (window, block_bytes, reserved_chunks) of each KV group after the first."""
+        """more_groups: (window, block_bytes, reserved_chunks) of each KV group after the first. window: below 0 a chunk's."""
         groups = [(window, block_bytes, reserved_chunks), *more_groups]
         num_chunks = lease_chunks + sum(reserved for _, _, reserved in groups)
         self.chunks = chunks or ChunkPool(num_chunks, chunk_bytes, lease_chunks)
         self.windows = tuple(window for window, _, _ in groups)
         self.kv = KVCache(
-            [GroupCache(BlockPool(self.chunks, size, reserved), BLOCK_TOKENS, window) for window, size, reserved in groups]
+            [
+                GroupCache(BlockPool(self.chunks, size, reserved), BLOCK_TOKENS, abs(window), is_chunked=window < 0)
+                for window, size, reserved in groups
+            ]
         )
         limits = BatchLimits(max_sequences, max_model_len, max_num_batched_tokens, (EOS,), fingerprint, "float32")
         self.scheduler = BatchScheduler("m", self.kv, limits)

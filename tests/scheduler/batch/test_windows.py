@@ -19,7 +19,7 @@ from tests.scheduler.batch.windowed import LONG, held, hit, make, prompt_of
 
 
 @pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 30, 200])
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 30, 200, -1, -4, -10, -32])
 def test_a_long_sequence_holds_its_window_only(window: int, full: bool) -> None:
     harness = make(window, full=full)
     prompt = prompt_of(60)
@@ -34,8 +34,8 @@ def test_a_long_sequence_holds_its_window_only(window: int, full: bool) -> None:
 
     harness.model.execute = counted  # type: ignore[method-assign]
     harness.run()
-    assert max(counts) <= min(-(-(window + 16) // BLOCK_TOKENS) + 1, 128 // BLOCK_TOKENS) == group.most_blocks(128, 16)
-    assert counts[-1] <= -(-window // BLOCK_TOKENS) + 1
+    assert max(counts) <= min(-(-(abs(window) + 16) // BLOCK_TOKENS) + 1, 128 // BLOCK_TOKENS) == group.most_blocks(128, 16)
+    assert counts[-1] <= -(-abs(window) // BLOCK_TOKENS) + 1
     assert harness.output[1] == expected_output(prompt, LONG, 128, windows=harness.windows)
     harness.check_no_leak()
 
@@ -181,7 +181,7 @@ def scripts(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     return draw(st.lists(st.tuples(action, st.integers(0, 60), st.integers(0, 5)), max_size=60))
 
 
-WINDOWS = st.one_of(st.integers(1, 12), st.integers(13, 70))
+WINDOWS = st.one_of(st.integers(1, 12), st.integers(13, 70), st.integers(-40, -1))  # below 0: of chunks
 GROUPS = st.lists(st.tuples(WINDOWS, st.sampled_from([16, 32, 64, 24, 100])), min_size=0, max_size=2)
 
 
@@ -205,7 +205,7 @@ def test_any_schedule_gives_the_same_text(
     lease_chunks: int,
 ) -> None:
     def reserve(window: int, block_bytes: int) -> int:
-        blocks = min(16, -(-(window + 32) // BLOCK_TOKENS) + 1) if window else 16
+        blocks = min(16, -(-(abs(window) + 32) // BLOCK_TOKENS) + 1) if window else 16
         return -(-blocks * block_bytes // 64) + -(-block_bytes // 64) + (0 if tight else 10)
 
     harness = Harness(
