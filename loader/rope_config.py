@@ -20,8 +20,9 @@ class RopeRules:
     """What a family's config.json may say about its rotary embedding. theta: the base if config.json gives none. may_be_partial:
     whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: the part if config.json gives
     none. is_local: whether layers with windows have frequencies of their own, by the base local_theta if config.json gives none
-    (None: by that of the other layers). only_windows: whether layers without windows are not rotated. interleaved: whether a pair is two neighbouring dimensions, not one of the first half and
-    one of the second. scaling: (key, value) pairs that apply if config.json has no rotary settings."""
+    (None: by that of the other layers). only_windows: whether layers without windows are not rotated. interleaved: whether a pair
+    is two neighbouring dimensions, not one of the first half and one of the second. scaling: (key, value) pairs that apply if
+    config.json has no rotary settings."""
 
     theta: float = 10000.0
     may_be_partial: bool = False

@@ -105,6 +105,8 @@ class CpuOps:
     def rotary_turns(self, rotary: Rotary, positions: Any, turns: Tensor) -> None:
         """Writes turns [T, 2 P] float32 for positions [T] (int32 array): cosines, then sines, of the dimensions that rotate."""
         call(self.input_kernels().rotary_turns, positions, rotary.inv_freq.numpy(), rotary.scale, turns.numpy())
+        if rotary.temperature is not None:
+            turns *= reference.temperature_of(torch.from_numpy(positions), rotary.temperature).unsqueeze(1)
 
     def cos_sin(self, rotary: Rotary, positions: Any) -> Tensor:
         """Returns what rotary_turns writes, as a new tensor."""
@@ -244,7 +246,14 @@ class CpuOps:
         return reference.experts(x, scores, experts, torch.from_numpy(slots) < 0, shared)
 
     def rope_and_store(
-        self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: HostBatch, interleaved: bool = False
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        layer: int,
+        heads: int,
+        batch: HostBatch,
+        interleaved: bool = False,
+        turns_keys: bool = True,
     ) -> None:
         query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
         eps, around_one = (0.0, False) if norms is None else (norms.eps, norms.around_one)
@@ -253,7 +262,8 @@ class CpuOps:
         if not self._served(qkv) or group.scales is not None:
             slots = torch.from_numpy(group.slots)
             of_norms = (query_norm, key_norm, around_one, eps)
-            reference.rope_and_store(qkv, group.cos_sin, *of_norms, kv, place, heads, slots, group.scales, interleaved)
+            how = (slots, group.scales, interleaved, turns_keys)
+            reference.rope_and_store(qkv, group.cos_sin, *of_norms, kv, place, heads, *how)
             return
         columns = array(qkv)
         none = columns[0, :0]
@@ -274,6 +284,7 @@ class CpuOps:
             kv.shape[5],
             group.slots,
             interleaved,
+            turns_keys,
         )
 
     def attention(

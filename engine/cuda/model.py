@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,8 +114,8 @@ class CudaModel:
         self._dtype_name, self._format = spec.dtype, FORMATS[spec.quantize]
         dtype: torch.dtype = getattr(torch, spec.dtype)
         self._model: CausalLM[DeviceBatch] | None = self._built()
-        rotary = self._rotary(shape.rope, spec.max_model_len)
-        local = rotary if shape.local_rope is None else self._rotary(shape.local_rope, spec.max_model_len)
+        rotary = self._rotary(spec.max_model_len)
+        local = rotary if shape.local_rope is None else self._rotary(spec.max_model_len, windowed=True)
         self._memory = []
         for group in self.kv_groups:
             kv = kv_views(arena, group, kv_layout.kv_token_dims(shape), spec.kv_dtype)
@@ -136,9 +136,9 @@ class CudaModel:
         self._products: list[Tensor] = []  # the weights of matrix products, views of the weight range
         self._measure_tries = MEASURE_TRIES
 
-    def _rotary(self, rope: Any, max_model_len: int) -> Rotary:
-        made = rotary_of(rope, self.shape.rotary_head_dim, max_model_len)
-        return Rotary(made.inv_freq.to(self._device), made.scale)
+    def _rotary(self, max_model_len: int, windowed: bool = False) -> Rotary:
+        made = rotary_of(self.shape, max_model_len, windowed)
+        return replace(made, inv_freq=made.inv_freq.to(self._device))
 
     # ---- steps
 
@@ -412,7 +412,7 @@ class CudaModel:
             )
             reach = memory.reach
             if memory.rotary not in turns:
-                turns[memory.rotary] = entry.cos_sin(positions, memory.rotary.inv_freq, memory.rotary.scale)
+                turns[memory.rotary] = entry.cos_sin(positions, memory.rotary)
             if num_decode and reach not in work:
                 work[reach] = entry.split_contexts(decode_contexts, reach, self._num_pieces)
             turning = turns[memory.rotary]

@@ -65,12 +65,20 @@ class CudaOps:
         return entry.experts(x, scores, experts, shared, batch)
 
     def rope_and_store(
-        self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: DeviceBatch, interleaved: bool = False
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        layer: int,
+        heads: int,
+        batch: DeviceBatch,
+        interleaved: bool = False,
+        turns_keys: bool = True,
     ) -> None:
+        how = (layer, heads, batch, interleaved, turns_keys)
         if norms is None:
-            entry.rope_and_store(qkv, None, None, False, 0.0, layer, heads, batch, interleaved)
+            entry.rope_and_store(qkv, None, None, False, 0.0, *how)
         else:
-            entry.rope_and_store(qkv, norms.query, norms.key, norms.around_one, norms.eps, layer, heads, batch, interleaved)
+            entry.rope_and_store(qkv, norms.query, norms.key, norms.around_one, norms.eps, *how)
 
     def attention(
         self,

@@ -11,6 +11,7 @@ from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, HeadNorms, Ops
 from loader.architectures.decoder import Decoder
 from loader.model_shape import ModelShape
+from loader.rope_config import NO_ROTATION
 
 
 class Attention(Generic[BatchT]):
@@ -28,6 +29,11 @@ class Attention(Generic[BatchT]):
         if names.query_norm and shape.has_head_norms:
             query_norm, key_norm = (weights.get(f"{prefix}{name}.weight") for name in (names.query_norm, names.key_norm))
             norms = HeadNorms(query_norm, key_norm, shape.rms_norm_eps, family.norms_around_one)
+        windowed = shape.layer_windows[layer] > 0
+        self.turns_keys = windowed or shape.rope.kind != NO_ROTATION
+        if shape.unit_norms and self.turns_keys:  # of rotated heads, whose sizes rotation leaves alone
+            ones = weights.ones(shape.head_dim)
+            norms = HeadNorms(ones, ones, shape.rms_norm_eps)
         self.head_norms = None if family.whole_width_norms else norms
         self.whole_width_norms = norms if family.whole_width_norms else None
         self.sinks = weights.get(prefix + names.sinks) if names.sinks else None
@@ -41,6 +47,6 @@ class Attention(Generic[BatchT]):
         if (norms := self.whole_width_norms) is not None:
             ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
             ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)
-        ops.rope_and_store(qkv, self.head_norms, self.layer, self.heads, batch, self.interleaved)
+        ops.rope_and_store(qkv, self.head_norms, self.layer, self.heads, batch, self.interleaved, self.turns_keys)
         attended = ops.attention(qkv, self.layer, self.heads, self.scale, self.softcap, batch, self.sinks)
         return ops.linear(attended, self.out_weight, self.out_bias)

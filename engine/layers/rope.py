@@ -19,12 +19,16 @@ import torch
 from torch import Tensor
 
 from engine.ops.ops import Rotary
+from loader.model_shape import ModelShape
 from loader.rope_config import NO_ROTATION, RopeParameters
 
 
-def rotary_of(rope: RopeParameters, head_dim: int, max_model_len: int) -> Rotary:
-    """Returns the rotary embedding of a model. max_model_len: the longest context that the model is served with."""
-    return Rotary(inverse_frequencies(rope, head_dim, max_model_len), rope.attention_factor)
+def rotary_of(shape: ModelShape, max_model_len: int, windowed: bool = False) -> Rotary:
+    """Returns the rotary embedding of a model's layers, of those with windows or the others. max_model_len: the longest context
+    that the model is served with."""
+    rope = shape.local_rope if windowed and shape.local_rope is not None else shape.rope
+    temperature = shape.temperature if rope.kind == NO_ROTATION else None
+    return Rotary(inverse_frequencies(rope, shape.rotary_head_dim, max_model_len), rope.attention_factor, temperature)
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int) -> Tensor:

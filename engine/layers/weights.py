@@ -34,6 +34,10 @@ class Weights:
         dtype: torch.dtype = getattr(torch, slot.held_as) if slot.held_as else self._dtype
         return dtype
 
+    def ones(self, width: int) -> Tensor:
+        """Returns the weight [W] of a norm that has none."""
+        return torch.ones(width, dtype=self._dtype, device=self._memory.tensor(0, (0,), torch.uint8).device)
+
     def find(self, name: str) -> Tensor | None:
         """Returns the parameter, or None if the model has none of that name (biases)."""
         return self.get(name) if name in self._slots else None

@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from loader.model_shape import TemperatureShape
+
 
 @dataclass(slots=True, frozen=True)
 class Int8Matrix:
@@ -158,10 +160,11 @@ class HeadNorms:
 @dataclass(slots=True, frozen=True, eq=False)
 class Rotary:
     """The rotary embedding of 2 P dimensions of each head. inv_freq [P] float32: angle per position. scale: factor of cosines and
-    sines."""
+    sines. temperature: one more factor, which depends on the position; for layers that turn queries alone, by an angle of 0."""
 
     inv_freq: Tensor
     scale: float = 1.0
+    temperature: TemperatureShape | None = None
 
 
 class StepBatch(Protocol):
@@ -249,11 +252,18 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         ...
 
     def rope_and_store(
-        self, qkv: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: BatchT_contra, interleaved: bool = False
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        layer: int,
+        heads: int,
+        batch: BatchT_contra,
+        interleaved: bool = False,
+        turns_keys: bool = True,
     ) -> None:
         """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, does the same to the keys, and
         stores keys and values in the KV blocks. The keys in qkv are undefined afterwards. interleaved: pairs are neighbouring
-        dimensions, else dimension i and dimension P + i."""
+        dimensions, else dimension i and dimension P + i. turns_keys: false leaves keys unrotated."""
         ...
 
     def attention(

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from engine.ops.ops import ClampedSwiglu, ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, SigmoidRouting
 from loader.formats.int8 import WIDENED_BYTES
+from loader.model_shape import TemperatureShape
 
 # The smallest scale is 2**-24, which float16 can hold. Where all numbers are below 448 times that, the smallest are rounded more.
 MIN_FP8_SCALE = 127 - 24
@@ -121,6 +122,11 @@ def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
     return torch.cat((turned, x[..., turning:]), dim=-1)
 
 
+def temperature_of(positions: Tensor, temperature: TemperatureShape) -> Tensor:
+    """Returns the factors [T] float32 of queries at these positions [T]."""
+    return torch.log1p(torch.floor((positions.float() + 1.0) / temperature.tokens)) * temperature.scale + 1.0
+
+
 def rope_and_store(
     qkv: Tensor,
     cos_sin: Tensor,
@@ -134,9 +140,10 @@ def rope_and_store(
     slots: Tensor,
     scales: Tensor | None = None,
     interleaved: bool = False,
+    turns_keys: bool = True,
 ) -> None:
     """Normalises (if norms are given) and rotates the queries and keys of qkv [T, (H + 2 G) D] in place, and stores keys and
-    values.
+    values. turns_keys: false leaves keys unrotated.
 
     slots: [T], each token's place in the KV cache, block * block_tokens + place in the block; below 0: the token is not stored."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
@@ -146,7 +153,8 @@ def rope_and_store(
         query.copy_(rms_norm(query, query_norm, eps, around_one))
         key.copy_(rms_norm(key, key_norm, eps, around_one))
     query.copy_(rotate(query, cos_sin, interleaved))
-    key.copy_(rotate(key, cos_sin, interleaved))
+    if turns_keys:
+        key.copy_(rotate(key, cos_sin, interleaved))
     stored = slots >= 0
     blocks, places = slots[stored] // block_tokens, slots[stored] % block_tokens
     for which, of_tokens in enumerate((key[stored], heads_of[stored, heads + kv_heads :])):

@@ -16,8 +16,8 @@ _ROTATED_KEY = "no_rope_layers"  # has 1 for layers that are rotated
 @dataclass(slots=True, frozen=True)
 class Asked:
     """What config.json says about windows. name: the architecture. listed: for each layer, whether the key `layer_types` calls it
-    sliding (or chunked, in a family with chunks); None: the key is absent. default_tokens: the window's length if the key `sliding_window` is absent; None: there is
-    no default."""
+    sliding (or chunked, in a family with chunks); None: the key is absent. default_tokens: the window's length if its key is
+    absent; None: there is no default."""
 
     fields: Fields
     name: str
@@ -95,9 +95,7 @@ def rotated_layers(asked: Asked) -> list[bool]:
         raise fields.fail(_ROTATED_KEY, f"not a list of num_hidden_layers {num_layers} numbers, each 0 or 1")
     rotated = [bool(one) for one in given]
     if asked.listed is not None and asked.listed != rotated:
-        raise fields.unsupported(
-            "layer_types", f"{asked.name} is supported with chunks in the layers that are rotated, and no others"
-        )
+        raise fields.unsupported("layer_types", f"{asked.name} has chunks where layers are rotated")
     return rotated
 
 
@@ -113,8 +111,8 @@ def _wants_windows(asked: Asked) -> bool:
 @dataclass(slots=True, frozen=True)
 class Windows:
     """The windows of a family. rule: decides which layers have one. default_tokens: their length if the key `key` is absent; None:
-    a config.json with windows must have that key. kind: what `layer_types` calls such layers; CHUNKED: a query sees the positions of
-    its own chunk."""
+    a config.json with windows must have that key. kind: what `layer_types` calls such layers; CHUNKED: a query sees the positions
+    of its own chunk."""
 
     rule: Rule = no_layer
     default_tokens: int | None = None

@@ -123,7 +123,7 @@ def _add_rms_norm(x: Any, residual: Any, weight: Any, around_one: bool, eps: flo
 def rope_and_store_signature(element: types.Type) -> Any:
     sizes = (int64,) * 6
     norms = (element[::1], element[::1], boolean, float64)
-    return void(element[:, ::1], float32[:, ::1], *norms, element[::1], *sizes, int64[::1], boolean)
+    return void(element[:, ::1], float32[:, ::1], *norms, element[::1], *sizes, int64[::1], boolean, boolean)
 
 
 @njit(inline="always", fastmath=FASTMATH)
@@ -186,6 +186,7 @@ def _rope_and_store(
     head_dim: int,
     slots: Any,  # [T] int64: block * block_tokens + place in the block; below 0: store nothing
     interleaved: bool,  # pairs are neighbouring dimensions, else i and P + i
+    turns_keys: bool,  # else keys are not rotated
 ) -> None:
     plane, turning = block_tokens * head_dim, cos_sin.shape[1]  # elements from one KV head's keys to the next's
     line = 64 // kv.itemsize
@@ -201,6 +202,8 @@ def _rope_and_store(
             at = own + head * head_dim
             if query_norm.shape[0] > 0:
                 _norm_vector(qkv, at, query_norm if head < heads else key_norm, around_one, eps, qkv)
+            if head >= heads and not turns_keys:
+                continue
             if interleaved:
                 _turn_neighbours(qkv, token, head * head_dim, cos_sin, turning // 2)
             else:

@@ -30,7 +30,7 @@ from engine.cuda.kernels import (
     triton_sampling,
 )
 from engine.host import compiled
-from engine.ops.ops import ExpertMatrices, Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads
+from engine.ops.ops import ExpertMatrices, Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Rotary
 
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
@@ -122,10 +122,11 @@ def rope_and_store(
     heads: int,
     batch: DeviceBatch,
     interleaved: bool,
+    turns_keys: bool,
 ) -> None:
     group, place = batch.group_of(layer)
     norms, kv = (query_norm, key_norm, around_one, eps), (group.kv, group.scales)
-    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, place, heads, group.kv_slots, interleaved)
+    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, place, heads, group.kv_slots, interleaved, turns_keys)
 
 
 def attention(
@@ -309,10 +310,10 @@ def prepare_inputs(
     return input_ids, positions, kv_slots
 
 
-def cos_sin(positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
-    """Returns cosines, then sines, [T, 2 P] float32, as Rotary.cos_sin does."""
-    out = torch.empty(len(positions), 2 * len(inv_freq), dtype=torch.float32, device=positions.device)
-    triton_rope.cos_sin(positions, inv_freq, scale, out)
+def cos_sin(positions: Tensor, rotary: Rotary) -> Tensor:
+    """Returns cosines, then sines, [T, 2 P] float32, as CpuOps.cos_sin does."""
+    out = torch.empty(len(positions), 2 * len(rotary.inv_freq), dtype=torch.float32, device=positions.device)
+    triton_rope.cos_sin(positions, rotary, out)
     return out
 
 

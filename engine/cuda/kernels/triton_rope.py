@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels.triton_fp8 import e4m3_of, scale_of, shared_scale
+from engine.ops.ops import Rotary
+from loader.model_shape import TemperatureShape
 
 
 @triton.jit
@@ -19,21 +21,37 @@ def _cos_sin_kernel(
     inv_freq,  # [P] float32
     out,  # [T, 2 P] float32
     scale,
+    temperature,
+    temperature_tokens,
     P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < P
-    angle = tl.load(positions + row).to(tl.float32) * tl.load(inv_freq + at, mask=inside, other=0.0)
+    position = tl.load(positions + row).to(tl.float32)
+    scale *= 1.0 + temperature * tl.log(1.0 + tl.floor((position + 1.0) / temperature_tokens))
+    angle = position * tl.load(inv_freq + at, mask=inside, other=0.0)
     tl.store(out + row * 2 * P + at, tl.cos(angle) * scale, mask=inside)
     tl.store(out + row * 2 * P + P + at, tl.sin(angle) * scale, mask=inside)
 
 
-def cos_sin(positions: Tensor, inv_freq: Tensor, scale: float, out: Tensor) -> None:
-    """Writes the cosines, then the sines, of position * inv_freq, times scale, to out [T, 2 P] float32. positions: [T]."""
-    pairs = len(inv_freq)
-    _cos_sin_kernel[(len(positions),)](positions, inv_freq, out, scale, P=pairs, BLOCK=triton.next_power_of_2(pairs), num_warps=1)
+def cos_sin(positions: Tensor, rotary: Rotary, out: Tensor) -> None:
+    """Writes the cosines, then the sines, of position * inv_freq, times scale and temperature, to out [T, 2 P] float32. positions:
+    [T]."""
+    pairs = len(rotary.inv_freq)
+    heat = rotary.temperature or TemperatureShape(0.0, 1)
+    _cos_sin_kernel[(len(positions),)](
+        positions,
+        rotary.inv_freq,
+        out,
+        float(rotary.scale),
+        float(heat.scale),
+        float(heat.tokens),
+        P=pairs,
+        BLOCK=triton.next_power_of_2(pairs),
+        num_warps=1,
+    )
 
 
 @triton.jit
@@ -72,6 +90,7 @@ def _rope_and_store_kernel(
     REST: tl.constexpr,  # D - 2 P, padded; 0: every dimension is rotated
     FP8: tl.constexpr,
     INTERLEAVED: tl.constexpr,  # pairs are neighbouring dimensions, else i and P + i
+    TURNS_KEYS: tl.constexpr,
 ):
     narrow: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -110,8 +129,9 @@ def _rope_and_store_kernel(
             rest = tl.where(is_value[:, None], rest, tl.where(is_query[:, None], as_query, as_key))
     cosine = tl.load(cos_sin + token * 2 * P + at, mask=at < P, other=0.0)[None, :]
     sine = tl.load(cos_sin + token * 2 * P + P + at, mask=at < P, other=0.0)[None, :]
-    turned_left = tl.where(is_value[:, None], left, left * cosine - right * sine).to(narrow)
-    turned_right = tl.where(is_value[:, None], right, right * cosine + left * sine).to(narrow)
+    turns = head < H + G if TURNS_KEYS else is_query
+    turned_left = tl.where(turns[:, None], left * cosine - right * sine, left).to(narrow)
+    turned_right = tl.where(turns[:, None], right * cosine + left * sine, right).to(narrow)
     # each element is loaded and stored by the same thread, so writing in place is no race
     keep = is_query[:, None] & (at < P)[None, :]
     tl.store(row + first[None, :], turned_left, mask=keep)
@@ -158,9 +178,10 @@ def rope_and_store(
     heads: int,
     slots: Tensor,
     interleaved: bool = False,
+    turns_keys: bool = True,
 ) -> None:
     """Normalises (if norms are given) and rotates the queries of qkv in place, and stores the rotated keys and the values at slots
-    [T]. Unlike reference.rope_and_store it leaves qkv's keys as they are."""
+    [T]. turns_keys: false leaves keys unrotated. Unlike reference.rope_and_store it leaves qkv's keys as they are."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     pairs = turns.shape[1] // 2
     padded = triton.next_power_of_2(pairs)
@@ -190,5 +211,6 @@ def rope_and_store(
         REST=triton.next_power_of_2(beyond) if beyond else 0,
         FP8=scales is not None,
         INTERLEAVED=interleaved,
+        TURNS_KEYS=turns_keys,
         num_warps=4,
     )

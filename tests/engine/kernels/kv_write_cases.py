@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ from torch import Tensor
 from engine.cuda.kernels import triton_fp8, triton_rope
 from engine.ops import reference, reference_inputs
 from engine.ops.ops import Rotary
+from loader.model_shape import TemperatureShape
 from tests.engine.kernels.draw import Draw, close
 from tests.engine.kernels.paged_kv import Paged, paged
 
@@ -23,18 +26,22 @@ def rope(draw: Draw, fp8: bool = False) -> None:
     turns = torch.empty(rows, 2 * pairs)
     reference_inputs.rotary_turns(positions.int().numpy(), rotary.inv_freq.numpy(), rotary.scale, turns.numpy())
     on_device = draw.like(turns)
-    triton_rope.cos_sin(draw.on(positions), draw.on(rotary.inv_freq), rotary.scale, on_device)
+    if draw.one_of(False, True):
+        rotary = replace(rotary, temperature=TemperatureShape(0.1, draw.one_of(3, 8192)))
+        turns *= reference.temperature_of(positions, rotary.temperature).unsqueeze(1)
+    triton_rope.cos_sin(draw.on(positions), replace(rotary, inv_freq=draw.on(rotary.inv_freq)), on_device)
     torch.testing.assert_close(on_device.cpu(), turns, rtol=1e-5, atol=1e-5)
     slots = torch.randperm(case.kv.shape[0] * case.kv.shape[4], generator=draw.generator)[:rows]
     slots[draw.between(0, rows - 1)] = -1
     qkv = draw.normal(rows, (case.heads + 2 * case.kv_heads) * case.head_dim)
     query_norm, key_norm = (draw.normal(case.head_dim), draw.normal(case.head_dim)) if draw.one_of(False, True) else (None, None)
-    around_one, interleaved = draw.one_of(False, True), draw.one_of(False, False, True)
+    around_one, interleaved, turns_keys = draw.one_of(False, True), draw.one_of(False, False, True), draw.one_of(False, True)
     ours, arena, layer = draw.on(qkv), draw.on(case.arena), (case.layer, case.heads)
     weights = tuple(None if x is None else draw.on(x) for x in (query_norm, key_norm))
-    last = draw.on(slots), interleaved
+    last = draw.on(slots), interleaved, turns_keys
     triton_rope.rope_and_store(ours, draw.on(turns), *weights, around_one, 1e-6, *case.view(arena), *layer, *last)
-    reference.rope_and_store(qkv, turns, query_norm, key_norm, around_one, 1e-6, case.kv, *layer, slots, case.scales, interleaved)
+    how = (slots, case.scales, interleaved, turns_keys)
+    reference.rope_and_store(qkv, turns, query_norm, key_norm, around_one, 1e-6, case.kv, *layer, *how)
     queries = case.heads * case.head_dim
     close(ours[:, :queries], qkv[:, :queries], draw.dtype)
     kv, scales = case.view(arena.cpu())

@@ -31,6 +31,7 @@ from engine.lifecycle.kv_transfer import KVTransfer
 from engine.lifecycle.loads import Load, Loads
 from engine.loading import runner
 from engine.memory import transfers
+from engine.ops.ops import Rotary
 from engine.protocol import Configure, LoadModel
 from engine.serve.served_models import Place
 from loader import checksum
@@ -149,7 +150,7 @@ def kernels(on: Device) -> SimpleNamespace:
         FEW_ROWS=(1, 2),
         MANY_ROWS=8,
         prepare_inputs=prepare_inputs,
-        cos_sin=lambda positions, inv_freq, scale: made(len(positions), positions, inv_freq),
+        cos_sin=lambda positions, rotary: made(len(positions), positions, rotary.inv_freq),
         split_contexts=lambda contexts, window, target: made(len(contexts), contexts),
         sample=lambda logits, *columns: (made(len(logits), logits, *columns), made(len(logits), logits)),
         set_entries=set_entries,
@@ -260,7 +261,7 @@ class EngineRun:
             (model, {"torch": torch_on, "entry": entry, "Weights": lambda shape, dtype, weights, held_in: weights}),
             (model, {"build_model": lambda ops, shape, weights: Layers(device, weights)}),
             (model, {"kv_views": lambda arena, *_: (arena, None)}),
-            (model, {"rotary_of": lambda *_: SimpleNamespace(inv_freq=Drawn(device, (8,)), scale=1.0)}),
+            (model, {"rotary_of": lambda *_: Rotary(Drawn(device, (8,)))}),
             (loads, {"threading": threading}),
             (transfers, {"threading": threading}),
             (
