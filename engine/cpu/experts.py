@@ -49,13 +49,15 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
     where = (routing.weights, routing.places)
     to = (*where, routing.firsts, routing.tokens)
     if (rule := matrices.sigmoid) is None:
-        call(kernels.route, array(scores), slots, num_experts, matrices.normalised, *to)
+        call(kernels.route, array(scores), slots, num_experts, matrices.normalised, matrices.weighs_inputs, *to)
     else:
         groups = (rule.num_groups, rule.num_chosen_groups)
         own = (rule.correction.numpy(), *groups, matrices.normalised, rule.factor)
         call(kernels.route_by_sigmoid, scores.view(scores.shape).numpy(), slots, *own, *to)
     rows = empty(x, len(x) * num_chosen, x.shape[1])
     call(kernels.gather_rows, routing.tokens, array(x), 1.0, array(rows))
+    if matrices.weighs_inputs:
+        call(_weigh_rows, rows.view(rows.shape), *where, slots)
     sizes = (routing, len(x))
     gate_up = _grouped_product(kernels, rows, matrices.gate_up, matrices.gate_up_bias, *sizes)
     del rows  # recorded steps place the next result where it was
@@ -72,6 +74,14 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
     gates = array(scores) if scores.shape[1] > num_experts else none
     call(kernels.combine, array(made), *where, slots, gates, none if shared is None else array(shared), array(out))
     return out
+
+
+def _weigh_rows(rows: Tensor, weights: Any, places: Any, slots: Any) -> None:
+    """Multiplies the row of each pair by the pair's weight, which becomes 1. Arguments: see the kernel `route`."""
+    there = slots >= 0
+    own = torch.from_numpy(places[there].ravel()).long()
+    rows[own] = (rows[own].float() * torch.from_numpy(weights[there].reshape(-1, 1))).to(rows.dtype)
+    weights[:] = 1.0
 
 
 def _grouped_product(
@@ -93,6 +103,8 @@ def _grouped_linear(
     kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routing: _Routing, num_tokens: int, out: Tensor
 ) -> None:
     kernel, most_rows = kernels.grouped_linear_kernel(weight.shape[1], "bfloat16" if x.dtype is torch.bfloat16 else "float32")
+    if not weight.is_contiguous():  # along the outputs: torch multiplies so
+        most_rows = 0
     if num_tokens > most_rows:
         views = (x.view(x.shape), weight.view(weight.shape), None if bias is None else bias.view(bias.shape))
         call(_many_rows, kernels, *views, routing.firsts, most_rows, out.view(out.shape))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.layers.mlp import GatedMLP
 from engine.layers.weights import Weights
-from engine.ops.ops import BatchT, ClampedSwiglu, ExpertMatrices, Ops, SigmoidRouting
+from engine.ops.ops import BatchT, ClampedSwiglu, ExpertMatrices, ExpertMatrix, Ops, SigmoidRouting
 from loader.architectures.decoder import Decoder
 from loader.model_shape import ExpertShape, ModelShape
 
@@ -36,17 +36,23 @@ class MixtureOfExperts(Generic[BatchT]):
         assert shape.experts is not None
         names, sizes, prefix = family.experts.names, shape.experts, family.names.layer.format(layer)
         router = weights.fused(prefix, names.router_and_gate, ".weight")
-        if sizes.stacked:
+        if sizes.stacked and not sizes.input_major:
             experts = _stacked(weights, prefix + names.stacked_gate_up, prefix + names.stacked_down, sizes)
             return cls(ops, router, experts, None, weights.find(f"{prefix}{names.router}.bias"))
-        gate_up = weights.stacked(prefix, names.all_gate_up(sizes.num_experts), sizes.num_experts)
-        down = weights.stacked(prefix, names.all_down(sizes.num_experts), sizes.num_experts)
+        gate_up: ExpertMatrix
+        down: ExpertMatrix
+        if sizes.stacked:
+            gate_up, down = (weights.get(prefix + name).transpose(1, 2) for name in (names.stacked_gate_up, names.stacked_down))
+        else:
+            gate_up = weights.stacked(prefix, names.all_gate_up(sizes.num_experts), sizes.num_experts)
+            down = weights.stacked(prefix, names.all_down(sizes.num_experts), sizes.num_experts)
         shared = GatedMLP(ops, weights, prefix + names.shared, names.gate_up, names.down) if names.shared else None
         sigmoid = None
         if (rule := sizes.sigmoid) is not None:
             correction = weights.get(prefix + names.correction)
             sigmoid = SigmoidRouting(correction, rule.num_groups, rule.num_chosen_groups, rule.factor)
-        experts = ExpertMatrices(gate_up, down, sizes.num_chosen, sizes.normalised, sigmoid=sigmoid)
+        how = (sizes.num_chosen, sizes.normalised)
+        experts = ExpertMatrices(gate_up, down, *how, sigmoid=sigmoid, weighs_inputs=sizes.weighs_inputs)
         return cls(ops, router, experts, shared)
 
     def __call__(self, x: Tensor, batch: BatchT) -> Tensor:

@@ -114,7 +114,9 @@ class ExpertMatrices:
     of them each token passes through. normalised: the weights of a token's experts are made to add up to 1. An Fp8Matrix of experts
     has values [E, N, K] and scales [E, N, G], an Int4Matrix packed [E, N, K / 2]. gate_up_bias [E, 2 I], down_bias [E, W]: biases
     of the products. clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up.
-    sigmoid: how experts are chosen and weighed, if not by the softmax of their scores."""
+    sigmoid: how experts are chosen and weighed, if not by the softmax of their scores. weighs_inputs: an expert's weight is the
+    sigmoid of its score, and what it reads is multiplied by it, not what it returns. Tensors may be contiguous along their outputs
+    instead of their inputs."""
 
     gate_up: ExpertMatrix
     down: ExpertMatrix
@@ -124,6 +126,7 @@ class ExpertMatrices:
     down_bias: Tensor | None = None
     clamped: ClampedSwiglu | None = None
     sigmoid: SigmoidRouting | None = None
+    weighs_inputs: bool = False
 
     @property
     def num_experts(self) -> int:

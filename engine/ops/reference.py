@@ -487,12 +487,14 @@ def gated(gate_up: Tensor, clamped: ClampedSwiglu | None) -> Tensor:
     return silu_and_mul(gate_up) if clamped is None else clamped_swiglu(gate_up, clamped.limit, clamped.alpha)
 
 
-def route(scores: Tensor, num_chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
+def route(scores: Tensor, num_chosen: int, normalised: bool, by_sigmoid: bool = False) -> tuple[Tensor, Tensor]:
     """Returns the experts [T, C] int64 that each token passes through, the one with the highest of its scores [T, E] first, and
-    their weights [T, C] float32: the softmax of the scores, or (normalised) that divided by its sum over the C experts. Of equal
-    scores the lower expert is chosen."""
+    their weights [T, C] float32: the softmax of the scores, or (normalised) that divided by its sum over the C experts, or
+    (by_sigmoid) the sigmoids of their scores. Of equal scores the lower expert is chosen."""
     wide = scores.float()
     ordered, chosen = torch.sort(wide, dim=-1, descending=True, stable=True)
+    if by_sigmoid:
+        return chosen[:, :num_chosen], torch.sigmoid(ordered[:, :num_chosen])
     if normalised:
         return chosen[:, :num_chosen], torch.softmax(ordered[:, :num_chosen], dim=-1)
     return chosen[:, :num_chosen], torch.softmax(wide, dim=-1).gather(1, chosen[:, :num_chosen])
@@ -527,15 +529,21 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Ten
     rounded to x's dtype; the weighted sum is in float32 and rounded once."""
     num_experts = matrices.num_experts
     how = (scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
-    chosen, weights = route(*how) if matrices.sigmoid is None else route_by_sigmoid(*how, matrices.sigmoid)
+    if matrices.sigmoid is None:
+        chosen, weights = route(*how, matrices.weighs_inputs)
+    else:
+        chosen, weights = route_by_sigmoid(*how, matrices.sigmoid)
     chosen = chosen.masked_fill(is_padding.unsqueeze(1), num_experts)
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in range(num_experts):
         tokens, places = torch.where(chosen == expert)
         if len(tokens):
-            gate_up = _expert_linear(x[tokens], matrices.gate_up, matrices.gate_up_bias, expert)
+            own, rows = weights[tokens, places].unsqueeze(1), x[tokens]
+            if matrices.weighs_inputs:
+                rows, own = (rows.float() * own).to(x.dtype), torch.ones_like(own)
+            gate_up = _expert_linear(rows, matrices.gate_up, matrices.gate_up_bias, expert)
             made = _expert_linear(gated(gate_up, matrices.clamped), matrices.down, matrices.down_bias, expert)
-            total.index_add_(0, tokens, made.float() * weights[tokens, places].unsqueeze(1))
+            total.index_add_(0, tokens, made.float() * own)
     if shared is not None:
         is_gated = scores.shape[1] > num_experts
         total += shared.float() * torch.sigmoid(scores[:, num_experts:].float()) if is_gated else shared.float()

@@ -21,7 +21,7 @@ _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 
 
 def route_signature(element: types.Type) -> Any:
-    return void(element[:, ::1], int64[::1], int64, boolean, float32[:, ::1], int32[:, ::1], int32[::1], int64[::1])
+    return void(element[:, ::1], int64[::1], int64, boolean, boolean, float32[:, ::1], int32[:, ::1], int32[::1], int64[::1])
 
 
 ROUTE_BY_SIGMOID = void(
@@ -104,6 +104,7 @@ def _route(
     slots: Any,  # [T] int64: below 0 for padding, which passes through no expert
     num_experts: int,
     normalised: bool,
+    by_sigmoid: bool,  # weights are the sigmoids of the scores
     weights: Any,  # [T, C] float32: of each token's experts; undefined for padding
     places: Any,  # [T, C] int32: the rows of each token's pairs; undefined for padding
     firsts: Any,  # [E + 1] int32: each expert's first row; behind the last, the number of rows
@@ -114,7 +115,11 @@ def _route(
     for token in range(num_tokens):
         if slots[token] >= 0:
             _choose(scores, token, num_experts, places, best)
-            _weigh(scores, token, num_experts, normalised, best, weights)
+            if by_sigmoid:
+                for number in range(num_chosen):
+                    weights[token, number] = float32(1.0) / (float32(1.0) + np.exp(-best[number]))
+            else:
+                _weigh(scores, token, num_experts, normalised, best, weights)
             _count(places[token], following)
     _sort_pairs(slots, places, following, firsts, tokens)
 

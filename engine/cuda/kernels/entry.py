@@ -95,7 +95,7 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
     num_experts, num_chosen, kv_slots = experts.num_experts, experts.num_chosen, batch.groups[0].kv_slots
     chosen, weights, firsts, pairs = triton_experts.empty_routing(len(x), num_chosen, num_experts, x.device)
     if experts.sigmoid is None:
-        triton_experts.route(scores, kv_slots, num_experts, experts.normalised, chosen, weights)
+        triton_experts.route(scores, kv_slots, num_experts, experts.normalised, chosen, weights, experts.weighs_inputs)
     else:
         triton_experts.route_by_sigmoid(scores, kv_slots, experts.sigmoid, experts.normalised, chosen, weights)
     triton_experts.sort(chosen, firsts, pairs)
@@ -104,11 +104,12 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
     for tile in triton_experts.TILE_ROWS if linear_choice.launches_both() else tiles:
         how = (firsts, pairs, num_chosen)
         last = (tile, INTERPRETED)
-        triton_experts.grouped_linear(x, experts.gate_up, *how, True, *last, inner, experts.gate_up_bias, experts.clamped)
+        factors, gate_bias = weights if experts.weighs_inputs else None, experts.gate_up_bias
+        triton_experts.grouped_linear(x, experts.gate_up, *how, True, *last, inner, gate_bias, experts.clamped, factors)
         triton_experts.grouped_linear(inner, experts.down, *how, False, *last, made, experts.down_bias)
     out = torch.empty_like(x)
     gates = scores if scores.shape[1] > num_experts else None
-    triton_experts.combine(made, weights, kv_slots, gates, shared, out)
+    triton_experts.combine(made, weights, kv_slots, gates, shared, out, not experts.weighs_inputs)
     return out
 
 

@@ -45,6 +45,7 @@ def _route_kernel(
     E: tl.constexpr,
     C: tl.constexpr,
     NORMALISED: tl.constexpr,
+    BY_SIGMOID: tl.constexpr,
     PADDED_E: tl.constexpr,
     PADDED_C: tl.constexpr,
 ):
@@ -52,7 +53,9 @@ def _route_kernel(
     at, number = tl.arange(0, PADDED_E), tl.arange(0, PADDED_C)
     left = tl.load(scores + token * COLUMNS + at, mask=at < E, other=float("-inf")).to(tl.float32)
     top = tl.max(left, axis=0)
-    if not NORMALISED:
+    if BY_SIGMOID:
+        total = 1.0
+    elif not NORMALISED:
         total = tl.sum(tl.exp(left - top), axis=0)
     experts = tl.zeros([PADDED_C], tl.int32)
     factors = tl.zeros([PADDED_C], tl.float32)
@@ -60,7 +63,8 @@ def _route_kernel(
         best = tl.max(left, axis=0)
         expert = tl.min(tl.where(left == best, at, E - 1), axis=0)  # of NaN, which equals nothing, the last
         experts = tl.where(number == turn, expert, experts)
-        factors = tl.where(number == turn, tl.exp(best - top), factors)
+        weight = 1.0 / (1.0 + tl.exp(-best)) if BY_SIGMOID else tl.exp(best - top)
+        factors = tl.where(number == turn, weight, factors)
         left = tl.where(at == expert, float("-inf"), left)
     if NORMALISED:
         total = tl.sum(factors, axis=0)
@@ -69,7 +73,15 @@ def _route_kernel(
     tl.store(weights + token * C + number, factors / total, mask=number < C)
 
 
-def route(scores: Tensor, kv_slots: Tensor, num_experts: int, normalised: bool, chosen: Tensor, weights: Tensor) -> None:
+def route(
+    scores: Tensor,
+    kv_slots: Tensor,
+    num_experts: int,
+    normalised: bool,
+    chosen: Tensor,
+    weights: Tensor,
+    by_sigmoid: bool = False,
+) -> None:
     """Fills chosen [T, C] int32 and weights [T, C] float32 as reference.route returns them; padding chooses expert E."""
     num_tokens, num_chosen = chosen.shape
     _route_kernel[(num_tokens,)](
@@ -80,7 +92,8 @@ def route(scores: Tensor, kv_slots: Tensor, num_experts: int, normalised: bool, 
         COLUMNS=scores.shape[1],
         E=num_experts,
         C=num_chosen,
-        NORMALISED=normalised,
+        NORMALISED=normalised and not by_sigmoid,
+        BY_SIGMOID=by_sigmoid,
         PADDED_E=_padded_experts(num_experts),
         PADDED_C=triton.next_power_of_2(num_chosen),
         num_warps=1,
@@ -212,6 +225,7 @@ def _activated(gate, up, limit, alpha, narrow: tl.constexpr, CLAMPED: tl.constex
 def _grouped_kernel(
     x,  # [T, K] if GATED, by token; else [P, K], by place among the sorted pairs
     weight,  # [E, 2 N, K] if GATED, else [E, N, K]; bytes of two weights if FOUR_BITS
+    weights,  # [P] float32 by pair: factors of what is read, if WEIGHED
     scales,  # [E, 2 N, G] or [E, N, G]; not read if there are none
     bias,  # [E, 2 N] or [E, N], read if BIASED
     firsts,  # [E + 1] int32
@@ -228,6 +242,9 @@ def _grouped_kernel(
     BIASED: tl.constexpr,
     FOUR_BITS: tl.constexpr,  # weights are MXFP4 or INT4
     INT4: tl.constexpr,
+    WEIGHED: tl.constexpr,
+    PER_OUTPUT: tl.constexpr,  # elements from an output's weights to the next one's, of plain weights
+    PER_INPUT: tl.constexpr,
     M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -257,7 +274,7 @@ def _grouped_kernel(
     # gates and ups alternate where the activation is the clamped one, else an expert's gates come before its ups
     step: tl.constexpr = 2 if CLAMPED else 1
     to_up: tl.constexpr = 1 if CLAMPED else N
-    columns_at = weight + first_output * K + (output * step)[None, :] * K
+    columns_at = weight + first_output * K + (output * step)[None, :] * PER_OUTPUT
     factors_at = scales + (first_output + output * step) * G
     total = tl.zeros([M, BLOCK_N], tl.float32)
     total_up = total
@@ -276,7 +293,7 @@ def _grouped_kernel(
             at_k = start + inner
             rows = tl.load(rows_at + at_k[None, :], mask=there[:, None] & (at_k < K)[None, :], other=0.0)
             seen = (output < N)[None, :] & (at_k < K)[:, None]
-            columns = tl.load(columns_at + at_k[:, None], mask=seen, other=0.0)
+            columns = tl.load(columns_at + at_k[:, None] * PER_INPUT, mask=seen, other=0.0)
             if WIDEN:
                 rows = rows.to(tl.float32)
             if G > 0:
@@ -285,13 +302,17 @@ def _grouped_kernel(
             else:
                 total = tl.dot(rows, columns.to(rows.dtype), total, input_precision="ieee")
             if GATED:
-                columns = tl.load(columns_at + to_up * K + at_k[:, None], mask=seen, other=0.0)
+                columns = tl.load(columns_at + to_up * PER_OUTPUT + at_k[:, None] * PER_INPUT, mask=seen, other=0.0)
                 if G > 0:
                     factor = tl.load(factors_at + to_up * G + start // GROUP, mask=output < N, other=0.0) * CODE_FACTOR
                     total_up += tl.dot(rows, codes_as(columns, rows.dtype), input_precision="ieee") * factor[None, :]
                 else:
                     total_up = tl.dot(rows, columns.to(rows.dtype), total_up, input_precision="ieee")
     narrow: tl.constexpr = out.dtype.element_ty
+    if WEIGHED:
+        factors_of_rows = tl.load(weights + pair, mask=there, other=0.0)[:, None]
+        total *= factors_of_rows
+        total_up *= factors_of_rows
     if BIASED:
         biases_at = bias + first_output + output * step
         total += tl.load(biases_at, mask=output < N, other=0.0).to(tl.float32)[None, :]
@@ -327,13 +348,15 @@ def grouped_linear(
     out: Tensor,
     bias: Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
+    weights: Tensor | None = None,
 ) -> None:
     """Multiplies sorted pairs (see `sort`) with their experts' weights. Rows of out [P, N] that belong to no pair are undefined.
 
     gated: x [T, K] are tokens, of each of which a pair takes its own; weight [E, 2 N, K] has each expert's gate before its up, and
     out becomes silu(gate) * up, in the order of the sorted pairs. Otherwise x [P, K] is in that order, weight is [E, N, K], and out
     in the order of the pairs' numbers. tile: one of TILE_ROWS. widen: products are of float32 (where kernels are interpreted).
-    bias: [E, 2 N] or [E, N]. clamped: the activation if gated, of gates and ups that alternate."""
+    bias: [E, 2 N] or [E, N]. clamped: the activation if gated, of gates and ups that alternate. weights: [T, C] float32, if gated:
+    factors of what each pair reads."""
     num_experts, num_pairs = len(firsts) - 1, len(pairs)
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
@@ -347,6 +370,7 @@ def grouped_linear(
     _grouped_kernel[(most_tiles, triton.cdiv(num_outputs, block_n))](
         x,
         values,
+        x if weights is None else weights,
         scales,
         x if bias is None else bias,
         firsts,
@@ -363,6 +387,9 @@ def grouped_linear(
         BIASED=bias is not None,
         FOUR_BITS=of_four_bits,
         INT4=of_int4,
+        WEIGHED=weights is not None,
+        PER_OUTPUT=weight.stride(1) if isinstance(weight, Tensor) else num_inputs,
+        PER_INPUT=weight.stride(2) if isinstance(weight, Tensor) else 1,
         M=tile,
         BLOCK_N=block_n,
         BLOCK_K=min(block_k, max(32 if of_four_bits else 16, triton.next_power_of_2(num_inputs))),
@@ -386,6 +413,7 @@ def _weighted_sum_kernel(
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
+    WEIGHED: tl.constexpr,
     SHARED: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -398,7 +426,8 @@ def _weighted_sum_kernel(
         return
     for number in tl.static_range(C):
         pair = token * C + number
-        total += tl.load(made + pair * W + at, mask=inside, other=0.0).to(tl.float32) * tl.load(weights + pair)
+        one = tl.load(made + pair * W + at, mask=inside, other=0.0).to(tl.float32)
+        total += one * tl.load(weights + pair) if WEIGHED else one
     if SHARED:
         also = tl.load(shared + token * W + at, mask=inside, other=0.0).to(tl.float32)
         if GATED:
@@ -407,9 +436,17 @@ def _weighted_sum_kernel(
     tl.store(out + token * W + at, total.to(narrow), mask=inside)
 
 
-def combine(made: Tensor, weights: Tensor, kv_slots: Tensor, gates: Tensor | None, shared: Tensor | None, out: Tensor) -> None:
+def combine(
+    made: Tensor,
+    weights: Tensor,
+    kv_slots: Tensor,
+    gates: Tensor | None,
+    shared: Tensor | None,
+    out: Tensor,
+    weighed: bool = True,
+) -> None:
     """Writes to out [T, W] the sum of made [P, W] over each token's pairs, with their weights [T, C], and shared [T, W], times the
-    sigmoid of the last column of gates if there are any; 0 for padding."""
+    sigmoid of the last column of gates if there are any; 0 for padding. weighed: false leaves weights out."""
     num_tokens, width = out.shape
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(width))
     _weighted_sum_kernel[(num_tokens, triton.cdiv(width, block))](
@@ -422,6 +459,7 @@ def combine(made: Tensor, weights: Tensor, kv_slots: Tensor, gates: Tensor | Non
         COLUMNS=0 if gates is None else gates.shape[1],
         C=weights.shape[1],
         W=width,
+        WEIGHED=weighed,
         SHARED=shared is not None,
         GATED=gates is not None,
         BLOCK=block,

@@ -12,9 +12,11 @@ from tests.engine.kernels.draw import Draw, close
 from tests.engine.kernels.row_cases import int4_matrix
 
 
-def routed(scores: Tensor, kv_slots: Tensor, num_experts: int, num_chosen: int, normalised: bool) -> tuple[Tensor, ...]:
+def routed(
+    scores: Tensor, kv_slots: Tensor, num_experts: int, num_chosen: int, normalised: bool, by_sigmoid: bool = False
+) -> tuple[Tensor, ...]:
     """Returns, made with torch, what `route` and `sort` should fill in: chosen, weights, firsts and pairs (-7 behind the last)."""
-    return arranged(*reference.route(scores[:, :num_experts], num_chosen, normalised), kv_slots, num_experts)
+    return arranged(*reference.route(scores[:, :num_experts], num_chosen, normalised, by_sigmoid), kv_slots, num_experts)
 
 
 def arranged(chosen: Tensor, weights: Tensor, kv_slots: Tensor, num_experts: int) -> tuple[Tensor, ...]:
@@ -43,10 +45,10 @@ def routing(draw: Draw) -> None:
     scores = draw.normal(num_tokens, num_experts + draw.one_of(0, 1), scale=draw.one_of(0.5, 4.0))
     if draw.one_of(False, True):
         scores = scores.round()  # many are equal
-    kv_slots = some_padding(draw, num_tokens)
-    wanted = routed(scores, kv_slots, num_experts, num_chosen, normalised)
+    kv_slots, by_sigmoid = some_padding(draw, num_tokens), draw.one_of(False, False, True)
+    wanted = routed(scores, kv_slots, num_experts, num_chosen, normalised, by_sigmoid)
     chosen, weights, firsts, pairs = (draw.like(one) for one in wanted)
-    triton_experts.route(draw.on(scores), draw.on(kv_slots), num_experts, normalised, chosen, weights)
+    triton_experts.route(draw.on(scores), draw.on(kv_slots), num_experts, normalised, chosen, weights, by_sigmoid)
     triton_experts.sort(chosen, firsts, pairs, draw.one_of(16, 64))
     close(weights, wanted[1], torch.float32)
     for one, other in ((chosen, wanted[0]), (firsts, wanted[2]), (pairs, wanted[3])):
@@ -110,21 +112,26 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
     if in_mxfp4 or (not fp8 and not int4 and draw.one_of(False, True)):
         biases = draw.normal(num_experts, 2 * inner), draw.normal(num_experts, width)
         clamped = ClampedSwiglu(draw.one_of(0.7, 7.0), 1.702)
+    weighs_inputs = clamped is None and draw.one_of(False, True)
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and clamped is None and draw.one_of(False, True):
+        gate_up, down = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in (gate_up, down))  # along the outputs
     shared = draw.normal(num_tokens, width) if draw.one_of(False, True) else None
     is_gated = shared is not None and draw.one_of(False, True)
     scores = draw.normal(num_tokens, num_experts + is_gated, scale=2.0)
     if draw.one_of(False, True):  # all tokens pass through the same experts
         scores[:] = scores[:1].clone()
     kv_slots = some_padding(draw, num_tokens)
-    matrices = ExpertMatrices(on_cpu(gate_up), on_cpu(down), num_chosen, normalised, *biases, clamped)
+    how = (num_chosen, normalised)
+    matrices = ExpertMatrices(on_cpu(gate_up), on_cpu(down), *how, *biases, clamped, weighs_inputs=weighs_inputs)
     wanted = reference.experts(x, scores, matrices, kv_slots < 0, shared)
-    _, weights, firsts, pairs = (draw.on(one) for one in routed(scores, kv_slots, num_experts, num_chosen, normalised))
+    _, weights, firsts, pairs = (draw.on(one) for one in routed(scores, kv_slots, num_experts, *how, weighs_inputs))
     between, made = (draw.like(torch.empty(len(pairs), columns, dtype=draw.dtype)) for columns in (inner, width))
-    tile, how, out = draw.one_of(*triton_experts.TILE_ROWS), (firsts, pairs, num_chosen), draw.like(x)
+    tile, where, out = draw.one_of(*triton_experts.TILE_ROWS), (firsts, pairs, num_chosen), draw.like(x)
     gate_bias, down_bias = (None if bias is None else draw.on(bias) for bias in biases)
     own = [one if isinstance(one, Mxfp4Matrix) else placed(draw, one) for one in (gate_up, down)]
-    triton_experts.grouped_linear(draw.on(x), own[0], *how, True, tile, draw.interpreted, between, gate_bias, clamped)
-    triton_experts.grouped_linear(between, own[1], *how, False, tile, draw.interpreted, made, down_bias)
+    factors = weights if weighs_inputs else None
+    triton_experts.grouped_linear(draw.on(x), own[0], *where, True, tile, draw.interpreted, between, gate_bias, clamped, factors)
+    triton_experts.grouped_linear(between, own[1], *where, False, tile, draw.interpreted, made, down_bias)
     also = None if shared is None else draw.on(shared)
-    triton_experts.combine(made, weights, draw.on(kv_slots), draw.on(scores) if is_gated else None, also, out)
+    triton_experts.combine(made, weights, draw.on(kv_slots), draw.on(scores) if is_gated else None, also, out, not weighs_inputs)
     close(out, wanted, draw.dtype)
