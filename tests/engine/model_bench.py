@@ -225,6 +225,23 @@ CASES: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "llama4": {
+        "kind": "llama4",
+        "num_hidden_layers": 4,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 80,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
+        "moe_layers": [1, 3],
+        "no_rope_layer_interval": 2,
+        "no_rope_layers": [1, 0, 1, 0],
+        "attention_chunk_size": 14,
+        "attn_scale": 0.7,
+        "floor_scale": 5,
+        "pad_token_id": 0,
+        "rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+    },
     "gemma3-caps": {  # transformers caps the logits by these and leaves the scores alone
         "kind": "gemma3",
         "num_hidden_layers": 3,
@@ -247,6 +264,7 @@ RECORDED_CASES = [
     "glm4-moe",
     "deepseek-v3",
     "gpt-oss",
+    "llama4",
 ]
 
 
@@ -278,6 +296,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
         "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+        "llama4": (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM),
         "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
         "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
