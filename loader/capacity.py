@@ -43,11 +43,12 @@ class Settings:
 @dataclass(slots=True, frozen=True)
 class KVNeed:
     """The KV of the layers that see equally far. window_tokens: 0: all tokens; else a sequence keeps so many, and those of the
-    piece of a prompt that is being computed. token_bytes: of one token, in all these layers."""
+    piece of a prompt that is being computed. token_bytes: of one token, in all these layers. kind: of KVGroupSpec."""
 
     num_layers: int
     window_tokens: int
     token_bytes: int
+    kind: str
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,7 +91,7 @@ def model_need(shape: ModelShape, settings: Settings) -> ModelNeed:
         num_parameters=total,
         active_parameters=total - _idle_parameters(shape),
         weights_bytes=weights_bytes(shape, settings.dtype, settings.weight_format),
-        kv=tuple(KVNeed(len(one.layers), one.window_tokens, one.block_bytes // one.block_tokens) for one in groups),
+        kv=tuple(KVNeed(len(one.layers), one.window_tokens, one.block_bytes // one.block_tokens, one.kind) for one in groups),
         sequence_bytes=_sequence_bytes(shape, settings),
     )
 

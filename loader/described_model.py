@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loader import catalog, layout
 from loader.errors import CheckpointError
-from loader.hf_config import CONFIG_NAME, parse_config
+from loader.hf_config import CONFIG_NAME, parse_config, plain_modules
 from loader.model_shape import ModelShape
 from loader.regular_file import read_regular
 from loader.safetensors import INDEX_NAME, MAX_TENSORS, read_index
@@ -18,8 +18,8 @@ HEADERS, INDEX, CONFIG = "headers", "index", "config"
 
 @dataclass(slots=True, frozen=True)
 class DescribedModel:
-    """A model, and what its sizes follow from: HEADERS, INDEX or CONFIG. With CONFIG, matrices that the checkpoint may hold plain
-    although the others are quantised count as quantised."""
+    """A model, and what its sizes follow from: HEADERS, INDEX or CONFIG. With CONFIG, those matrices of a quantised checkpoint
+    count as plain that config.json lists."""
 
     shape: ModelShape
     source: str
@@ -27,7 +27,8 @@ class DescribedModel:
 
 def described_model(folder: Path) -> DescribedModel:
     """Reads the folder. Raises CheckpointError, which names file and key or tensor, UnsupportedModel, and OSError."""
-    shape = parse_config(read_regular(folder / CONFIG_NAME, catalog.MAX_CONFIG_BYTES))
+    config = read_regular(folder / CONFIG_NAME, catalog.MAX_CONFIG_BYTES)
+    shape = parse_config(config)
     checkpoint = catalog.scan_one(folder)
     if checkpoint.failure is not None:
         raise checkpoint.failure
@@ -39,6 +40,8 @@ def described_model(folder: Path) -> DescribedModel:
         names = set(read_index(folder))
     except FileNotFoundError:
         _check_count(shape)
+        if shape.stored_format:
+            shape = replace(shape, plain_groups=layout.plain_groups_of_modules(shape, plain_modules(config)))
         return DescribedModel(shape, CONFIG)
     catalog.check_counts(shape, len(names))
     shape = layout.as_stored(shape, names)

@@ -5,11 +5,13 @@ loader/architectures.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from loader.architectures.registry import named_architecture
 from loader.architectures.wrapper import TEXT_KEY, Wrapper
 from loader.config_fields import Fields, json_fields
+from loader.formats.left_plain import left_plain
 from loader.formats.registry import FORMATS, recognised_format
 from loader.model_shape import ModelShape
 
@@ -53,6 +55,14 @@ def _quantised(fields: Fields, is_wrapper: bool) -> Fields:
     if not is_wrapper or fields.has("quantization_config"):
         return fields
     return fields.mapping(TEXT_KEY) or fields
+
+
+def plain_modules(text: bytes, file: str = CONFIG_NAME) -> Callable[[str], bool]:
+    """Returns what tells whether config.json of a quantised checkpoint says that a module of this name is plain. Raises
+    CheckpointError, which names the key."""
+    fields = json_fields(text, file)
+    fields = _quantised(fields, isinstance(named_architecture(fields), Wrapper))
+    return left_plain(fields.mapping("quantization_config") or Fields({}, file))
 
 
 def parse_generation(config_text: bytes, generation_text: bytes | None) -> GenerationDefaults:

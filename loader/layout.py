@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -86,6 +86,16 @@ def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset
     for at, group in enumerate(_groups(shape)):
         plain = {name for name, _ in group.tensors}
         if group.may_be_quantized and not any(tensor.name in names for tensor in own.stored(group) if tensor.name not in plain):
+            found.add(at)
+    return frozenset(found)
+
+
+def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) -> frozenset[int]:
+    """Returns ModelShape.plain_groups of a checkpoint of which is_plain tells whether a module is plain; a module's matrix is its
+    NAME.weight, and those of a group are alike."""
+    found = set()
+    for at, group in enumerate(_groups(shape)):
+        if group.may_be_quantized and is_plain(group.tensors[0][0].removesuffix(".weight")):
             found.add(at)
     return frozenset(found)
 

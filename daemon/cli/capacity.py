@@ -17,7 +17,7 @@ from config.load import CUDA_DEFAULTS, DTYPES
 from config.schema import ModelConfig, NodeConfig
 from daemon.cli.client import CommandError
 from daemon.cli.table import size
-from daemon.errors import EXIT_NO_FIT, EXIT_USAGE
+from daemon.errors import EXIT_NO_FIT, EXIT_OK, EXIT_USAGE
 from loader import capacity
 from loader.described_model import CONFIG, HEADERS, INDEX, DescribedModel, described_model
 from loader.errors import CheckpointError
@@ -27,6 +27,7 @@ from loader.model_shape import ModelShape
 
 _DEVICES = re.compile(r"(cpu|cuda)=(?:(\d+)x)?(.+)\Z")
 _MOST_DEVICES = 1024
+_SEEN = {"window": "the last {} tokens", "chunked": "their own chunk of {} tokens"}  # by kind of a KV group
 _SOURCES = {
     HEADERS: "by the headers of its weight files",
     INDEX: "by config.json and the names in its index; the weights are not there",
@@ -34,8 +35,8 @@ _SOURCES = {
 }
 
 
-def capacity_plan(options: argparse.Namespace) -> None:
-    """Prints the plan. Raises CommandError."""
+def capacity_plan(options: argparse.Namespace) -> int:
+    """Prints the plan, as JSON alone where that is asked for; returns the exit code. Raises CommandError."""
     kind, num_devices, memory_bytes = _devices(options.devices) if options.devices else ("", 0, 0)
     described = _described(options.config)
     shape, settings = described.shape, _settings(options, described.shape, kind)
@@ -51,9 +52,12 @@ def capacity_plan(options: argparse.Namespace) -> None:
         print(json.dumps(_as_json(described, settings, need, shares), indent=1))
     else:
         _tell(described, settings, need, shares, memory_bytes)
-    if shares and not any(share.fits for share in shares):
+    if not shares or any(share.fits for share in shares):
+        return EXIT_OK
+    if not options.json:
         message = f"{options.config} does not fit on {options.devices}"
         raise CommandError(EXIT_NO_FIT, {"code": "would_not_fit", "message": message, "details": {}})
+    return EXIT_NO_FIT
 
 
 def _described(folder: str) -> DescribedModel:
@@ -148,7 +152,7 @@ def _tell(
     print(f"{described.shape.architecture}, {_count(need.num_parameters)} parameters{of_token}: {_SOURCES[described.source]}")
     print(f"weights     {size(need.weights_bytes)} ({held})")
     for number, kv in enumerate(need.kv):
-        seen = f"the last {kv.window_tokens} tokens" if kv.window_tokens else "all tokens"
+        seen = _SEEN.get(kv.kind, "all tokens").format(kv.window_tokens)
         print(f"{'KV' if not number else '':12}{size(kv.token_bytes)} a token in {kv.num_layers} layers that see {seen}")
     if need.kv:
         print(f"{'':12}{size(need.sequence_bytes)} for one request of {settings.max_model_len} tokens{_fp8(settings)}")

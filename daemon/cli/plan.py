@@ -40,20 +40,19 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--max-sequences", metavar="N", type=int, default=None, help="with --config: in one batch (default 256)")
 
 
-def plan(client: Client, options: argparse.Namespace) -> None:
+def plan(client: Client, options: argparse.Namespace) -> int | None:
     if options.config:
         if options.name:
             raise _usage("give NAME or --config, not both")
         from daemon.cli.capacity import capacity_plan  # it reads checkpoints, which other commands need not wait for
 
-        capacity_plan(options)
-        return
+        return capacity_plan(options)
     if not options.name:
         raise _usage("which model? Name it, or a folder with --config")
     value = client.get(f"/control/v1/plan/{quote(options.name)}")
     if options.json:
         print(json.dumps(value, indent=1))
-        return
+        return None
     print(f"{value['model']} is {value['state']}; it {VERDICTS[value['verdict']]}: {value['reason']}")
     if value["verdict"] in ("fits", "evicts"):
         source = "host memory" if value["source"] == "host" else "disk"
@@ -62,6 +61,7 @@ def plan(client: Client, options: argparse.Namespace) -> None:
         print(f"\n{device['device']}: needs {size(device['needed_bytes'])}, {size(device['free_bytes'])} are free")
         _candidates(device["candidates"])
     _explain_score(value["devices"])
+    return None
 
 
 def evict(client: Client, options: argparse.Namespace) -> None:

@@ -64,15 +64,15 @@ def test_published_models(
 
 
 def test_kimi_k25_is_planned_in_int4_from_the_text_model_of_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """4.5 bits for each weight that layers multiply with, 16 for each of the embedding and the head. Published: 1 T parameters,
-    32 B of them for a token."""
+    """4.5 bits for each weight of the experts that are chosen, 16 for each other, as `ignore` says. Published: 1 T parameters, 32 B
+    of them for a token."""
     folder = folder_of(tmp_path, json.loads((PUBLISHED / "kimi-k2.5.json").read_text()))
-    plan = planned(capsys, "--config", folder, "--devices", "cuda=8x80GiB", "--max-model-len", "131072")
+    plan = planned(capsys, "--config", folder, "--devices", "cuda=8x80GiB", "--max-model-len", "65536")
     assert plan["settings"]["weight_format"] == "int4 by 32"
     assert plan["num_parameters"] == 1_026_408_232_448
     assert plan["num_parameters"] - plan["active_parameters"] == 60 * (384 - 8) * 3 * 7168 * 2048
-    vocabulary = 2 * 163_840 * 7168
-    wanted = (plan["num_parameters"] - vocabulary) * 4.5 / 8 + 2 * vocabulary
+    chosen = 60 * 384 * 3 * 7168 * 2048
+    wanted = chosen * 4.5 / 8 + 2 * (plan["num_parameters"] - chosen)
     assert wanted <= plan["weights_bytes"] < 1.001 * wanted
     assert [need["token_bytes"] for need in plan["kv"]] == [70_272]
     assert plan["shares"][-1]["sequences"] == 1
@@ -150,6 +150,9 @@ def test_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ):
         assert line in told
     assert main.run(["plan", "--config", folder, "--devices", "cuda=80GiB"]) == 4
+    capsys.readouterr()
+    assert main.run(["plan", "--json", "--config", folder, "--devices", "cuda=80GiB"]) == 4
+    assert json.loads(capsys.readouterr().out)["shares"][0]["sequences"] == 0, "one JSON value, for scripts"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Tells by a `quantization_config` which matrices of a quantised checkpoint are stored plain. Where files are there their tensors
+decide; a plan made of config.json alone has nothing else.
+
+compressed-tensors lists modules under `ignore`: whole names, or regular expressions (`re:`) that match a name's beginning.
+Transformers' own formats list them under `modules_to_not_convert`: names, or parts of names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from loader.config_fields import Fields
+
+IGNORE, NOT_CONVERTED = "ignore", "modules_to_not_convert"
+_EXPRESSION = "re:"
+
+
+def left_plain(config: Fields) -> Callable[[str], bool]:
+    """Returns what tells whether a module of this name is plain. config: the `quantization_config`. Raises CheckpointError, which
+    names the key, for a list that is none."""
+    names: set[str] = set()
+    parts: list[str] = []
+    patterns: list[re.Pattern[str]] = []
+    for key in (IGNORE, NOT_CONVERTED):
+        listed = config.values.get(key) or []
+        if not isinstance(listed, list) or not all(isinstance(one, str) and one for one in listed):
+            raise config.fail(key, "not a list of names")
+        for one in listed:
+            if one.startswith(_EXPRESSION):
+                try:
+                    patterns.append(re.compile(one.removeprefix(_EXPRESSION)))
+                except (re.error, RecursionError, OverflowError) as error:
+                    raise config.fail(key, f"{one[:64]!r} is no regular expression: {error}") from None
+            elif key == IGNORE:
+                names.add(one)
+            else:
+                parts.append(one)
+    return lambda module: (
+        module in names or any(part in module for part in parts) or any(pattern.match(module) for pattern in patterns)
+    )
