@@ -18,7 +18,7 @@ class SigmoidShape:
 
 @dataclass(slots=True, frozen=True)
 class TemperatureShape:
-    """How queries grow with their position p: by 1 + scale * ln(1 + floor((p + 1) / tokens)) (reference.heat_queries)."""
+    """How queries grow with their position p: by 1 + scale * ln(1 + floor((p + 1) / tokens)) (reference.temperature_of)."""
 
     scale: float
     tokens: int

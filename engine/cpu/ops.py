@@ -35,6 +35,7 @@ from engine.ops.ops import (
     Rotary,
 )
 from loader.formats.int8 import WIDENED_BYTES
+from loader.model_shape import TemperatureShape
 from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
 _NO_SINKS = np.empty(0, np.float32)
@@ -49,6 +50,11 @@ class _ThreadCount(threading.local):
 
 
 _thread_count = _ThreadCount()
+
+
+def _heat(positions: Any, temperature: TemperatureShape, turns: Tensor) -> None:
+    """Multiplies turns [T, 2 P] by the factors of queries at positions [T]."""
+    turns.mul_(reference.temperature_of(torch.from_numpy(positions), temperature).unsqueeze(1))
 
 
 class CpuOps:
@@ -106,7 +112,7 @@ class CpuOps:
         """Writes turns [T, 2 P] float32 for positions [T] (int32 array): cosines, then sines, of the dimensions that rotate."""
         call(self.input_kernels().rotary_turns, positions, rotary.inv_freq.numpy(), rotary.scale, turns.numpy())
         if rotary.temperature is not None:
-            turns *= reference.temperature_of(torch.from_numpy(positions), rotary.temperature).unsqueeze(1)
+            call(_heat, positions, rotary.temperature, turns.view(turns.shape))
 
     def cos_sin(self, rotary: Rotary, positions: Any) -> Tensor:
         """Returns what rotary_turns writes, as a new tensor."""

@@ -26,9 +26,10 @@ def array(x: Tensor) -> Any:
 
 
 def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Returns x [R, K] @ weight [N, K] transposed, plus bias [N]; None if torch's linear is to be used: it is faster, or x is not
-    contiguous."""
-    kernel = kernels.linear_kernel(*x.shape, len(weight), _element(x)) if x.is_contiguous() else None
+    """Returns x [R, K] @ weight [N, K] transposed, plus bias [N]; None if torch's linear is to be used: it is faster, or x or the
+    weight is not contiguous."""
+    is_served = x.is_contiguous() and weight.is_contiguous()
+    kernel = kernels.linear_kernel(*x.shape, len(weight), _element(x)) if is_served else None
     if kernel is None:
         return None
     out = empty(x, len(x), len(weight))

@@ -207,7 +207,7 @@ def first_seen(context: int, reach: int) -> int:
     its own chunk of -R; 0: all."""
     if reach > 0:
         return max(0, context - reach)
-    return (context - 1) // -reach * -reach if reach < 0 and context else 0
+    return max(0, context - 1) // -reach * -reach if reach < 0 else 0
 
 
 def paged_attention(

@@ -25,7 +25,19 @@ from tests.kernel_cache import CACHE_DIR
 
 PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
 OTHER = np.random.default_rng(12).integers(0, 211, 45).tolist()
-KINDS = ["llama", "qwen3", "gemma2", "gemma3", "phi3-partial-window", "olmo2", "qwen2-moe", "glm4-moe", "deepseek-v3", "gpt-oss"]
+KINDS = [
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3-partial-window",
+    "olmo2",
+    "qwen2-moe",
+    "glm4-moe",
+    "deepseek-v3",
+    "gpt-oss",
+    "llama4",
+]
 INTERPRETED = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of infinities, a GPU does not
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model"),

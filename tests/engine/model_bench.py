@@ -18,6 +18,7 @@ from engine.cpu.memory import CpuMemory
 from engine.cpu.model import CpuModel
 from engine.loading.runner import TorchRunner
 from engine.memory.host_tier import HostTier
+from engine.ops import reference
 from engine.protocol import Configure, LoadModel
 from loader.catalog import scan_one
 from loader.kv_layout import KVGroupSpec
@@ -407,8 +408,8 @@ def make_table(slots: int = 8, length: int = MAX_LEN, groups: Sequence[KVGroupSp
 def forget_behind_windows(model: CpuModel, table: SequenceTable, slot: int, num_computed: int) -> None:
     """Drops blocks that no query from position num_computed on sees, as the batch scheduler does, and fills them with NaN."""
     for memory, block_table in zip(model._kv, table.block_tables, strict=True):
-        if memory.window_tokens:
-            num_blocks = max(0, num_computed - memory.window_tokens + 1) // BLOCK_TOKENS
+        if memory.reach:
+            num_blocks = reference.first_seen(num_computed + 1, memory.reach) // BLOCK_TOKENS
             memory.kv[block_table[slot, :num_blocks]] = torch.nan
             memory.kv[-1] = torch.nan  # the block that an index of -1 would read
             block_table[slot, :num_blocks] = -1

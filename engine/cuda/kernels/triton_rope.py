@@ -12,7 +12,6 @@ from torch import Tensor
 
 from engine.cuda.kernels.triton_fp8 import e4m3_of, scale_of, shared_scale
 from engine.ops.ops import Rotary
-from loader.model_shape import TemperatureShape
 
 
 @triton.jit
@@ -40,14 +39,14 @@ def cos_sin(positions: Tensor, rotary: Rotary, out: Tensor) -> None:
     """Writes the cosines, then the sines, of position * inv_freq, times scale and temperature, to out [T, 2 P] float32. positions:
     [T]."""
     pairs = len(rotary.inv_freq)
-    heat = rotary.temperature or TemperatureShape(0.0, 1)
+    heat = rotary.temperature
     _cos_sin_kernel[(len(positions),)](
         positions,
         rotary.inv_freq,
         out,
         float(rotary.scale),
-        float(heat.scale),
-        float(heat.tokens),
+        0.0 if heat is None else float(heat.scale),
+        1.0 if heat is None else float(heat.tokens),
         P=pairs,
         BLOCK=triton.next_power_of_2(pairs),
         num_warps=1,

@@ -38,7 +38,7 @@ from engine.cuda.kernels import (
     triton_unpack,
 )
 from engine.memory.arena import kv_views
-from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Int4Matrix, LatentHeads, Mxfp4Matrix, SigmoidRouting
+from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Int4Matrix, LatentHeads, Mxfp4Matrix, Rotary, SigmoidRouting
 from loader.frame import FRAME_VALUES
 from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
 
@@ -172,7 +172,7 @@ def main(capability: int) -> None:
     )
     entry.split_contexts(torch.zeros(entry.MANY_ROWS, dtype=torch.int32), 0, 132)
     work = entry.split_contexts(ints, 0, 132)
-    turns, norm = entry.cos_sin(ints, torch.zeros(HEAD_DIM // 2), 1.0), qkv[0, :HEAD_DIM]
+    turns, norm = entry.cos_sin(ints, Rotary(torch.zeros(HEAD_DIM // 2))), qkv[0, :HEAD_DIM]
     for kv in [
         kept_as(kind) for kind in ("bfloat16", KV_FP8) if kind != KV_FP8 or capability >= 89
     ]:  # FP8_CAPABILITY of the backend
@@ -197,6 +197,8 @@ def main(capability: int) -> None:
     for tile in triton_experts.TILE_ROWS:
         triton_experts.grouped_linear(x, gate_up, *routing[2:], CHOSEN, True, tile, False, inner)
         triton_experts.grouped_linear(inner, down, *routing[2:], CHOSEN, False, tile, False, made)
+        along_outputs = gate_up.view(EXPERTS, WIDTH, -1).transpose(1, 2)
+        triton_experts.grouped_linear(x, along_outputs, *routing[2:], CHOSEN, True, tile, False, inner, weights=routing[1])
     blocks = torch.zeros(EXPERTS, 2 * EXPERT_INNER, WIDTH // 32, 16, dtype=torch.uint8)
     halves = Mxfp4Matrix(blocks, blocks[..., 0]), Mxfp4Matrix(blocks[:, :EXPERT_INNER], blocks[:, :EXPERT_INNER, :, 0])
     for tile in triton_experts.TILE_ROWS:

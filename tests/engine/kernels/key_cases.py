@@ -74,9 +74,10 @@ class KeyCase:
 
 
 PUBLISHED = Path(__file__).parents[2] / "published"
-DEEPSEEK_V3, DEEPSEEK_V2_LITE = (
-    json.loads((PUBLISHED / f"{name}.json").read_text()) for name in ("deepseek-v3", "deepseek-v2-lite")
+DEEPSEEK_V3, DEEPSEEK_V2_LITE, LLAMA4_SCOUT = (
+    json.loads((PUBLISHED / f"{name}.json").read_text()) for name in ("deepseek-v3", "deepseek-v2-lite", "llama-4-scout")
 )
+LLAMA4_TEXT = LLAMA4_SCOUT["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
 FP8_WEIGHTS = {"quantization_config": FINE_GRAINED}
 QWEN3 = QWEN25_7B | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
 CASES = [
@@ -111,6 +112,20 @@ CASES = [
         block_offset=8,
         more={"vocab_size": 1024, "n_routed_experts": 12, "moe_intermediate_size": 352},
     ),
+    KeyCase(
+        "llama 4",
+        LLAMA4_TEXT,
+        max_rows=17,
+        more={
+            "head_dim": 64,
+            "vocab_size": 1024,
+            "num_local_experts": 8,
+            "attention_chunk_size": 96,
+            "no_rope_layers": [1, 0],
+            "intermediate_size_mlp": 704,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
     KeyCase("one block a sequence", MISTRAL_7B, max_len=BLOCK_TOKENS, max_rows=1, more={"sliding_window": None}),
 ]
 # Each stands for settings that the others do not have; the whole list takes many minutes.
@@ -125,6 +140,7 @@ COVERING = (
     "glm4 moe",
     "gpt-oss",
     "deepseek v2 lite float16",
+    "llama 4",
     "one block a sequence",
 )
 
