@@ -1,5 +1,5 @@
 """Text models inside checkpoints that also hold an encoder of images: every logit equals transformers', whichever way the
-checkpoint names its tensors.
+checkpoint names its tensors, and stores experts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,19 @@ TINY_VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+LLAMA4_TEXT: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "interleave_moe_layer_step": 2,
+    "moe_layers": [1],
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 1,
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 12,
+    "floor_scale": 5,
+    "pad_token_id": 0,
+}
+LLAMA4_VISION: dict[str, Any] = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
 NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.", "": "model."}
 
 
@@ -37,6 +50,13 @@ def make_wrapper(folder: Path, kind: str) -> Any:
         text = COMMON | {"num_hidden_layers": 7, "sliding_window": 6, "query_pre_attn_scalar": 24}
         config: Any = transformers.Gemma3Config(text_config=text, vision_config=TINY_VISION, mm_tokens_per_image=1)
         model: Any = transformers.Gemma3ForConditionalGeneration(config)
+    elif kind == "llama4":
+        vision = {key: value for key, value in TINY_VISION.items() if key != "intermediate_size"}
+        config = transformers.Llama4Config(
+            text_config=COMMON | LLAMA4_TEXT, vision_config=vision | LLAMA4_VISION | {"intermediate_size": 64}
+        )
+        config.tie_word_embeddings = False
+        model = transformers.Llama4ForConditionalGeneration(config)
     else:
         text = COMMON | {"model_type": "mistral", "sliding_window": None}
         config = transformers.Mistral3Config(text_config=text, vision_config=TINY_VISION | {"model_type": "pixtral"})
@@ -44,11 +64,12 @@ def make_wrapper(folder: Path, kind: str) -> Any:
         model = transformers.Mistral3ForConditionalGeneration(config)
     torch.manual_seed(3)
     with torch.no_grad():
-        for name, parameter in model.model.language_model.named_parameters():
+        text_model = model.language_model if kind == "llama4" else model.model.language_model
+        for name, parameter in text_model.named_parameters():
             parameter.normal_(0.0, 0.2)
             if "norm" in name and kind != "gemma3":  # Gemma's factors are 1 + weight
                 parameter += 1.0
-        if kind != "gemma3":
+        if kind == "mistral3":
             model.lm_head.weight.normal_(0.0, 0.2)
     model.eval().save_pretrained(folder)
     return model
@@ -66,13 +87,29 @@ def rename(source: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+def part_experts(source: Path, folder: Path) -> Path:
+    """Copies a checkpoint of Llama 4 with the matrices of each expert apart, as quantised ones have them."""
+    shutil.copytree(source, folder)
+    tensors = load_file(source / "model.safetensors")
+    prefix = "language_model.model.layers.1.feed_forward.experts."
+    both, down = (tensors.pop(f"{prefix}{name}_proj") for name in ("gate_up", "down"))
+    for expert, (gate_up, own_down) in enumerate(zip(both, down, strict=True)):
+        gate, up = gate_up.t().chunk(2)
+        for name, matrix in (("gate", gate), ("up", up), ("down", own_down.t())):
+            tensors[f"{prefix}{expert}.{name}_proj.weight"] = matrix.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "llama4"])
 def test_logits(tmp_path: Path, kind: str) -> None:
     theirs = make_wrapper(tmp_path / "first", kind)
+    if kind == "llama4":  # transformers' wrapper fails without images
+        theirs = theirs.language_model
     with torch.inference_mode():
         wanted = theirs(torch.tensor([PROMPT])).logits[0].numpy()
     assert np.abs(wanted).max() > 1.0
-    other = rename(tmp_path / "first", tmp_path / "second")
+    other = (part_experts if kind == "llama4" else rename)(tmp_path / "first", tmp_path / "second")
     runner = make_runner(make_memory())
     for folder in (tmp_path / "first", other):
         model = load(runner, folder)

@@ -192,7 +192,7 @@ def main(capability: int) -> None:
     rule = SigmoidRouting(torch.zeros(EXPERTS), 8, 4, 2.5)
     triton_experts.route_by_sigmoid(torch.zeros(ROWS, EXPERTS), longs, rule, True, *routing[:2])
     triton_experts.sort(routing[0], *routing[2:])
-    gate_up, down = torch.zeros(EXPERTS, 2 * EXPERT_INNER, WIDTH, dtype=dtype), x  # nothing is read
+    gate_up, down = torch.zeros(EXPERTS, 2 * EXPERT_INNER, WIDTH, dtype=dtype), x[None]  # nothing is read
     inner, made = (torch.zeros(ROWS * CHOSEN, width, dtype=dtype) for width in (EXPERT_INNER, WIDTH))
     for tile in triton_experts.TILE_ROWS:
         triton_experts.grouped_linear(x, gate_up, *routing[2:], CHOSEN, True, tile, False, inner)
