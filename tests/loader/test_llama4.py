@@ -16,6 +16,7 @@ from loader.kv_layout import kv_groups
 from loader.layout import num_parameters
 from loader.model_shape import ModelShape, TemperatureShape
 from tests.loader.checkpoints import safetensors_bytes, tensors_for, write_checkpoint
+from tests.loader.fp8 import FINE_GRAINED
 
 SCOUT = json.loads((Path(__file__).parents[1] / "published" / "llama-4-scout.json").read_text())
 TEXT = SCOUT["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
@@ -58,7 +59,9 @@ def test_scout_is_what_was_published() -> None:
     groups = kv_groups(shape, "bfloat16", 16)
     assert [(group.kind, group.reach, len(group.layers)) for group in groups] == [("full", 0, 12), ("chunked", -8192, 36)]
     rope = SCOUT["text_config"]["rope_scaling"] | {"rope_theta": 500000.0}
-    newer = {key: value for key, value in SCOUT["text_config"].items() if key not in ("rope_scaling", "rope_theta", "no_rope_layers")}
+    newer = {
+        key: value for key, value in SCOUT["text_config"].items() if key not in ("rope_scaling", "rope_theta", "no_rope_layers")
+    }
     kinds = {"layer_types": (["chunked_attention"] * 3 + ["full_attention"]) * 12, "no_rope_layers": [1, 1, 1, 0] * 12}
     assert parse(SCOUT, text_config=newer | kinds | {"rope_parameters": rope}) == shape
 
@@ -100,6 +103,15 @@ def test_experts_may_be_one_tensor_or_one_each(tmp_path: Path) -> None:
     assert f"tensor {STACKED}2.up_proj.weight: missing" in error_with(
         {key: told for key, told in one_by_one(tensors).items() if key != f"{STACKED}2.up_proj.weight"}
     )
+
+
+def test_quantised_experts_in_one_tensor_are_refused_by_its_name(tmp_path: Path) -> None:
+    folder, tensors = write_checkpoint(tmp_path / "m", SMALL | {"quantization_config": FINE_GRAINED}), tensors_for(SMALL)
+    name = f"{STACKED}gate_up_proj"
+    _, dims, data = tensors[name]
+    fp8 = ("F8_E4M3", dims, bytes(len(data) // 4))
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors | {name: fp8}))
+    assert f"tensor {name}: dtype F8_E4M3 is not supported here" in scan_one(folder).error
 
 
 @pytest.mark.parametrize(
