@@ -34,6 +34,8 @@ TOOL_PARSERS = (
     "hermes",
     "kimi_k2",
     "llama3",
+    "llama4_json",
+    "llama4_pythonic",
     "mistral",
     "qwen3_coder",
     "none",

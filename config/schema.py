@@ -116,8 +116,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_parser: Annotated[
         str | None,
         key(
-            "how it writes tool calls: deepseek_v3, deepseek_v31, glm45, glm47, harmony, hermes, kimi_k2, llama3, mistral, "
-            "qwen3_coder or none; default: told by the template",
+            "how it writes tool calls: deepseek_v3, deepseek_v31, glm45, glm47, harmony, hermes, kimi_k2, llama3, llama4_json, "
+            "llama4_pythonic, mistral, qwen3_coder or none; default: told by the template",
             reload=LIVE,
         ),
     ] = None

@@ -17,8 +17,8 @@ from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.response_format import MAX_GRAMMAR_BYTES
 from daemon.api.bodies.tools import AUTO, ToolRequest
 from daemon.api.context import ApiContext
+from daemon.api.generation.call_rules import inexpressible
 from daemon.api.generation.harmony_grammar import HarmonyGrammar, check_marks
-from daemon.api.generation.text_call_grammar import FORMS, inexpressible
 from daemon.api.generation.tool_dialect import reply_dialect
 from daemon.api.generation.tool_grammar import JSON_SCHEMA, argument_schemas, tool_grammar
 from daemon.contracts import Generation
@@ -38,9 +38,9 @@ from daemon.text.tool_parsers.registry import (
     GENERIC,
     HARMONY,
     KIMI_K2,
-    LLAMA3,
     NONE,
     WITH_TEXT_VALUES,
+    WITHOUT_MARKER,
     id_of_call,
     tool_parser,
 )
@@ -169,11 +169,11 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
 
 
 def _held_dialect(dialect: str, tools: ToolRequest) -> str:
-    """Returns the dialect of a reply whose model writes arguments as plain text: for forced calls hearthd's if the model's own
-    cannot be held to the schemas. Raises BadRequest if strict calls cannot."""
+    """Returns the dialect of a reply whose model does not write arguments as a JSON object: for forced calls hearthd's if the
+    model's own cannot be held to the schemas. Raises BadRequest if strict calls cannot."""
     if tools.choice == AUTO and True not in tools.strict:
         return dialect
-    found = inexpressible(FORMS[dialect], argument_schemas(tools))
+    found = inexpressible(dialect, argument_schemas(tools))
     if found is None:
         return dialect
     if tools.choice != AUTO:
@@ -181,7 +181,7 @@ def _held_dialect(dialect: str, tools: ToolRequest) -> str:
     where = f"tools[{found[0]}].function.parameters.{found[1]}"
     raise BadRequest(
         "unsupported_grammar",
-        f"{where}: calls of this model are plain text, which cannot be held to this; leave strict out, or force the call",
+        f"{where}: calls of this model are no JSON objects, and cannot be held to this; leave strict out, or force the call",
         param=where,
     )
 
@@ -234,7 +234,7 @@ async def _grammar(
     answer = head.grammar
     if tools.choice == AUTO and True not in tools.strict and not answer:
         return ""
-    if answer and (tools.choice != AUTO or dialect == LLAMA3 or not answer.startswith(JSON_SCHEMA)):
+    if answer and (tools.choice != AUTO or dialect in WITHOUT_MARKER or not answer.startswith(JSON_SCHEMA)):
         raise invalid("tools", f"tools: {head.grammar_field} is there already, and one reply cannot follow both")
     schemas = argument_schemas(tools)
     grammar = write(markers, schemas, answer.removeprefix(JSON_SCHEMA))

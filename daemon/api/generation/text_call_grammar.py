@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from daemon.api.generation.inexpressible import DEFINITIONS, Inexpressible, check_parameters
 from daemon.text.tool_parsers import glm, qwen3_coder
 from daemon.text.tool_parsers.parameter_types import STRING, referred, types_of
 from daemon.text.tool_parsers.registry import GLM45, GLM47, QWEN3_CODER
 
-_DEFINITIONS = ("$defs", "definitions")
-_TOP = frozenset({"type", "properties", "required", "additionalProperties", "$schema", "$id", "x-guidance", *_DEFINITIONS})
 _OF_STRINGS = frozenset({"type", "enum", "const", "minLength", "maxLength", "default", "examples"})
 _NULLABLE = STRING | {"null"}
 _MOST_LENGTH = 4096  # of a string whose schema bounds it
@@ -67,21 +66,6 @@ FORMS: Mapping[str, TextForm] = {
 }
 
 
-class Inexpressible(Exception):
-    """Raised for a schema that a call in such a dialect cannot be held to. The message is the keyword's path."""
-
-
-def inexpressible(form: TextForm, schemas: Sequence[str]) -> tuple[int, str] | None:
-    """Returns the first tool that a call in this form cannot be held to, and the path of the keyword for which it cannot.
-    schemas: from argument_schemas."""
-    for at, schema in enumerate(schemas):
-        try:
-            function_rules(form, at, "", json.loads(schema), {}, {})
-        except Inexpressible as error:
-            return at, str(error)
-    return None
-
-
 def function_rules(
     form: TextForm, at: int, name: str, schema: Mapping[str, Any], options: Mapping[str, Any], special: Mapping[str, str]
 ) -> list[str]:
@@ -99,9 +83,7 @@ class _Rules:
 
     def of_function(self, at: int, name: str) -> list[str]:
         form, schema = self._form, self._schema
-        for key in schema:
-            if key not in _TOP:
-                raise Inexpressible(key)
+        check_parameters(schema)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         rules, parameters = [], []
         for number, (key, each) in enumerate(properties.items()):
@@ -124,7 +106,7 @@ class _Rules:
         end = self._written(form.before_end + form.end_value + form.after_value)
         types = types_of(schema, root)
         if "string" not in types:
-            definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+            definitions = {key: root[key] for key in DEFINITIONS if key in root}
             held = {"x-guidance": self._options} | schema | definitions | {"x-guidance": self._options}
             return [f"{rule}: {rule}_json {end}", f"{rule}_json: %json {json.dumps(held, ensure_ascii=False)}"]
         if not types <= _NULLABLE:

@@ -13,9 +13,9 @@ from typing import Any
 from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.tools import AUTO, NAMED, ToolRequest
 from daemon.api.generation import closed_schema
-from daemon.api.generation.text_call_grammar import FORMS, function_rules
+from daemon.api.generation.call_rules import call_rules
 from daemon.text import reasoning
-from daemon.text.tool_parsers import deepseek, generic, hermes, kimi_k2, llama3, mistral, named_call, qwen3_coder
+from daemon.text.tool_parsers import deepseek, generic, hermes, kimi_k2, llama3, llama4, mistral, named_call, qwen3_coder
 from daemon.text.tool_parsers.call_numbers import PREFIX
 from daemon.text.tool_parsers.registry import (
     DEEPSEEK_V3,
@@ -26,6 +26,8 @@ from daemon.text.tool_parsers.registry import (
     HERMES,
     KIMI_K2,
     LLAMA3,
+    LLAMA4_JSON,
+    LLAMA4_PYTHONIC,
     QWEN3_CODER,
     WITH_TEXT_VALUES,
 )
@@ -61,8 +63,8 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
 
 def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, markers: Mapping[int, str], answer: str = "") -> str:
     """Returns a grammar as in SamplingParams.grammar. schemas: from argument_schemas. markers: token id -> text of those that the
-    tokenizer calls special. answer: a JSON schema that the reply follows if it is no call (not in Llama 3's dialect, where
-    both begin with a brace)."""
+    tokenizer calls special. answer: a JSON schema that the reply follows if it is no call (not in the dialects
+    of WITHOUT_MARKER)."""
     special = {text: f"<[{token_id}]>" for token_id, text in markers.items()}  # no text to llguidance
     chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
     newer = named_call.ARGS in special
@@ -75,6 +77,10 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
         calls = 'call ("\\n" call)*' if dialect == GLM45 else "call+"
     elif dialect == LLAMA3:
         body, calls = "tool", 'call ("; " call)*'
+    elif dialect == LLAMA4_JSON:
+        body, calls = "tool", "call+"
+    elif dialect == LLAMA4_PYTHONIC:
+        body, calls = f'"[" tool {_some(", ", tools.many)} "]"', "call"
     elif dialect == GENERIC:
         body, calls = "tool", f"call ({json.dumps(generic.BETWEEN)} call)*"
     elif dialect in (DEEPSEEK_V3, DEEPSEEK_V31):
@@ -97,13 +103,16 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
         ]
     elif tools.choice == AUTO:
         barred = qwen3_coder.FUNCTION if dialect == QWEN3_CODER else ""  # it begins a call without the marker
-        rules += _with_text(marker, calls, tools.many, special, barred)
+        if dialect in (LLAMA4_JSON, LLAMA4_PYTHONIC):
+            rules += _with_llama4_text(calls, special)
+        else:
+            rules += _with_text(marker, calls, tools.many, special, barred)
     else:
         rules.append(f"start: {calls}")
     rules.append("tool: " + " | ".join(f"tool_{at}" for at in chosen))
     for at in chosen:
         if dialect in WITH_TEXT_VALUES:
-            rules += function_rules(FORMS[dialect], at, tools.names[at], json.loads(schemas[at]), COMPACT, special)
+            rules += call_rules(dialect, at, tools.names[at], json.loads(schemas[at]), COMPACT, special)
             continue
         if marker == deepseek.OPEN:
             written = _in_deepseek(tools.names[at], f"args_{at}", dialect, special)
@@ -115,7 +124,7 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
             start, end = generic.before_arguments(tools.names[at]), generic.AFTER_ARGUMENTS
             written = f"{json.dumps(start)} args_{at} {json.dumps(end)}"
         else:
-            start = f'{{"name": "{tools.names[at]}", "{"parameters" if dialect == LLAMA3 else "arguments"}": '
+            start = f'{{"name": "{tools.names[at]}", "{"parameters" if dialect in (LLAMA3, LLAMA4_JSON) else "arguments"}": '
             written = f'{json.dumps(start)} args_{at} "}}"'
         rules += [f"tool_{at}: {written}", f"args_{at}: %json {schemas[at]}"]
     return "lark:" + "\n".join(rules)
@@ -166,12 +175,7 @@ def _some(separator: str, many: bool) -> str:
 def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str], barred: str) -> list[str]:
     """Returns the rules of replies that need not call. Reasoning may come first, also if its markers are special tokens. barred:
     what their text may not contain, besides the marker."""
-    think = ""
-    rules = []
-    if reasoning.OPEN in special and reasoning.CLOSE in special:
-        think = "think? "
-        # the prompt may have opened it. TEXT as in the answer: the lexer takes the longest piece, whatever may follow
-        rules.append(f"think: (TEXT? {special[reasoning.OPEN]})? TEXT? {special[reasoning.CLOSE]}")
+    think, rules = _thinking(special)
     if not marker:
         # a reply that begins with a brace is a call; behind the tag, which is a token, whatever came before it
         tagged = f" | TEXT? {special[llama3.PYTHON_TAG]} {calls}" if llama3.PYTHON_TAG in special else ""
@@ -186,6 +190,26 @@ def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str], 
         f"TEXT: /(?s:.+)/ & ~/(?s:.*){_escaped(marker)}(?s:.*)/{bar}",
         f"start: {think}(TEXT? | (head body){'+' if many else ''} TEXT?)",
     ]
+
+
+def _with_llama4_text(calls: str, special: Mapping[str, str]) -> list[str]:
+    """Returns the rules of replies of Llama 4 that need not call. A bracket begins a call at the reply's beginning and behind a
+    marker, so no text begins with one."""
+    think, rules = _thinking(special)
+    bars = "".join(f" & ~/(?s:.*){_escaped(marker)}(?s:.*)/" for marker in (llama4.START, llama4.END))
+    rules.append(rf"TEXT: /\s*[^\[{{\s](?s:.*)/{bars}")
+    begin = behind = ""
+    if llama4.START in special and llama4.END in special:
+        begin, behind = f"(TEXT? {special[llama4.START]})? (TEXT? {special[llama4.END]})? ", f" {special[llama4.END]}?"
+    return [*rules, f"start: {think}{begin}(TEXT? | {calls}{behind})"]
+
+
+def _thinking(special: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Returns what stands for the reasoning before a reply, and its rules; nothing where its markers are no special tokens."""
+    if reasoning.OPEN not in special or reasoning.CLOSE not in special:
+        return "", []
+    # the prompt may have opened it. TEXT as in the answer: the lexer takes the longest piece, whatever may follow
+    return "think? ", [f"think: (TEXT? {special[reasoning.OPEN]})? TEXT? {special[reasoning.CLOSE]}"]
 
 
 def _escaped(marker: str) -> str:

@@ -7,7 +7,19 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from daemon.text.tool_parsers import deepseek, generic, glm, harmony, hermes, kimi_k2, llama3, mistral, named_call, qwen3_coder
+from daemon.text.tool_parsers import (
+    deepseek,
+    generic,
+    glm,
+    harmony,
+    hermes,
+    kimi_k2,
+    llama3,
+    llama4,
+    mistral,
+    named_call,
+    qwen3_coder,
+)
 from daemon.text.tool_parsers.pieces import ToolParser
 
 HARMONY, HERMES, LLAMA3, MISTRAL, NONE = "harmony", "hermes", "llama3", "mistral", "none"
@@ -15,6 +27,7 @@ QWEN3_CODER = "qwen3_coder"
 DEEPSEEK_V3, DEEPSEEK_V31 = "deepseek_v3", "deepseek_v31"  # one parser reads both
 GLM45, GLM47 = "glm45", "glm47"  # one parser reads both
 KIMI_K2 = "kimi_k2"
+LLAMA4_JSON, LLAMA4_PYTHONIC = "llama4_json", "llama4_pythonic"  # one parser reads both
 GENERIC = "generic"  # not a model's own: used for forced calls of models with NONE
 THINK = "think"
 # shown in the text even if they are special tokens, because the parsers look for them
@@ -23,15 +36,25 @@ MARKERS = frozenset(
         *(hermes.OPEN, hermes.CLOSE, llama3.PYTHON_TAG, mistral.MARKER, named_call.ARGS, named_call.CALL_ID, "<think>", "</think>"),
         *(deepseek.OPEN, deepseek.CLOSE, deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END),
         *(glm.KEY, glm.END_KEY, glm.VALUE, glm.END_VALUE),
+        *(llama4.START, llama4.END),
         *(kimi_k2.OPEN, kimi_k2.CLOSE, kimi_k2.BEGIN, kimi_k2.ARGUMENTS, kimi_k2.END),
     ]
 )
-# dialects whose arguments are plain text, which not every schema can be held to
-WITH_TEXT_VALUES = frozenset([GLM45, GLM47, QWEN3_CODER])
+# dialects whose arguments are no JSON object, which not every schema can be held to
+WITH_TEXT_VALUES = frozenset([GLM45, GLM47, LLAMA4_PYTHONIC, QWEN3_CODER])
+# dialects whose calls begin a reply as an answer in JSON may
+WITHOUT_MARKER = frozenset([LLAMA3, LLAMA4_JSON, LLAMA4_PYTHONIC])
 # dialect -> the marker of calls that also ends the reasoning, because its models leave </think> out before it at times
 ENDS_REASONING = {KIMI_K2: kimi_k2.OPEN}
 # model_type in config.json -> the dialect of its family, for templates that take tools but contain no marker
-_FAMILIES = {"llama": LLAMA3, "mistral": MISTRAL, "qwen2": HERMES, "qwen3": HERMES}
+_FAMILIES = {
+    "llama": LLAMA3,
+    "llama4": LLAMA4_PYTHONIC,
+    "llama4_text": LLAMA4_PYTHONIC,
+    "mistral": MISTRAL,
+    "qwen2": HERMES,
+    "qwen3": HERMES,
+}
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -56,6 +79,10 @@ def detect_tools(template: str, model_type: str) -> str:
         return MISTRAL
     if hermes.OPEN in template:
         return HERMES
+    if llama4.asks_for_lists(template):
+        return LLAMA4_PYTHONIC
+    if llama4.is_llama4(template):
+        return LLAMA4_JSON
     if llama3.PYTHON_TAG in template:
         return LLAMA3
     return _FAMILIES.get(model_type, NONE)
@@ -84,6 +111,8 @@ def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = (
         return kimi_k2.KimiK2Parser()
     if dialect == LLAMA3:
         return llama3.Llama3Parser(names)
+    if dialect in (LLAMA4_JSON, LLAMA4_PYTHONIC):
+        return llama4.Llama4Parser(names)
     if dialect == MISTRAL:
         return mistral.MistralParser()
     if dialect == GENERIC:

@@ -77,7 +77,7 @@ class TextCall(Call):
 
     def _begin_value(self, key: str, out: list[Piece]) -> None:
         self._value_types = self._types.of(key, self.undeclared)
-        begin = f"{'' if self._is_first else ', '}{json.dumps(key, ensure_ascii=False)}: "
+        begin = key_as_json(key, self._is_first)
         out.append(Piece(ARGUMENTS, begin + ('"' if self._value_types == STRING else ""), self._index))
         self._is_first, self._in_value, self._held, self._is_fresh = False, True, "", True
 
@@ -107,6 +107,11 @@ class TextCall(Call):
         if written:
             out.append(Piece(ARGUMENTS, written, self._index))
         return end
+
+
+def key_as_json(key: str, is_first: bool) -> str:
+    """Returns what stands before a value in a JSON object."""
+    return f"{'' if is_first else ', '}{json.dumps(key, ensure_ascii=False)}: "
 
 
 def _escaped(text: str) -> str:

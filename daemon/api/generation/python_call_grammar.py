@@ -1,0 +1,56 @@
+"""The rules (Lark, as llguidance reads it) of a call as Python writes it: `NAME(KEY=VALUE, …)`. Values are JSON, whose strings,
+numbers, lists and objects are Python's as well; a value of True, False or None alone is written as in Python.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from daemon.api.generation.inexpressible import DEFINITIONS, Inexpressible, check_parameters
+from daemon.text.tool_parsers.llama4 import KEY
+from daemon.text.tool_parsers.parameter_types import types_of
+from daemon.text.tool_parsers.text_call import MOST_KEY
+
+_UNDECLARED_KEY = "/[A-Za-z_][0-9A-Za-z_]{0,63}/"  # the name of an argument that no schema declares
+_PYTHON = {"boolean": '"True" | "False"', "null": '"None"'}
+_NARROWING = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "not", "if", "$ref"})
+
+
+def function_rules(at: int, name: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Returns the rules of a call of the tool `at`, from its name to its end; the first is `tool_{at}`. schema: of its parameters,
+    without notes. options: llguidance's. Raises Inexpressible."""
+    check_parameters(schema)
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    for key, each in properties.items():
+        if each is False or not re.fullmatch(f"{KEY}{{1,{MOST_KEY}}}", key):
+            raise Inexpressible(f"properties.{key}")
+    rules = [f"tool_{at}: {json.dumps(f'{name}(')} first_{at}_0 {json.dumps(')')}"]
+    additional = schema.get("additionalProperties", True)
+    if not properties and additional is not False:
+        value = _value(f"value_{at}", additional if isinstance(additional, dict) else {}, schema, options)
+        return [*rules, f'first_{at}_0: (any_{at} (", " any_{at})*)?', f'any_{at}: {_UNDECLARED_KEY} "=" value_{at}', *value]
+    for number, (key, each) in enumerate(properties.items()):
+        here, following = f"{at}_{number}", f"{at}_{number + 1}"
+        # first: no argument was written yet; other: one was, and a comma comes before the next
+        skip = "" if key in required else f" | first_{following}"
+        rules += [
+            f"first_{here}: argument_{here} other_{following}{skip}",
+            f'other_{here}: (", " argument_{here}){"" if key in required else "?"} other_{following}',
+            f"argument_{here}: {json.dumps(f'{key}=', ensure_ascii=False)} value_{here}",
+            *_value(f"value_{here}", each, schema, options),
+        ]
+    end = f"{at}_{len(properties)}"
+    return [*rules, f'first_{end}: ""', f'other_{end}: ""']
+
+
+def _value(rule: str, schema: Any, root: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Returns the rule of an argument's value. root: the schema that references are looked up in."""
+    (kind, *others) = types_of(schema, root)
+    if not others and kind in _PYTHON and isinstance(schema, dict) and not _NARROWING & schema.keys():
+        return [f"{rule}: {_PYTHON[kind]}"]
+    definitions = {key: root[key] for key in DEFINITIONS if key in root}
+    held = {"x-guidance": options} | (schema if isinstance(schema, dict) else {}) | definitions | {"x-guidance": options}
+    return [f"{rule}: %json {json.dumps(held, ensure_ascii=False)}"]

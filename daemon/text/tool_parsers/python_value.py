@@ -1,0 +1,222 @@
+"""Reads one Python literal while it is being written, and passes it on as JSON: strings, numbers, True, False, None, lists, and
+dicts whose keys are strings. JSON's own true, false and null are read, too. Nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+
+SPACES = " \t\r\n"
+_TO_QUOTE = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+_SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z_]*")
+_JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_FLOAT = re.compile(r"[-+]?(?:[0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9_]+)?|[0-9_]+[eE][-+]?[0-9_]+)")
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_CLOSING = {"[": "]", "{": "}"}
+# `\/` is JSON's; in Python a backslash before any other character belongs to the text
+_ESCAPES = dict(zip("abfnrtv\\'\"/", "\a\b\f\n\r\t\v\\'\"/", strict=True)) | {"\n": ""}
+_HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}  # what follows the backslash -> digits
+_OCTAL, _HEX = "01234567", "0123456789abcdefABCDEF"
+_MOST_ESCAPE = 128  # characters of \N{…}
+
+# what is expected next
+_VALUE, _ITEM_OR_END, _KEY_OR_END, _COLON, _COMMA_OR_END, _QUOTES, _STRING, _ESCAPE, _SCALAR = range(9)
+
+
+class PythonValue:
+    """The state of reading one literal. done: it is complete. bad: the text is no such literal. Nothing is read after either."""
+
+    __slots__ = (
+        "_before",
+        "_escape",
+        "_expected",
+        "_in_key",
+        "_is_triple",
+        "_num_quotes",
+        "_open",
+        "_quote",
+        "_scalar",
+        "bad",
+        "done",
+    )
+
+    def __init__(self) -> None:
+        self._open: list[str] = []  # the closing brackets of what is open
+        self._before = ""  # JSON's comma, which is written with what follows it: Python allows one at the end
+        self._expected = _VALUE
+        self._in_key = False
+        self._quote = ""  # of the string being read
+        self._is_triple = False
+        self._num_quotes = 0  # at the string's start, or in a row within a triple-quoted one
+        self._escape = ""  # what was read behind the backslash
+        self._scalar: list[str] = []
+        self.done = self.bad = False
+
+    def feed(self, text: str, at: int, out: list[str]) -> int:
+        """Reads from text[at] on, adds the JSON to `out`, and returns the index of the first character that was not read."""
+        while at < len(text) and not (self.done or self.bad):
+            expected = self._expected
+            if expected == _STRING:
+                at = self._string(text, at, out)
+            elif expected == _SCALAR:
+                at = self._scalar_rest(text, at, out)
+            elif expected == _ESCAPE:
+                at = self._in_escape(text[at], at, out)
+            elif expected == _QUOTES:
+                at = self._quotes(text[at], at, out)
+            elif text[at] in SPACES:
+                at += 1
+            else:
+                at = self._structure(text[at], at, out)
+        return at
+
+    def _structure(self, char: str, at: int, out: list[str]) -> int:
+        expected = self._expected
+        if expected in (_ITEM_OR_END, _KEY_OR_END, _COMMA_OR_END) and char == self._open[-1]:
+            self._before = ""
+            out.append(self._open.pop())
+            self._value_ended()
+        elif expected == _COMMA_OR_END:
+            self.bad = char != ","
+            self._before = ", "
+            self._expected = _KEY_OR_END if self._open[-1] == "}" else _ITEM_OR_END
+        elif expected == _COLON:
+            self.bad = char != ":"
+            out.append(": ")
+            self._expected = _VALUE
+        elif char in _TO_QUOTE:
+            self._in_key = expected == _KEY_OR_END
+            self._quote, self._num_quotes, self._expected = char, 1, _QUOTES
+            self._begin('"', out)
+        elif expected == _KEY_OR_END:
+            self.bad = True
+        elif char in _CLOSING:
+            self._begin(char, out)
+            self._open.append(_CLOSING[char])
+            self._expected = _KEY_OR_END if char == "{" else _ITEM_OR_END
+        else:
+            self.bad = not _SCALAR_RUN.fullmatch(char)
+            self._expected = _SCALAR
+            return at
+        return at if self.bad else at + 1
+
+    def _begin(self, written: str, out: list[str]) -> None:
+        out.append(self._before + written)
+        self._before = ""
+
+    def _value_ended(self) -> None:
+        self._expected = _COMMA_OR_END
+        self.done = not self._open
+
+    def _scalar_rest(self, text: str, at: int, out: list[str]) -> int:
+        match = _SCALAR_RUN.match(text, at)
+        assert match is not None
+        self._scalar.append(match[0])
+        if match.end() < len(text):
+            written = _scalar_as_json("".join(self._scalar))
+            self._scalar.clear()
+            self.bad = written is None
+            if written is not None:
+                self._begin(written, out)
+                self._value_ended()
+        return match.end()
+
+    # ---- strings
+
+    def _quotes(self, char: str, at: int, out: list[str]) -> int:
+        """Reads what follows a string's first quote, which may be an empty string's second or one of three."""
+        if char == self._quote and self._num_quotes < 3:
+            self._num_quotes += 1
+            return at + 1
+        if self._num_quotes == 2:
+            self._string_ended(out)
+        else:
+            self._is_triple, self._num_quotes, self._expected = self._num_quotes == 3, 0, _STRING
+        return at
+
+    def _string(self, text: str, at: int, out: list[str]) -> int:
+        match = _TO_QUOTE[self._quote].match(text, at)
+        assert match is not None
+        at = match.end()
+        if match[0] or (at < len(text) and text[at] == "\\"):  # quotes before it did not end the string
+            out.append(_escaped(self._quote * self._num_quotes + match[0]))
+            self._num_quotes = 0
+        if at == len(text):
+            return at
+        if text[at] == "\\":
+            self._escape, self._expected = "", _ESCAPE
+        else:
+            self._num_quotes += 1
+            if self._num_quotes == (3 if self._is_triple else 1):
+                self._string_ended(out)
+        return at + 1
+
+    def _string_ended(self, out: list[str]) -> None:
+        out.append('"')
+        if self._in_key:
+            self._in_key, self._expected = False, _COLON
+        else:
+            self._value_ended()
+
+    def _in_escape(self, char: str, at: int, out: list[str]) -> int:
+        """Takes the next character behind a backslash."""
+        kind = self._escape[:1]
+        if kind and kind in _OCTAL and char not in _OCTAL:
+            self._escape_ended(chr(int(self._escape, 8)), out)
+            return at
+        self._escape += char
+        if not kind:
+            if char not in _HEX_ESCAPES and char not in _OCTAL and char != "N":
+                self._escape_ended(_ESCAPES.get(char, "\\" + char), out)
+        elif kind in _OCTAL:
+            if len(self._escape) == 3:
+                self._escape_ended(chr(int(self._escape, 8)), out)
+        elif kind == "N":
+            self.bad = self._escape[1] != "{" or len(self._escape) > _MOST_ESCAPE
+            if char == "}":
+                self._escape_ended(_named_character(self._escape[2:-1]), out)
+        else:
+            self.bad = char not in _HEX
+            if not self.bad and len(self._escape) > _HEX_ESCAPES[kind]:
+                code = int(self._escape[1:], 16)
+                self._escape_ended(chr(code) if code <= 0x10FFFF else None, out)
+        return at if self.bad else at + 1
+
+    def _escape_ended(self, text: str | None, out: list[str]) -> None:
+        if text is None:
+            self.bad = True
+        else:
+            out.append(_escaped(text))
+            self._expected = _STRING
+
+
+def _escaped(text: str) -> str:
+    """Returns a text as within a JSON string. Half a surrogate pair, which no UTF-8 can hold, is written as its number."""
+    return json.dumps(text, ensure_ascii=len(text) == 1 and "\ud800" <= text <= "\udfff")[1:-1]
+
+
+def _named_character(name: str) -> str | None:
+    try:
+        return unicodedata.lookup(name)
+    except KeyError:
+        return None
+
+
+def _scalar_as_json(word: str) -> str | None:
+    """Returns a number or one of Python's words as JSON; None if it is neither."""
+    if word in _WORDS:
+        return _WORDS[word]
+    if _JSON_NUMBER.fullmatch(word):
+        return word
+    try:
+        return str(int(word, 0))
+    except ValueError:
+        pass
+    try:
+        number = float(word) if _FLOAT.fullmatch(word) else math.nan
+    except ValueError:
+        return None
+    return repr(number) if math.isfinite(number) else None
