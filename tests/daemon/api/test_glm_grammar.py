@@ -7,7 +7,7 @@ import json
 import pytest
 
 from daemon.api.bodies.tools import AUTO, NAMED
-from daemon.api.generation.text_call_grammar import FORMS, inexpressible
+from daemon.api.generation.call_rules import inexpressible
 from daemon.api.generation.tool_grammar import argument_schemas
 from daemon.text.tool_parsers import glm
 from daemon.text.tool_parsers.registry import GLM45, GLM47
@@ -80,7 +80,7 @@ def test_a_value_does_not_spell_the_token_that_ends_it() -> None:
 def test_what_cannot_be_held(schema: dict[str, object], path: str | None) -> None:
     tools = request()
     tools.names, tools.schemas, tools.strict = ["f"], [json.dumps(schema).encode()], [False]
-    assert inexpressible(FORMS[GLM45], argument_schemas(tools)) == (None if path is None else (0, path))
+    assert inexpressible(GLM45, argument_schemas(tools)) == (None if path is None else (0, path))
 
 
 async def test_a_chat() -> None:

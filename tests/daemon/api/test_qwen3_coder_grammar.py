@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from daemon.api.bodies.tools import AUTO, NAMED, REQUIRED, ToolRequest
-from daemon.api.generation.text_call_grammar import FORMS, inexpressible
+from daemon.api.generation.call_rules import inexpressible
 from daemon.api.generation.tool_grammar import argument_schemas
 from daemon.text.reply_parser import ReplyParser, parse_whole
 from daemon.text.tool_parsers.registry import QWEN3_CODER, tool_parser
@@ -119,7 +119,7 @@ def test_whatever_a_model_draws_reads_as_calls(words: Vocabulary) -> None:
 )
 def test_what_cannot_be_held(schema: dict[str, Any], path: str | None) -> None:
     tools = ToolRequest(REQUIRED, True, ["f"], [json.dumps(schema).encode()], [False])
-    assert inexpressible(FORMS[QWEN3_CODER], argument_schemas(tools)) == (None if path is None else (0, path))
+    assert inexpressible(QWEN3_CODER, argument_schemas(tools)) == (None if path is None else (0, path))
 
 
 async def test_a_chat() -> None:
