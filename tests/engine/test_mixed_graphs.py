@@ -22,6 +22,7 @@ from engine.cuda.mixed_graphs import STEPS_BEFORE_CAPTURE, MixedGraphs
 from engine.cuda.mixed_steps import PROMPTS, MixedSize, mixed_columns, mixed_padding, mixed_sizes, num_tiles
 from engine.cuda.model import CudaModel
 from engine.grammar.row_masks import RowMasks
+from engine.ops import reference
 from engine.protocol import SamplingParams
 from engine.sampling.sampler import sampling_rows
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
@@ -47,7 +48,7 @@ def unwritten_memory_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def random_step(generator: random.Random, table: SequenceTable, size: MixedSize, windows: list[int]) -> BatchPlan:
+def random_step(generator: random.Random, table: SequenceTable, size: MixedSize, reaches: list[int]) -> BatchPlan:
     """Returns a step that the size holds: rows that decode, pieces of prompts, some behind blocks that they share with another row
     or behind a window. The table's sequences are made up for it."""
     num_rows, slots = generator.randint(1, min(size.num_rows, NUM_SLOTS)), generator.sample(range(NUM_SLOTS), NUM_SLOTS)
@@ -70,11 +71,11 @@ def random_step(generator: random.Random, table: SequenceTable, size: MixedSize,
             MAX_LEN,
         )
         other = generator.choice(slots)
-        for block_table, window in zip(table.block_tables, windows, strict=True):
+        for block_table, reach in zip(table.block_tables, reaches, strict=True):
             shared = computed // BLOCK_TOKENS
             block_table[slot, :shared] = block_table[other, :shared]
-            if window and generator.random() < 0.5:
-                block_table[slot, : max(0, computed - window + 1) // BLOCK_TOKENS] = -1
+            if reach and generator.random() < 0.5:
+                block_table[slot, : reference.first_seen(computed + 1, reach) // BLOCK_TOKENS] = -1
     samples = tuple(generator.random() < 0.8 for _ in rows)
     step = plan(*rows, samples=samples)
     if generator.random() < 0.3:  # the device alone knows the last token of rows that decode
@@ -114,7 +115,7 @@ def test_a_padded_step_computes_what_the_plain_one_does(folder: Path, seed: int,
         else:
             group.kv.view(torch.uint8).random_(0, 127, generator=numbers)
             group.scales.random_(120, 127, generator=numbers)
-    step = random_step(generator, table, size, [group.window_tokens for group in memory])
+    step = random_step(generator, table, size, [group.reach for group in memory])
     last_ids = model._sequences.last_ids
     last_ids.random_(0, VOCABULARY, generator=numbers)
     arena = torch.empty(0, dtype=torch.uint8).set_(memory[0].kv.untyped_storage())
