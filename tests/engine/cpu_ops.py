@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
 from engine.cpu.backend import CpuBackend
 from engine.cpu.ops import CpuOps
 from engine.loading.runner import TorchRunner
 from tests.kernel_cache import CACHE_DIR
 
-ops = CpuOps(CACHE_DIR)
+MOST_THREADS = "HEARTHD_TESTS_MOST_THREADS"  # so many at most share an operation of a test: kernels have other forms for several
+
+
+class _TestedOps(CpuOps):
+    def set_num_threads(self, num_threads: int) -> None:
+        super().set_num_threads(min(num_threads, int(os.environ.get(MOST_THREADS, num_threads))))
+
+
+ops = _TestedOps(CACHE_DIR)
 
 
 def compute_with(runner: TorchRunner, use_kernels: bool) -> TorchRunner:

@@ -72,7 +72,7 @@ def wanted_logits(made: Any) -> np.ndarray:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the same model")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of infinities, a GPU does not
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3", "phi3-partial-window"])
+@pytest.mark.parametrize("kind", ["gemma2", "phi3-partial-window"])
 def test_the_gpus_model_equals_the_twins_and_both_are_near_the_truth(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("triton")
     from tests.engine.cuda_bench import load_cuda_model

@@ -14,10 +14,12 @@ import pytest
 
 from engine.host.processor import VARIABLE, host_features
 from tests.conftest import REPORTED
+from tests.engine.cpu_ops import MOST_THREADS
 from tests.kernel_cache import ROOT
 
-# Each takes a minute of compiling in a fresh clone. What lacks AVX-512 lacks VNNI, too; `make test-tiers` has more of them. Float32
-# is computed alike with and without bfloat16 instructions.
+# Each takes half a minute of compiling in a fresh clone, of the forms for one thread, whose code those for several threads share.
+# What lacks AVX-512 lacks VNNI, too; `make test-tiers` has more of them. Float32 is computed alike with and without bfloat16
+# instructions.
 TIERS = {
     "-avx512bf16": "not float32",
     "-avx512": "not (test_experts and float32)",
@@ -35,6 +37,7 @@ def test_products(removal: str, record_property: Callable[[str, str], None]) -> 
     missing = {name.lstrip("-") for name in removal.split(",")} - host_features()
     if missing:
         pytest.skip(f"this processor has no {', '.join(sorted(missing))} to take away")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     result = subprocess.run(
         [
             sys.executable,
@@ -52,7 +55,7 @@ def test_products(removal: str, record_property: Callable[[str, str], None]) -> 
             "tests/engine/ops/test_experts.py",
         ],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {VARIABLE: removal},
+        env=environment | {VARIABLE: removal, MOST_THREADS: "1"},
         capture_output=True,
         text=True,
         check=False,

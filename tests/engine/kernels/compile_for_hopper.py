@@ -1,8 +1,9 @@
 """Compiles every Triton kernel to machine code for compute capability 9.0 or another, on a machine without a GPU, as the engine
-would launch it for an 8B model in bfloat16. Prints one JSON line for each kernel: what the assembler reports of it, and which
+would launch it for an 8B model in bfloat16. Prints one JSON line for each kernel: what the assembler reports of it, and how many
 instructions it has.
 
-usage: python -m tests.engine.kernels.compile_for_hopper [CAPABILITY] (90, 80, 89, 100; not under TRITON_INTERPRET)
+usage: python -m tests.engine.kernels.compile_for_hopper [CAPABILITY] [--unlisted] (90, 80, 89, 100; not under TRITON_INTERPRET;
+--unlisted: without the numbers of instructions, for which the code must be listed, which takes longer than all else)
 """
 
 from __future__ import annotations
@@ -65,16 +66,18 @@ class NoGpu:
         return 0
 
 
-def assembled(cubin: bytes) -> dict[str, int]:
-    """Returns the registers, stack_bytes, instructions and loop_instructions of compiled code. stack_bytes: what did not fit into
-    registers. loop_instructions: those of its longest loop without another loop in it."""
+def assembled(cubin: bytes, listed: bool) -> dict[str, int]:
+    """Returns the registers and stack_bytes of compiled code and, if it is to be listed, its instructions and loop_instructions.
+    stack_bytes: what did not fit into registers. loop_instructions: those of its longest loop without another loop in it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         told = subprocess.run([str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        code = subprocess.run([str(CUOBJDUMP), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        code = ""
+        if listed:
+            code = subprocess.run([str(CUOBJDUMP), "-sass", file.name], capture_output=True, text=True, check=True).stdout
     found = {name: int(re.findall(rf"{key}:(\d+)", told)[0]) for name, key in (("registers", "REG"), ("stack_bytes", "STACK"))}
-    return found | counted(code)
+    return found | (counted(code) if listed else {})
 
 
 def counted(code: str) -> dict[str, int]:
@@ -98,7 +101,7 @@ def widest_load_bytes(ptx: str) -> int:
     return max(direct + copied, default=0)
 
 
-def compile_instead_of_running(capability: int) -> None:
+def compile_instead_of_running(capability: int, listed: bool) -> None:
     seen: set[str] = set()
     run = JITFunction.run
 
@@ -120,7 +123,7 @@ def compile_instead_of_running(capability: int) -> None:
                 "widest_load_bytes": widest_load_bytes(ptx),
                 "async_copies_of_16_bytes": len(re.findall(r"cp\.async\.cg[^\n]*, 0x10", ptx)),
             }
-            print(json.dumps(line | assembled(made.asm["cubin"])), flush=True)
+            print(json.dumps(line | assembled(made.asm["cubin"], listed)), flush=True)
         return made
 
     JITFunction.run = compiled
@@ -158,9 +161,9 @@ def launch_latents(heads: int, kv_dtype: str, table: torch.Tensor, ints: torch.T
         triton_latent.product_by_head(own[..., :RANK], of_heads, True, False, values)
 
 
-def main(capability: int) -> None:
+def main(capability: int, listed: bool) -> None:
     assert not entry.INTERPRETED
-    compile_instead_of_running(capability)
+    compile_instead_of_running(capability, listed)
     dtype = torch.bfloat16
     qkv = torch.zeros(ROWS, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
     out = torch.zeros(ROWS, HEADS * HEAD_DIM, dtype=dtype)
@@ -246,4 +249,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 90)
+    main(int(sys.argv[1]) if sys.argv[1:2] and sys.argv[1].isdigit() else 90, "--unlisted" not in sys.argv)
