@@ -17,7 +17,13 @@ class GroupCache:
 
     window_tokens: positions a query of these layers attends to at most, its own included; 0: all. is_chunked: these are those of
     its own chunk of so many positions, else the last ones. `reclaim(num_chunks)` makes other groups and models drop cached prefixes
-    and returns how many chunks came back."""
+    and returns how many chunks came back.
+
+    snapshot_tokens: of a group whose blocks hold states, not tokens; 0: of any other. Block i of a sequence holds the state after
+    its last computed token within block i of tokens. A step reads the state before its first token and writes those that have a
+    block: the last two, and where the prompt has passed a multiple of snapshot_tokens. A full block is never written again, so
+    it is a cached prefix like any other; those between have no block (-1 in the table). window_tokens is block_tokens + 1, so that
+    the block before the last one is kept: a sequence can be continued from there when it has ended."""
 
     def __init__(
         self,
@@ -26,12 +32,14 @@ class GroupCache:
         window_tokens: int = 0,
         reclaim: Callable[[int], int] | None = None,
         is_chunked: bool = False,
+        snapshot_tokens: int = 0,
     ) -> None:
         self.pool = pool
         self.prefixes = PrefixCache()
         self.block_tokens = block_tokens
         self.window_tokens = window_tokens
         self.is_chunked = is_chunked
+        self.snapshot_tokens = snapshot_tokens
         self.reclaim = reclaim
 
     @property
@@ -61,7 +69,18 @@ class GroupCache:
     def most_blocks(self, num_tokens: int, chunk_tokens: int) -> int:
         """Returns the most blocks a sequence of up to num_tokens holds at once, computed in chunks of chunk_tokens at most."""
         blocks = -(-num_tokens // self.block_tokens)
+        if self.snapshot_tokens:  # those kept before the chunk, those within it, the last two
+            return min(blocks, 4 - (-chunk_tokens // self.snapshot_tokens))
         return min(blocks, -(-(self.window_tokens + chunk_tokens) // self.block_tokens) + 1) if self.window_tokens else blocks
+
+    def wanted(self, first: int, end: int) -> IntArray:
+        """Returns which of a sequence's blocks from `first` to before `end` have memory when its tokens are computed up to the last
+        of them."""
+        blocks = np.arange(first, end, dtype=np.int32)
+        if not self.snapshot_tokens:
+            return blocks
+        passed = (blocks + 1) * self.block_tokens // self.snapshot_tokens > blocks * self.block_tokens // self.snapshot_tokens
+        return blocks[passed | (blocks >= end - 2)]
 
     def allocate(self, num: int) -> IntArray | None:
         """Returns [num] int32 blocks with a reference count of 1; None if there are too few even without any cached prefix."""

@@ -1,7 +1,8 @@
 """The blocks that each running sequence holds, in every KV group.
 
 A full group's blocks are allocated for all tokens of a sequence when it is admitted. A window group's blocks are allocated as the
-sequence grows and freed once they are behind the window of every later query; their table entries become -1.
+sequence grows and freed once they are behind the window of every later query; their table entries become -1. A state group's are,
+too, and of the blocks that a chunk of a prompt spans only a few are allocated (GroupCache.snapshot_tokens).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class SequenceBlocks:
         self._is_simple = len(kv.groups) == 1 and not self.windowed
         self._tables = block_tables
         self._chunk_tokens = chunk_tokens
-        # Of group g, slot s holds blocks [starts[g][s], ends[g][s]) of its table.
+        # Of group g, slot s holds blocks [starts[g][s], ends[g][s]) of its table; in a state group those of them that are not -1.
         self._starts: list[IntArray] = [np.zeros(num_slots, np.int32) for _ in kv.groups]
         self._ends: list[IntArray] = [np.zeros(num_slots, np.int32) for _ in kv.groups]
 
@@ -81,6 +82,7 @@ class SequenceBlocks:
         )
         pool = group.pool
         window = f" of a window of {group.window_tokens} tokens" if group.window_tokens else ""
+        window = " of states" if group.snapshot_tokens else window
         return (
             f"{num_tokens} tokens need {num} KV blocks of {pool.block_bytes} bytes{window}; it can hold {pool.num_usable} "
             f"({pool.num_owned_chunks} chunks of {pool.chunks.chunk_bytes} bytes owned)"
@@ -118,7 +120,8 @@ class SequenceBlocks:
         if full > known:
             for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
                 first = max(known, int(starts[slot]))
-                group.learn(keys[first:full], table[slot, first:full])
+                held = first + np.flatnonzero(table[slot, first:full] >= 0)
+                group.learn([keys[at] for at in held.tolist()], table[slot, held])
             self.num_learned[slot] = full
 
     def moved(self, g: int, sources: IntArray, targets: IntArray, slots: Sequence[int]) -> None:
@@ -127,8 +130,8 @@ class SequenceBlocks:
         place[sources] = targets
         table, starts, ends = self._tables[g], self._starts[g], self._ends[g]
         for slot in slots:
-            held = slice(starts[slot], ends[slot])
-            table[slot, held] = place[table[slot, held]]
+            held = table[slot, starts[slot] : ends[slot]]  # a view
+            held[held >= 0] = place[held[held >= 0]]
 
     # ---- moving on
 
@@ -161,14 +164,13 @@ class SequenceBlocks:
         """Allocates room for the first num_tokens of a slot in window groups. Returns False, and nothing changes, if blocks are
         lacking."""
         end = -(-num_tokens // self.block_tokens)
-        lacking = [max(0, end - int(ends[slot])) for ends in self._ends]
-        new = self.kv.allocate(lacking)
+        lacking = [group.wanted(int(ends[slot]), end) for group, ends in zip(self.kv.groups, self._ends, strict=True)]
+        new = self.kv.allocate([len(places) for places in lacking])
         if new is None:
             return False
-        for table, ends, num, blocks in zip(self._tables, self._ends, lacking, new, strict=True):
-            first = int(ends[slot])
-            table[slot, first : first + num] = blocks
-            ends[slot] += num
+        for table, ends, places, blocks in zip(self._tables, self._ends, lacking, new, strict=True):
+            table[slot, places] = blocks
+            ends[slot] = max(int(ends[slot]), end)
         self._note_capacity(slot)
         return True
 
@@ -177,7 +179,7 @@ class SequenceBlocks:
         for group, table, starts, ends in zip(self.kv.groups, self._tables, self._starts, self._ends, strict=True):
             start, first = int(starts[slot]), min(group.first_needed(num_computed), int(ends[slot]))
             if first > start:
-                group.release(table[slot, start:first].copy())
+                group.release(_present(table[slot, start:first]))
                 table[slot, start:first] = -1
                 starts[slot] = first
 
@@ -197,13 +199,13 @@ class SequenceBlocks:
             while (due := starts[slots] < first).any():
                 behind = slots[due]
                 at = starts[behind]
-                group.replace(table[behind, at])
+                group.replace(_present(table[behind, at]))
                 table[behind, at] = -1
                 starts[behind] += 1
 
     def _held(self, slot: int) -> list[IntArray]:
         return [
-            table[slot, starts[slot] : ends[slot]].copy()
+            _present(table[slot, starts[slot] : ends[slot]])
             for table, starts, ends in zip(self._tables, self._starts, self._ends, strict=True)
         ]
 
@@ -212,3 +214,8 @@ class SequenceBlocks:
         for ends in self._ends[1:]:
             fewest = np.minimum(fewest, ends[slots])
         self.capacity[slots] = fewest * self.block_tokens
+
+
+def _present(entries: IntArray) -> IntArray:
+    """Returns the entries of a block table that name a block."""
+    return entries[entries >= 0]

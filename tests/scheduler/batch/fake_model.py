@@ -1,8 +1,9 @@
 """A model whose next token is a hash of every token before it, read back through the KV blocks.
 
 It stores each new token's id, with a check sum of all tokens up to it, in the token's block of each KV group, as a real model
-stores keys and values, and looks at nothing else when it samples. A window group shows it the last tokens only. A wrong block
-table, a block freed too early or a wrong prefix hit fails a check or changes the text.
+stores keys and values, and looks at nothing else when it samples. A window group shows it the last tokens only. In a state group it
+keeps a digest of all tokens, which it can only update by the next one. A wrong block table, a block freed too early or a wrong
+prefix hit fails a check or changes the text.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tests.scheduler.batch.params import Params
 VOCAB = 97
 EOS = 96
 BLOCK_TOKENS = 4
+STATE, SNAPSHOT_TOKENS = 1 << 20, 16  # the "window" of a state group, and where prompts leave states behind
 
 
 def next_token(tokens: list[int], vocab: int = VOCAB) -> int:
@@ -36,7 +38,20 @@ def next_token(tokens: list[int], vocab: int = VOCAB) -> int:
 
 def in_sight(tokens: list[int], windows: tuple[int, ...]) -> list[int]:
     """What the last token attends to, group by group. A window below 0 is a chunk's length."""
-    return [token for window in windows for token in tokens[first_seen(len(tokens) - 1, window) :]]
+    seen = []
+    for window in windows:
+        if window == STATE:
+            seen.append(state_after(0, tokens))
+        else:
+            seen += tokens[first_seen(len(tokens) - 1, window) :]
+    return seen
+
+
+def state_after(state: int, tokens: Sequence[int]) -> int:
+    """The digest after more tokens, above 0."""
+    for token in tokens:
+        state = zlib.crc32(int(token).to_bytes(2, "little"), state) & 0x7FFFFFFF | 1
+    return state
 
 
 def first_seen(position: int, window: int) -> int:
@@ -99,6 +114,8 @@ class FakeModel:
             assert computed + num_new <= table.num_tokens[slot]
             for position in range(computed, computed + num_new):
                 for group, tables in enumerate(table.block_tables):
+                    if self.groups[group][1] == STATE:
+                        continue
                     block = tables[slot, position // BLOCK_TOKENS]
                     self.arena[self._at(group, block, position)] = stored(table.tokens[slot], position)
             self.num_computed_tokens += int(num_new)
@@ -111,6 +128,9 @@ class FakeModel:
         """Checks what the queries of a chunk attend to; what the last of them does."""
         tokens = []
         for group, (_, window) in enumerate(self.groups):
+            if window == STATE:
+                tokens.append(self._advance(group, table, slot, computed, num_tokens))
+                continue
             for position in range(first_seen(computed, window), num_tokens):
                 block = table.block_tables[group][slot, position // BLOCK_TOKENS]
                 copies = self.arena[self._at(group, block, position)]
@@ -118,6 +138,36 @@ class FakeModel:
                 if position >= first_seen(num_tokens - 1, window):
                     tokens.append(int(copies[0]) % VOCAB)
         return tokens
+
+    def _advance(self, group: int, table: SequenceTable, slot: int, computed: int, num_tokens: int) -> int:
+        """Reads the state before position `computed`, and writes those up to num_tokens that have a block; returns the last."""
+        blocks, state = table.block_tables[group][slot], 0
+        if computed:
+            state = self._state(group, int(blocks[(computed - 1) // BLOCK_TOKENS]), computed)
+        for position in range(computed, num_tokens):
+            state = state_after(state, table.tokens[slot, position : position + 1].tolist())
+            block, is_last = int(blocks[position // BLOCK_TOKENS]), position + 1 == num_tokens
+            if (is_last or (position + 1) % BLOCK_TOKENS == 0) and (is_last or block >= 0):
+                assert block >= 0, f"group {group}: the state of position {position} has no block"
+                self.arena[self._of_block(group, block)] = state
+        assert state == state_after(0, table.tokens[slot, :num_tokens].tolist()), f"group {group}"
+        return state
+
+    def _state(self, group: int, block: int, num_tokens: int) -> int:
+        assert block >= 0, f"group {group}: the state after {num_tokens} tokens is gone"
+        copies = self.arena[self._of_block(group, block)]
+        assert (copies == copies[0]).all()
+        return int(copies[0])
+
+    def _of_block(self, group: int, block: int) -> slice:
+        block_bytes = self.groups[group][0]
+        return slice(block * block_bytes // 4, (block + 1) * block_bytes // 4)
+
+
+def make_group(pool: BlockPool, window: int) -> GroupCache:
+    if window == STATE:
+        return GroupCache(pool, BLOCK_TOKENS, BLOCK_TOKENS + 1, snapshot_tokens=SNAPSHOT_TOKENS)
+    return GroupCache(pool, BLOCK_TOKENS, abs(window), is_chunked=window < 0)
 
 
 class Harness:
@@ -139,17 +189,12 @@ class Harness:
         more_groups: Sequence[tuple[int, int, int]] = (),
         arena: IntArray | None = None,
     ) -> None:
-        """more_groups: (window, block_bytes, reserved_chunks) of each KV group after the first. window: below 0 a chunk's."""
+        """more_groups: (window, block_bytes, reserved_chunks) of each KV group after the first. window: below 0 a chunk's; STATE."""
         groups = [(window, block_bytes, reserved_chunks), *more_groups]
         num_chunks = lease_chunks + sum(reserved for _, _, reserved in groups)
         self.chunks = chunks or ChunkPool(num_chunks, chunk_bytes, lease_chunks)
         self.windows = tuple(window for window, _, _ in groups)
-        self.kv = KVCache(
-            [
-                GroupCache(BlockPool(self.chunks, size, reserved), BLOCK_TOKENS, abs(window), is_chunked=window < 0)
-                for window, size, reserved in groups
-            ]
-        )
+        self.kv = KVCache([make_group(BlockPool(self.chunks, size, reserved), window) for window, size, reserved in groups])
         limits = BatchLimits(max_sequences, max_model_len, max_num_batched_tokens, (EOS,), fingerprint, "float32")
         self.scheduler = BatchScheduler("m", self.kv, limits)
         if arena is None:

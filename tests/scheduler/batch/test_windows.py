@@ -13,7 +13,7 @@ from scheduler.batch.block_pool import BlockPool
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.kv_cache import KVCache
-from tests.scheduler.batch.fake_model import BLOCK_TOKENS, Harness, expected_output
+from tests.scheduler.batch.fake_model import BLOCK_TOKENS, STATE, Harness, expected_output
 from tests.scheduler.batch.params import Params
 from tests.scheduler.batch.windowed import LONG, held, hit, make, prompt_of
 
@@ -181,7 +181,7 @@ def scripts(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     return draw(st.lists(st.tuples(action, st.integers(0, 60), st.integers(0, 5)), max_size=60))
 
 
-WINDOWS = st.one_of(st.integers(1, 12), st.integers(13, 70), st.integers(-40, -1))  # below 0: of chunks
+WINDOWS = st.one_of(st.integers(1, 12), st.integers(13, 70), st.integers(-40, -1), st.just(STATE))  # below 0: of chunks
 GROUPS = st.lists(st.tuples(WINDOWS, st.sampled_from([16, 32, 64, 24, 100])), min_size=0, max_size=2)
 
 
@@ -205,7 +205,7 @@ def test_any_schedule_gives_the_same_text(
     lease_chunks: int,
 ) -> None:
     def reserve(window: int, block_bytes: int) -> int:
-        blocks = min(16, -(-(abs(window) + 32) // BLOCK_TOKENS) + 1) if window else 16
+        blocks = 6 if window == STATE else min(16, -(-(abs(window) + 32) // BLOCK_TOKENS) + 1) if window else 16
         return -(-blocks * block_bytes // 64) + -(-block_bytes // 64) + (0 if tight else 10)
 
     harness = Harness(
@@ -271,8 +271,9 @@ def check_pools(harness: Harness) -> None:
         count = np.zeros(group.pool.num_blocks, np.int32)
         for slot in np.flatnonzero(table.request_id).tolist():
             start, end = blocks._starts[g][slot], blocks._ends[g][slot]
-            np.add.at(count, table.block_tables[g][slot, start:end], 1)
-            if group.window_tokens:
-                assert end - start <= -(-(group.window_tokens + 32) // BLOCK_TOKENS) + 1
+            entries = table.block_tables[g][slot, start:end]
+            assert (entries >= 0).all() or group.snapshot_tokens
+            np.add.at(count, entries[entries >= 0], 1)
+            assert np.count_nonzero(entries >= 0) <= group.most_blocks(64, 32)
         assert (count == group.pool.refcount).all()
     assert owned.max() <= 1
