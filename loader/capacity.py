@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from loader.formats.weight_format import WeightFormat
 from loader.gpu_sizing import gpu_work_space_bytes
-from loader.kv_layout import KVGroupSpec, group_chunks, kv_bytes_per_token, kv_dtype_of, kv_groups, kv_reserved_bytes
+from loader.kv_layout import KVGroupSpec, group_chunks, kv_bytes_per_token, is_bounded, kv_dtype_of, kv_groups, kv_reserved_bytes
 from loader.layout import num_parameters, weights_bytes
 from loader.model_shape import ModelShape
 from loader.work_space import work_space_bytes
@@ -43,12 +43,14 @@ class Settings:
 @dataclass(slots=True, frozen=True)
 class KVNeed:
     """The KV of the layers that see equally far. window_tokens: 0: all tokens; else a sequence keeps so many, and those of the
-    piece of a prompt that is being computed. token_bytes: of one token, in all these layers. kind: of KVGroupSpec."""
+    piece of a prompt that is being computed. token_bytes: of one token, in all these layers. kind: of KVGroupSpec. state_bytes: of
+    layers that keep states of a sequence: of one state in all of them; token_bytes and window_tokens are then 0."""
 
     num_layers: int
     window_tokens: int
     token_bytes: int
     kind: str
+    state_bytes: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,9 +93,15 @@ def model_need(shape: ModelShape, settings: Settings) -> ModelNeed:
         num_parameters=total,
         active_parameters=total - _idle_parameters(shape),
         weights_bytes=weights_bytes(shape, settings.dtype, settings.weight_format),
-        kv=tuple(KVNeed(len(one.layers), one.window_tokens, one.block_bytes // one.block_tokens, one.kind) for one in groups),
+        kv=tuple(map(_kv_need, groups)),
         sequence_bytes=_sequence_bytes(shape, settings),
     )
+
+
+def _kv_need(group: KVGroupSpec) -> KVNeed:
+    if group.snapshot_tokens:
+        return KVNeed(len(group.layers), 0, 0, group.kind, group.block_bytes)
+    return KVNeed(len(group.layers), group.window_tokens, group.block_bytes // group.block_tokens, group.kind)
 
 
 def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
@@ -101,7 +109,7 @@ def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
     weights = _chunks(math.ceil(weights_bytes(shape, settings.dtype, settings.weight_format) / devices.num_devices), chunk)
     work_space = _chunks(_work_space_bytes(shape, settings, devices.kind), chunk)
     free = devices.budget_bytes // chunk * chunk - weights - work_space
-    own = replace(shape, num_kv_heads=math.ceil(shape.num_kv_heads / devices.num_devices))
+    own = _on_each(shape, devices.num_devices)
     groups, sequence = _groups(own, settings), _sequence_bytes(own, settings)
     token = sum(one.block_bytes // one.block_tokens for one in groups if not one.window_tokens)
     lengths = settings.max_model_len, settings.max_num_batched_tokens
@@ -118,6 +126,16 @@ def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
     )
 
 
+def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:
+    """Returns the shape whose KV each device holds: its part of the KV heads, and of the heads of the delta rule."""
+    own = replace(shape, num_kv_heads=math.ceil(shape.num_kv_heads / num_devices))
+    if (delta := shape.delta) is None:
+        return own
+    keys = math.ceil(delta.num_key_heads / num_devices)
+    heads = keys * (delta.num_value_heads // delta.num_key_heads)
+    return replace(own, delta=replace(delta, num_key_heads=keys, num_value_heads=heads))
+
+
 def _groups(shape: ModelShape, settings: Settings) -> tuple[KVGroupSpec, ...]:
     if shape.pooling:
         return ()
@@ -129,7 +147,7 @@ def _sequence_bytes(shape: ModelShape, settings: Settings) -> int:
     if shape.pooling:
         return 0
     kv_dtype, chunk = kv_dtype_of(settings.dtype, settings.kv_cache_dtype), settings.chunk_bytes
-    if any(shape.layer_windows):
+    if is_bounded(shape):
         lengths = settings.max_model_len, settings.block_tokens, settings.max_num_batched_tokens
         return kv_reserved_bytes(shape, kv_dtype, *lengths, chunk) + chunk
     return _chunks(settings.max_model_len * kv_bytes_per_token(shape, kv_dtype), chunk) + chunk

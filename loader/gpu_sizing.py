@@ -7,6 +7,7 @@ from __future__ import annotations
 from loader import frame
 from loader.dtypes import ITEM_BYTES
 from loader.model_shape import ModelShape
+from loader.work_space import delta_bytes
 
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 # Contexts are cut into one piece a row and so many more, each with float32 results: some eight for each of 256 multiprocessors.
@@ -39,6 +40,9 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
         # some queries in the latents' space, and their sums
         absorbed = min(tokens, max(LATENT_TOKENS, max_sequences)) * shape.num_heads * (latent.token_values + latent.rank)
         attention = (tokens * by_token + absorbed) * item + pieces
+    if shape.gated_attention:  # queries with their gates, and what these multiply
+        attention += tokens * (2 * query + 2 * key + query) * item
+    attention = max(attention, tokens * delta_bytes(shape, dtype))
     mlp = tokens * max(shape.intermediate_size * 3 * item, _expert_bytes(shape, item))
     rows = min(LOGITS_ROWS, max(1, max_sequences))
     # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them

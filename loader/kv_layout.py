@@ -9,6 +9,10 @@ from loader.model_shape import ModelShape
 
 KV_FP8 = "fp8"  # keys and values as float8_e4m3fn; a head of a token has one scale, of one byte (engine/cuda/kernels/triton_fp8.py)
 MIN_MODEL_LEN = 2048
+# A prompt leaves a state behind where it has passed a multiple of so many tokens. One of Qwen3-Next 80B takes as much memory as the
+# keys and values of 3,072 of its tokens.
+SNAPSHOT_TOKENS = 1024
+_FEW_STATES = 8  # that one sequence holds, with up to 4,096 tokens in a step
 
 
 @dataclass(slots=True, frozen=True)
@@ -17,13 +21,18 @@ class KVGroupSpec:
 
     In a `window` group a query at position p attends to positions [p - window_tokens + 1, p], in a `chunked` group to those of p's
     own chunk of window_tokens, from p // window_tokens * window_tokens to p. In a `full` group it attends to [0, p], and
-    window_tokens is 0. A `latent` group is full, and its tokens have one vector for all heads (LatentShape)."""
+    window_tokens is 0. A `latent` group is full, and its tokens have one vector for all heads (LatentShape).
 
-    kind: str  # full, window, chunked, latent (state: later families)
+    A block of a `state` group holds the state of all these layers after the last computed token within a block of tokens
+    (scheduler/batch/group_cache.py). snapshot_tokens: where a prompt leaves one behind; 0 for groups of other kinds. window_tokens
+    is then block_tokens + 1."""
+
+    kind: str  # full, window, chunked, latent, state
     block_tokens: int
     block_bytes: int
     layers: tuple[int, ...]
     window_tokens: int = 0
+    snapshot_tokens: int = 0
 
     @property
     def reach(self) -> int:
@@ -54,8 +63,18 @@ def kv_token_dims(shape: ModelShape) -> tuple[int, int, int]:
 
 
 def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
-    """Returns the bytes of one token's keys and values in all layers; 0 for an encoder."""
-    return 0 if shape.pooling else shape.num_layers * _layer_bytes(shape, kv_dtype)
+    """Returns the bytes of one token's keys and values in all layers that keep them; 0 for an encoder."""
+    return 0 if shape.pooling else len(shape.attention_layers) * _layer_bytes(shape, kv_dtype)
+
+
+def state_bytes(shape: ModelShape) -> int:
+    """Returns the bytes of one state of a sequence, which is float32, in all layers of the delta rule; 0 without such layers."""
+    return 0 if shape.delta is None else len(shape.delta.layers) * shape.delta.state_values * ITEM_BYTES["float32"]
+
+
+def is_bounded(shape: ModelShape) -> bool:
+    """Returns whether some layers keep less of a sequence than each of its tokens."""
+    return any(shape.layer_windows) or shape.delta is not None
 
 
 def _layer_bytes(shape: ModelShape, kv_dtype: str) -> int:
@@ -70,25 +89,31 @@ def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
 
 
 def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
-    """Returns the model's KV groups, one for each length of window: layers with full attention first, then the others by length."""
-    windows = shape.layer_windows or (0,) * shape.num_layers
+    """Returns the model's KV groups, one for each length of window: layers with full attention first, then the others by length;
+    then those that keep a state."""
+    windows, with_keys = shape.layer_windows or (0,) * shape.num_layers, shape.attention_layers
     layer_bytes = _layer_bytes(shape, kv_dtype) * block_tokens
     groups = []
-    for window in sorted(set(windows)):
-        layers = tuple(layer for layer, own in enumerate(windows) if own == window)
+    for window in sorted({windows[layer] for layer in with_keys}):
+        layers = tuple(layer for layer in with_keys if windows[layer] == window)
         kind = "full" if shape.latent is None else "latent"
         if window:
             kind = "chunked" if shape.chunked_windows else "window"
         groups.append(KVGroupSpec(kind, block_tokens, layer_bytes * len(layers), layers, window))
+    if shape.delta is not None and shape.delta.layers:
+        layers = tuple(sorted(shape.delta.layers))
+        groups.append(KVGroupSpec("state", block_tokens, state_bytes(shape), layers, block_tokens + 1, SNAPSHOT_TOKENS))
     return tuple(groups)
 
 
 def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens: int, chunk_bytes: int) -> int:
     """Returns how many chunks hold all blocks of one sequence of max_model_len in one group. The memory of one more block is added,
     because blocks do not begin and end where chunks do. A window group holds the window and the chunk of a prompt that is being
-    computed."""
+    computed; a state group the states before that chunk, within it, and at its end (GroupCache.most_blocks)."""
     blocks = -(-max_model_len // group.block_tokens)
-    if group.window_tokens:
+    if group.snapshot_tokens:
+        blocks = min(blocks, 4 - (-max_num_batched_tokens // group.snapshot_tokens))
+    elif group.window_tokens:
         blocks = min(blocks, -(-(group.window_tokens + max_num_batched_tokens) // group.block_tokens) + 1)
     return -(-blocks * group.block_bytes // chunk_bytes) - (-group.block_bytes // chunk_bytes)
 
@@ -104,14 +129,16 @@ def kv_reserved_bytes(
 
 def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes: int) -> int:
     """Returns the context length that a model is served with by default: the checkpoint's, or as much as fits into a quarter of
-    the device if that is less, but at least 2,048. A layer with a window needs no more than its window."""
+    the device if that is less, but at least 2,048. A layer with a window needs no more than its window, one with a state a few of
+    those."""
     if shape.pooling:
         return shape.max_position_embeddings
-    layer_bytes = kv_bytes_per_token(shape, kv_dtype) // shape.num_layers
+    layer_bytes = _layer_bytes(shape, kv_dtype)
     windows = [window for window in shape.layer_windows if window]
-    left_bytes = max(0, device_budget_bytes // 4 - sum(windows) * layer_bytes)
-    fits = device_budget_bytes // 4 // kv_bytes_per_token(shape, kv_dtype)  # shorter than every window
+    share_bytes = max(0, device_budget_bytes // 4 - _FEW_STATES * state_bytes(shape))
+    left_bytes = max(0, share_bytes - sum(windows) * layer_bytes)
+    fits = share_bytes // kv_bytes_per_token(shape, kv_dtype)  # shorter than every window
     if windows and fits > max(windows):
-        num_full = shape.num_layers - len(windows)
+        num_full = len(shape.attention_layers) - len(windows)
         fits = left_bytes // (num_full * layer_bytes) if num_full else shape.max_position_embeddings
     return min(shape.max_position_embeddings, max(MIN_MODEL_LEN, fits))

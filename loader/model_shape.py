@@ -61,6 +61,30 @@ class LatentShape:
 
 
 @dataclass(slots=True, frozen=True)
+class DeltaShape:
+    """Sizes of layers of the gated delta rule (https://arxiv.org/abs/2412.06464). What such a layer keeps of a sequence is a matrix
+    for each value head, and the last columns that its convolution has seen."""
+
+    layers: frozenset[int]  # the others have attention
+    num_key_heads: int  # of queries and keys; each serves as many value heads as the next
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_tokens: int  # that the convolution sees, the token's own included
+    by_head: bool  # one matrix makes everything, head of keys by head; else one after the other (engine/ops/ops.py, DeltaRule)
+
+    @property
+    def conv_width(self) -> int:
+        """The columns of queries, keys and values of a token."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def state_values(self) -> int:
+        """The numbers that one layer keeps of a sequence."""
+        return self.num_value_heads * self.key_dim * self.value_dim + (self.conv_tokens - 1) * self.conv_width
+
+
+@dataclass(slots=True, frozen=True)
 class ModelShape:
     """Sizes and settings of one model. Counts are numbers of elements, lengths are in tokens. What all models of a family have in
     common is in the family's description (loader/architectures)."""
@@ -94,6 +118,8 @@ class ModelShape:
     local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
     experts: ExpertShape | None = None  # of a mixture of experts
     latent: LatentShape | None = None  # of latent attention; num_kv_heads is then 1, head_dim that of queries
+    delta: DeltaShape | None = None  # of layers of the gated delta rule
+    gated_attention: bool = False  # each head's queries have as many gates of its output behind them
     pooling: str = ""  # of an encoder: mean or cls; "": the model generates text
     type_vocab_size: int = 0  # of an encoder: kinds of segments
     cut_sizes: tuple[int, ...] = ()  # of an encoder trained for it (Matryoshka): what its vectors may be cut to
@@ -102,6 +128,11 @@ class ModelShape:
     stored_format: str = ""  # the weight format (loader/formats) of the checkpoint's matrices; "": plain
     plain_groups: frozenset[int] = frozenset()  # tensor groups that are stored plain although the others are not
     block_offsets: tuple[int, ...] = ()  # where large parameters begin in the files (block_offsets in layout.py); (): unknown
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values of each token."""
+        return tuple(layer for layer in range(self.num_layers) if self.delta is None or layer not in self.delta.layers)
 
     @property
     def rotary_head_dim(self) -> int:

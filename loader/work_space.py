@@ -8,6 +8,7 @@ from loader.dtypes import ITEM_BYTES
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
+from loader.kv_layout import is_bounded
 from loader.model_shape import ModelShape
 
 # A first step may be so many times max_num_batched_tokens (engine/lifecycle/first_step.py), as long as that takes one layer's
@@ -52,7 +53,10 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
     attention = (3 if shape.whole_width_norms else 2) * query + 2 * key
     if (latent := shape.latent) is not None:  # latents, those of queries once more as they are normalised
         attention = 2 * latent.query_rank + latent.token_values + query + shape.num_heads * latent.value_dim
-    layer = max(attention, 3 * shape.intermediate_size, expert_bytes(shape, dtype) // ITEM_BYTES[dtype])
+    if shape.gated_attention:  # queries and keys with their gates, and without
+        attention += 2 * query + 2 * key
+    delta = delta_bytes(shape, dtype)
+    layer = max(attention, 3 * shape.intermediate_size, max(delta, expert_bytes(shape, dtype)) // ITEM_BYTES[dtype])
     # residual, update, normed, output, and as much for gaps between those that are taken and given back
     around = 8 * shape.hidden_size
     rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
@@ -76,6 +80,15 @@ def expert_bytes(shape: ModelShape, dtype: str) -> int:
     if experts.sigmoid is not None:  # in float32, as is the router's input; the scores of what groups leave are sorted, too
         scores = experts.num_experts * 40 + hidden * 4
     return max(grouped, reference) + shared + hidden * item + scores
+
+
+def delta_bytes(shape: ModelShape, dtype: str) -> int:
+    """Returns an upper bound of what a layer of the gated delta rule takes for each token of a step."""
+    if (delta := shape.delta) is None:
+        return 0
+    item, values = ITEM_BYTES[dtype], delta.num_value_heads * delta.value_dim
+    # what the projections made, the convolution's result in float32, the heads' outputs; these once more where a kernel norms them
+    return (delta.conv_width + values + 2 * delta.num_value_heads) * item + delta.conv_width * 4 + 3 * values * item
 
 
 def sampler_rows(vocab_size: int) -> int:
@@ -116,12 +129,15 @@ def work_space_bytes(
         gathered += shape.num_heads // shape.num_kv_heads * tile * context * (2 * item + 2 * 4)
     if shape.latent is not None:
         attention, gathered = _latent_bytes(shape, tokens, context, item)
+    if shape.gated_attention:  # queries with their gates, and what these multiply
+        attention += tokens * (2 * query + 2 * key + query) * item
+    attention = max(attention, tokens * delta_bytes(shape, dtype))
     mlp = tokens * max(shape.intermediate_size * 4 * item, expert_bytes(shape, dtype))
     logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
     if weight_format.widened_bytes:  # a part of a matrix, and its products before they are scaled
         mlp += weight_format.widened_bytes + tokens * 2 * shape.intermediate_size * item
-    if not any(shape.layer_windows):  # the residual and its update in a first step's other slices
+    if not is_bounded(shape):  # the residual and its update in a first step's other slices
         residual += (FIRST_STEP_SLICES - 1) * max_num_batched_tokens * (2 * hidden * item + shape.head_dim * 4)
     # measured: a quarter more than the arrays, for oneDNN's scratch and what malloc keeps
     step = (residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64) * 5 // 4

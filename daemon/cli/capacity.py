@@ -153,7 +153,10 @@ def _tell(
     print(f"weights     {size(need.weights_bytes)} ({held})")
     for number, kv in enumerate(need.kv):
         seen = _SEEN.get(kv.kind, "all tokens").format(kv.window_tokens)
-        print(f"{'KV' if not number else '':12}{size(kv.token_bytes)} a token in {kv.num_layers} layers that see {seen}")
+        held = f"{size(kv.token_bytes)} a token in {kv.num_layers} layers that see {seen}"
+        if kv.state_bytes:
+            held = f"{size(kv.state_bytes)} a state in {kv.num_layers} layers, of which a request keeps two"
+        print(f"{'KV' if not number else '':12}{held}")
     if need.kv:
         print(f"{'':12}{size(need.sequence_bytes)} for one request of {settings.max_model_len} tokens{_fp8(settings)}")
     for share in shares:

@@ -423,8 +423,9 @@ def _has_fp8_kv(settings: ModelConfig) -> bool:
 
 
 def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num_tokens: int) -> int:
-    """Returns the KV bytes to reserve for a model with sliding windows (ModelFacts.kv_reserved_bytes), or 0 for any other model."""
-    if not any(shape.layer_windows):
+    """Returns the KV bytes to reserve for a model with sliding windows or states (ModelFacts.kv_reserved_bytes), or 0 for any other
+    model."""
+    if not kv_layout.is_bounded(shape):
         return 0
     return kv_layout.kv_reserved_bytes(
         shape, kv_dtype, num_tokens, config.block_tokens, config.max_num_batched_tokens, int(config.chunk_bytes)

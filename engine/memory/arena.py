@@ -32,6 +32,12 @@ def kv_views(arena: Tensor, group: KVGroupSpec, token_dims: tuple[int, int, int]
     return blocks[:, :num_values].unflatten(1, (*places, head_dim)), blocks[:, num_values:].unflatten(1, places)
 
 
+def state_view(arena: Tensor, group: KVGroupSpec) -> Tensor:
+    """Returns the arena (uint8) as a group of states sees it: float32 [num_blocks, layers, numbers of a layer's state]."""
+    num_blocks = len(arena) // group.block_bytes
+    return arena[: num_blocks * group.block_bytes].view(torch.float32).view(num_blocks, len(group.layers), -1)
+
+
 def copy_pieces(arena: torch.Tensor, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
     """Copies piece sources[i] of an arena to piece targets[i]; no piece is in both. On a GPU it runs after what was launched
     before."""

@@ -12,8 +12,8 @@ from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.kv_cache import KVCache
 
-KINDS = ("full", "window", "chunked", "latent")
-_BOUNDED = ("window", "chunked")
+KINDS = ("full", "window", "chunked", "latent", "state")
+_BOUNDED = ("window", "chunked", "state")
 
 
 def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkPool, max_num_batched_tokens: int) -> KVCache:
@@ -31,7 +31,7 @@ def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkP
         for group, share in zip(groups, split_reserve(spec.kv_reserved_chunks, needs), strict=True):
             pool = BlockPool(chunks, group.block_bytes, share)
             how = (group.block_tokens, group.window_tokens)
-            made.append(GroupCache(pool, *how, is_chunked=group.kind == "chunked"))
+            made.append(GroupCache(pool, *how, is_chunked=group.kind == "chunked", snapshot_tokens=group.snapshot_tokens))
     except MemoryError as error:
         for cache in made:
             cache.close()

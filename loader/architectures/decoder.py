@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
+from loader.architectures.delta import Deltas
 from loader.architectures.experts import Experts
 from loader.architectures.latent import Latents
 from loader.architectures.windows import CHUNKED, Windows
@@ -46,6 +47,7 @@ class TensorNames:
     mlp_output_norm: str = ""  # of what the MLP adds
     final_norm: str = "model.norm"
     head: str = "lm_head"
+    not_read: str = ""  # what the names of tensors begin with that predict further tokens; "": there are none
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,6 +85,8 @@ class Decoder:
     scales_embeddings: bool = False  # by the square root of the width
     experts: Experts | None = None  # None: each layer has one MLP
     latents: Latents | None = None  # of latent attention; None: keys and values have heads of their own
+    deltas: Deltas | None = None  # of layers of the gated delta rule; None: all layers have attention
+    gated_attention: bool = False  # the matrix of queries makes as many gates of attention's output, behind each head's queries
 
     def parse(self, fields: Fields) -> ModelShape:
         """Implements Architecture.parse."""
@@ -108,7 +112,10 @@ class Decoder:
         max_position_embeddings = max(max_position_embeddings, rope.extended_to)
         # layers that turn by frequencies of their own differ from the others even where they see as much
         keeps_all = self.rope.is_local or self.rope.only_windows
-        windows = self.windows.by_layer(fields, self.name, num_layers, max_position_embeddings, keeps_all)
+        if self.deltas is None:
+            windows = self.windows.by_layer(fields, self.name, num_layers, max_position_embeddings, keeps_all)
+        else:
+            windows = (0,) * num_layers
         attention_bias = self.attention_bias
         if attention_bias is None:
             attention_bias = fields.boolean(self.attention_bias_key, self.attention_bias_default)
@@ -142,6 +149,8 @@ class Decoder:
             local_rope=local_rope,
             experts=None if self.experts is None else self.experts.parse(fields, num_layers),
             latent=latent,
+            delta=None if self.deltas is None else self.deltas.parse(fields, num_layers),
+            gated_attention=self.gated_attention,
         )
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
@@ -149,11 +158,12 @@ class Decoder:
         names, hidden = self.names, shape.hidden_size
         groups = [one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden)]
         before, behind = self._groups_around_mlp(shape)
-        dense = [*before, *self._mlp_groups(shape), *behind]
-        sparse = [*before, *self._expert_groups(shape), *behind]
+        of_delta = self._groups_before_mlp_of_delta(shape)
+        dense, sparse = self._mlp_groups(shape), self._expert_groups(shape)
         for layer in range(shape.num_layers):
-            prefix = names.layer.format(layer)
-            groups += [group.in_layer(layer, prefix) for group in (sparse if has_experts(shape, layer) else dense)]
+            prefix, first = names.layer.format(layer), of_delta if has_delta_rule(shape, layer) else before
+            own = [*first, *(sparse if has_experts(shape, layer) else dense), *behind]
+            groups += [group.in_layer(layer, prefix) for group in own]
         groups.append(one_tensor(f"{names.final_norm}.weight", hidden))
         if not shape.tie_word_embeddings:
             groups.append(one_tensor(f"{names.head}.weight", shape.vocab_size, hidden))
@@ -164,6 +174,8 @@ class Decoder:
         and layers behind the last one that predict further tokens."""
         behind = range(shape.num_layers, shape.num_layers + shape.num_predicting_layers)
         if any(name.startswith(self.names.layer.format(layer)) for layer in behind):
+            return True
+        if self.names.not_read and name.startswith(self.names.not_read):
             return True
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{self.names.head}.weight")
 
@@ -181,10 +193,11 @@ class Decoder:
             attention = self.latents.tensor_groups(shape.latent, shape.num_heads, hidden, shape.attention_bias)
             return [*_norms(hidden, names.attention_norm), *attention, *_norms(hidden, names.mlp_norm)], []
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        made = 2 * query if self.gated_attention else query
         query_norm, key_norm = (query, key) if self.whole_width_norms else (shape.head_dim, shape.head_dim)
         before = [
             *_norms(hidden, names.attention_norm),
-            *_projections(names.queries_keys_values, (query, key, key), hidden, shape.attention_bias),
+            *_projections(names.queries_keys_values, (made, key, key), hidden, shape.attention_bias),
             *(_norms(query_norm, names.query_norm) if shape.has_head_norms else []),
             *(_norms(key_norm, names.key_norm) if shape.has_head_norms else []),
             *_projections((names.attention_output,), (hidden,), query, shape.output_bias),
@@ -192,6 +205,14 @@ class Decoder:
             *_norms(hidden, names.attended_norm, names.mlp_norm),
         ]
         return before, _norms(hidden, names.mlp_output_norm)
+
+    def _groups_before_mlp_of_delta(self, shape: ModelShape) -> list[TensorGroup]:
+        """Returns the tensor groups that a layer of the delta rule has before those of its MLP."""
+        if self.deltas is None or shape.delta is None:
+            return []
+        names, hidden = self.names, shape.hidden_size
+        own = self.deltas.tensor_groups(shape.delta, hidden)
+        return [*_norms(hidden, names.attention_norm), *own, *_norms(hidden, names.attended_norm, names.mlp_norm)]
 
     def _mlp_groups(self, shape: ModelShape) -> list[TensorGroup]:
         names, hidden, inner = self.names, shape.hidden_size, shape.intermediate_size
@@ -224,6 +245,11 @@ class Decoder:
 def has_experts(shape: ModelShape, layer: int) -> bool:
     """Returns whether the layer is a mixture of experts."""
     return shape.experts is not None and layer not in shape.experts.dense_layers
+
+
+def has_delta_rule(shape: ModelShape, layer: int) -> bool:
+    """Returns whether the layer has the gated delta rule in place of attention."""
+    return shape.delta is not None and layer in shape.delta.layers
 
 
 def _norms(width: int, *names: str) -> list[TensorGroup]:

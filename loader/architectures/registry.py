@@ -23,6 +23,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "qwen3_next",
     "glm4_moe",
     "glm4_moe_lite",
     "deepseek_v2",

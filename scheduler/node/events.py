@@ -28,7 +28,7 @@ class ModelFacts:
     work_space_bytes: int
     max_model_len: int  # tokens; one request of that length is the reserved KV (or kv_floor_tokens, if larger)
     kv_floor_tokens: int = 0
-    kv_reserved_bytes: int = 0  # of a model with windows; 0: those tokens times kv_bytes_per_token
+    kv_reserved_bytes: int = 0  # of a model with windows or states; 0: those tokens times kv_bytes_per_token
     max_sequences: int = 256
     max_queued: int = 256
     priority: float = 1.0

@@ -287,7 +287,7 @@ def test_other_kv_groups_are_named(node: Node) -> None:
     spec = load_message("x", "other")
     place = node.models.take_place(spec)
     hosted.kv_groups = (KVGroupSpec("state", 16, 8192, (0, 1)),)
-    with pytest.raises(ValueError, match=r"kind state.*supported: full, window, chunked, latent"):
+    with pytest.raises(ValueError, match=r"kind state with window_tokens 0; supported: full, window, chunked, latent, state"):
         node.models.make(spec, hosted, place)
 
 

@@ -578,7 +578,7 @@ def test_gemma3() -> None:
     ("config", "changes", "message"),
     [
         (MIXTRAL_8X7B, {"architectures": ["DeepseekV32ForCausalLM"]}, "architectures: 'DeepseekV32ForCausalLM'"),
-        (QWEN3_30B_A3B, {"architectures": ["Qwen3NextForCausalLM"]}, "architectures: 'Qwen3NextForCausalLM'"),
+        (QWEN3_30B_A3B, {"architectures": ["JambaForCausalLM"]}, "architectures: 'JambaForCausalLM'"),
         (
             GPT_OSS_20B,
             {"quantization_config": "absent"},

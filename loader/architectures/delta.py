@@ -1,0 +1,98 @@
+"""Layers of the gated delta rule (https://arxiv.org/abs/2412.06464), which see all tokens through a state of fixed size, in place of
+attention in some layers of a decoder.
+
+A family of decoders that has them says so with `Deltas` in its description. Defaults are those of transformers' configuration
+classes, as in decoder.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loader.architectures.architecture import TensorGroup, one_tensor
+from loader.config_fields import Fields
+from loader.model_shape import DeltaShape
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+@dataclass(slots=True, frozen=True)
+class DeltaNames:
+    """Names of a layer's tensors, without `.weight` except decay and step_bias, which are whole names. Like those of TensorNames
+    they follow the layer's prefix.
+
+    inputs: the matrices that make queries, keys, values and what gates the output; gates: those that make a head's update and its
+    decay. convolution: over queries, keys and values, each column by itself. norm: of each head's output."""
+
+    inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
+    convolution: str = "linear_attn.conv1d"
+    decay: str = "linear_attn.A_log"
+    step_bias: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm"
+    output: str = "linear_attn.out_proj"
+
+
+@dataclass(slots=True, frozen=True)
+class Deltas:
+    """What applies to a family's layers of the delta rule if config.json leaves a key out. by_head: DeltaShape.by_head; then names
+    has one name of inputs and one of gates."""
+
+    names: DeltaNames = DeltaNames()
+    by_head: bool = False
+    num_key_heads: int = 16
+    num_value_heads: int = 32
+    key_dim: int = 128
+    value_dim: int = 128
+    conv_tokens: int = 4
+    full_interval: int = 4  # the last of so many layers has attention
+
+    def parse(self, fields: Fields, num_layers: int) -> DeltaShape:
+        """Reads config.json. Raises CheckpointError, which names a key with a wrong value, and UnsupportedModel."""
+        num_key_heads = fields.integer("linear_num_key_heads", self.num_key_heads)
+        num_value_heads = fields.integer("linear_num_value_heads", self.num_value_heads)
+        if num_value_heads % num_key_heads:
+            raise fields.fail("linear_num_value_heads", f"{num_value_heads} is no multiple of linear_num_key_heads {num_key_heads}")
+        return DeltaShape(
+            layers=self._layers(fields, num_layers),
+            num_key_heads=num_key_heads,
+            num_value_heads=num_value_heads,
+            key_dim=fields.integer("linear_key_head_dim", self.key_dim),
+            value_dim=fields.integer("linear_value_head_dim", self.value_dim),
+            conv_tokens=fields.integer("linear_conv_kernel_dim", self.conv_tokens, at_least=2, at_most=16),
+            by_head=self.by_head,
+        )
+
+    def tensor_groups(self, delta: DeltaShape, hidden: int) -> list[TensorGroup]:
+        """Returns the groups of one layer, with names that lack the layer's prefix."""
+        names, values, heads = self.names, delta.num_value_heads * delta.value_dim, delta.num_value_heads
+        inputs = (delta.conv_width + values,) if self.by_head else (delta.conv_width, values)
+        gates = (2 * heads,) if self.by_head else (heads, heads)
+        return [
+            _matrices(names.inputs, inputs, hidden, may_be_quantized=True),
+            _matrices(names.gates, gates, hidden),
+            one_tensor(f"{names.convolution}.weight", delta.conv_width, 1, delta.conv_tokens),
+            one_tensor(names.decay, heads)._replace(held_as="float32"),
+            one_tensor(names.step_bias, heads)._replace(held_as="float32"),
+            one_tensor(f"{names.norm}.weight", delta.value_dim),
+            _matrices((names.output,), (hidden,), values, may_be_quantized=True),
+        ]
+
+    def _layers(self, fields: Fields, num_layers: int) -> frozenset[int]:
+        interval = fields.integer("full_attention_interval", self.full_interval)
+        kinds = fields.values.get("layer_types")
+        if kinds is None:
+            kinds = [_FULL if (layer + 1) % interval == 0 else _LINEAR for layer in range(num_layers)]
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise fields.fail("layer_types", f"not a list of num_hidden_layers {num_layers} kinds")
+        for kind in kinds:
+            if kind not in (_LINEAR, _FULL):
+                raise fields.unsupported("layer_types", f"{kind!r} is not supported; supported: {_LINEAR}, {_FULL}")
+        if _FULL not in kinds:
+            raise fields.unsupported("layer_types", f"no layer is {_FULL}; supported are models that have one")
+        return frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
+
+
+def _matrices(names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, may_be_quantized: bool = False) -> TensorGroup:
+    pairs = tuple((f"{name}.weight", (width, inputs)) for name, width in zip(names, outputs, strict=True))
+    return TensorGroup(pairs, may_be_quantized=may_be_quantized)
