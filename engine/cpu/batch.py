@@ -25,7 +25,7 @@ LONG_ROW_TOKENS = 16
 @dataclass(slots=True, frozen=True)
 class GroupMemory:
     """One KV group's memory. kv [num_blocks, layers of the group, 2, G, block_tokens, D]: the arena as this group sees it, for G KV
-    heads. kv_flat: the same memory for kernels. rotary: of the group's layers. reach: how far a query sees (KVGroupSpec.reach).
+    heads; in a group of states, float32 [num_blocks, layers, numbers of a state]. kv_flat: the same memory for kernels. rotary: of the group's layers. reach: how far a query sees (KVGroupSpec.reach).
     scales: of fp8 KV (engine/memory/arena.py)."""
 
     kv: Tensor
@@ -72,6 +72,11 @@ class HostBatch:
     paged_contexts: IntArray
     has_long_rows: bool
     attended: LongArray
+
+    @property
+    def block_tokens(self) -> int:
+        """The tokens of a block, in every group. The first group is never one of states."""
+        return int(self.groups[0].kv.shape[4])
 
     def group_of(self, layer: int) -> tuple[GroupBatch, int]:
         """Returns a layer's KV group, and the layer's place among the group's layers."""

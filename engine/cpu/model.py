@@ -22,7 +22,7 @@ from engine.cpu.sliced import in_slices, slices
 from engine.grammar.row_masks import RowMasks
 from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
-from engine.memory.arena import kv_views
+from engine.memory.arena import kv_views, state_view
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_gate import WeightGate
 from engine.memory.weight_range import WeightRange
@@ -88,6 +88,9 @@ class CpuModel:
         return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, max_decodes, max_rows, MAX_RECORDED_TOKENS)
 
     def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
+        if group.kind == "state":
+            states = state_view(memory.arena, group)
+            return GroupMemory(states, states.view(-1).numpy(), rotary, group.reach)
         kv, scales = kv_views(memory.arena, group, kv_layout.kv_token_dims(self.shape), self._kv_dtype)
         flat = memory.arena[:0] if scales is not None else kv.view(-1)  # no CPU kernel reads fp8
         kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()

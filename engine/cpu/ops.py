@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from engine.cpu import experts as grouped_experts
-from engine.cpu import latents, products
+from engine.cpu import deltas, latents, products
 from engine.cpu.batch import LONG_ROW_TOKENS, HostBatch
 from engine.cpu.products import array
 from engine.cpu.recording.program import call, empty, into, is_recording
 from engine.host import compiled
 from engine.ops import reference, reference_inputs
 from engine.ops.ops import (
+    DeltaRule,
     ExpertMatrices,
     Fp8Matrix,
     HeadNorms,
@@ -375,6 +376,17 @@ class CpuOps:
         if batch.has_long_rows:
             call(latents.attend_long, *of_layer, batch.starts, batch.num_new, batch.contexts, LONG_ROW_TOKENS, *last)
         return out
+
+    def without_gates(self, x: Tensor, heads: int, head_dim: int) -> Tensor:
+        out = empty(x, len(x), x.shape[1] - heads * head_dim)
+        call(reference.without_gates, x.view(x.shape), heads, head_dim, out.view(out.shape))
+        return out
+
+    def gate_heads(self, attended: Tensor, x: Tensor, head_dim: int) -> None:
+        call(reference.gate_heads, attended.view(attended.shape), x.view(x.shape), head_dim)
+
+    def gated_delta(self, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: HostBatch) -> Tensor:
+        return deltas.gated_delta(self.kernels if self._served(x) else None, x, gates, rule, layer, batch)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if cap:

@@ -1,5 +1,5 @@
-"""Grouped-query attention over paged KV, with what families add: norms of queries and keys, biases, windows, capped scores and
-sinks."""
+"""Grouped-query attention over paged KV, with what families add: norms of queries and keys, biases, windows, capped scores, sinks
+and gates."""
 
 from __future__ import annotations
 
@@ -37,16 +37,20 @@ class Attention(Generic[BatchT]):
         self.head_norms = None if family.whole_width_norms else norms
         self.whole_width_norms = norms if family.whole_width_norms else None
         self.sinks = weights.get(prefix + names.sinks) if names.sinks else None
-        self.layer, self.heads = layer, shape.num_heads
+        self.layer, self.heads, self.head_dim = layer, shape.num_heads, shape.head_dim
+        self.gated = shape.gated_attention
         self.scale, self.softcap = shape.query_scale, shape.attention_softcap
         self.interleaved = shape.rope.interleaved
 
     def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
         ops = self.ops
-        qkv = ops.linear(x, self.qkv_weight, self.qkv_bias)
+        made = ops.linear(x, self.qkv_weight, self.qkv_bias)
+        qkv = ops.without_gates(made, self.heads, self.head_dim) if self.gated else made
         if (norms := self.whole_width_norms) is not None:
             ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
             ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)
         ops.rope_and_store(qkv, self.head_norms, self.layer, self.heads, batch, self.interleaved, self.turns_keys)
         attended = ops.attention(qkv, self.layer, self.heads, self.scale, self.softcap, batch, self.sinks)
+        if self.gated:
+            ops.gate_heads(attended, made, self.head_dim)
         return ops.linear(attended, self.out_weight, self.out_bias)

@@ -13,25 +13,28 @@ from torch import Tensor
 
 from engine.layers.attention import Attention
 from engine.layers.experts import MixtureOfExperts
+from engine.layers.gated_delta import GatedDelta
 from engine.layers.latent_attention import LatentAttention
 from engine.layers.mlp import GatedMLP
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, Ops
-from loader.architectures.decoder import Decoder, has_experts
+from loader.architectures.decoder import Decoder, has_delta_rule, has_experts
 from loader.model_shape import ModelShape
 
 
 class DecoderLayer(Generic[BatchT]):
-    """One layer: attention_norm, attention, attended_norm, addition, mlp_norm, MLP, mlp_output_norm. A family has some of these
-    norms. Additions are fused with the norm that follows."""
+    """One layer: attention_norm, attention (or a gated delta rule), attended_norm, addition, mlp_norm, MLP, mlp_output_norm. A
+    family has some of these norms. Additions are fused with the norm that follows."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         self.ops = ops
         names, prefix = family.names, family.names.layer.format(layer)
         self.eps, self.around_one = shape.rms_norm_eps, family.norms_around_one
         self.attention_norm = weights.get(f"{prefix}{names.attention_norm}.weight") if names.attention_norm else None
-        attention = Attention if shape.latent is None else LatentAttention
-        self.attention: Attention[BatchT] | LatentAttention[BatchT] = attention(ops, family, shape, weights, layer)
+        attention = GatedDelta if has_delta_rule(shape, layer) else Attention if shape.latent is None else LatentAttention
+        self.attention: Attention[BatchT] | LatentAttention[BatchT] | GatedDelta[BatchT] = attention(
+            ops, family, shape, weights, layer
+        )
         self.attended_norm = weights.get(f"{prefix}{names.attended_norm}.weight") if names.attended_norm else None
         self.mlp_norm = weights.get(f"{prefix}{names.mlp_norm}.weight") if names.mlp_norm else None
         mlp = MixtureOfExperts if has_experts(shape, layer) else GatedMLP

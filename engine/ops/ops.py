@@ -151,6 +151,56 @@ class LatentHeads:
 
 
 @dataclass(slots=True, frozen=True)
+class DeltaColumns:
+    """Where the heads of a gated delta rule are among the columns that its projections make. Key head h has its queries at query +
+    h key_stride and its keys at key + h key_stride. The j-th of the V / K value heads that it serves has its values at value + h
+    value_stride + j D and what gates its output at gate + the same, for D dimensions of values. Its update is at update + h
+    head_stride + j among the gates, and its step at step + the same."""
+
+    query: int
+    key: int
+    key_stride: int
+    value: int
+    gate: int
+    value_stride: int
+    update: int
+    step: int
+    head_stride: int
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class DeltaRule:
+    """The gated delta rule of one layer (loader.model_shape.DeltaShape), with K key heads of key_dim and V value heads of value_dim.
+
+    convolution [C, N]: weights of the C columns of queries, keys and values, in this order and head by head; the last is a token's
+    own, the others of the N - 1 tokens before it. decay, step_bias [V] float32: a head's state decays by the factor exp(-exp(decay)
+    softplus(step + step_bias)). norm [value_dim]: of each head's output, with eps.
+
+    What a sequence keeps, float32: V matrices [key_dim, value_dim], then the last N - 1 tokens' columns [N - 1, C]."""
+
+    convolution: Tensor
+    decay: Tensor
+    step_bias: Tensor
+    norm: Tensor
+    eps: float
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    columns: DeltaColumns
+
+    @property
+    def conv_width(self) -> int:
+        """C."""
+        return int(self.convolution.shape[0])
+
+    @property
+    def matrix_values(self) -> int:
+        """The numbers of a state that are before the convolution's."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(slots=True, frozen=True)
 class HeadNorms:
     """The RMS norms of each head's queries and keys: weights [D]. around_one: the factors are 1 + weight."""
 
@@ -306,6 +356,20 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
 
     def latent_attention(self, queries: Tensor, layer: int, heads: LatentHeads, scale: float, batch: BatchT_contra) -> Tensor:
         """Returns causal attention [T, H V] of every token over its row's KV blocks. Runs after rope_and_store_latents."""
+        ...
+
+    def without_gates(self, x: Tensor, heads: int, head_dim: int) -> Tensor:
+        """Returns x [T, (2 H + 2 G) D] without the gates that are behind each head's queries, as [T, (H + 2 G) D]."""
+        ...
+
+    def gate_heads(self, attended: Tensor, x: Tensor, head_dim: int) -> None:
+        """Multiplies attended [T, H D] in place by the sigmoids of those gates of x."""
+        ...
+
+    def gated_delta(self, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: BatchT_contra) -> Tensor:
+        """Returns what the heads of a gated delta rule give [T, V D], of value_dim D, in the step's tokens, normalised and gated. x
+        [T, C + V D], gates [T, 2 V]: what its projections made. Reads each row's state before the step, and writes those in the
+        step that the row has a block for (scheduler/batch/group_cache.py). It is 0 for padding."""
         ...
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:

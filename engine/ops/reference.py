@@ -15,13 +15,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops.ops import ClampedSwiglu, ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, SigmoidRouting
+from engine.ops.ops import (
+    ClampedSwiglu,
+    DeltaRule,
+    ExpertMatrices,
+    ExpertMatrix,
+    Fp8Matrix,
+    Int4Matrix,
+    Mxfp4Matrix,
+    SigmoidRouting,
+)
 from loader.formats.int8 import WIDENED_BYTES
 from loader.model_shape import TemperatureShape
 
 # The smallest scale is 2**-24, which float16 can hold. Where all numbers are below 448 times that, the smallest are rounded more.
 MIN_FP8_SCALE = 127 - 24
 _WIDENING_BYTES = 24  # that mxfp4_values makes for each number
+UNIT_NORM_EPS = 1e-6  # of queries and keys of a delta rule
+_DELTA_TOKENS = 64  # that the delta rule computes at a time
 
 
 def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
@@ -426,6 +437,135 @@ def _attention_by_head(
             scores = torch.cat((scores, sinks[own].view(-1, 1, 1).expand(-1, scores.shape[1], 1)), dim=-1)
         out[own] = torch.softmax(scores, dim=-1)[..., : key.shape[1]].to(value.dtype) @ value[head]
     return out
+
+
+def without_gates(x: Tensor, heads: int, head_dim: int, out: Tensor) -> None:
+    """Writes to out [T, (H + 2 G) D] the columns of x [T, (2 H + 2 G) D] that are no gates."""
+    width = heads * head_dim
+    by_head = x[:, : 2 * width].unflatten(1, (heads, 2, head_dim))
+    out[:, :width].unflatten(1, (heads, head_dim)).copy_(by_head[:, :, 0])
+    out[:, width:].copy_(x[:, 2 * width :])
+
+
+def gate_heads(attended: Tensor, x: Tensor, head_dim: int) -> None:
+    """Multiplies attended [T, H D] in place by the sigmoids of the gates of x [T, (2 H + 2 G) D]."""
+    gates = x[:, : 2 * attended.shape[1]].unflatten(1, (-1, 2, head_dim))[:, :, 1]
+    attended.unflatten(1, (-1, head_dim)).mul_(torch.sigmoid(gates))
+
+
+def gated_delta(
+    x: Tensor,
+    gates: Tensor,
+    rule: DeltaRule,
+    states: Tensor,
+    layer: int,
+    block_tokens: int,
+    block_table: Tensor,
+    starts: Tensor,
+    num_new: Tensor,
+    contexts: Tensor,
+    out: Tensor,
+) -> None:
+    """Computes a gated delta rule (https://arxiv.org/abs/2412.06464), see Ops.gated_delta. Writes out [T, V D].
+
+    states [num_blocks, layers, numbers of a state] float32. block_table [R, B]: for each block of block_tokens tokens of a row, the
+    block that holds the state after its last computed token, -1 where there is none. starts, num_new, contexts [R]: each row's
+    first token in the step, its tokens in the step, and its positions after it. Computed in float32, _DELTA_TOKENS at a time; a
+    head's output is rounded to x's dtype before it is normalised, and again before the gate."""
+    out.zero_()
+    for row in torch.nonzero(num_new).flatten().tolist():
+        start, num, context = int(starts[row]), int(num_new[row]), int(contexts[row])
+        first, blocks = context - num, block_table[row, : -(-context // block_tokens)].tolist()
+        state = states[blocks[(first - 1) // block_tokens], layer].clone() if first else torch.zeros_like(states[0, layer])
+        matrices, before = state[: rule.matrix_values], state[rule.matrix_values :]
+        own = slice(start, start + num)
+        columns = torch.cat((before.view(-1, rule.conv_width), _delta_columns(x[own].float(), rule)))
+        seen = functional.conv1d(columns.t(), rule.convolution.float().unsqueeze(1), groups=rule.conv_width).t()
+        query, key, value = _delta_heads(functional.silu(seen).to(x.dtype).float(), rule)
+        update, step = _delta_gates(gates[own].float(), rule)
+        decay = -rule.decay.exp() * functional.softplus(step + rule.step_bias)
+        matrix = matrices.view(rule.num_value_heads, rule.key_dim, rule.value_dim)
+        made, at = torch.empty(num, rule.num_value_heads, rule.value_dim), 0
+        while at < num:
+            end = _delta_end(blocks, block_tokens, first, at, num)
+            part = slice(at, end)
+            made[part] = _delta_chunk(query[part], key[part], value[part], torch.sigmoid(update[part]), decay[part], matrix)
+            at, block = end, blocks[(first + end - 1) // block_tokens]
+            if at == num or ((first + at) % block_tokens == 0 and block >= 0):
+                states[block, layer, : rule.matrix_values] = matrices
+                states[block, layer, rule.matrix_values :] = columns[at : at + rule.convolution.shape[1] - 1].reshape(-1)
+        normed = rms_norm(made.to(x.dtype), rule.norm, rule.eps)
+        output_gates = _by_value_head(x[own], rule.columns.gate, rule.columns.value_stride, rule)
+        out[own] = (normed.float() * functional.silu(output_gates.float())).to(out.dtype).flatten(1)
+
+
+def _delta_end(blocks: list[int], block_tokens: int, first: int, at: int, num: int) -> int:
+    """Returns where a part of a row's tokens ends that begins with its token `at`: _DELTA_TOKENS further on, or where a state is
+    written or the row ends, if that is before."""
+    end = min(num, at + _DELTA_TOKENS)
+    for block in range((first + at) // block_tokens, (first + end - 1) // block_tokens):
+        if blocks[block] >= 0:
+            return (block + 1) * block_tokens - first
+    return end
+
+
+def _delta_chunk(query: Tensor, key: Tensor, value: Tensor, update: Tensor, decay: Tensor, matrix: Tensor) -> Tensor:
+    """Returns the output [n, V, D] of n tokens, and brings matrix [V, K, D] to the state after them. query, key [n, V, K], value [n,
+    V, D], update [n, V]: how much of its value a token writes; decay [n, V]: logarithms.
+
+    A token writes update * (value - what its key reads), which depends on what the tokens before it write: a triangular system."""
+    query, key, value = (one.transpose(0, 1) for one in (query, key, value))
+    update, decay = update.t().unsqueeze(2), decay.t().cumsum(1).unsqueeze(2)
+    since = (decay - decay.transpose(1, 2)).tril().exp().tril()
+    system = (update * (key @ key.transpose(1, 2)) * since).tril(-1)
+    written = torch.linalg.solve_triangular(
+        system, update * (value - decay.exp() * (key @ matrix)), upper=False, unitriangular=True
+    )
+    made = decay.exp() * (query @ matrix) + (query @ key.transpose(1, 2) * since) @ written
+    last = decay[:, -1:]
+    matrix.mul_(last.exp()).add_((key * (last - decay).exp()).transpose(1, 2) @ written)
+    return made.transpose(0, 1)
+
+
+def _delta_columns(x: Tensor, rule: DeltaRule) -> Tensor:
+    """Returns the columns [T, C] of queries, keys and values, head by head."""
+    at = rule.columns
+    keys = (_by_key_head(x, first, rule).flatten(1) for first in (at.query, at.key))
+    return torch.cat((*keys, _by_value_head(x, at.value, at.value_stride, rule).flatten(1)), dim=1)
+
+
+def _delta_heads(columns: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries and keys [T, V, K] of each value head, of length 1 (queries: key_dim ** -0.5), and values [T, V, D]."""
+    widths = (rule.num_key_heads * rule.key_dim,) * 2 + (rule.num_value_heads * rule.value_dim,)
+    query, key, value = columns.split(widths, dim=1)
+    served = rule.num_value_heads // rule.num_key_heads
+    query, key = (one.unflatten(1, (rule.num_key_heads, rule.key_dim)) for one in (query, key))
+    query, key = (one * torch.rsqrt(one.pow(2).sum(-1, keepdim=True) + UNIT_NORM_EPS) for one in (query, key))
+    query, key = ((one.repeat_interleave(served, dim=1)) for one in (query * rule.key_dim**-0.5, key))
+    return query, key, value.unflatten(1, (rule.num_value_heads, rule.value_dim))
+
+
+def _delta_gates(gates: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor]:
+    """Returns each value head's update and step [T, V]."""
+    served = rule.num_value_heads // rule.num_key_heads
+    strides = (gates.stride(0), rule.columns.head_stride, 1)
+    sizes = (len(gates), rule.num_key_heads, served)
+    both = (gates.as_strided(sizes, strides, gates.storage_offset() + at) for at in (rule.columns.update, rule.columns.step))
+    update, step = (one.reshape(len(gates), -1) for one in both)
+    return update, step
+
+
+def _by_key_head(x: Tensor, first: int, rule: DeltaRule) -> Tensor:
+    """Returns columns [T, K, key_dim] of x."""
+    sizes = (len(x), rule.num_key_heads, rule.key_dim)
+    return x.as_strided(sizes, (x.stride(0), rule.columns.key_stride, 1), x.storage_offset() + first)
+
+
+def _by_value_head(x: Tensor, first: int, stride: int, rule: DeltaRule) -> Tensor:
+    """Returns columns [T, V, D] of x."""
+    served = rule.num_value_heads // rule.num_key_heads
+    sizes, strides = (len(x), rule.num_key_heads, served, rule.value_dim), (x.stride(0), stride, rule.value_dim, 1)
+    return x.as_strided(sizes, strides, x.storage_offset() + first).flatten(1, 2)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

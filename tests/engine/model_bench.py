@@ -137,6 +137,20 @@ CASES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "tie_word_embeddings": True,
     },
+    "qwen3-next": {
+        "kind": "qwen3_next",
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    },
     "glm4-moe": {
         "kind": "glm4_moe",
         "num_hidden_layers": 2,
@@ -262,6 +276,7 @@ RECORDED_CASES = [
     "olmo2",
     "glm4",
     "qwen2-moe",
+    "qwen3-next",
     "glm4-moe",
     "deepseek-v3",
     "gpt-oss",
@@ -293,6 +308,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
         "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
         "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
@@ -310,10 +326,12 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-                if kind.startswith("gemma"):  # factors are 1 + weight
-                    parameter -= 1.0
+                if kind.startswith(("gemma", "qwen3_next")) and not name.endswith("linear_attn.norm.weight"):
+                    parameter -= 1.0  # factors are 1 + weight
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
+            elif name.endswith("A_log"):  # so small that states last
+                parameter.uniform_(-4.0, 0.0)
             elif name.endswith("sinks"):
                 parameter.normal_()
             elif kind in SIGMOID_KINDS and name.endswith("mlp.gate.weight"):

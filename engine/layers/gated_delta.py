@@ -1,0 +1,56 @@
+"""A layer of the gated delta rule (https://arxiv.org/abs/2412.06464), which sees all tokens before it through a state of fixed
+size."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from torch import Tensor
+
+from engine.layers.weights import Weights
+from engine.ops.ops import BatchT, DeltaColumns, DeltaRule, Ops
+from loader.architectures.decoder import Decoder
+from loader.model_shape import DeltaShape, ModelShape
+
+
+class GatedDelta(Generic[BatchT]):
+    """What takes the place of attention in one layer: x [T, hidden] -> [T, hidden]."""
+
+    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
+        assert family.deltas is not None
+        assert shape.delta is not None
+        self.ops, self.layer = ops, layer
+        names, delta, prefix = family.deltas.names, shape.delta, family.names.layer.format(layer)
+        self.in_weight = weights.matrix(prefix, names.inputs)
+        self.gate_weight = weights.matrix(prefix, names.gates)
+        self.out_weight = weights.matrix(prefix, (names.output,))
+        self.rule = DeltaRule(
+            convolution=weights.get(f"{prefix}{names.convolution}.weight").squeeze(1),
+            decay=weights.get(prefix + names.decay),
+            step_bias=weights.get(prefix + names.step_bias),
+            norm=weights.get(f"{prefix}{names.norm}.weight"),
+            eps=shape.rms_norm_eps,
+            num_key_heads=delta.num_key_heads,
+            num_value_heads=delta.num_value_heads,
+            key_dim=delta.key_dim,
+            value_dim=delta.value_dim,
+            columns=columns_of(delta),
+        )
+
+    def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
+        ops = self.ops
+        made, gates = ops.linear(x, self.in_weight), ops.linear(x, self.gate_weight)
+        return ops.linear(ops.gated_delta(made, gates, self.rule, self.layer, batch), self.out_weight)
+
+
+def columns_of(delta: DeltaShape) -> DeltaColumns:
+    """Returns where the heads are among the columns that the projections make: one key head's queries, keys, values and gates after
+    the other's (by_head), or all heads' queries, then keys, values and gates."""
+    keys, values = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
+    served = delta.num_value_heads // delta.num_key_heads
+    if not delta.by_head:
+        places = (0, keys, delta.key_dim, 2 * keys, 2 * keys + values, served * delta.value_dim)
+        return DeltaColumns(*places, 0, delta.num_value_heads, served)
+    own = served * delta.value_dim
+    stride = 2 * (delta.key_dim + own)
+    return DeltaColumns(0, delta.key_dim, stride, 2 * delta.key_dim, 2 * delta.key_dim + own, stride, 0, served, 2 * served)
