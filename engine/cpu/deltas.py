@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.cpu.batch import HostBatch
+from engine.cpu.products import array
 from engine.cpu.recording.program import call, empty
 from engine.ops import reference
 from engine.ops.ops import DeltaRule
@@ -17,8 +20,17 @@ def gated_delta(kernels: Any, x: Tensor, gates: Tensor, rule: DeltaRule, layer: 
     """Does what Ops.gated_delta says. kernels: the module engine.cpu.kernels.entry; None: the reference implementation computes."""
     group, place = batch.group_of(layer)
     out = empty(x, len(x), rule.num_value_heads * rule.value_dim)
-    rows = (group.block_table, batch.starts, batch.num_new, batch.contexts)
-    call(_by_reference, x.view(x.shape), gates.view(gates.shape), rule, group.kv, place, batch.block_tokens, *rows, out.view(out.shape))
+    rows = (batch.block_tokens, group.block_table, batch.starts, batch.num_new, batch.contexts)
+    if kernels is None:
+        call(_by_reference, x.view(x.shape), gates.view(gates.shape), rule, group.kv, place, *rows, out.view(out.shape))
+        return out
+    mixed = empty(x, len(x), rule.conv_width, torch.float32)
+    sizes = np.array((rule.num_key_heads, rule.num_value_heads, rule.key_dim, rule.value_dim))
+    where = (group.kv_flat, *group.kv.shape[1:2], place, group.kv.shape[2], *rows, sizes, np.array(astuple(rule.columns)))
+    columns = mixed.view(mixed.shape).numpy()
+    call(kernels.delta_convolve, array(x), array(rule.convolution), *where, columns)
+    of_heads = (rule.decay.numpy(), rule.step_bias.numpy(), array(rule.norm), rule.eps)
+    call(kernels.delta_rule, array(x), array(gates), columns, *of_heads, *where, array(out))
     return out
 
 

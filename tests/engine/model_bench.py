@@ -142,7 +142,7 @@ CASES: dict[str, dict[str, Any]] = {
         "full_attention_interval": 2,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
-        "linear_key_head_dim": 12,
+        "linear_key_head_dim": 8,
         "linear_value_head_dim": 20,
         "num_experts": 7,
         "num_experts_per_tok": 3,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numba
 
-from engine.cpu.kernels import amx_tiles, experts, four_bits, four_bits_tiles, grouped_linear, int8, linear, rows, sampling
+from engine.cpu.kernels import amx_tiles, delta, experts, four_bits, four_bits_tiles, grouped_linear, int8, linear, rows, sampling
 from engine.cpu.kernels.amx import TILE_ROWS, fits_tiles, may_use_tiles
 from engine.cpu.kernels.amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
 from engine.cpu.kernels.amx_linear import scratch_words as amx_scratch_words
@@ -46,6 +46,8 @@ __all__ = [
     "amx_scratch_words",
     "clamped_swiglu",
     "combine",
+    "delta_convolve",
+    "delta_rule",
     "few_rows_linear",
     "fp8_linear",
     "fp8_linear_kernel",
@@ -119,6 +121,8 @@ HAS_MATRIX_UNIT = may_use_tiles()
 HAS_INT8_PRODUCTS = int8.HAS_INT8_PRODUCTS and not HAS_MATRIX_UNIT
 _SHARED_ROWS = 1 << 14  # elements of row-wise work; so few, because between products the other threads are not asleep yet
 _SHARED_LOGITS = 1 << 16  # logits that are sampled from
+_SHARED_CONVOLUTION = 1 << 15  # columns that are convolved
+_SHARED_STATES = 1 << 17  # numbers of states that tokens change
 
 
 class _Thread(threading.local):
@@ -306,6 +310,12 @@ def _deals_out_rows(x: Any) -> bool:
     return _thread.num_threads > 1 and x.size >= _SHARED_ROWS and len(x) > 1
 
 
+def _shares_states(args: Sequence[Any]) -> bool:
+    """Tells whether the threads share a delta rule, from the tokens' results and the numbers that a layer keeps of a sequence."""
+    state_values, out = args[10], args[-1]
+    return _thread.num_threads > 1 and len(out) * state_values >= _SHARED_STATES
+
+
 paged_attention = PagedAttention()
 prefill_attention = PrefillAttention()
 few_rows_linear = Forms(few_rows_linear_serial, few_rows_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
@@ -329,6 +339,12 @@ grouped_four_bits_linear = Forms(
     lambda args: _thread.num_threads > 1 and args[2].nbytes // (len(args[6]) - 1) * len(args[0]) >= _SHARED_WEIGHTS // 2,
 )
 widen_four_bits = Forms(four_bits.widen_four_bits_serial, four_bits.widen_four_bits_parallel, lambda args: _shares_tiles(args[1]))
+delta_convolve = Forms(
+    delta.delta_convolve_serial,
+    delta.delta_convolve_parallel,
+    lambda args: _thread.num_threads > 1 and args[-1].size >= _SHARED_CONVOLUTION,
+)
+delta_rule = Forms(delta.delta_rule_serial, delta.delta_rule_parallel, _shares_states)
 combine = Forms(experts.combine_serial, experts.combine_parallel, lambda args: _deals_out_rows(args[-1]))
 int8_linear = Forms(int8_linear_serial, int8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))
 fp8_linear = Forms(fp8_linear_serial, fp8_linear_parallel, lambda args: _shares_weights(args[0], args[1]))

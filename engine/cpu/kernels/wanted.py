@@ -18,6 +18,7 @@ import numba
 from engine.cpu.kernels import (
     amx_linear,
     attention,
+    delta,
     entry,
     experts,
     four_bits,
@@ -56,6 +57,8 @@ _SECONDS = {
     entry.grouped_few_rows_linear.serial: 2.0,
     entry.grouped_widened_linear.serial: 4.0,
     entry.grouped_four_bits_linear.serial: 4.0,
+    entry.delta_convolve.serial: 1.5,
+    entry.delta_rule.serial: 1.5,
 }
 SHORT_S = 0.7
 _preparing = threading.Lock()  # loads of two models may ask at the same time
@@ -169,6 +172,8 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         _both(entry.silu_and_mul, gate),
         _both(entry.gelu_and_mul, gate),
         _both(entry.combine, experts.combine_signature(element)),
+        _both(entry.delta_convolve, delta.delta_convolve_signature(element)),
+        _both(entry.delta_rule, delta.delta_rule_signature(element)),
         _both(entry.sample, sampling.sample_signature(element)),
         (paged_attention_serial, paged_attention_parallel, attention.paged_attention_signature(element)),
         (prefill_attention_serial, prefill_attention_parallel, of_prefill),
