@@ -44,6 +44,8 @@ def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.kernels, "_SHARED_WIDENING", 0)
     monkeypatch.setattr(ops.kernels, "_SHARED_ROWS", 0)
     monkeypatch.setattr(ops.kernels, "_SHARED_LOGITS", 0)
+    monkeypatch.setattr(ops.kernels, "_SHARED_CONVOLUTION", 0)
+    monkeypatch.setattr(ops.kernels, "_SHARED_STATES", 0)
 
 
 def same(left: Tensor, right: Tensor) -> None:
