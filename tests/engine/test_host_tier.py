@@ -33,7 +33,7 @@ OUTPUT_TOKENS = 40
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("models")
-    kinds = {"llama": "llama", "gemma": "gemma2", "mistral": "mistral-window", "deepseek": "deepseek-v2"}
+    kinds = {"llama": "llama", "gemma": "gemma2", "mistral": "mistral-window", "deepseek": "deepseek-v2", "qwen": "qwen3-next"}
     make_models(made, **{name: CASES[case] for name, case in kinds.items()})
     return made
 
@@ -154,11 +154,11 @@ def preempted(bench: TierBench, name: str, num_steps: int, save_slots: range) ->
     return gone, done
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "mistral", "deepseek"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "mistral", "deepseek", "qwen"])
 @pytest.mark.parametrize("num_steps", [5, 18])
 def test_preempted_requests_go_on_as_if_nothing_had_been(folder: Path, name: str, num_steps: int) -> None:
     """Requests go on from saved KV with only one token computed again each. Prompts of several lengths fill the last block
-    differently; some models have windows, one keeps latents; some prompts share their beginning, and two are the same."""
+    differently; some models have windows, one keeps latents, one states; some prompts share their beginning, and two are the same."""
     bench = TierBench(folder)
     gone, done = preempted(bench, name, num_steps, range(NUM_SLOTS))
     assert gone.recompute_kv_tokens == 0
@@ -173,7 +173,7 @@ def test_preempted_requests_go_on_as_if_nothing_had_been(folder: Path, name: str
 
 
 @pytest.mark.parametrize("num_slots", [0, 1, 2])
-@pytest.mark.parametrize("name", ["llama", "gemma"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "qwen"])
 def test_what_finds_no_room_is_computed_again(folder: Path, name: str, num_slots: int) -> None:
     bench = TierBench(folder)
     gone, done = preempted(bench, name, 20, range(3, 3 + num_slots))

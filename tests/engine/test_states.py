@@ -24,7 +24,19 @@ from scheduler.batch.compaction import Compaction
 from scheduler.batch.request import BatchRequest
 from scheduler.batch.step_room import StepRoom
 from tests.engine.cpu_ops import compute_with
-from tests.engine.model_bench import CASES, CHUNK_BYTES, MAX_LEN, NUM_CHUNKS, load, make_checkpoint, make_memory, make_runner
+from tests.engine.model_bench import (
+    CASES,
+    CHUNK_BYTES,
+    MAX_LEN,
+    NUM_CHUNKS,
+    load,
+    make_checkpoint,
+    make_memory,
+    make_runner,
+    make_table,
+    plan,
+    put,
+)
 
 PROMPT = np.random.default_rng(11).integers(2, 211, 60).tolist()
 MAX_TOKENS, BUDGET = 24, 24
@@ -113,6 +125,19 @@ def test_texts_are_transformers_whatever_happens(model: CpuModel, made: tuple[Pa
     for request_id, prompt in prompts.items():
         assert served.output[request_id] == text_after(made, prompt), request_id
     assert served.kv.held_bytes == 0
+
+
+def test_a_checkpoint_in_three_files_is_the_same(model: CpuModel, made: tuple[Path, Any], tmp_path: Path) -> None:
+    made[1].save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    sharded = load(compute_with(make_runner(make_memory()), use_kernels=True), tmp_path)
+    found = []
+    for one in (model, sharded):
+        table = make_table(groups=one.kv_groups)
+        put(table, 0, PROMPT)
+        found.append(one.logits(plan((0, 0, 60)), table, every_token=True))
+    sharded.release()
+    assert np.array_equal(*found)
 
 
 def test_a_restored_state_continues_bit_by_bit(model: CpuModel, made: tuple[Path, Any]) -> None:
