@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class DeviceGroup:
-    """One KV group's part of a step's inputs. scales: of fp8 KV (engine/memory/arena.py). block_table [S + 1, B] int32: the model's
+    """One KV group's part of a step's inputs. kv: in a group of states float32 [num_blocks, layers, numbers of a state]. scales: of fp8 KV (engine/memory/arena.py). block_table [S + 1, B] int32: the model's
     own, by slot. kv_slots [T] int64: block * block_tokens + place of each token, -1 for padding. turns [T, 2 P] float32: rotary
     cosines, then sines. work: the pieces that the decode rows' contexts are cut into (triton_decode.DecodeWork), None if there are
     no decode rows."""
@@ -46,7 +46,8 @@ class QueryTiles:
 class DeviceBatch:
     """The inputs of one step. num_decode: rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper bound, and
     the groups' work holds the pieces of those that there are. slots, contexts [R] int32: each row's slot, and how many
-    positions it has stored after this step. layer_places: for each layer, its group and its place in that group."""
+    positions it has stored after this step. layer_places: for each layer, its group and its place in that group. token_rows [T]: the
+    row of each token. firsts, starts [R]: each row's positions before this step, and its first token in it."""
 
     input_ids: Tensor  # [T]
     num_decode: int
@@ -55,6 +56,14 @@ class DeviceBatch:
     slots: Tensor
     contexts: Tensor
     tiles: QueryTiles | None
+    token_rows: Tensor
+    firsts: Tensor
+    starts: Tensor
+
+    @property
+    def block_tokens(self) -> int:
+        """The tokens of a block, in every group. The first group is never one of states."""
+        return int(self.groups[0].kv.shape[4])
 
     def group_of(self, layer: int) -> tuple[DeviceGroup, int]:
         """Returns a layer's KV group, and the layer's place among the group's layers."""

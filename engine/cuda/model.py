@@ -31,7 +31,7 @@ from engine.cuda.sequences import DeviceSequences, Staging
 from engine.grammar.row_masks import RowMasks
 from engine.layers.rope import rotary_of
 from engine.layers.weights import Weights
-from engine.memory.arena import kv_views
+from engine.memory.arena import kv_views, state_view
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
 from engine.ops.ops import Rotary
@@ -118,7 +118,9 @@ class CudaModel:
         local = rotary if shape.local_rope is None else self._rotary(spec.max_model_len, windowed=True)
         self._memory = []
         for group in self.kv_groups:
-            kv = kv_views(arena, group, kv_layout.kv_token_dims(shape), spec.kv_dtype)
+            kv: tuple[Tensor, Tensor | None] = (state_view(arena, group), None) if group.kind == "state" else (
+                kv_views(arena, group, kv_layout.kv_token_dims(shape), spec.kv_dtype)
+            )
             turning = local if group.window_tokens else rotary
             self._memory.append(DeviceGroupMemory(*kv, turning, group.reach, group.block_tokens))
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
@@ -418,7 +420,8 @@ class CudaModel:
             turning = turns[memory.rotary]
             groups.append(DeviceGroup(memory.kv, memory.scales, reach, block_table, kv_slots, turning, work.get(reach)))
         assert input_ids is not None
-        return DeviceBatch(input_ids, num_decode, groups, self._layer_places, slots, contexts, tiles)
+        rows = (slots, contexts, tiles, token_rows, firsts, starts)
+        return DeviceBatch(input_ids, num_decode, groups, self._layer_places, *rows)
 
     def _draw(self, hidden: Tensor, columns: dict[str, Tensor], slots: Tensor) -> StepOutputs:
         """Samples one id for each row of hidden [N, width], by the settings in columns, and stores it as the last token of the

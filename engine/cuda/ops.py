@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import entry
 from engine.ops import reference
-from engine.ops.ops import ExpertMatrices, Fp8Matrix, HeadNorms, Int4Matrix, Int8Matrix, LatentHeads, Matrix
+from engine.ops.ops import DeltaRule, ExpertMatrices, Fp8Matrix, HeadNorms, Int4Matrix, Int8Matrix, LatentHeads, Matrix
 from loader.gpu_sizing import LATENT_HEADS, LATENT_TOKENS
 
 
@@ -113,6 +113,17 @@ class CudaOps:
 
     def _product_by_head(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
         torch.bmm(x, weights, out=out)
+
+    def without_gates(self, x: Tensor, heads: int, head_dim: int) -> Tensor:
+        out = x.new_empty(len(x), x.shape[1] - heads * head_dim)
+        reference.without_gates(x, heads, head_dim, out)
+        return out
+
+    def gate_heads(self, attended: Tensor, x: Tensor, head_dim: int) -> None:
+        reference.gate_heads(attended, x, head_dim)
+
+    def gated_delta(self, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: DeviceBatch) -> Tensor:
+        return entry.gated_delta(x, gates, rule, layer, batch)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if cap:

@@ -33,6 +33,7 @@ KINDS = [
     "phi3-partial-window",
     "olmo2",
     "qwen2-moe",
+    "qwen3-next",
     "glm4-moe",
     "deepseek-v3",
     "gpt-oss",

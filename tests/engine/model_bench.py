@@ -143,7 +143,7 @@ CASES: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
-        "linear_value_head_dim": 20,
+        "linear_value_head_dim": 12,
         "num_experts": 7,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 24,

@@ -18,6 +18,7 @@ from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import (
     linear_choice,
     triton_decode,
+    triton_delta,
     triton_experts,
     triton_extend,
     triton_fp8_linear,
@@ -30,7 +31,7 @@ from engine.cuda.kernels import (
     triton_sampling,
 )
 from engine.host import compiled
-from engine.ops.ops import ExpertMatrices, Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Rotary
+from engine.ops.ops import DeltaRule, ExpertMatrices, Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Rotary
 
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
@@ -240,6 +241,29 @@ def _product_by_head(
     matrices = heads.up.view(heads.num_heads, heads.plain_dim + heads.value_dim, heads.rank)
     own = matrices[:, heads.plain_dim :].transpose(1, 2) if of_values else matrices[:, : heads.plain_dim]
     product(x.transpose(0, 1), own, out.transpose(0, 1))
+
+
+def gated_delta(x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: DeviceBatch) -> Tensor:
+    """Returns what Ops.gated_delta does. Entries of tokens that belong to no row are undefined."""
+    group, place = batch.group_of(layer)
+    out = x.new_empty(len(x), rule.num_value_heads * rule.value_dim)
+    triton_delta.gated_delta(
+        x,
+        gates,
+        rule,
+        group.kv,
+        place,
+        batch.block_tokens,
+        group.block_table,
+        batch.token_rows,
+        batch.slots,
+        batch.firsts,
+        batch.starts,
+        batch.contexts,
+        batch.tiles is not None,
+        out,
+    )
+    return out
 
 
 def sample(

@@ -26,6 +26,7 @@ from engine.cuda.kernels import (
     linear_choice,
     triton_checksum,
     triton_decode,
+    triton_delta,
     triton_experts,
     triton_extend,
     triton_fp8_linear,
@@ -38,10 +39,12 @@ from engine.cuda.kernels import (
     triton_sampling,
     triton_unpack,
 )
+from engine.layers.gated_delta import columns_of
 from engine.memory.arena import kv_views
-from engine.ops.ops import ClampedSwiglu, Fp8Matrix, Int4Matrix, LatentHeads, Mxfp4Matrix, Rotary, SigmoidRouting
+from engine.ops.ops import ClampedSwiglu, DeltaRule, Fp8Matrix, Int4Matrix, LatentHeads, Mxfp4Matrix, Rotary, SigmoidRouting
 from loader.frame import FRAME_VALUES
 from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
+from loader.model_shape import DeltaShape
 
 BLOCK_TOKENS = 16
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, VOCAB, ROWS = 32, 8, 128, 4096, 14336, 128256, 8
@@ -161,6 +164,18 @@ def launch_latents(heads: int, kv_dtype: str, table: torch.Tensor, ints: torch.T
         triton_latent.product_by_head(own[..., :RANK], of_heads, True, False, values)
 
 
+def launch_delta(table: torch.Tensor, ints: torch.Tensor) -> None:
+    """Launches the kernels of the gated delta rule with Qwen3-Next's sizes."""
+    shape = DeltaShape(frozenset((0, 1, 2)), 16, 32, 128, 128, 4, by_head=True)
+    heads, values = shape.num_value_heads, shape.num_value_heads * shape.value_dim
+    zeros = torch.zeros(shape.conv_width, 4, dtype=torch.bfloat16)
+    sizes = (shape.num_key_heads, heads, shape.key_dim, shape.value_dim, columns_of(shape))
+    rule = DeltaRule(zeros, torch.zeros(heads), torch.zeros(heads), zeros[: shape.value_dim, 0].contiguous(), 1e-6, *sizes)
+    states, x = torch.zeros(1, 3, shape.state_values), torch.zeros(ROWS, shape.conv_width + values, dtype=torch.bfloat16)
+    columns = (table, ints, ints, ints, ints, ints)
+    triton_delta.gated_delta(x, x[:, : 2 * heads].contiguous(), rule, states, 2, BLOCK_TOKENS, *columns, True, x[:, :values])
+
+
 def main(capability: int, listed: bool) -> None:
     assert not entry.INTERPRETED
     compile_instead_of_running(capability, listed)
@@ -188,6 +203,7 @@ def main(capability: int, listed: bool) -> None:
         triton_rope.rope_and_store(qkv, turns, None, None, False, 1e-6, *kv, 3, HEADS, longs, True)
         for heads in LATENT_HEADS:
             launch_latents(heads, KV_FP8 if kv[1] is not None else "bfloat16", table, ints, longs)
+    launch_delta(table, ints)
     x = torch.zeros(ROWS, WIDTH, dtype=dtype)
     routing = triton_experts.empty_routing(ROWS, CHOSEN, EXPERTS, x.device)
     scores = torch.zeros(ROWS, EXPERTS + 1, dtype=dtype)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.engine.kernels.attention_cases import decode_attention, extend_attention, work_lists
+from tests.engine.kernels.delta_cases import gated_delta
 from tests.engine.kernels.draw import Draw
 from tests.engine.kernels.expert_cases import experts, routing, routing_by_sigmoid
 from tests.engine.kernels.kv_write_cases import fp8_rounding, rope
@@ -43,6 +44,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         products_by_head,
         decode_latents,
         extend_latents,
+        gated_delta,
         sampling,
         penalties,
         logprobs,

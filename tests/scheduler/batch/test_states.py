@@ -53,7 +53,7 @@ def test_a_prefix_is_found_where_a_state_was_left() -> None:
     text = prompt + harness.output[1]
     assert hit(harness, 2, text[:70]) == 56, "states that an output passed are gone"
     assert hit(harness, 6, prompt) == 56
-    assert hit(harness, 3, prompt[:47] + [1]) == 32
+    assert hit(harness, 3, [*prompt[:47], 1]) == 32
     assert hit(harness, 4, prompt[:49]) == 48
     assert hit(harness, 5, [*text, 7, 8]) == 76, "the last full block of 78 computed tokens"
     assert hit(harness, 7, prompt[:15]) == 0
