@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from loader.formats.weight_format import WeightFormat
 from loader.gpu_sizing import gpu_work_space_bytes
-from loader.kv_layout import KVGroupSpec, group_chunks, kv_bytes_per_token, is_bounded, kv_dtype_of, kv_groups, kv_reserved_bytes
+from loader.kv_layout import KVGroupSpec, group_chunks, is_bounded, kv_bytes_per_token, kv_dtype_of, kv_groups, kv_reserved_bytes
 from loader.layout import num_parameters, weights_bytes
 from loader.model_shape import ModelShape
 from loader.work_space import work_space_bytes

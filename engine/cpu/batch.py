@@ -25,8 +25,8 @@ LONG_ROW_TOKENS = 16
 @dataclass(slots=True, frozen=True)
 class GroupMemory:
     """One KV group's memory. kv [num_blocks, layers of the group, 2, G, block_tokens, D]: the arena as this group sees it, for G KV
-    heads; in a group of states, float32 [num_blocks, layers, numbers of a state]. kv_flat: the same memory for kernels. rotary: of the group's layers. reach: how far a query sees (KVGroupSpec.reach).
-    scales: of fp8 KV (engine/memory/arena.py)."""
+    heads; in a group of states, float32 [num_blocks, layers, numbers of a state]. kv_flat: the same memory for kernels. rotary: of
+    the group's layers. reach: how far a query sees (KVGroupSpec.reach). scales: of fp8 KV (engine/memory/arena.py)."""
 
     kv: Tensor
     kv_flat: Any

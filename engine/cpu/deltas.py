@@ -47,5 +47,5 @@ def _by_reference(
     contexts: Any,
     out: Tensor,
 ) -> None:
-    rows = (torch.from_numpy(one) for one in (block_table, starts, num_new, contexts))
-    reference.gated_delta(x, gates, rule, states, layer, block_tokens, *rows, out)
+    table, first, num, context = (torch.from_numpy(one) for one in (block_table, starts, num_new, contexts))
+    reference.gated_delta(x, gates, rule, states, layer, block_tokens, table, first, num, context, out)

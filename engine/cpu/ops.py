@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cpu import experts as grouped_experts
 from engine.cpu import deltas, latents, products
+from engine.cpu import experts as grouped_experts
 from engine.cpu.batch import LONG_ROW_TOKENS, HostBatch
 from engine.cpu.products import array
 from engine.cpu.recording.program import call, empty, into, is_recording

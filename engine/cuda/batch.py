@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class DeviceGroup:
-    """One KV group's part of a step's inputs. kv: in a group of states float32 [num_blocks, layers, numbers of a state]. scales: of fp8 KV (engine/memory/arena.py). block_table [S + 1, B] int32: the model's
-    own, by slot. kv_slots [T] int64: block * block_tokens + place of each token, -1 for padding. turns [T, 2 P] float32: rotary
-    cosines, then sines. work: the pieces that the decode rows' contexts are cut into (triton_decode.DecodeWork), None if there are
-    no decode rows."""
+    """One KV group's part of a step's inputs. kv: in a group of states float32 [num_blocks, layers, numbers of a state]. scales: of
+    fp8 KV (engine/memory/arena.py). block_table [S + 1, B] int32: the model's own, by slot. kv_slots [T] int64: block *
+    block_tokens + place of each token, -1 for padding. turns [T, 2 P] float32: rotary cosines, then sines. work: the pieces that the
+    decode rows' contexts are cut into (triton_decode.DecodeWork), None if there are no decode rows."""
 
     kv: Tensor
     scales: Tensor | None
@@ -46,8 +46,8 @@ class QueryTiles:
 class DeviceBatch:
     """The inputs of one step. num_decode: rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper bound, and
     the groups' work holds the pieces of those that there are. slots, contexts [R] int32: each row's slot, and how many
-    positions it has stored after this step. layer_places: for each layer, its group and its place in that group. token_rows [T]: the
-    row of each token. firsts, starts [R]: each row's positions before this step, and its first token in it."""
+    positions it has stored after this step. layer_places: for each layer, its group and its place in that group. token_rows [T]:
+    the row of each token. firsts, starts [R]: each row's positions before this step, and its first token in it."""
 
     input_ids: Tensor  # [T]
     num_decode: int

@@ -118,8 +118,10 @@ class CudaModel:
         local = rotary if shape.local_rope is None else self._rotary(spec.max_model_len, windowed=True)
         self._memory = []
         for group in self.kv_groups:
-            kv: tuple[Tensor, Tensor | None] = (state_view(arena, group), None) if group.kind == "state" else (
-                kv_views(arena, group, kv_layout.kv_token_dims(shape), spec.kv_dtype)
+            kv: tuple[Tensor, Tensor | None] = (
+                (state_view(arena, group), None)
+                if group.kind == "state"
+                else (kv_views(arena, group, kv_layout.kv_token_dims(shape), spec.kv_dtype))
             )
             turning = local if group.window_tokens else rotary
             self._memory.append(DeviceGroupMemory(*kv, turning, group.reach, group.block_tokens))

@@ -170,7 +170,8 @@ class DeltaColumns:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class DeltaRule:
-    """The gated delta rule of one layer (loader.model_shape.DeltaShape), with K key heads of key_dim and V value heads of value_dim.
+    """The gated delta rule of one layer (loader.model_shape.DeltaShape), with K key heads of key_dim and V value heads of
+    value_dim.
 
     convolution [C, N]: weights of the C columns of queries, keys and values, in this order and head by head; the last is a token's
     own, the others of the N - 1 tokens before it. decay, step_bias [V] float32: a head's state decays by the factor exp(-exp(decay)

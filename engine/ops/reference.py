@@ -510,8 +510,8 @@ def _delta_end(blocks: list[int], block_tokens: int, first: int, at: int, num: i
 
 
 def _delta_chunk(query: Tensor, key: Tensor, value: Tensor, update: Tensor, decay: Tensor, matrix: Tensor) -> Tensor:
-    """Returns the output [n, V, D] of n tokens, and brings matrix [V, K, D] to the state after them. query, key [n, V, K], value [n,
-    V, D], update [n, V]: how much of its value a token writes; decay [n, V]: logarithms.
+    """Returns the output [n, V, D] of n tokens, and brings matrix [V, K, D] to the state after them. query, key [n, V, K], value
+    [n, V, D], update [n, V]: how much of its value a token writes; decay [n, V]: logarithms.
 
     A token writes update * (value - what its key reads), which depends on what the tokens before it write: a triangular system."""
     query, key, value = (one.transpose(0, 1) for one in (query, key, value))

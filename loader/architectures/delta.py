@@ -1,5 +1,5 @@
-"""Layers of the gated delta rule (https://arxiv.org/abs/2412.06464), which see all tokens through a state of fixed size, in place of
-attention in some layers of a decoder.
+"""Layers of the gated delta rule (https://arxiv.org/abs/2412.06464), which see all tokens through a state of fixed size, in place
+of attention in some layers of a decoder.
 
 A family of decoders that has them says so with `Deltas` in its description. Defaults are those of transformers' configuration
 classes, as in decoder.py.

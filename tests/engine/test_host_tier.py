@@ -158,7 +158,7 @@ def preempted(bench: TierBench, name: str, num_steps: int, save_slots: range) ->
 @pytest.mark.parametrize("num_steps", [5, 18])
 def test_preempted_requests_go_on_as_if_nothing_had_been(folder: Path, name: str, num_steps: int) -> None:
     """Requests go on from saved KV with only one token computed again each. Prompts of several lengths fill the last block
-    differently; some models have windows, one keeps latents, one states; some prompts share their beginning, and two are the same."""
+    differently; some models have windows, one keeps latents, one states; some prompts share their beginning, two are equal."""
     bench = TierBench(folder)
     gone, done = preempted(bench, name, num_steps, range(NUM_SLOTS))
     assert gone.recompute_kv_tokens == 0

@@ -258,9 +258,7 @@ def _row_of_head(
             values = own + 2 * sizes[0] * key_dim + head * width
             squares = lanes_of(float32(0.0))
             for i in range(0, whole, LANES):
-                part = rounded(
-                    _advance_lanes(states, place, width, query, key, mixed, values, update, keeps, i, LANES), norm[0]
-                )
+                part = rounded(_advance_lanes(states, place, width, query, key, mixed, values, update, keeps, i, LANES), norm[0])
                 store(made, i, LANES, part)
                 squares += part * part
             if whole < width:

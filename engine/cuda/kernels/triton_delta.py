@@ -329,7 +329,19 @@ def gated_delta(
     }
     parts = triton.cdiv(conv_width, min(_COLUMNS, triton.next_power_of_2(conv_width)))
     _convolve_kernel[(num_tokens, parts)](
-        x, rule.convolution, mixed, states, table, token_rows, slots, firsts, starts, *of_rows, x.stride(0), **of_columns, num_warps=4
+        x,
+        rule.convolution,
+        mixed,
+        states,
+        table,
+        token_rows,
+        slots,
+        firsts,
+        starts,
+        *of_rows,
+        x.stride(0),
+        **of_columns,
+        num_warps=4,
     )
     rows = (slots, firsts, starts, contexts)
     _keep_kernel[(num_rows, parts)](x, states, table, *rows, *of_rows, x.stride(0), **of_columns, num_warps=4)

@@ -18,8 +18,8 @@ EPS = 1e-6
 
 @dataclass(slots=True)
 class DeltaRows:
-    """A step of a layer. Its rows' blocks are scattered over states [blocks, layers, numbers], which hold NaN elsewhere. block_table
-    [R, B] has -1 where no state is kept."""
+    """A step of a layer. Its rows' blocks are scattered over states [blocks, layers, numbers], which hold NaN elsewhere.
+    block_table [R, B] has -1 where no state is kept."""
 
     rule: DeltaRule
     x: Tensor
@@ -34,7 +34,10 @@ class DeltaRows:
 
     def compute(self) -> tuple[Tensor, Tensor]:
         """Returns the reference implementation's result, and the states after the step."""
-        states, out = self.states.clone(), torch.empty(len(self.x), self.rule.num_value_heads * self.rule.value_dim, dtype=self.x.dtype)
+        states, out = (
+            self.states.clone(),
+            torch.empty(len(self.x), self.rule.num_value_heads * self.rule.value_dim, dtype=self.x.dtype),
+        )
         rows = (self.block_table, self.starts, self.num_new, self.contexts)
         reference.gated_delta(self.x, self.gates, self.rule, states, self.layer, self.block_tokens, *rows, out)
         return out, states

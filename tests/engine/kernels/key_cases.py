@@ -74,8 +74,9 @@ class KeyCase:
 
 
 PUBLISHED = Path(__file__).parents[2] / "published"
-DEEPSEEK_V3, DEEPSEEK_V2_LITE, LLAMA4_SCOUT = (
-    json.loads((PUBLISHED / f"{name}.json").read_text()) for name in ("deepseek-v3", "deepseek-v2-lite", "llama-4-scout")
+DEEPSEEK_V3, DEEPSEEK_V2_LITE, LLAMA4_SCOUT, QWEN3_NEXT = (
+    json.loads((PUBLISHED / f"{name}.json").read_text())
+    for name in ("deepseek-v3", "deepseek-v2-lite", "llama-4-scout", "qwen3-next-80b-a3b")
 )
 LLAMA4_TEXT = LLAMA4_SCOUT["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
 FP8_WEIGHTS = {"quantization_config": FINE_GRAINED}
@@ -126,6 +127,20 @@ CASES = [
             "interleave_moe_layer_step": 2,
         },
     ),
+    KeyCase(
+        "qwen3 next at odd places",
+        QWEN3_NEXT,
+        block_offset=8,
+        max_rows=5,
+        more={
+            "head_dim": 64,
+            "vocab_size": 1024,
+            "num_experts": 12,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+        },
+    ),
     KeyCase("one block a sequence", MISTRAL_7B, max_len=BLOCK_TOKENS, max_rows=1, more={"sliding_window": None}),
 ]
 # Each stands for settings that the others do not have; the whole list takes many minutes.
@@ -141,6 +156,7 @@ COVERING = (
     "gpt-oss",
     "deepseek v2 lite float16",
     "llama 4",
+    "qwen3 next at odd places",
     "one block a sequence",
 )
 

@@ -189,7 +189,8 @@ class Harness:
         more_groups: Sequence[tuple[int, int, int]] = (),
         arena: IntArray | None = None,
     ) -> None:
-        """more_groups: (window, block_bytes, reserved_chunks) of each KV group after the first. window: below 0 a chunk's; STATE."""
+        """more_groups: (window, block_bytes, reserved_chunks) of each KV group after the first. window: below 0 a chunk's, or
+        STATE."""
         groups = [(window, block_bytes, reserved_chunks), *more_groups]
         num_chunks = lease_chunks + sum(reserved for _, _, reserved in groups)
         self.chunks = chunks or ChunkPool(num_chunks, chunk_bytes, lease_chunks)
