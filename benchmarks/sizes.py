@@ -27,6 +27,7 @@ MODELS = {
     "glm-4.7-flash": ("GLM-4.7-Flash", "cuda=80GiB"),
     "qwen3-235b-a22b": ("Qwen3 235B-A22B", "cuda=8x80GiB"),
     "qwen3-235b-a22b-fp8": ("Qwen3 235B-A22B FP8", "cuda=4x80GiB"),
+    "qwen3-next-80b-a3b": ("Qwen3-Next 80B-A3B", "cuda=4x80GiB"),
     "deepseek-v3": ("DeepSeek-V3", "cuda=8x141GiB"),
     "kimi-k2.5": ("Kimi K2.5", "cuda=8x80GiB"),
     "llama-4-scout": ("Llama 4 Scout", "cuda=2x141GB"),

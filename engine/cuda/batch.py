@@ -18,8 +18,8 @@ from torch import Tensor
 class DeviceGroup:
     """One KV group's part of a step's inputs. kv: in a group of states float32 [num_blocks, layers, numbers of a state]. scales: of
     fp8 KV (engine/memory/arena.py). block_table [S + 1, B] int32: the model's own, by slot. kv_slots [T] int64: block *
-    block_tokens + place of each token, -1 for padding. turns [T, 2 P] float32: rotary cosines, then sines. work: the pieces that the
-    decode rows' contexts are cut into (triton_decode.DecodeWork), None if there are no decode rows."""
+    block_tokens + place of each token, -1 for padding. turns [T, 2 P] float32: rotary cosines, then sines. work: the pieces that
+    the decode rows' contexts are cut into (triton_decode.DecodeWork), None if there are no decode rows."""
 
     kv: Tensor
     scales: Tensor | None

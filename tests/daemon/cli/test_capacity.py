@@ -78,6 +78,22 @@ def test_kimi_k25_is_planned_in_int4_from_the_text_model_of_its_config(tmp_path:
     assert plan["shares"][-1]["sequences"] == 1
 
 
+def test_states_are_planned_beside_kv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of four devices has a quarter of the heads of the delta rule, one of which serves two of values."""
+    folder = folder_of(tmp_path, json.loads((PUBLISHED / "qwen3-next-80b-a3b.json").read_text()))
+    plan = planned(capsys, "--config", folder, "--devices", "cuda=4x80GiB", "--max-model-len", "32768")
+    assert plan["num_parameters"] == 79_674_391_296
+    assert [(need["kind"], need["token_bytes"], need["state_bytes"]) for need in plan["kv"]] == [
+        ("full", 24_576, 0),
+        ("state", 0, 79_036_416),
+    ]
+    share, states = plan["shares"][-1], 8 * 79_036_416
+    assert share["kv_token_bytes"] == 24_576 // 2
+    assert 32_768 * 12_288 + states // 4 < share["sequence_bytes"] < 32_768 * 12_288 + states // 4 + (96 << 20)
+    assert main.run(["plan", "--config", folder]) == 0
+    assert "75.4 MiB a state in 36 layers, of which a request keeps two" in capsys.readouterr().out
+
+
 def test_what_is_kept_twice_where_devices_outnumber_kv_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path, QWEN3_235B_A22B)
     four, eight = (planned(capsys, "--config", folder, "--devices", f"cuda={n}x141GB")["shares"][-1] for n in (4, 8))
