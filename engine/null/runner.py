@@ -94,7 +94,7 @@ class NullModel:
         self.weights_bytes = spec.weights_chunks * configure.chunk_bytes
         block_bytes = 2 * layers * kv_heads * kv_layout.kv_head_bytes(head_dim, spec.kv_dtype) * configure.block_tokens
         self.kv_groups: tuple[KVGroupSpec, ...] = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)
-        if config.get("sliding_window") or config.get("kv_lora_rank"):
+        if any(config.get(key) for key in ("sliding_window", "kv_lora_rank", "linear_num_value_heads")):
             shape = parse_config(json.dumps(config).encode(), f"{spec.path}/config.json")
             self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, configure.block_tokens)
         faults = config.get("hearthd_null", {})

@@ -230,6 +230,8 @@ class Decoder:
         activation = fields.values.get(self.activation_key) or self.activation
         if activation != self.activation:
             raise fields.unsupported(self.activation_key, f"{activation!r} is not supported; supported: {self.activation}")
+        if self.gated_attention and not fields.boolean("attn_output_gate", True):
+            raise fields.unsupported("attn_output_gate", "false is not supported; supported: true")
         if fields.boolean("use_bidirectional_attention"):
             raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
 

@@ -24,6 +24,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_5",
     "glm4_moe",
     "glm4_moe_lite",
     "deepseek_v2",
@@ -33,6 +34,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "gemma3_wrapper",
     "mistral3_wrapper",
     "kimi_k25_wrapper",
+    "qwen3_5_wrapper",
     "llama4_wrapper",
     "bert",
 )

@@ -151,6 +151,22 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
+    "qwen3.5": {
+        "kind": "qwen3_5",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 4,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
     "glm4-moe": {
         "kind": "glm4_moe",
         "num_hidden_layers": 2,
@@ -309,6 +325,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+        "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
         "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
         "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
@@ -326,7 +343,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-                if kind.startswith(("gemma", "qwen3_next")) and not name.endswith("linear_attn.norm.weight"):
+                if kind.startswith(("gemma", "qwen3_next", "qwen3_5")) and not name.endswith("linear_attn.norm.weight"):
                     parameter -= 1.0  # factors are 1 + weight
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)

@@ -38,6 +38,14 @@ LLAMA4_TEXT: dict[str, Any] = {
     "floor_scale": 5,
     "pad_token_id": 0,
 }
+QWEN35_TEXT: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "tie_word_embeddings": True,
+}
 LLAMA4_VISION: dict[str, Any] = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
 NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.", "": "model."}
 
@@ -57,6 +65,10 @@ def make_wrapper(folder: Path, kind: str) -> Any:
         )
         config.tie_word_embeddings = False
         model = transformers.Llama4ForConditionalGeneration(config)
+    elif kind == "qwen3_5":
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": COMMON["hidden_size"]}
+        config = transformers.Qwen3_5Config(text_config=COMMON | QWEN35_TEXT, vision_config=vision, tie_word_embeddings=True)
+        model = transformers.Qwen3_5ForConditionalGeneration(config)
     else:
         text = COMMON | {"model_type": "mistral", "sliding_window": None}
         config = transformers.Mistral3Config(text_config=text, vision_config=TINY_VISION | {"model_type": "pixtral"})
@@ -67,7 +79,7 @@ def make_wrapper(folder: Path, kind: str) -> Any:
         text_model = model.language_model if kind == "llama4" else model.model.language_model
         for name, parameter in text_model.named_parameters():
             parameter.normal_(0.0, 0.2)
-            if "norm" in name and kind != "gemma3":  # Gemma's factors are 1 + weight
+            if "norm" in name and kind not in ("gemma3", "qwen3_5"):  # whose factors are 1 + weight
                 parameter += 1.0
         if kind == "mistral3":
             model.lm_head.weight.normal_(0.0, 0.2)
@@ -101,7 +113,7 @@ def part_experts(source: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "llama4"])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "llama4", "qwen3_5"])
 def test_logits(tmp_path: Path, kind: str) -> None:
     theirs = make_wrapper(tmp_path / "first", kind)
     if kind == "llama4":  # transformers' wrapper fails without images
@@ -109,9 +121,11 @@ def test_logits(tmp_path: Path, kind: str) -> None:
     with torch.inference_mode():
         wanted = theirs(torch.tensor([PROMPT])).logits[0].numpy()
     assert np.abs(wanted).max() > 1.0
-    other = (part_experts if kind == "llama4" else rename)(tmp_path / "first", tmp_path / "second")
+    folders = [tmp_path / "first"]
+    if kind != "qwen3_5":  # whose tensors have one name
+        folders.append((part_experts if kind == "llama4" else rename)(folders[0], tmp_path / "second"))
     runner = make_runner(make_memory())
-    for folder in (tmp_path / "first", other):
+    for folder in folders:
         model = load(runner, folder)
         table = make_table(groups=model.kv_groups)
         put(table, 1, PROMPT)

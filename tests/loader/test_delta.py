@@ -45,6 +45,20 @@ def test_qwen3_next() -> None:
     assert is_ignored_tensor(shape, "mtp.layers.0.input_layernorm.weight")
 
 
+def test_qwen35() -> None:
+    """The sizes of the 9B, which transformers' configuration has as its defaults; it counts the same."""
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4}
+    config = {"model_type": "qwen3_5_text", "vocab_size": 248_320, "intermediate_size": 12_288, "max_position_embeddings": 32_768}
+    shape = parse_config(json.dumps(config | sizes).encode())
+    assert num_parameters(shape) == 8_953_803_264
+    assert shape.delta is not None
+    assert (len(shape.delta.layers), shape.delta.by_head, shape.gated_attention) == (24, False, True)
+    own = list(parameter_shapes(shape))
+    at = own.index("model.layers.0.linear_attn.in_proj_qkv.weight")
+    assert own[at + 1 : at + 4] == [f"model.layers.0.linear_attn.in_proj_{name}.weight" for name in "zba"]
+    assert is_ignored_tensor(shape, "mtp.fc.weight")
+
+
 def test_what_is_kept_of_a_sequence() -> None:
     """KV in 12 layers, and in 36 a matrix of 128 x 128 float32 for each of 32 heads with three columns of the convolution."""
     shape = parse()
@@ -82,6 +96,7 @@ def test_matrices_that_one_product_reads_lie_together_and_gates_are_float32() ->
         ({"layer_types": ["full_attention"]}, CheckpointError, "not a list of num_hidden_layers 48 kinds"),
         ({"linear_num_value_heads": 24}, CheckpointError, "24 is no multiple of linear_num_key_heads 16"),
         ({"linear_conv_kernel_dim": 1}, CheckpointError, "linear_conv_kernel_dim"),
+        ({"attn_output_gate": False}, UnsupportedModel, "attn_output_gate"),
     ],
 )
 def test_refused(changes: dict[str, Any], error: type[Exception], why: str) -> None:
