@@ -175,6 +175,7 @@ def _many_four_bits_rows(
     x: Tensor,
     scales: Any,
     blocks: Any,
+    zeros: Any,
     group_inputs: int,
     halves: bool,
     bias: Tensor | None,
@@ -183,7 +184,8 @@ def _many_four_bits_rows(
     out: Tensor,
 ) -> None:
     """Does the same as _many_rows with weights of four bits, which are widened a part of an expert at a time."""
-    scales, blocks, how = scales.reshape(len(firsts) - 1, -1), blocks.reshape(len(firsts) - 1, -1), (group_inputs, halves)
+    parts = [of_experts.reshape(len(firsts) - 1, -1) for of_experts in (scales, blocks, zeros)]
     for expert, own in _many(firsts, most_rows):
         own_bias = None if bias is None else bias[expert]
-        four_bits_in_parts(kernels, x[own], scales[expert], blocks[expert], *how, own_bias, out[own])
+        scale, block, zero = (of_experts[expert] for of_experts in parts)
+        four_bits_in_parts(kernels, x[own], scale, block, zero, group_inputs, halves, own_bias, out[own])

@@ -137,8 +137,11 @@ def _widened(matrix: Matrix, some: slice) -> Tensor:
     """Returns some rows of a matrix as float32."""
     if isinstance(matrix, Fp8Matrix | Int4Matrix):
         wide = torch.empty(some.stop - some.start, matrix.shape[1])
-        write, held = (reference.fp8_rows, matrix.values) if isinstance(matrix, Fp8Matrix) else (reference.int4_rows, matrix.packed)
-        write(held[some], matrix.scales[some], matrix.group_inputs, wide)
+        own = matrix[some]
+        if isinstance(own, Fp8Matrix):
+            reference.fp8_rows(own.values, own.scales, own.group_inputs, wide)
+        else:
+            reference.int4_rows(own.packed, own.scales, own.zeros, own.group_inputs, wide)
         return wide
     if isinstance(matrix, Int8Matrix):
         return matrix.values[some].float() * matrix.scales[some, None]

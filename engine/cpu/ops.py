@@ -148,11 +148,14 @@ class CpuOps:
         if isinstance(weight, Int8Matrix):
             return self._int8_linear(x, weight, bias)
         if isinstance(weight, Fp8Matrix):
-            matrix = (weight.values, weight.scales, weight.group_inputs)
+            matrix: tuple[Any, ...] = (weight.values, weight.scales, weight.group_inputs)
             return self._widened_linear("fp8", products.fp8_linear, reference.fp8_linear, x, weight, matrix, bias)
         if isinstance(weight, Int4Matrix):
-            matrix = (weight.packed, weight.scales, weight.group_inputs)
-            return self._widened_linear("int4", products.int4_linear, reference.int4_linear, x, weight, matrix, bias)
+            if weight.order is not None:
+                x = self._ordered(x, weight.order)
+            matrix = (weight.packed, weight.scales, weight.zeros, weight.group_inputs)
+            kernels = _format_of_int4(weight)
+            return self._widened_linear(kernels, products.int4_linear, reference.int4_linear, x, weight, matrix, bias)
         if self._served(x) and (product := products.linear(self.kernels, x, weight, bias)) is not None:
             return product
         if is_recording():  # the functions that torch's linear calls
@@ -191,7 +194,7 @@ class CpuOps:
         twin: Callable[..., Tensor],
         x: Tensor,
         weight: Fp8Matrix | Int4Matrix,
-        matrix: tuple[Tensor, Tensor, int],
+        matrix: tuple[Any, ...],
         bias: Tensor | None,
     ) -> Tensor:
         """Multiplies with a quantised matrix. For many rows, and without kernels, a few outputs' weights at a time are converted to
@@ -202,6 +205,12 @@ class CpuOps:
             return twin(x, *matrix, bias, WIDENED_BYTES)
         out = empty(x, len(x), len(weight))
         call(into, out.view(out.shape), twin, x.view(x.shape), *matrix, bias, WIDENED_BYTES)
+        return out
+
+    def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
+        """Returns columns [T, K] of x in this order."""
+        out = empty(x, *x.shape)
+        call(partial(torch.index_select, out=out.view(out.shape)), x.view(x.shape), 1, order)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
@@ -447,7 +456,13 @@ def _format_of_experts(experts: ExpertMatrices) -> str:
     """Returns which set of kernels (wanted.py) a layer's experts need besides those of their dtype."""
     if experts.clamped is not None or isinstance(experts.gate_up, Mxfp4Matrix):
         return "mxfp4"
-    for name, kind in (("fp8", Fp8Matrix), ("int4", Int4Matrix)):
-        if isinstance(experts.gate_up, kind) or isinstance(experts.down, kind):
-            return name
+    for matrices in (experts.gate_up, experts.down):
+        if isinstance(matrices, Fp8Matrix):
+            return "fp8"
+        if isinstance(matrices, Int4Matrix):
+            return _format_of_int4(matrices)
     return ""
+
+
+def _format_of_int4(weight: Int4Matrix) -> str:
+    return "int4" if weight.zeros is None else "int4_zeros"

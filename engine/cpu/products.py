@@ -18,6 +18,7 @@ from loader.formats.mxfp4 import GROUP
 
 _PART_OUTPUTS = 64  # parts of a matrix are a multiple of this, which all kernels' panels divide
 _NO_SCALES = np.empty(0, np.float32)
+_NO_ZEROS = np.empty(0, np.int8)  # its type tells kernels that there are none
 
 
 def array(x: Tensor) -> Any:
@@ -102,23 +103,24 @@ def int4_linear(kernels: Any, x: Tensor, weight: Int4Matrix, bias: Tensor | None
     return out
 
 
-def four_bits(weight: Mxfp4Matrix | Int4Matrix) -> tuple[Any, Any, int, bool]:
-    """Returns what kernels take of weights of four bits: all scales, all bytes, how many inputs share a scale, and whether scales
-    of 16 bits are float16."""
+def four_bits(weight: Mxfp4Matrix | Int4Matrix) -> tuple[Any, Any, Any, int, bool]:
+    """Returns what kernels take of weights of four bits: all scales, all bytes, all zero points, how many inputs share a scale, and
+    whether scales of 16 bits are float16."""
     if isinstance(weight, Mxfp4Matrix):
-        return weight.scales.view(-1).numpy(), weight.blocks.view(-1).numpy(), GROUP, False
+        return weight.scales.view(-1).numpy(), weight.blocks.view(-1).numpy(), _NO_ZEROS, GROUP, False
     scales = weight.scales.view(torch.uint16).view(-1).numpy()
-    return scales, weight.packed.view(-1).numpy(), weight.group_inputs, weight.scales.dtype is torch.float16
+    zeros = _NO_ZEROS if weight.zeros is None else weight.zeros.view(-1).numpy()
+    return scales, weight.packed.view(-1).numpy(), zeros, weight.group_inputs, weight.scales.dtype is torch.float16
 
 
 def four_bits_in_parts(
-    kernels: Any, x: Tensor, scales: Any, blocks: Any, group_inputs: int, halves: bool, bias: Tensor | None, out: Tensor
+    kernels: Any, x: Tensor, scales: Any, blocks: Any, zeros: Any, group_inputs: int, halves: bool, bias: Tensor | None, out: Tensor
 ) -> None:
     """Does what fp8_in_parts does with a matrix's weights of four bits."""
     num_inputs, num_outputs = x.shape[1], out.shape[1]
-    scales, rows = scales.reshape(num_outputs, -1), blocks.reshape(num_outputs, -1)
+    parts = [of_outputs.reshape(num_outputs, -1) for of_outputs in (scales, blocks, zeros)]
     for some, part in widened_parts(x, num_outputs, num_inputs):
-        kernels.widen_four_bits(scales[some].reshape(-1), rows[some].reshape(-1), group_inputs, halves, array(part))
+        kernels.widen_four_bits(*(of_outputs[some].reshape(-1) for of_outputs in parts), group_inputs, halves, array(part))
         write_product(kernels, x, part, None if bias is None else bias[some], out[:, some])
 
 

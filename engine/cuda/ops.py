@@ -34,10 +34,14 @@ class CudaOps:
         if isinstance(weight, Fp8Matrix):
             return entry.fp8_linear(x, weight, bias)
         if isinstance(weight, Int4Matrix):
-            return entry.int4_linear(x, weight, bias)
+            return entry.int4_linear(x if weight.order is None else self._ordered(x, weight.order), weight, bias)
         if isinstance(weight, Int8Matrix):
             raise TypeError("there is no kernel for int8 weights on a GPU")
         return entry.linear(x, weight, bias)
+
+    def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
+        """Returns columns [T, K] of x in this order."""
+        return x.index_select(1, order)
 
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
         return reference.linear_float32(x, weight)

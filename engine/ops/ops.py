@@ -40,20 +40,24 @@ class Fp8Matrix:
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, number: int) -> Fp8Matrix:
-        """Returns the matrix of one expert."""
+    def __getitem__(self, number: int | slice) -> Fp8Matrix:
+        """Returns the matrix of one expert, or some outputs of a single matrix."""
         return Fp8Matrix(self.values[number], self.scales[number], self.group_inputs)
 
 
 @dataclass(slots=True, frozen=True)
 class Int4Matrix:
     """A matrix of INT4 weights, or several: packed [..., N, K / 2] uint8, two weights a byte with the first in the low four bits,
-    each plus 8; times scales [..., N, G] bfloat16 or float16, one for each group_inputs inputs of an output. group_inputs is a
-    power of two from 32 on, or all of an output's inputs (loader/formats/stored_int4.py)."""
+    each plus its zero point; times scales [..., N, G] bfloat16 or float16, one for each group_inputs inputs of an output.
+    group_inputs is a power of two from 32 on, or all of an output's inputs. zeros: zero points [..., N, G] uint8 from 0 to 16;
+    None: all are 8. order: the inputs [K] int32 as the weights of a single matrix lie; None: in their order
+    (loader/formats/int4_layout.py)."""
 
     packed: Tensor
     scales: Tensor
     group_inputs: int
+    zeros: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -63,9 +67,10 @@ class Int4Matrix:
     def __len__(self) -> int:
         return len(self.packed)
 
-    def __getitem__(self, number: int) -> Int4Matrix:
-        """Returns the matrix of one expert."""
-        return Int4Matrix(self.packed[number], self.scales[number], self.group_inputs)
+    def __getitem__(self, number: int | slice) -> Int4Matrix:
+        """Returns the matrix of one expert, or some outputs of a single matrix whose inputs are in their order."""
+        zeros = None if self.zeros is None else self.zeros[number]
+        return Int4Matrix(self.packed[number], self.scales[number], self.group_inputs, zeros)
 
 
 Matrix = Tensor | Int8Matrix | Fp8Matrix | Int4Matrix  # the weights of a product

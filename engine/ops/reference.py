@@ -84,21 +84,31 @@ def _written_linear(
     return out
 
 
-def int4_rows(packed: Tensor, scales: Tensor, group_inputs: int, out: Tensor) -> None:
-    """Writes the weights that packed [N, K / 2] uint8, two a byte and each plus 8, and scales [N, G] stand for to out [N, K]. They
-    are exact in float32, and rounded once if out is shorter."""
-    numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).float().sub_(8)
-    factors = scales.float()
-    if scales.shape[1] > 1:
-        factors = factors.repeat_interleave(group_inputs, dim=1)
-    out.copy_(numbers.mul_(factors))
+def int4_rows(packed: Tensor, scales: Tensor, zeros: Tensor | None, group_inputs: int, out: Tensor) -> None:
+    """Writes the weights that packed [N, K / 2] uint8, two a byte and each plus its zero point, scales [N, G] and zeros [N, G]
+    (None: all are 8) stand for to out [N, K]. They are exact in float32, and rounded once if out is shorter."""
+    numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).float()
+
+    def of_inputs(groups: Tensor) -> Tensor:
+        return groups.float() if groups.shape[1] == 1 else groups.float().repeat_interleave(group_inputs, dim=1)
+
+    numbers.sub_(8 if zeros is None else of_inputs(zeros))
+    out.copy_(numbers.mul_(of_inputs(scales)))
 
 
-def int4_linear(x: Tensor, packed: Tensor, scales: Tensor, group_inputs: int, bias: Tensor | None, held_bytes: int) -> Tensor:
+def int4_linear(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group_inputs: int,
+    bias: Tensor | None,
+    held_bytes: int,
+) -> Tensor:
     """Multiplies x [T, K] with the transposed matrix that int4_rows writes, as fp8_linear does."""
 
     def write(some: slice, part: Tensor) -> None:
-        int4_rows(packed[some], scales[some], group_inputs, part)
+        int4_rows(packed[some], scales[some], None if zeros is None else zeros[some], group_inputs, part)
 
     return _written_linear(x, torch.Size((len(packed), x.shape[1])), write, bias, held_bytes)
 
@@ -617,8 +627,8 @@ def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, numbe
         own = matrices[number]
         return fp8_linear(x, own.values, own.scales, own.group_inputs, own_bias, WIDENED_BYTES)
     if isinstance(matrices, Int4Matrix):
-        packed = matrices[number]
-        return int4_linear(x, packed.packed, packed.scales, packed.group_inputs, own_bias, WIDENED_BYTES)
+        one = matrices[number]
+        return int4_linear(x, one.packed, one.scales, one.zeros, one.group_inputs, own_bias, WIDENED_BYTES)
     return functional.linear(x, matrices[number], own_bias)
 
 

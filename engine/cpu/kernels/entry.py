@@ -336,7 +336,7 @@ grouped_widened_linear = Forms(
 grouped_four_bits_linear = Forms(
     four_bits.grouped_four_bits_linear_serial,
     four_bits.grouped_four_bits_linear_parallel,
-    lambda args: _thread.num_threads > 1 and args[2].nbytes // (len(args[6]) - 1) * len(args[0]) >= _SHARED_WEIGHTS // 2,
+    lambda args: _thread.num_threads > 1 and args[2].nbytes // (len(args[7]) - 1) * len(args[0]) >= _SHARED_WEIGHTS // 2,
 )
 widen_four_bits = Forms(four_bits.widen_four_bits_serial, four_bits.widen_four_bits_parallel, lambda args: _shares_tiles(args[1]))
 delta_convolve = Forms(

@@ -84,6 +84,8 @@ def _multiply(
     blocks: Any,
     at: int,
     scales: Any,
+    zeros: Any,
+    zeros_at: int,
     factors: Any,
     num_factors: int,
     shift: int,
@@ -93,15 +95,15 @@ def _multiply(
 ) -> int:
     """Multiplies some of the next num_rows rows with a panel's weights. Returns how many."""
     if num_rows == 1 or ROWS == 1:
-        _one_row(x, x_at, blocks, at, scales, factors, num_factors, shift, groups, ahead, folded)
+        _one_row(x, x_at, blocks, at, scales, zeros, zeros_at, factors, num_factors, shift, groups, ahead, folded)
         return 1
     if num_rows == 2:
-        _two_rows(x, x_at, blocks, at, scales, factors, num_factors, shift, groups, ahead, folded)
+        _two_rows(x, x_at, blocks, at, scales, zeros, zeros_at, factors, num_factors, shift, groups, ahead, folded)
         return 2
     if num_rows == 3:
-        _three_rows(x, x_at, blocks, at, scales, factors, num_factors, shift, groups, ahead, folded)
+        _three_rows(x, x_at, blocks, at, scales, zeros, zeros_at, factors, num_factors, shift, groups, ahead, folded)
         return 3
-    _four_rows(x, x_at, blocks, at, scales, factors, num_factors, shift, groups, ahead, folded)
+    _four_rows(x, x_at, blocks, at, scales, zeros, zeros_at, factors, num_factors, shift, groups, ahead, folded)
     return 4
 
 
@@ -110,6 +112,7 @@ def _stripe(
     rows: Any,
     blocks: Any,
     scales: Any,
+    zeros: Any,
     group: int,
     halves: bool,
     bias: Any,
@@ -126,11 +129,13 @@ def _stripe(
     panel_bytes = OUTPUTS * groups * GROUP_BYTES
     for panel in range(begin, min(begin + _STRIPE, out.shape[1]), OUTPUTS):
         output = min(panel, out.shape[1] - OUTPUTS)  # the last outputs may overlap those before
-        write_factors(scales, (at + output) * num_factors, OUTPUTS * num_factors, halves, factors, 0)
+        scales_at = (at + output) * num_factors
+        write_factors(scales, scales_at, OUTPUTS * num_factors, halves, factors, 0)
+        of_weights = (factors, num_factors, shift, groups, panel_bytes, folded)
         row = 0
         while row < num_rows:
             left, x_at, blocks_at = num_rows - row, row * rows.shape[1], (at + output) * groups * GROUP_BYTES
-            done = _multiply(left, rows, x_at, blocks, blocks_at, scales, factors, num_factors, shift, groups, panel_bytes, folded)
+            done = _multiply(left, rows, x_at, blocks, blocks_at, scales, zeros, scales_at, *of_weights)
             for r in range(done):
                 for n in range(OUTPUTS):
                     total = folded[r * OUTPUTS + n]
@@ -145,6 +150,7 @@ def _share(
     x: Any,
     blocks: Any,
     scales: Any,
+    zeros: Any,
     group: int,
     halves: bool,
     bias: Any,
@@ -166,11 +172,11 @@ def _share(
         rows = _rows_for_tiles(own)
         for stripe in range(mine[expert, 0], mine[expert, 1]):
             first, begin = expert * num_outputs, stripe * _STRIPE
-            _stripe(rows, blocks, scales, group, halves, bias[expert], first, factors, folded, begin, to)
+            _stripe(rows, blocks, scales, zeros, group, halves, bias[expert], first, factors, folded, begin, to)
 
 
-def grouped_four_bits_linear_signature(element: types.Type, scale: types.Type) -> Any:
-    weights = (scale[::1], uint8[::1], int64, boolean)
+def grouped_four_bits_linear_signature(element: types.Type, scale: types.Type, zero: types.Type) -> Any:
+    weights = (scale[::1], uint8[::1], zero[::1], int64, boolean)
     return void(element[:, ::1], *weights, element[:, ::1], int32[::1], int64, int64, element[:, ::1])
 
 
@@ -178,6 +184,7 @@ def _grouped_four_bits_linear(
     x: Any,  # [P, K]
     scales: Any,  # [E * N * G]: uint8 of MXFP4, uint16 of INT4
     blocks: Any,  # [E * N * K / 2]
+    zeros: Any,  # [E * N * G] uint8: zero points; int8: there are none, and all are 8
     group: int,  # inputs that share a scale: a power of two from 32 on, or K
     halves: bool,  # scales of 16 bits are float16, else bfloat16
     bias: Any,  # [E, N], or [E, 0] for none
@@ -187,16 +194,17 @@ def _grouped_four_bits_linear(
     out: Any,  # [P, N]
 ) -> None:
     for share in prange(num_shares):
-        _share(x, blocks, scales, group, halves, bias, firsts, most_rows, int64(share), num_shares, out)
+        _share(x, blocks, scales, zeros, group, halves, bias, firsts, most_rows, int64(share), num_shares, out)
 
 
-def widen_four_bits_signature(element: types.Type, scale: types.Type) -> Any:
-    return void(scale[::1], uint8[::1], int64, boolean, element[:, ::1])
+def widen_four_bits_signature(element: types.Type, scale: types.Type, zero: types.Type) -> Any:
+    return void(scale[::1], uint8[::1], zero[::1], int64, boolean, element[:, ::1])
 
 
 def _widen_four_bits(
     scales: Any,  # [N * G]: uint8 of MXFP4, uint16 of INT4
     blocks: Any,  # [N * K / 2]
+    zeros: Any,  # [N * G], as above
     group: int,  # inputs that share a scale, as above
     halves: bool,  # scales of 16 bits are float16, else bfloat16
     out: Any,  # [N, K]
@@ -207,8 +215,9 @@ def _widen_four_bits(
         factors = np.empty(num_factors, np.float32)
         write_factors(scales, output * num_factors, num_factors, halves, factors, 0)
         for number in range(groups):
-            place = output * groups + number
-            widen_group(blocks, place * GROUP_BYTES, scales, factors[number >> shift], out, place * GROUP)
+            place, own = output * groups + number, number >> shift
+            of_scale = (zeros, output * num_factors + own, factors[own])
+            widen_group(blocks, place * GROUP_BYTES, scales, *of_scale, out, place * GROUP)
 
 
 grouped_four_bits_linear_serial = njit(**_OPTIONS)(_grouped_four_bits_linear)

@@ -1,9 +1,11 @@
 """Products with weights of four bits, which are widened in registers, and the widening of whole matrices. The type of their scales
-tells what they are: MXFP4 (uint8; loader/formats/mxfp4.py), or INT4 (16 bits; loader/formats/stored_int4.py).
+tells what they are: MXFP4 (uint8; loader/formats/mxfp4.py), or INT4 (16 bits; loader/formats/int4_layout.py). The type of zero
+points tells whether INT4 has any: they are uint8, and int8 where there are none, which is not read.
 
 A group of 32 weights is 16 bytes: those of even index in the low halves, those of odd index in the high ones. Half a byte becomes
-its number by a table of 16 float32 or 32 bfloat16 with AVX-512. Elsewhere INT4's is a subtraction, and MXFP4's a table of 16 bytes
-with AVX2 and NEON, or comparisons. Tables hold twice the numbers of MXFP4, which are whole, and its factors are half of the scales.
+its number by a table of 16 float32 or 32 bfloat16 with AVX-512, of which there is one for each zero point. Elsewhere INT4's is a
+subtraction, and MXFP4's a table of 16 bytes with AVX2 and NEON, or comparisons. Tables hold twice the numbers of MXFP4, which are
+whole, and its factors are half of the scales.
 The dot product of a group is multiplied with the factor of its scale.
 
 They are generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see vectors.py).
@@ -29,6 +31,7 @@ ROWS = 4 if _HAS_WIDE_TABLES else 1  # of a tile: sums of 4 rows take 16 registe
 _MAGNITUDES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers that three bits stand for; the fourth is the sign
 _DOUBLED = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _INT4 = tuple(range(-8, 8))
+_MOST_ZERO = 16  # GPTQ stores zero points as a number that is one less
 _BYTE = ir.IntType(8)
 _BYTES, _WORDS = ir.VectorType(_BYTE, LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
 _READ_SOON = (0, 3, 1)  # arguments of llvm.prefetch: for reading, into the first-level cache, of data
@@ -54,28 +57,60 @@ def _is_int4(scales: types.Array) -> bool:
     return bool(scales.dtype == types.uint16)
 
 
-def _pairs(builder: ir.IRBuilder, packed: Any, is_int4: bool) -> Any:
-    """Returns the numbers of 16 bytes, twice those of MXFP4, as 16 pairs of bfloat16."""
+def _has_zeros(zeros: types.Array) -> bool:
+    return bool(zeros.dtype == types.uint8)
+
+
+def _tables(builder: ir.IRBuilder, paired: bool) -> Any:
+    """Returns a pointer to the tables of INT4, one for each zero point: [17] of 32 bfloat16 if paired, else of 16 float32."""
+    numbers = [[code - zero for code in range(16)] for zero in range(_MOST_ZERO + 1)]
+    if paired:
+        tables = [ir.Constant(_WORDS, [_bfloat16_bits(value) for value in table * 2]) for table in numbers]
+    else:
+        tables = [ir.Constant(SUMS, [float(value) for value in table]) for table in numbers]
+    whole = ir.ArrayType(tables[0].type, len(tables))
+    return cgutils.global_constant(builder, "int4_numbers", ir.Constant(whole, tables))
+
+
+def _table(builder: ir.IRBuilder, tables: Any, zero: Any) -> Any:
+    at = builder.gep(tables, [I64(0), builder.zext(zero, I64)], inbounds=True)
+    return builder.load(at, align=4)
+
+
+def _load_zero(builder: ir.IRBuilder, zeros: Any, at: Any) -> Any:
+    """Returns a zero point, a byte."""
+    return builder.load(builder.gep(zeros, [at]))
+
+
+def _pairs(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero: Any) -> Any:
+    """Returns the numbers of 16 bytes, twice those of MXFP4, as 16 pairs of bfloat16. tables, zero: None where there are no zero
+    points."""
     words = builder.zext(packed, PAIRS)
     index = builder.bitcast(builder.or_(words, builder.shl(words, vector(PAIRS, 12))), _WORDS)
     # of an index the lowest five bits count, of which the fifth is another number's
     table = ir.Constant(_WORDS, [_bfloat16_bits(value) for value in (_INT4 if is_int4 else _DOUBLED) * 2])
+    if zero is not None:
+        table = _table(builder, tables, zero)
     kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
     return builder.bitcast(builder.call(function, [table, index]), PAIRS)
 
 
-def _floats(builder: ir.IRBuilder, packed: Any, is_int4: bool) -> tuple[Any, Any]:
-    """Returns the numbers of 16 bytes, twice those of MXFP4, as float32: those of even index, then those of odd index."""
+def _floats(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero: Any) -> tuple[Any, Any]:
+    """Returns the numbers of 16 bytes, twice those of MXFP4, as float32: those of even index, then those of odd index. tables and
+    zero are None where there are no zero points."""
     if _HAS_WIDE_TABLES:
         table = ir.Constant(SUMS, [float(value) for value in (_INT4 if is_int4 else _DOUBLED)])
+        if zero is not None:
+            table = _table(builder, tables, zero)
         kind = ir.FunctionType(SUMS, [SUMS, PAIRS])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
         words = builder.zext(packed, PAIRS)  # of an index the lowest four bits count
         return builder.call(function, [table, words]), builder.call(function, [table, builder.lshr(words, vector(PAIRS, 4))])
     low, high = builder.and_(packed, vector(_BYTES, 15)), builder.lshr(packed, vector(_BYTES, 4))
     if is_int4:
-        whole = [builder.sub(half, vector(_BYTES, 8)) for half in (low, high)]
+        zeros = vector(_BYTES, 8) if zero is None else splat(builder, zero, _BYTES)
+        whole = [builder.sub(half, zeros) for half in (low, high)]
     else:
         whole = [_doubled_bytes(builder, half) for half in (low, high)]
     even, odd = (builder.sitofp(numbers, SUMS) for numbers in whole)
@@ -150,14 +185,14 @@ def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves:
 
 
 def four_bits_tile(num_rows: int) -> Any:
-    """Returns a function (x, x_at, blocks, blocks_at, scales, factors, num_factors, shift, num_groups, ahead, folded). It
-    multiplies num_rows rows with the weights of OUTPUTS outputs, and writes the result of row r and output n to
+    """Returns a function (x, x_at, blocks, blocks_at, scales, zeros, zeros_at, factors, num_factors, shift, num_groups, ahead,
+    folded). It multiplies num_rows rows with the weights of OUTPUTS outputs, and writes the result of row r and output n to
     folded[r * OUTPUTS + n].
 
     x: the rows lie end to end from index x_at on, num_groups * 32 elements each; bfloat16 bits, or float32 as spread_rows leaves
     them. blocks: bytes, those of the outputs end to end from index blocks_at on. scales: not read; their type tells the weights'.
-    factors: [OUTPUTS, num_factors], of which group g of 32 weights has number g >> shift. As many bytes as the weights take that
-    lie `ahead` after them are prefetched meanwhile."""
+    factors: [OUTPUTS, num_factors], of which group g of 32 weights has number g >> shift. zeros: likewise, from index zeros_at on.
+    As many bytes as the weights take that lie `ahead` after them are prefetched meanwhile."""
 
     @intrinsic
     def tile(
@@ -167,6 +202,8 @@ def four_bits_tile(num_rows: int) -> Any:
         blocks: Any,
         blocks_at: Any,
         scales: Any,
+        zeros: Any,
+        zeros_at: Any,
         factors: Any,
         num_factors: Any,
         shift: Any,
@@ -174,13 +211,14 @@ def four_bits_tile(num_rows: int) -> Any:
         ahead: Any,
         folded: Any,
     ) -> Any:
-        paired, is_int4 = x.dtype == types.uint16, _is_int4(scales)
+        paired, is_int4, has_zeros = x.dtype == types.uint16, _is_int4(scales), _has_zeros(zeros)
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            rows, weights, factors_data, out = (
-                context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 2, 5, 10)
+            rows, weights, zero_points, factors_data, out = (
+                context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 2, 5, 7, 12)
             )
-            _, x_begin, _, begin, _, _, per_output, shift_by, count, ahead_by, _ = args
+            _, x_begin, _, begin, _, _, zeros_begin, _, per_output, shift_by, count, ahead_by, _ = args
+            tables = _tables(builder, paired) if has_zeros and _HAS_WIDE_TABLES else None
             row_width, output_bytes = builder.mul(count, I64(GROUP)), builder.mul(count, I64(GROUP_BYTES))
             totals = [cgutils.alloca_once_value(builder, vector(SUMS, 0.0)) for _ in range(num_rows * OUTPUTS)]
             for total in totals:
@@ -203,8 +241,12 @@ def four_bits_tile(num_rows: int) -> Any:
                 for n in range(OUTPUTS):
                     place = builder.add(builder.add(begin, builder.mul(output_bytes, I64(n))), builder.mul(group, I64(GROUP_BYTES)))
                     packed = _load_bytes(builder, weights, place)
-                    columns = [_pairs(builder, packed, is_int4)] if paired else _floats(builder, packed, is_int4)
-                    factor_at = builder.gep(factors_data, [builder.add(builder.mul(per_output, I64(n)), number)])
+                    of_group, zero = builder.add(builder.mul(per_output, I64(n)), number), None
+                    if has_zeros:
+                        zero = _load_zero(builder, zero_points, builder.add(zeros_begin, of_group))
+                    numbers = (builder, packed, is_int4, tables, zero)
+                    columns = [_pairs(*numbers)] if paired else _floats(*numbers)
+                    factor_at = builder.gep(factors_data, [of_group])
                     factor = splat(builder, builder.load(factor_at), SUMS)
                     for r, parts in enumerate(inputs):
                         if paired:
@@ -219,7 +261,7 @@ def four_bits_tile(num_rows: int) -> Any:
             return context.get_dummy_value()
 
         one = types.int64
-        return types.void(x, one, blocks, one, scales, factors, *(one,) * 4, folded), generate
+        return types.void(x, one, blocks, one, scales, zeros, one, factors, *(one,) * 4, folded), generate
 
     return tile
 
@@ -247,15 +289,22 @@ def spread_group(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any) -> A
 
 
 @intrinsic
-def widen_group(typing_context: Any, blocks: Any, at: Any, scales: Any, factor: Any, out: Any, to: Any) -> Any:
-    """Writes the 32 weights of a group, whose bytes begin at index `at`, to out from index `to` on. scales: as in four_bits_tile.
-    factor: that of their scale."""
+def widen_group(
+    typing_context: Any, blocks: Any, at: Any, scales: Any, zeros: Any, zero_at: Any, factor: Any, out: Any, to: Any
+) -> Any:
+    """Writes the 32 weights of a group, whose bytes begin at index `at`, to out from index `to` on. scales, zeros: as in
+    four_bits_tile. zero_at: the index of their zero point. factor: that of their scale."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 4))
-        _, begin, _, one_factor, _, to_begin = args
+        source, zero_points, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 3, 6))
+        _, begin, _, _, own_zero_at, one_factor, _, to_begin = args
         factors, is_int4 = splat(builder, one_factor, SUMS), _is_int4(scales)
-        even, odd = (builder.fmul(part, factors) for part in _floats(builder, _load_bytes(builder, source, begin), is_int4))
+        tables = zero = None
+        if _has_zeros(zeros):
+            zero = _load_zero(builder, zero_points, own_zero_at)
+            tables = _tables(builder, False) if _HAS_WIDE_TABLES else None
+        numbers = _floats(builder, _load_bytes(builder, source, begin), is_int4, tables, zero)
+        even, odd = (builder.fmul(part, factors) for part in numbers)
         if out.dtype == types.uint16:
             builder.store(_alternating(builder, even, odd, is_int4), _pointer(builder, target, to_begin, PAIRS), align=2)
             return context.get_dummy_value()
@@ -266,7 +315,7 @@ def widen_group(typing_context: Any, blocks: Any, at: Any, scales: Any, factor: 
         return context.get_dummy_value()
 
     one = types.int64
-    return types.void(blocks, one, scales, types.float32, out, one), generate
+    return types.void(blocks, one, scales, zeros, one, types.float32, out, one), generate
 
 
 def _alternating(builder: ir.IRBuilder, even: Any, odd: Any, is_int4: bool) -> Any:

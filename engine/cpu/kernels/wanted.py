@@ -196,11 +196,11 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         wanted.append(_both(entry.fp8_linear, fp8_linear.fp8_linear_signature(element)))
         wanted.append(_both(entry.grouped_fp8_linear, grouped_linear.grouped_fp8_linear_signature(element)))
         wanted.append(_both(entry.fp8_rows, fp8_linear.fp8_rows_signature(element)))
-    if quantize in ("mxfp4", "int4"):
-        scale = numba.uint8 if quantize == "mxfp4" else numba.uint16
-        products = four_bits.grouped_four_bits_linear_signature(element, scale)
+    if quantize in ("mxfp4", "int4", "int4_zeros"):
+        of_groups = (numba.uint8 if quantize == "mxfp4" else numba.uint16, numba.uint8 if quantize == "int4_zeros" else numba.int8)
+        products = four_bits.grouped_four_bits_linear_signature(element, *of_groups)
         wanted.append(_both(entry.grouped_four_bits_linear, products))
-        wanted.append(_both(entry.widen_four_bits, four_bits.widen_four_bits_signature(element, scale)))
+        wanted.append(_both(entry.widen_four_bits, four_bits.widen_four_bits_signature(element, *of_groups)))
     if quantize == "mxfp4":
         wanted.append(_both(entry.clamped_swiglu, rows.clamped_swiglu_signature(element)))
     if dtype == "bfloat16":

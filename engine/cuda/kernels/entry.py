@@ -56,11 +56,11 @@ def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
 
 
 def int4_linear(x: Tensor, weight: Int4Matrix, bias: Tensor | None) -> Tensor:
-    """Does what fp8_linear does with INT4 weights."""
-    return _quantised_linear(triton_int4_linear, x, (weight.packed, weight.scales, weight.group_inputs, bias))
+    """Does what fp8_linear does with INT4 weights. x: its columns are in the order of the weights' inputs."""
+    return _quantised_linear(triton_int4_linear, x, (weight.packed, weight.scales, weight.zeros, weight.group_inputs, bias))
 
 
-def _quantised_linear(kernels: Any, x: Tensor, matrix: tuple[Tensor, Tensor, int, Tensor | None]) -> Tensor:
+def _quantised_linear(kernels: Any, x: Tensor, matrix: tuple[Any, ...]) -> Tensor:
     """Returns x times the transposed matrix, by a module that has few_rows_linear and tile_linear."""
     out = x.new_empty(x.shape[0], len(matrix[0]))
     launches_all = linear_choice.launches_both()

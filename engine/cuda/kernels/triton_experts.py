@@ -227,6 +227,7 @@ def _grouped_kernel(
     weight,  # [E, 2 N, K] if GATED, else [E, N, K]; bytes of two weights if FOUR_BITS
     weights,  # [P] float32 by pair: factors of what is read, if WEIGHED
     scales,  # [E, 2 N, G] or [E, N, G]; not read if there are none
+    zeros,  # likewise, read if ZEROS
     bias,  # [E, 2 N] or [E, N], read if BIASED
     firsts,  # [E + 1] int32
     pairs,  # [P] int32
@@ -242,6 +243,7 @@ def _grouped_kernel(
     BIASED: tl.constexpr,
     FOUR_BITS: tl.constexpr,  # weights are MXFP4 or INT4
     INT4: tl.constexpr,
+    ZEROS: tl.constexpr,
     WEIGHED: tl.constexpr,
     PER_OUTPUT: tl.constexpr,  # elements from an output's weights to the next one's, of plain weights
     PER_INPUT: tl.constexpr,
@@ -282,13 +284,15 @@ def _grouped_kernel(
         if FOUR_BITS:
             own, seen = first_output + output * step, output < N
             total = add_four_bits(
-                rows_at, weight, scales, own, there, seen, start, total, K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, INT4
-            )
+                rows_at, weight, scales, zeros, own, there, seen, start, total,
+                K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, INT4, ZEROS,
+            )  # fmt: skip
             if GATED:
                 own += to_up
                 total_up = add_four_bits(
-                    rows_at, weight, scales, own, there, seen, start, total_up, K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, INT4
-                )
+                    rows_at, weight, scales, zeros, own, there, seen, start, total_up,
+                    K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, INT4, ZEROS,
+                )  # fmt: skip
         else:
             at_k = start + inner
             rows = tl.load(rows_at + at_k[None, :], mask=there[:, None] & (at_k < K)[None, :], other=0.0)
@@ -366,12 +370,14 @@ def grouped_linear(
     if two_of_int4 and not wide_items:  # registers do not hold more inputs of two matrices that are widened at once
         block_n, block_k = (64 if few else 128), 64
     values, scales, num_scales, group = _parts(weight)
+    zeros = weight.zeros if isinstance(weight, Int4Matrix) else None
     most_tiles = min(num_experts, num_pairs) + num_pairs // tile
     _grouped_kernel[(most_tiles, triton.cdiv(num_outputs, block_n))](
         x,
         values,
         x if weights is None else weights,
         scales,
+        values if zeros is None else zeros,
         x if bias is None else bias,
         firsts,
         pairs,
@@ -387,6 +393,7 @@ def grouped_linear(
         BIASED=bias is not None,
         FOUR_BITS=of_four_bits,
         INT4=of_int4,
+        ZEROS=zeros is not None,
         WEIGHED=weights is not None,
         PER_OUTPUT=weight.stride(1) if isinstance(weight, Tensor) else num_inputs,
         PER_INPUT=weight.stride(2) if isinstance(weight, Tensor) else 1,

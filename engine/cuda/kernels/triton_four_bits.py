@@ -12,10 +12,10 @@ import triton.language as tl
 
 
 @triton.jit
-def four_bit_numbers(code, INT4: tl.constexpr):
-    """Returns the numbers that four bits stand for, as float32. code: int32 from 0 to 15."""
+def four_bit_numbers(code, zero, INT4: tl.constexpr):
+    """Returns the numbers that four bits stand for, as float32. code: int32 from 0 to 15. zero: the zero points of INT4, int32."""
     if INT4:
-        return (code - 8).to(tl.float32)
+        return (code - zero).to(tl.float32)
     low = code & 7
     # an exponent of two bits and one digit, which from 2 on lie as those of a float32 do
     magnitude = tl.where(low < 2, low.to(tl.float32) * 0.5, ((low << 22) + (126 << 23)).to(tl.float32, bitcast=True))
@@ -24,13 +24,13 @@ def four_bit_numbers(code, INT4: tl.constexpr):
 
 @triton.jit
 def _widened(
-    blocks, scales, at, scales_at, seen, seen_scales,
-    B: tl.constexpr, S: tl.constexpr, N: tl.constexpr, INT4: tl.constexpr,
+    blocks, scales, zeros, at, scales_at, seen, seen_scales,
+    B: tl.constexpr, S: tl.constexpr, N: tl.constexpr, INT4: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Returns the weights of even inputs and those of odd inputs, each [B, N] float32.
 
-    at: [B, N], where the bytes are in blocks. scales_at: [S, N], where their scales are in scales. seen, seen_scales: which of
-    these are there; the others' weights are 0."""
+    at: [B, N], where the bytes are in blocks. scales_at: [S, N], where their scales are in scales, and zero points in zeros, which
+    are read if ZEROS. seen, seen_scales: which of these are there; the others' weights are 0."""
     packed = tl.load(blocks + at, mask=seen, other=0x88 if INT4 else 0).to(tl.int32)
     scale = tl.load(scales + scales_at, mask=seen_scales, other=0)
     if INT4:
@@ -40,24 +40,30 @@ def _widened(
         # 2**-127 has no exponent of its own
         factor = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
     factor = tl.reshape(tl.broadcast_to(factor[:, None, :], [S, B // S, N]), [B, N])
-    return four_bit_numbers(packed & 15, INT4) * factor, four_bit_numbers(packed >> 4, INT4) * factor
+    if ZEROS:
+        zero = tl.load(zeros + scales_at, mask=seen_scales, other=8).to(tl.int32)
+        zero = tl.reshape(tl.broadcast_to(zero[:, None, :], [S, B // S, N]), [B, N])
+    else:
+        zero = 8
+    return four_bit_numbers(packed & 15, zero, INT4) * factor, four_bit_numbers(packed >> 4, zero, INT4) * factor
 
 
 @triton.jit
 def add_four_bits(
-    rows_at, blocks, scales, output, there, seen_output, inputs, total,
+    rows_at, blocks, scales, zeros, output, there, seen_output, inputs, total,
     K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-    INT4: tl.constexpr,
+    INT4: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Returns total [M, N] plus the products of rows [M, K] with the weights of the outputs [N], for BLOCK_K inputs from `inputs`
     on. Weights are rounded to the rows' dtype. output: the index of each among all outputs of the matrices. GROUP: the inputs that
-    share a scale, a power of two from 32 on, or K."""
+    share a scale, a power of two from 32 on, or K. zeros: read if ZEROS, else all zero points of INT4 are 8."""
     SCALES: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
     place = inputs // 2 + tl.arange(0, BLOCK_K // 2)
     group = inputs // GROUP + tl.arange(0, SCALES)
     left, right = _widened(
         blocks,
         scales,
+        zeros,
         output[None, :] * (K // 2) + place[:, None],
         output[None, :] * G + group[:, None],
         seen_output[None, :] & (place < K // 2)[:, None],
@@ -66,6 +72,7 @@ def add_four_bits(
         SCALES,
         BLOCK_N,
         INT4,
+        ZEROS,
     )
     seen = there[:, None] & (place < K // 2)[None, :]
     even = tl.load(rows_at + 2 * place[None, :], mask=seen, other=0.0)

@@ -30,6 +30,7 @@ def _int4_few_rows_kernel(
     x,  # [M, K]
     packed,  # [N, K / 2]
     scales,  # [N, G]
+    zeros,  # [N, G], read if ZEROS
     bias,  # [N]
     out,  # [M, N]
     N,
@@ -37,6 +38,7 @@ def _int4_few_rows_kernel(
     G: tl.constexpr,
     GROUP: tl.constexpr,
     M: tl.constexpr,
+    ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,  # bytes of an output that are multiplied at a time
@@ -46,15 +48,18 @@ def _int4_few_rows_kernel(
     sums0 = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
     sums1, sums2, sums3 = sums0, sums0, sums0
     rows = packed + output.to(tl.int64)[:, None] * (K // 2)
-    factors = scales + output.to(tl.int64)[:, None] * G
+    groups = output.to(tl.int64)[:, None] * G
+    zero = tl.load(zeros + output, mask=there, other=8).to(tl.int32)[:, None] if ZEROS and G == 1 else 8
     for start in range(0, K // 2, BLOCK_B):
         at = start + tl.arange(0, BLOCK_B)
         inside = at < K // 2
         seen = there[:, None] & inside[None, :]
         codes = tl.load(rows + at[None, :], mask=seen, other=0, eviction_policy="evict_first").to(tl.int32)
-        low, high = four_bit_numbers(codes & 15, True), four_bit_numbers(codes >> 4, True)
+        group = groups + (2 * at // GROUP)[None, :]
+        own_zero = tl.load(zeros + group, mask=seen, other=8).to(tl.int32) if ZEROS and G > 1 else zero
+        low, high = four_bit_numbers(codes & 15, own_zero, True), four_bit_numbers(codes >> 4, own_zero, True)
         if G > 1:
-            factor = tl.load(factors + (2 * at // GROUP)[None, :], mask=seen, other=0.0).to(tl.float32)
+            factor = tl.load(scales + group, mask=seen, other=0.0).to(tl.float32)
             low, high = low * factor, high * factor
         sums0 += _products(x, at, inside, low, high)
         if M > 1:
@@ -74,6 +79,7 @@ def _int4_tile_kernel(
     x,  # [M, K]
     packed,  # [N, K / 2]
     scales,  # [N, G]
+    zeros,  # [N, G], read if ZEROS
     bias,  # [N]
     out,  # [M, N]
     M,
@@ -81,6 +87,7 @@ def _int4_tile_kernel(
     K: tl.constexpr,
     G: tl.constexpr,
     GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -92,18 +99,23 @@ def _int4_tile_kernel(
     rows_at, own = x + row.to(tl.int64)[:, None] * K, output.to(tl.int64)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
-        total = add_four_bits(rows_at, packed, scales, own, is_row, there, start, total, K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, True)
+        total = add_four_bits(
+            rows_at, packed, scales, zeros, own, is_row, there, start, total, K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, True, ZEROS
+        )
     store_tile(total, bias, row, output, is_row, there, out, N, BIAS)
 
 
-def few_rows_linear(x: Tensor, packed: Tensor, scales: Tensor, group: int, bias: Tensor | None, out: Tensor) -> None:
-    """Writes x [M, K] @ the transposed weights, packed [N, K / 2] and scales [N, G], plus bias [N], to out [M, N]. M is at most
-    triton_fp8_linear.MAX_ROWS. group: the inputs that share a scale."""
+def few_rows_linear(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bias: Tensor | None, out: Tensor
+) -> None:
+    """Writes x [M, K] @ the transposed weights, packed [N, K / 2], scales [N, G] and zeros [N, G] (None: all are 8), plus bias [N],
+    to out [M, N]. M is at most triton_fp8_linear.MAX_ROWS. group: the inputs that share a scale."""
     (rows, inputs), outputs, block_n = x.shape, len(packed), 4
     _int4_few_rows_kernel[(triton.cdiv(outputs, block_n),)](
         x,
         packed,
         scales,
+        packed if zeros is None else zeros,
         x if bias is None else bias,
         out,
         outputs,
@@ -111,6 +123,7 @@ def few_rows_linear(x: Tensor, packed: Tensor, scales: Tensor, group: int, bias:
         G=scales.shape[1],
         GROUP=group,
         M=rows,
+        ZEROS=zeros is not None,
         BIAS=bias is not None,
         BLOCK_N=block_n,
         BLOCK_B=min(triton.next_power_of_2(inputs // 2), 1024 if rows == 1 else 256 if rows > 2 else 512),
@@ -119,7 +132,15 @@ def few_rows_linear(x: Tensor, packed: Tensor, scales: Tensor, group: int, bias:
 
 
 def tile_linear(
-    x: Tensor, packed: Tensor, scales: Tensor, group: int, bias: Tensor | None, tile: int, widen: bool, out: Tensor
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    bias: Tensor | None,
+    tile: int,
+    widen: bool,
+    out: Tensor,
 ) -> None:
     """Does the same for any number of rows, with weights rounded to x's dtype. tile: one of TILE_ROWS. widen: products are of
     float32 (where kernels are interpreted)."""
@@ -130,6 +151,7 @@ def tile_linear(
         x,
         packed,
         scales,
+        packed if zeros is None else zeros,
         x if bias is None else bias,
         out,
         rows,
@@ -137,6 +159,7 @@ def tile_linear(
         K=inputs,
         G=scales.shape[1],
         GROUP=group,
+        ZEROS=zeros is not None,
         BIAS=bias is not None,
         WIDEN=widen,
         BLOCK_M=tile,

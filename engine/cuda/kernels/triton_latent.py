@@ -140,6 +140,7 @@ def _by_head_kernel(
     x,  # [T, H, INNER]
     codes,  # [H HEIGHT, L]; [H HEIGHT, L / 2] if INT4
     scales,  # [H HEIGHT, G]
+    zeros,  # [H HEIGHT, G], read if ZEROS
     out,  # [T, H, OUTER]
     num_tokens,
     x_stride,
@@ -155,6 +156,7 @@ def _by_head_kernel(
     OUTER: tl.constexpr,
     SUMS_ROWS: tl.constexpr,  # the products are summed over rows of the matrix, else over its columns
     INT4: tl.constexpr,  # weights are INT4, else FP8
+    ZEROS: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -178,7 +180,10 @@ def _by_head_kernel(
         scale = tl.load(scales + row * G + column // GROUP, mask=seen, other=0.0).to(tl.float32)
         if INT4:
             packed = tl.load(codes + row * (L // 2) + column // 2, mask=seen, other=0).to(tl.int32)
-            weights = four_bit_numbers((packed >> (column % 2 * 4)) & 15, True) * scale
+            zero = 8
+            if ZEROS:
+                zero = tl.load(zeros + row * G + column // GROUP, mask=seen, other=8).to(tl.int32)
+            weights = four_bit_numbers((packed >> (column % 2 * 4)) & 15, zero, True) * scale
         else:
             code = tl.load(codes + row * L + column, mask=seen, other=0)
             weights = codes_as(code, tl.float32) * (scale * CODE_FACTOR)
@@ -197,12 +202,14 @@ def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool,
     assert isinstance(up, Fp8Matrix | Int4Matrix)
     inner, outer = (heads.rank, heads.value_dim) if of_values else (heads.plain_dim, heads.rank)
     wide_items, in_int4 = x.element_size() == 4, isinstance(up, Int4Matrix)
+    zeros = up.zeros if isinstance(up, Int4Matrix) else None
     block_m, block_k = 16 if len(x) <= _FEW_TOKENS else 64, 32 if wide_items else 64
     block_n = min(64, max(16, triton.next_power_of_2(outer)))
     _by_head_kernel[(triton.cdiv(len(x), block_m), triton.cdiv(outer, block_n), heads.num_heads)](
         x,
         up.packed if isinstance(up, Int4Matrix) else up.values,
         up.scales,
+        up.scales if zeros is None else zeros,
         out,
         len(x),
         x.stride(0),
@@ -218,6 +225,7 @@ def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool,
         OUTER=outer,
         SUMS_ROWS=not of_values,
         INT4=in_int4,
+        ZEROS=zeros is not None,
         WIDEN=widen,
         BLOCK_M=block_m,
         BLOCK_N=block_n,

@@ -118,6 +118,7 @@ def compile_instead_of_running(capability: int, listed: bool) -> None:
                 "fp8": bool(options.get("FP8")),
                 "mxfp4": bool(options.get("FOUR_BITS") and not options["INT4"]),
                 "int4": bool(options.get("INT4")) or "int4" in self.fn.__name__,
+                "zeros": bool(options.get("ZEROS")),
                 "warps": made.metadata.num_warps,
                 "shared_bytes": made.metadata.shared,
                 "wgmma": ptx.count("wgmma.mma_async"),
@@ -227,9 +228,10 @@ def main(capability: int, listed: bool) -> None:
     gate_up_codes = Fp8Matrix(torch.zeros(EXPERTS, 1, 1, dtype=torch.uint8), torch.zeros(EXPERTS, 1, WIDTH // 128), 128)
     for tile in triton_experts.TILE_ROWS:
         triton_experts.grouped_linear(x, gate_up_codes, *routing[2:], CHOSEN, True, tile, False, inner)
-    in_int4 = Int4Matrix(blocks.flatten(2), torch.zeros(EXPERTS, 1, WIDTH // 32, dtype=dtype), 32)
-    for tile in triton_experts.TILE_ROWS:
-        triton_experts.grouped_linear(x, in_int4, *routing[2:], CHOSEN, True, tile, False, inner)
+    for zeros in (None, blocks):
+        in_int4 = Int4Matrix(blocks.flatten(2), torch.zeros(EXPERTS, 1, WIDTH // 32, dtype=dtype), 32, zeros)
+        for tile in triton_experts.TILE_ROWS:
+            triton_experts.grouped_linear(x, in_int4, *routing[2:], CHOSEN, True, tile, False, inner)
     triton_experts.combine(made, routing[1], longs, scores, x, x)
     triton_experts.combine(made, routing[1], longs, None, x, x)
     entry.rms_norm(x, x[0], 1e-5, False)
@@ -249,8 +251,9 @@ def main(capability: int, listed: bool) -> None:
             triton_fp8_linear.few_rows_linear(x[:num_rows], *matrix, weight)
         for tile in triton_fp8_linear.TILE_ROWS:
             triton_fp8_linear.tile_linear(x, *matrix, tile, False, weight)
-    for num_groups, group in ((1, WIDTH), (WIDTH // 128, 128)):
-        matrix = (codes[:, : WIDTH // 2], torch.zeros(1, num_groups, dtype=dtype).expand(2 * INNER, -1), group, None)
+    for num_groups, group, has_zeros in ((1, WIDTH, False), (WIDTH // 128, 128, False), (WIDTH // 128, 128, True)):
+        int4 = (codes[:, : WIDTH // 2], torch.zeros(1, num_groups, dtype=dtype).expand(2 * INNER, -1))
+        matrix = (*int4, codes if has_zeros else None, group, None)
         for num_rows in (1, 4):
             triton_int4_linear.few_rows_linear(x[:num_rows], *matrix, weight)
         for tile in triton_fp8_linear.TILE_ROWS:

@@ -9,7 +9,7 @@ from engine.cuda.kernels import triton_experts
 from engine.ops import reference
 from engine.ops.ops import ClampedSwiglu, ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, SigmoidRouting
 from tests.engine.kernels.draw import Draw, close
-from tests.engine.kernels.row_cases import int4_matrix
+from tests.engine.kernels.row_cases import int4_matrix, int4_on_device
 
 
 def routed(
@@ -31,7 +31,7 @@ def placed(draw: Draw, weight: Tensor | Fp8Matrix | Int4Matrix) -> Tensor | Fp8M
     if isinstance(weight, Tensor):
         return draw.on(weight)
     if isinstance(weight, Int4Matrix):
-        return Int4Matrix(draw.on(weight.packed), draw.on(weight.scales), weight.group_inputs)
+        return int4_on_device(draw, weight)
     return Fp8Matrix(draw.on(weight.values), draw.on(weight.scales), weight.group_inputs)
 
 

@@ -11,7 +11,7 @@ from engine.ops import reference
 from engine.ops.ops import Fp8Matrix, Int4Matrix, LatentHeads
 from tests.engine.kernels.draw import Draw, close
 from tests.engine.kernels.paged_kv import Paged, paged
-from tests.engine.kernels.row_cases import fp8_matrix, int4_matrix
+from tests.engine.kernels.row_cases import fp8_matrix, int4_matrix, int4_on_device
 
 SIZES = ((24, 8), (40, 16), (64, 32), (136, 64))  # numbers of a latent, rotated dimensions
 
@@ -59,8 +59,8 @@ def products_by_head(draw: Draw, int4: bool = False) -> None:
     wide = torch.empty(heads * height, rank)
     if int4:
         packed = int4_matrix(draw, heads * height, rank)
-        reference.int4_rows(packed.packed, packed.scales, packed.group_inputs, wide)
-        placed: Fp8Matrix | Int4Matrix = Int4Matrix(draw.on(packed.packed), draw.on(packed.scales), packed.group_inputs)
+        reference.int4_rows(packed.packed, packed.scales, packed.zeros, packed.group_inputs, wide)
+        placed: Fp8Matrix | Int4Matrix = int4_on_device(draw, packed)
     else:
         up = fp8_matrix(draw, heads * height, rank, draw.one_of(rank, 128))
         reference.fp8_rows(up.values, up.scales, up.group_inputs, wide)

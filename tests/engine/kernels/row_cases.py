@@ -70,12 +70,19 @@ def fp8_linear(draw: Draw) -> None:
 
 
 def int4_matrix(draw: Draw, *shape: int) -> Int4Matrix:
-    """Returns matrices [..., N, K] of any numbers, with products of about the size of what they are given."""
+    """Returns matrices [..., N, K] of any numbers, perhaps with zero points, with products of about the size of what they are
+    given."""
     *outer, inputs = shape
     group = draw.one_of(*(size for size in (32, 64, 128, inputs) if inputs % size == 0))
     packed = torch.randint(0, 256, (*outer, inputs // 2), generator=draw.generator).to(torch.uint8)
     scales = torch.rand(*outer, inputs // group, generator=draw.generator) * 0.3 * inputs**-0.5
-    return Int4Matrix(packed, scales.to(draw.one_of(torch.bfloat16, torch.float16)), group)
+    zeros = torch.randint(0, 17, scales.shape, generator=draw.generator).to(torch.uint8) if draw.one_of(False, True) else None
+    return Int4Matrix(packed, scales.to(draw.one_of(torch.bfloat16, torch.float16)), group, zeros)
+
+
+def int4_on_device(draw: Draw, matrix: Int4Matrix) -> Int4Matrix:
+    zeros = None if matrix.zeros is None else draw.on(matrix.zeros)
+    return Int4Matrix(draw.on(matrix.packed), draw.on(matrix.scales), matrix.group_inputs, zeros)
 
 
 def int4_linear(draw: Draw) -> None:
@@ -84,10 +91,11 @@ def int4_linear(draw: Draw) -> None:
     matrix = int4_matrix(draw, outputs, inputs)
     x, bias = draw.normal(rows, inputs), draw.normal(outputs) if draw.one_of(False, True) else None
     dense = torch.empty(outputs, inputs)
-    reference.int4_rows(matrix.packed, matrix.scales, matrix.group_inputs, dense)
+    reference.int4_rows(matrix.packed, matrix.scales, matrix.zeros, matrix.group_inputs, dense)
     wanted = torch.nn.functional.linear(x.double(), dense.double(), None if bias is None else bias.double())
-    given = (draw.on(x), draw.on(matrix.packed), draw.on(matrix.scales), matrix.group_inputs)
-    check_quantised_linear(draw, triton_int4_linear, (*given, None if bias is None else draw.on(bias)), wanted)
+    own = int4_on_device(draw, matrix)
+    given = (draw.on(x), own.packed, own.scales, own.zeros, own.group_inputs, None if bias is None else draw.on(bias))
+    check_quantised_linear(draw, triton_int4_linear, given, wanted)
 
 
 def check_quantised_linear(draw: Draw, kernels: Any, given: tuple[Any, ...], wanted: Tensor) -> None:

@@ -44,7 +44,7 @@ def test_logits_are_those_of_the_weights_that_are_meant(
         (layer.attention.qkv_weight, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
         (layer.mlp.gate_up_weight, ("mlp.gate_proj", "mlp.up_proj")),
     ):
-        values = (matrix.packed, matrix.scales, matrix.group_inputs)
+        values = (matrix.packed, matrix.scales, matrix.zeros, matrix.group_inputs)
         check_held(partial(reference.int4_rows, *values), [meant[f"model.layers.1.{name}.weight"] for name in names])
     expected = wanted(made[1], meant)
     found = check_logits(model, expected)
