@@ -22,6 +22,7 @@ MAX_DIMENSIONS, MAX_DIMENSION = 8, 1 << 48  # the product of a long list of larg
 METADATA_KEY = "hearthd.packed"
 VERSION = 1
 PACKED_DTYPE, STORED_DTYPE = "BF16", "U8"
+WORD_ROWS = 8  # that formats.relayout.Relayout.rows divides
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -69,11 +70,16 @@ _version_decoder = msgspec.json.Decoder(_Version)
 _decoder = msgspec.json.Decoder(Record)
 
 
-def frame_values(shape: tuple[int, ...] | list[int]) -> int:
+def frame_values(shape: tuple[int, ...] | list[int], dtype: str) -> int:
     """Returns how many values each of a tensor's frames but the last one holds: as many whole rows as fit into FRAME_VALUES, or
-    FRAME_VALUES where a row is longer than that."""
+    FRAME_VALUES where a row is longer than that. Rows of words are a multiple of 8, since loads may rearrange so many together."""
     width = shape[-1] if shape else 1
-    return frame.FRAME_VALUES // width * width if 0 < width <= frame.FRAME_VALUES else frame.FRAME_VALUES
+    if not 0 < width <= frame.FRAME_VALUES:
+        return frame.FRAME_VALUES
+    num_rows = frame.FRAME_VALUES // width
+    if dtype == "I32":
+        num_rows = num_rows // WORD_ROWS * WORD_ROWS or num_rows
+    return num_rows * width
 
 
 def read_record(text: str, file: str) -> Record:
@@ -103,7 +109,7 @@ def check_record(
     header. begin: the tensor's offset in the file."""
     own_shape = shape if record.shape is None else record.shape
     check_shape(own_shape, file, name)
-    per_frame, lengths = frame_values(own_shape), record.frame_bytes
+    per_frame, lengths = frame_values(own_shape, dtype), record.frame_bytes
     num_frames = -(-math.prod(own_shape) // per_frame)
     fits = len(record.sums) == num_frames
     if record.shape is None:
@@ -118,10 +124,10 @@ def check_record(
         raise CheckpointError(file, name, f"{METADATA_KEY} has a checksum that is none")
 
 
-def frames(record: TensorRecord, begin: int, num_bytes: int, shape: tuple[int, ...]) -> Iterator[Frame]:
-    """Yields the frames of a checked record, in order. shape: the unpacked tensor's. begin, num_bytes: the tensor's bytes in the
-    file."""
-    per_frame = frame_values(shape)
+def frames(record: TensorRecord, begin: int, num_bytes: int, shape: tuple[int, ...], dtype: str) -> Iterator[Frame]:
+    """Yields the frames of a checked record, in order. shape, dtype: the unpacked tensor's. begin, num_bytes: the tensor's bytes in
+    the file."""
+    per_frame = frame_values(shape, dtype)
     if record.shape is None:
         item_bytes = num_bytes // math.prod(shape) if num_bytes else 1
         for place, told in enumerate(record.sums):

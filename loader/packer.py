@@ -68,7 +68,7 @@ def expected_bytes(fd: int, tensor: TensorRef) -> int:
 
 def _pieces(tensor: TensorRef) -> list[int]:
     """Returns the lengths in bytes of the pieces into which a tensor is divided for packing. Each piece becomes one frame."""
-    num_bytes, whole = tensor.num_bytes, packed.frame_values(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+    num_bytes, whole = tensor.num_bytes, packed.frame_values(tensor.shape, tensor.dtype) * DTYPE_BYTES[tensor.dtype]
     return [whole] * (num_bytes // whole) + ([num_bytes % whole] if num_bytes % whole else [])
 
 
@@ -90,7 +90,7 @@ class _Packing:
         longest = {}
         end = 2 * self._header.file_bytes
         for tensor in self._header.tensors:
-            num_frames, most = len(_pieces(tensor)), packed.frame_values(tensor.shape)
+            num_frames, most = len(_pieces(tensor)), packed.frame_values(tensor.shape, tensor.dtype)
             lengths = [frame.frame_bytes(most, most)] * num_frames
             record = packed.TensorRecord("0" * 64, ["0" * 16] * num_frames, list(tensor.shape), lengths)
             longest[tensor.name] = _Done(tensor.name, end, end, record)

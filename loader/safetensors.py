@@ -69,7 +69,9 @@ class TensorRef:
     @property
     def frames(self) -> Iterable[packed.Frame]:
         """Returns the frames of a packed file's tensor, () for a plain file's."""
-        return packed.frames(self.record, self.offset_bytes, self.num_bytes, self.shape) if self.record is not None else ()
+        return (
+            packed.frames(self.record, self.offset_bytes, self.num_bytes, self.shape, self.dtype) if self.record is not None else ()
+        )
 
 
 @dataclass(slots=True, frozen=True)
