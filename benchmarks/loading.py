@@ -37,8 +37,8 @@ from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel
 from loader.direct_io import is_cached, open_direct
+from loader.landings import Places
 from loader.layout import weight_layout, weights_bytes
-from loader.range_plan import Read
 from loader.sinks import HostSink
 from loader.staging import HUGE_PAGE_BYTES, SLOT_BYTES, StagingRing
 from loader.weight_stream import NUM_READERS, open_checkpoint, stream_weights
@@ -145,9 +145,9 @@ def ours(folder: Path, name: str, notes: list[str]) -> tuple[Callable[[], Any], 
             sink = HostSink(weights.buffer, weights.prepare)
             kept = opened.enter_context(WeightCopies(chunks, tier).keeping(task, weights, places))
 
-            def landed(read: Read) -> None:
+            def landed(places: Places) -> None:
                 if kept is not None:
-                    for begin, end in read.places:
+                    for begin, end in places:
                         kept.landed(begin, end)
 
             report = stream_weights(source, dtype, sink, ring, lambda *_: None, lambda: False, landed=landed)

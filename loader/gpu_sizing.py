@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from loader import frame
 from loader.dtypes import ITEM_BYTES
+from loader.formats.registry import stored_format
 from loader.model_shape import ModelShape
 from loader.work_space import delta_bytes
 
@@ -44,11 +45,15 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
         attention += tokens * (2 * query + 2 * key + query) * item
     attention = max(attention, tokens * delta_bytes(shape, dtype))
     mlp = tokens * max(shape.intermediate_size * 3 * item, _expert_bytes(shape, item))
+    held = stored_format(shape)
+    if held.reorders:  # a copy of what a product reads
+        attention += tokens * max(hidden, query) * item
+        mlp += tokens * max(hidden, shape.intermediate_size) * item
     rows = min(LOGITS_ROWS, max(1, max_sequences))
     # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them
     logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item)
     # a quarter more for what an allocator of blocks cannot use
-    return (residual + max(attention, mlp, logits) + tokens * 64) * 5 // 4 + LIBRARY_BYTES + PACKED_BYTES
+    return (residual + max(attention, mlp, logits) + tokens * 64) * 5 // 4 + LIBRARY_BYTES + PACKED_BYTES + held.load_bytes
 
 
 def decode_programs(shape: ModelShape) -> int:

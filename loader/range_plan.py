@@ -33,9 +33,10 @@ class Segment:
     target: the engine's dtype if it differs from the stored one, else "". It is "int8" for whole rows to be quantised, whose scales
     belong at scales_at_bytes of the weight range; "scales" for all scales of an FP8 matrix, each row of which fills `repeats` rows
     of memory, in float32, held_bytes bytes in all; FP8 for codes, which stay as they are but must be checked; and a value of
-    SCALES_IN for scales of INT4 weights. stage: see `stages`. frame: in a packed file the frame that the segment consists of, else
-    None. content: the segment that this frame decodes to, with begin and end counted as though the file held the tensor
-    unpacked."""
+    SCALES_IN for scales of INT4 weights, or the name of a Relayout. stage: see `stages`. frame: in a packed file the frame that the
+    segment consists of, else None. content: the segment that this frame decodes to, with begin and end counted as though the file
+    held the tensor unpacked. whole: the place of the whole tensor whose numbers are rearranged (loader/formats/relayout.py), else
+    None. What a segment of such a tensor fills is scattered in this place; place_bytes counts as though it were not."""
 
     tensor: TensorRef
     begin: int
@@ -48,6 +49,7 @@ class Segment:
     held_bytes: int = 0
     frame: Frame | None = None
     content: Segment | None = None
+    whole: WeightSlot | None = None
 
     @property
     def width(self) -> int:
@@ -56,8 +58,11 @@ class Segment:
 
     @property
     def unit_bytes(self) -> tuple[int, int]:
-        """Returns the size of the smallest unit that must not be divided, an element, a row to be quantised or all scales of a
-        matrix: its bytes in the file and in the weight range."""
+        """Returns the size of the smallest unit that must not be divided, an element, a row to be quantised, all scales of a
+        matrix, or the rows that are rearranged together: its bytes in the file and in the weight range."""
+        if self.whole is not None and (relayout := self.whole.relayout) is not None:
+            num_units = self.tensor.shape[0] // relayout.unit_rows(self.tensor.shape)
+            return math.prod(self.tensor.shape) * DTYPE_BYTES[self.tensor.dtype] // num_units, self.whole.num_bytes // num_units
         if self.target == SCALES:
             return math.prod(self.tensor.shape) * DTYPE_BYTES[self.tensor.dtype], self.held_bytes
         item = DTYPE_BYTES[self.tensor.dtype]
@@ -68,7 +73,7 @@ class Segment:
     @property
     def places(self) -> list[tuple[int, int]]:
         """Returns the ranges [begin, end) of the weight range that the segment fills: one for its values and, if it is quantised,
-        one for their scales."""
+        one for their scales. Of a tensor that is rearranged, it is the segment's share of the tensor's place."""
         if self.content is not None:
             return self.content.places
         unit, held_unit = self.unit_bytes
@@ -116,12 +121,17 @@ class Read:
     @property
     def places(self) -> list[tuple[int, int]]:
         """Returns all ranges [begin, end) of the weight range that the read fills. Ranges that touch are joined."""
-        places: list[tuple[int, int]] = []
-        for begin, end in sorted(place for segment in self.segments for place in segment.places):
-            if places and places[-1][1] == begin:
-                begin = places.pop()[0]
-            places.append((begin, end))
-        return places
+        return joined(place for segment in self.segments for place in segment.places)
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns ranges [begin, end) in their order, with those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if found and found[-1][1] == begin:
+            begin = found.pop()[0]
+        found.append((begin, end))
+    return found
 
 
 def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtype: str, read_bytes: int) -> list[Read]:
@@ -150,12 +160,16 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
                 target = SCALES
             elif held_as == FP8:
                 target = FP8
+            if slot.relayout is not None:
+                target = slot.relayout.name
             num_bytes = math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
             begin, stage = tensor.offset_bytes, stage_of[tensor.name]
             held = (slot.repeats, slot.num_bytes)
             whole = Segment(tensor, begin, begin + num_bytes, slot.offset_bytes, target, slot.scales_at_bytes, stage, *held)
+            if slot.relayout is not None:
+                whole = replace(whole, whole=slot)
             if whole.unit_bytes[0] > read_bytes - BLOCK_BYTES:
-                what = "too many scales for a read" if slot.repeats else "too long to be quantised"
+                what = "too many scales for a read" if slot.repeats else "too long to be converted"
                 raise CheckpointError(file, tensor.name, f"has rows of {whole.unit_bytes[0]} bytes: {what}")
             segments += [whole] if tensor.record is None else _framed(whole, read_bytes)
         reads += _cut(file, segments, read_bytes)

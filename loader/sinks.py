@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -13,9 +14,11 @@ import torch
 from loader.dtypes import E8M0, FLOAT_OF, FP8, ITEM_BYTES, SCALES_IN
 from loader.errors import CheckpointError
 from loader.formats.fp8_values import fill_scales, nan_at
+from loader.formats.int4_relayout import order_inputs, part_of, rearrange
 from loader.formats.int4_scales import narrow_scales
 from loader.formats.int8 import SCALE_BYTES
 from loader.formats.int8_rows import quantize_rows
+from loader.formats.weight_format import WeightSlot
 from loader.range_plan import QUANTIZED, SCALES, Segment, Span
 from loader.safetensors import DTYPE_BYTES
 
@@ -23,7 +26,7 @@ from loader.safetensors import DTYPE_BYTES
 CONVERT_ELEMENTS = 32768
 
 _NAN_SCALE = 255  # of E8M0
-_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32}
 
 
 class Fence(Protocol):
@@ -59,6 +62,14 @@ class WeightSink(Protocol):
 
     def fence(self) -> Fence | None:
         """Returns a fence that is passed when all that was stored so far is in place, or None if it already is."""
+        ...
+
+    def holds_same(self, one: WeightSlot, other: WeightSlot) -> bool:
+        """Returns whether two parameters, which are in place, are held as the same bytes."""
+        ...
+
+    def order_inputs(self, words: WeightSlot, order: WeightSlot) -> None:
+        """Brings the inputs of INT4 weights, which are in place, into the order that a parameter holds. Returns when it is done."""
         ...
 
     def finish(self) -> None:
@@ -102,6 +113,10 @@ class HostSink:
     def store(self, span: Span, staged: memoryview) -> None:
         segment = span.segment
         read = np.frombuffer(staged, np.uint8)
+        if (slot := segment.whole) is not None and slot.relayout is not None:
+            rows, first = stored_rows(segment, read)
+            rearrange_span(span, slot, rows, first, part_of(self._held(slot), slot.relayout, first, len(rows)))
+            return
         if segment.target == QUANTIZED:
             self._quantize(span, read)
             return
@@ -124,6 +139,17 @@ class HostSink:
             for at in range(0, source.numel(), CONVERT_ELEMENTS):
                 some = slice(at, at + CONVERT_ELEMENTS)
                 write(source[some], held[some])
+
+    def _held(self, slot: WeightSlot) -> torch.Tensor:
+        """Returns the place of a parameter that is rearranged."""
+        place = torch.from_numpy(self._bytes[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
+        return place.view(held_dtype(slot)).view(slot.held_shape)
+
+    def holds_same(self, one: WeightSlot, other: WeightSlot) -> bool:
+        return torch.equal(self._held(one), self._held(other))
+
+    def order_inputs(self, words: WeightSlot, order: WeightSlot) -> None:
+        order_inputs(self._held(words).view(torch.uint8), self._held(order), CONVERT_ELEMENTS)
 
     def _quantize(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
         """Quantises a span, a whole segment, into its place. Raises CheckpointError for weights that are not finite."""
@@ -155,6 +181,28 @@ class HostSink:
 
     def finish(self) -> None:
         """Does nothing: whatever was stored is in place already."""
+
+
+def held_dtype(slot: WeightSlot) -> torch.dtype:
+    """Returns the dtype in memory of a parameter that is rearranged."""
+    dtype: torch.dtype = getattr(torch, FLOAT_OF.get(slot.held_as, slot.held_as))
+    return dtype
+
+
+def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, int]:
+    """Returns the rows of a segment of a tensor that is rearranged, and the index of the first."""
+    shape = segment.tensor.shape
+    row_bytes = math.prod(shape[1:]) * DTYPE_BYTES[segment.tensor.dtype]
+    rows = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, *shape[1:])
+    return rows, (segment.begin - segment.tensor.offset_bytes) // row_bytes
+
+
+def rearrange_span(span: Span, slot: WeightSlot, rows: torch.Tensor, first: int, part: torch.Tensor) -> None:
+    """Rearranges the rows of a span, a whole segment, into their part of the tensor's place. Raises CheckpointError for numbers
+    that cannot be held."""
+    assert slot.relayout is not None
+    with _of_span(span):
+        rearrange(slot.relayout, rows, first, slot.group_inputs, part, CONVERT_ELEMENTS)
 
 
 def check_codes(span: Span, read: npt.NDArray[np.uint8]) -> None:

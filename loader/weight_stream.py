@@ -21,6 +21,7 @@ from loader.errors import CheckpointChanged
 from loader.file_reader import Fetched, FileReader
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
+from loader.landings import Landings, Places
 from loader.model_shape import ModelShape
 from loader.range_plan import Read, plan_reads
 from loader.regular_file import open_regular
@@ -138,13 +139,13 @@ def stream_weights(
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
     weight_format: WeightFormat = PLAIN,
-    landed: Callable[[Read], None] = lambda read: None,
+    landed: Callable[[Places], None] = lambda places: None,
     decoder: Decoder = NUMPY_DECODER,
 ) -> ReadReport:
     """Reads a checkpoint's weights into the sink's weight range, which is laid out by layout.weight_layout. Bytes that cannot be
     read straight into place pass through slots of `ring`. weight_format: how matrices are held; they are converted as they
     arrive. decoder: decodes packed files. progress(bytes done, all bytes) and cancelled() are called by the calling thread
-    between reads. landed(read) is called by it or by a reader thread when all that a read brings (Read.places) is in place.
+    between reads. landed(places) is called by it or by a reader thread when these places of the weight range have been filled.
 
     Reads begin in the order of the plan and end in any order. When this function returns or raises, no copy to a device is under
     way. Raises CheckpointError, which names file, tensor and offset; CheckpointChanged; ReadCancelled; RuntimeError if the device
@@ -156,7 +157,8 @@ def stream_weights(
     with ExitStack() as stack:
         unpacker = Unpacker(sink, decoder)
         files = {file: FileReader(file, fd, sink, ring, stack, unpacker) for file, fd in source.descriptors.items()}
-        readers = stack.enter_context(_Readers(reads, files, ring, landed))
+        landings = Landings(reads, sink)
+        readers = stack.enter_context(_Readers(reads, files, ring, lambda read: landed(landings.of(read))))
         for _ in reads:
             fetched = readers.next_done()
             done += fetched.read.num_bytes

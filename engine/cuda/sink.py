@@ -1,5 +1,5 @@
 """Writes a checkpoint's bytes to device memory that the host cannot write: reads fill the reader's slots, and each slot is copied
-to the device as soon as it is full. Packed weights are copied as they are and decoded there.
+to the device as soon as it is full. Packed weights are copied as they are and decoded there, and words of AWQ and GPTQ rearranged.
 """
 
 from __future__ import annotations
@@ -8,14 +8,19 @@ import dataclasses
 import threading
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from engine.cuda.frames import DeviceFrames
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_range import WeightRange
 from loader.dtypes import FP8
+from loader.formats.int4_relayout import order_inputs, part_of, rearrange
+from loader.formats.relayout import AWQ_WORDS, GPTQ_WORDS, WORDS_AT_ONCE
+from loader.formats.weight_format import WeightSlot
 from loader.range_plan import Segment, Span
-from loader.sinks import Fence, HostSink, check_codes
+from loader.sinks import Fence, HostSink, check_codes, held_dtype, rearrange_span, stored_rows
 from loader.unpack import damaged
 
 
@@ -36,6 +41,9 @@ class DeviceSink:
 
     def store(self, span: Span, staged: memoryview) -> None:
         read = np.frombuffer(staged, np.uint8)
+        if span.segment.whole is not None:
+            self._rearrange(span, span.segment.whole, read)
+            return
         is_converted = span.segment.target not in ("", FP8)
         if span.segment.target == FP8:
             check_codes(span, read)
@@ -47,6 +55,40 @@ class DeviceSink:
         self._device.write(self._address + span.place_bytes, read)
         if is_converted and (fence := self.fence()) is not None:
             fence.wait()  # converted values are in no slot, so nothing else keeps them until they are copied
+
+    def _rearrange(self, span: Span, slot: WeightSlot, read: npt.NDArray[np.uint8]) -> None:
+        """Brings a span of a tensor that is rearranged to its place: words of weights on the device, a few at a time, and the few
+        numbers that must be checked on the host."""
+        assert slot.relayout is not None
+        relayout, (rows, first) = slot.relayout, stored_rows(span.segment, read)
+        part = part_of(self._held(slot), relayout, first, len(rows))
+        if relayout not in (GPTQ_WORDS, AWQ_WORDS):
+            on_host = torch.empty(part.shape, dtype=part.dtype)
+            rearrange_span(span, slot, rows, first, on_host)
+            with self._device.copying():
+                part.copy_(on_host)
+            return
+        at_once = max(1, WORDS_AT_ONCE // (rows.shape[1] * relayout.rows)) * relayout.rows
+        with self._lock, self._device.copying():
+            for begin in range(0, len(rows), at_once):
+                some = rows[begin : begin + at_once]
+                on_device = torch.empty(some.shape, dtype=some.dtype, device=self._device.arena.device)
+                self._device.write(on_device.data_ptr(), some.view(-1).view(torch.uint8).numpy())
+                own = part_of(part, relayout, begin, len(some))
+                rearrange(relayout, on_device, first + begin, slot.group_inputs, own, WORDS_AT_ONCE)
+
+    def _held(self, slot: WeightSlot) -> Tensor:
+        return self._weights.tensor(slot.offset_bytes, slot.held_shape, held_dtype(slot))
+
+    def holds_same(self, one: WeightSlot, other: WeightSlot) -> bool:
+        with self._device.copying():
+            return torch.equal(self._held(one), self._held(other))
+
+    def order_inputs(self, words: WeightSlot, order: WeightSlot) -> None:
+        with self._lock, self._device.copying():
+            order_inputs(self._held(words).view(torch.uint8), self._held(order), WORDS_AT_ONCE)
+        if (fence := self.fence()) is not None:
+            fence.wait()
 
     def decode(self, segment: Segment, staged: memoryview) -> bool:
         frame, content = segment.frame, segment.content

@@ -10,8 +10,10 @@ from torch import Tensor
 from engine.memory.weight_range import WeightRange
 from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix
 from loader.dtypes import FLOAT_OF
-from loader.formats import mxfp4, stored_int4
+from loader.formats import mxfp4
+from loader.formats.int4_layout import BY_INPUT, COMPRESSED, IN_WORD, Names
 from loader.formats.plain import PLAIN
+from loader.formats.relayout import INPUT_ORDER
 from loader.formats.weight_format import WeightFormat, WeightSlot
 from loader.layout import weight_layout
 from loader.model_shape import ModelShape
@@ -52,8 +54,9 @@ class Weights:
         """Returns the weights of projections that one matrix product reads together: a tensor, or a quantised matrix if they are
         held so."""
         weights = [f"{prefix}{name}.weight" for name in names]
-        if weights[0] + stored_int4.PACKED in self._slots:
-            return self._int4([self._slots[name + stored_int4.PACKED] for name in weights], weights[0] + stored_int4.SCALE)
+        for stored in (COMPRESSED, BY_INPUT):
+            if stored.of(weights[0], stored.words) in self._slots:
+                return self._int4(stored, weights)
         slots = [self._slots[name] for name in weights]
         if slots[0].scales_at_bytes < 0:
             return self.fused(prefix, names, ".weight")
@@ -66,13 +69,20 @@ class Weights:
         scales = self._memory.tensor(scales_at, (num_outputs, -(-num_inputs // group_inputs)), torch.float32)
         return Fp8Matrix(codes, scales, group_inputs)
 
-    def _int4(self, slots: list[WeightSlot], first_scale: str) -> Int4Matrix:
-        """Returns the joined INT4 matrices in these slots. first_scale: the name of the first one's scales."""
-        first, scale = slots[0], self._slots[first_scale]
-        num_outputs, num_inputs = sum(slot.shape[0] for slot in slots), first.shape[1] * stored_int4.IN_WORD
+    def _int4(self, stored: Names, weights: list[str]) -> Int4Matrix:
+        """Returns the joined INT4 matrices of these names."""
+        slots = [self._slots[stored.of(name, stored.words)] for name in weights]
+        first, scale = slots[0], self._slots[stored.of(weights[0], stored.scales)]
+        num_outputs, num_inputs = sum(slot.held_shape[0] for slot in slots), first.held_shape[1] * IN_WORD
+        num_groups = num_inputs // first.group_inputs
         packed = self._memory.tensor(first.offset_bytes, (num_outputs, num_inputs // 2), torch.uint8)
-        scales = self._memory.tensor(scale.offset_bytes, (num_outputs, scale.shape[1]), getattr(torch, FLOAT_OF[scale.held_as]))
-        return Int4Matrix(packed, scales, first.group_inputs)
+        scales = self._memory.tensor(scale.offset_bytes, (num_outputs, num_groups), getattr(torch, FLOAT_OF[scale.held_as]))
+        zeros = order = None
+        if (zero := self._slots.get(stored.of(weights[0], stored.zeros))) is not None and zero.num_bytes:
+            zeros = self._memory.tensor(zero.offset_bytes, (num_outputs, num_groups), torch.uint8)
+        if (place := self._slots.get(stored.of(weights[0], stored.order))) is not None and place.relayout == INPUT_ORDER:
+            order = self._memory.tensor(place.offset_bytes, (num_inputs,), torch.int32)  # that of all of them
+        return Int4Matrix(packed, scales, first.group_inputs, zeros, order)
 
     def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix:
         """Returns the matrices prefix + name of all names, joined as `matrix` does, as `num` equal parts [num, N, K]."""
@@ -80,9 +90,14 @@ class Weights:
         assert not isinstance(joined, Int8Matrix)  # loader/formats keeps int8 from mixtures of experts
         if isinstance(joined, Tensor):
             return joined.view(num, len(joined) // num, joined.shape[1])
-        kind, stored = (Int4Matrix, joined.packed) if isinstance(joined, Int4Matrix) else (Fp8Matrix, joined.values)
-        values, scales = (part.view(num, len(part) // num, part.shape[1]) for part in (stored, joined.scales))
-        return kind(values, scales, joined.group_inputs)
+
+        def parts(whole: Tensor) -> Tensor:
+            return whole.view(num, len(whole) // num, whole.shape[1])
+
+        if isinstance(joined, Fp8Matrix):
+            return Fp8Matrix(parts(joined.values), parts(joined.scales), joined.group_inputs)
+        zeros = None if joined.zeros is None else parts(joined.zeros)
+        return Int4Matrix(parts(joined.packed), parts(joined.scales), joined.group_inputs, zeros)
 
     def stack(self, name: str) -> Tensor | Mxfp4Matrix:
         """Returns the matrices [num, N, K] of a tensor that holds several, as they are held."""

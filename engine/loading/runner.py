@@ -23,8 +23,8 @@ from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.protocol import Configure
 from loader.errors import CheckpointError
 from loader.formats.registry import FORMATS
+from loader.landings import Places
 from loader.layout import weight_layout, weights_bytes
-from loader.range_plan import Read
 from loader.read_rates import ReadRates
 from loader.source_choice import SourceChoice
 from loader.staging import StagingRing
@@ -160,8 +160,8 @@ class TorchRunner:
     ) -> None:
         """Reads the weights into the range. behind: each is notified of the bytes that have landed."""
 
-        def landed(read: Read) -> None:
-            for begin_bytes, end_bytes in read.places:
+        def landed(places: Places) -> None:
+            for begin_bytes, end_bytes in places:
                 for each in behind:
                     each.landed(begin_bytes, end_bytes)
 

@@ -19,12 +19,14 @@ class TensorGroup(NamedTuple):
 
     tensors: name in the checkpoint and shape of each. layer: the number of the layer that needs them; None: they are needed
     before the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize` may round;
-    embeddings, heads, norms and biases are not. held_as: the dtype that they have in memory; "": the model's."""
+    embeddings, heads, norms and biases are not. held_as: the dtype that they have in memory; "": the model's. may_be_reordered:
+    whether the product that reads them may take its inputs in an order that the checkpoint says."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
     may_be_quantized: bool = False
     held_as: str = ""
+    may_be_reordered: bool = False
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:
         """Returns the same group for one layer: its number is `layer`, and its tensors' names begin with `prefix`."""

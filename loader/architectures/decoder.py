@@ -265,7 +265,8 @@ def _sinks(name: str, num_heads: int) -> list[TensorGroup]:
 def _projections(names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool) -> list[TensorGroup]:
     widths = outputs if len(names) > 1 else (sum(outputs),)
     pairs = list(zip(names, widths, strict=True))
-    weights = TensorGroup(tuple((f"{name}.weight", (width, inputs)) for name, width in pairs), may_be_quantized=True)
+    matrices = tuple((f"{name}.weight", (width, inputs)) for name, width in pairs)
+    weights = TensorGroup(matrices, may_be_quantized=True, may_be_reordered=True)
     biases = TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in pairs))
     return [weights, biases] if has_bias else [weights]
 

@@ -149,8 +149,8 @@ class Experts:
         ]
         if names.shared:
             gate_up = tuple(names.shared + name for name in names.gate_up)
-            groups.append(_matrices(gate_up, ((shared, hidden),) * 2, may_be_quantized=True))
-            groups.append(_matrices((names.shared + names.down,), ((hidden, shared),), may_be_quantized=True))
+            for own, shapes in ((gate_up, ((shared, hidden),) * 2), ((names.shared + names.down,), ((hidden, shared),))):
+                groups.append(_matrices(own, shapes, may_be_quantized=True)._replace(may_be_reordered=True))
         return groups
 
     def as_stored(self, experts: ExpertShape, tensors: Collection[str]) -> ExpertShape:

@@ -76,17 +76,19 @@ class Latents:
         keys_values = num_heads * (latent.plain_dim + latent.value_dim)
         widths = (rank, latent.token_values) if rank else (latent.token_values,)
         together = list(zip(names.read_together(latent), widths, strict=True))
-        groups = [TensorGroup(tuple((f"{name}.weight", (width, hidden)) for name, width in together), may_be_quantized=True)]
+        down = tuple((f"{name}.weight", (width, hidden)) for name, width in together)
+        groups = [TensorGroup(down, may_be_quantized=True, may_be_reordered=True)]
         if has_bias:
             groups.append(TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in together)))
         if rank:
             groups += [one_tensor(f"{names.query_norm}.weight", rank), _matrix(names.query_up, queries, rank)]
         else:
             groups.append(_matrix(names.queries, queries, hidden))
-        groups += [one_tensor(f"{names.norm}.weight", latent.rank), _matrix(names.up, keys_values, latent.rank)]
+        up = _matrix(names.up, keys_values, latent.rank)._replace(may_be_reordered=False)  # heads' products read it both ways
+        groups += [one_tensor(f"{names.norm}.weight", latent.rank), up]
         groups.append(_matrix(names.output, hidden, values))
         return [*groups, one_tensor(f"{names.output}.bias", hidden)] if has_bias else groups
 
 
 def _matrix(name: str, outputs: int, inputs: int) -> TensorGroup:
-    return TensorGroup(((f"{name}.weight", (outputs, inputs)),), may_be_quantized=True)
+    return TensorGroup(((f"{name}.weight", (outputs, inputs)),), may_be_quantized=True, may_be_reordered=True)

@@ -6,13 +6,15 @@ from loader.config_fields import Fields
 from loader.formats.int8 import INT8
 from loader.formats.mxfp4 import MXFP4
 from loader.formats.plain import PLAIN
+from loader.formats.stored_awq import STORED_AWQ
 from loader.formats.stored_fp8 import STORED_FP8
+from loader.formats.stored_gptq import STORED_GPTQ
 from loader.formats.stored_int4 import STORED_INT4
 from loader.formats.stored_int8 import STORED_INT8
 from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 
-FORMATS = {one.name: one for one in (PLAIN, INT8, STORED_INT8, *STORED_FP8, *STORED_INT4, MXFP4)}
+FORMATS = {one.name: one for one in (PLAIN, INT8, STORED_INT8, *STORED_FP8, *STORED_INT4, *STORED_GPTQ, *STORED_AWQ, MXFP4)}
 
 
 def asked_format(quantize: str | None) -> WeightFormat:

@@ -8,15 +8,13 @@ outputs that it belongs to, so matrices may lie end to end whatever their sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from loader.architectures.architecture import TensorGroup
 from loader.dtypes import FP8
 from loader.formats.fp8_settings import BLOCK, EACH_BLOCK, MATRIX, OUTPUT, SCALE, SCALE_INV, Fp8Scales, read
 from loader.formats.int8 import SCALE_BYTES, WIDENED_BYTES
-from loader.formats.refused import Refused
+from loader.formats.refused import is_read_as, refusal_of
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned
 
 _CODES = ("F8_E4M3",)
@@ -75,15 +73,6 @@ def _place(scales: Fp8Scales, group: TensorGroup, space: Space) -> tuple[list[We
     return slots, scales_at
 
 
-def _recognises(scales: Fp8Scales, config: Mapping[str, Any]) -> bool:
-    return read(config) == scales
-
-
-def _refuses(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    found = read(config)
-    return found if isinstance(found, Refused) else None
-
-
 def _is_unused(name: str) -> bool:
     return name.rpartition(".")[2] in _UNUSED
 
@@ -94,9 +83,9 @@ def _format(name: str, scales: Fp8Scales, otherwise: str = "") -> WeightFormat:
         (),
         partial(_place, scales),
         stored=partial(_stored, scales),
-        recognises=partial(_recognises, scales),
+        recognises=partial(is_read_as, read, scales),
         title=_TITLES[scales.unit],
-        refuses=_refuses,
+        refuses=partial(refusal_of, read),
         scale_suffix=f".weight{scales.suffix}",
         otherwise=otherwise,
         ignores=_is_unused,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from loader.architectures.architecture import TensorGroup
 from loader.config_fields import Fields
 from loader.direct_io import BLOCK_BYTES
+from loader.formats.relayout import Relayout
 from loader.model_shape import ModelShape
 
 ALIGN_BYTES = 64
@@ -35,9 +36,11 @@ class WeightSlot(NamedTuple):
     scales_at_bytes: where the scales of a quantised matrix begin; -1: the parameter is no quantised matrix. stage: the
     part of a forward pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers.
     held_as: the dtype that it has in memory as it has in the checkpoint or is converted to; "": the model's, or int8 that a load
-    rounds to. group_inputs: of an FP8 or INT4 matrix, how many inputs of a row share a scale; 0: it is none. repeats: of an FP8
-    matrix's scales, how many rows of memory each stored row fills (the last as many as there are left); 0: the parameter is no
-    such."""
+    rounds to. group_inputs: of an FP8 or INT4 matrix, and of the groups of its inputs, how many inputs of a row share a scale;
+    0: it is none. repeats: of an FP8 matrix's scales, how many rows of memory each stored row fills (the last as many as there are
+    left); 0: the parameter is no such. relayout: how its numbers are rearranged; None: they lie as they are stored. joint: the name
+    of the parameters that are in place only once all of them are, because the inputs of their weights are put in order then; "": it
+    is none of such."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,6 +51,13 @@ class WeightSlot(NamedTuple):
     held_as: str = ""
     group_inputs: int = 0
     repeats: int = 0
+    relayout: Relayout | None = None
+    joint: str = ""
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """The parameter's shape in memory."""
+        return self.shape if self.relayout is None else self.relayout.held_shape(self.shape)
 
 
 class Space(NamedTuple):
@@ -92,7 +102,8 @@ class WeightFormat:
     hold this tensor in addition. kernels: the set of kernels (engine/cpu/kernels/wanted.py) that it needs besides those of the
     dtype; "": none. widened_bytes: how much of a matrix a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders,
     runs_experts: whether GPUs, encoders, and mixtures of experts support it. check: raises UnsupportedModel for a model that is not
-    served in the format; it is given config.json. held_as: returns the dtype in which a group's first tensor is stored, too, so
+    served in the format; it is given config.json. reorders: products copy their inputs into another order. load_bytes: what a load
+    takes of a GPU's memory besides the weights. held_as: returns the dtype in which a group's first tensor is stored, too, so
     that it may be read straight into place; "": the model's."""
 
     name: str
@@ -111,6 +122,8 @@ class WeightFormat:
     runs_encoders: bool = True
     runs_experts: bool = True
     check: Callable[[Fields, ModelShape], None] = refuse_stacked_experts
+    reorders: bool = False
+    load_bytes: int = 0
     held_as: Callable[[TensorGroup], str] = lambda group: ""
 
 

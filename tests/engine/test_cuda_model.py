@@ -5,7 +5,8 @@ device. What only a GPU can show (graphs, streams, page-locked memory) is tested
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from tests.engine.model_bench import (
     plan,
     put,
 )
-from tests.loader import fp8, int4
+from tests.loader import fp8, gptq, int4
 
 pytest.importorskip("triton")
 pytestmark = INTERPRETED
@@ -85,11 +86,25 @@ def test_fp8_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path) -> N
     close(model.logits(plan((0, 40, 1), (1, 0, 2)), table, True), np.concatenate((wanted[40:41], wanted[:2])))
 
 
-def test_int4_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path) -> None:
+LATENT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "moe_intermediate_size": 32, "q_lora_rank": 32}
+LATENT |= {"kv_lora_rank": 32, "v_head_dim": 32}
+DENSE = {"hidden_size": 96, "intermediate_size": 32, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "quantize"),
+    [
+        ("deepseek-v3", LATENT, partial(int4.quantize, config=int4.compressed())),
+        ("llama", DENSE, partial(gptq.quantize, config=gptq.gptq(sym=False, desc_act=True))),
+    ],
+    ids=["compressed", "gptq"],
+)
+def test_int4_weights_give_the_logits_of_what_they_stand_for(
+    tmp_path: Path, case: str, changes: dict[str, Any], quantize: Callable[[Path, Path], Any]
+) -> None:
     """In dense layers, experts and latent attention, against the plain checkpoint with the weights of the definition."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "moe_intermediate_size": 32, "q_lora_rank": 32}
-    make_checkpoint(tmp_path / "plain", **CASES["deepseek-v3"] | sizes | {"kv_lora_rank": 32, "v_head_dim": 32})
-    meant = int4.quantize(tmp_path / "plain", tmp_path / "int4", int4.compressed())
+    make_checkpoint(tmp_path / "plain", **CASES[case] | changes)
+    meant = quantize(tmp_path / "plain", tmp_path / "int4")
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     save_file(tensors | meant, tmp_path / "plain" / "model.safetensors")
     found = []

@@ -28,13 +28,15 @@ from engine.memory.weight_range import WeightRange
 from engine.protocol import Configure, LoadModel
 from loader import checksum, layout
 from loader.catalog import scan_one
-from loader.range_plan import Read
+from loader.formats.registry import stored_format
+from loader.landings import Places
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import OpenCheckpoint, ReadCancelled, open_checkpoint, planned_reads, stream_weights
 from tests.engine.delayed_memory import DelayedMemory
 from tests.engine.engine_process import load_message
 from tests.engine.model_bench import BLOCK_TOKENS, CACHE_DIR, CASES, MAX_LEN, make_checkpoint
+from tests.loader.gptq import awq, gptq, quantize
 
 CHUNK = 64 << 10
 NUM_SLOTS, SLOT_BYTES = 2, 8 << 10
@@ -45,19 +47,19 @@ class Device:
     """A delayed memory with the range of one model and a ring of two slots, which is far smaller than the model."""
 
     def __init__(self, source: OpenCheckpoint, dtype: str, fail_at: int = 0) -> None:
-        self.source, self.dtype = source, dtype
+        self.source, self.dtype, self.form = source, dtype, stored_format(source.shape)
         self.memory = DelayedMemory(64, CHUNK, fail_at)
-        num_bytes = layout.weights_bytes(source.shape, dtype)
+        num_bytes = layout.weights_bytes(source.shape, dtype, self.form)
         self.weights = WeightRange(self.memory, num_bytes)
         self.weights.map(list(range(self.weights.num_chunks)))
         self.held = np.frombuffer(self.weights.buffer, np.uint8)
         self.ring = StagingRing(NUM_SLOTS, SLOT_BYTES)
         self.wanted = np.zeros(num_bytes, np.uint8)
-        stream_weights(source, dtype, HostSink(self.wanted.data), StagingRing(), lambda done, total: None, NEVER)
+        stream_weights(source, dtype, HostSink(self.wanted.data), StagingRing(), lambda done, total: None, NEVER, self.form)
 
-    def stream(self, cancelled: Callable[[], bool] = NEVER, landed: Callable[[Read], None] = lambda read: None) -> None:
+    def stream(self, cancelled: Callable[[], bool] = NEVER, landed: Callable[[Places], None] = lambda places: None) -> None:
         sink = DeviceSink(self.memory, self.weights)
-        stream_weights(self.source, self.dtype, sink, self.ring, lambda done, total: None, cancelled, landed=landed)
+        stream_weights(self.source, self.dtype, sink, self.ring, lambda done, total: None, cancelled, self.form, landed)
 
     def check_slots_are_back(self) -> None:
         slots = [self.ring.take() for _ in range(NUM_SLOTS)]
@@ -91,20 +93,53 @@ def device(folder: Path) -> Iterator[Callable[..., Device]]:
 def test_what_has_landed_is_there(device: Callable[..., Device], dtype: str) -> None:
     """Reported bytes are in device memory, although slots are refilled while copies lag behind. Each read is reported once."""
     made = device(dtype)
-    told: list[tuple[int, int]] = []
+    told: list[Places] = []
 
-    def landed(read: Read) -> None:
-        for begin, end in read.places:
+    def landed(places: Places) -> None:
+        for begin, end in places:
             assert np.array_equal(made.held[begin:end], made.wanted[begin:end])
-        told.append((read.begin, read.end))
+        told.append(places)
 
     made.stream(landed=landed)
     assert np.array_equal(made.held[: len(made.wanted)], made.wanted)
     reads = planned_reads(made.source, dtype, made.ring)
     assert len(reads) > 10 * NUM_SLOTS
-    assert sorted(told) == sorted((read.begin, read.end) for read in reads)
+    assert sorted(told) == sorted(read.places for read in reads)
     made.check_slots_are_back()
     made.check_nothing_is_under_way()
+
+
+@pytest.mark.parametrize("config", [gptq(sym=False, desc_act=True), gptq(group_size=64), awq()])
+def test_what_is_rearranged_lands_as_a_whole(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Tensors of several reads, on a device and on the host: the same bytes as of whole reads, and each is told once, when it no
+    longer changes."""
+    make_checkpoint(tmp_path / "plain", **CASES["llama"] | {"hidden_size": 192, "intermediate_size": 192, "num_hidden_layers": 1})
+    quantize(tmp_path / "plain", tmp_path, config, plain="o_proj")
+    with ExitStack() as stack:
+        made = Device(open_checkpoint(tmp_path, "", stack, in_place=False), "float32")
+        stack.callback(made.memory.close)
+        on_host, lock = np.zeros_like(made.wanted), threading.Lock()
+        reads = planned_reads(made.source, "float32", made.ring, made.form)
+        assert sum(segment.tensor.name.endswith("up_proj.qweight") for read in reads for segment in read.segments) > 1
+        for held in (made.held, on_host):
+            told = 0
+
+            def landed(places: Places, held: np.ndarray = held) -> None:
+                nonlocal told
+                with lock:
+                    for begin, end in places:
+                        assert np.array_equal(held[begin:end], made.wanted[begin:end])
+                        told += end - begin
+
+            if held is on_host:
+                sink = HostSink(on_host.data)
+                stream_weights(made.source, "float32", sink, made.ring, lambda done, total: None, NEVER, made.form, landed)
+            else:
+                made.stream(landed=landed)
+            assert told == sum(slot.num_bytes for slot in layout.weight_layout(made.source.shape, "float32", made.form))
+            assert np.array_equal(held[: len(made.wanted)], made.wanted)
+        made.check_slots_are_back()
+        made.check_nothing_is_under_way()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -122,8 +157,8 @@ def test_weights_are_kept_from_the_device_as_they_land(device: Callable[..., Dev
         with WeightCopies(made.memory, tier).keeping(task, made.weights, places) as kept:
             assert kept is not None
 
-            def landed(read: Read) -> None:
-                for begin, end in read.places:
+            def landed(places: Places) -> None:
+                for begin, end in places:
                     kept.landed(begin, end)
 
             made.stream(landed=landed)

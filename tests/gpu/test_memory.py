@@ -20,7 +20,7 @@ from engine.memory.host_registration import register
 from engine.memory.transfers import transfer
 from engine.memory.weight_range import WeightRange
 from loader import checksum, layout
-from loader.range_plan import Read
+from loader.landings import Places
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, planned_reads, stream_weights
@@ -153,10 +153,10 @@ def test_weights_reach_the_gpu_as_they_reach_the_host(memory: CudaMemory, tmp_pa
         assert register(memory, "staging", [ring.span], ring.slot_bytes) == ring.span[1]
         registered.append(ring)
 
-        def landed(read: Read) -> None:
-            for begin, end in read.places:
+        def landed(places: Places) -> None:
+            for begin, end in places:
                 assert np.array_equal(held[begin:end].cpu().numpy(), wanted[begin:end])
-            told.append(read.begin)
+            told.append(places)
 
         sink = DeviceSink(memory, weights)
         stream_weights(source, dtype, sink, ring, lambda done, total: None, lambda: False, landed=landed)

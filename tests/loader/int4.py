@@ -31,6 +31,16 @@ def rounded(weight: Tensor, group_inputs: int, dtype: torch.dtype) -> tuple[Tens
     return (grouped / scales.float().unsqueeze(-1)).round().clamp(-8, 7).flatten(1).to(torch.int8), scales
 
 
+def with_zeros(weight: Tensor, group_inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns numbers from -8 to 7 [N, K] int8, scales [N, G] of dtype, and zero points from -8 to 7 [N, G] int8."""
+    grouped = weight.float().unflatten(1, (-1, group_inputs or weight.shape[1]))
+    scales = ((grouped.amax(-1) - grouped.amin(-1)) / 15).to(dtype)
+    zeros = (-8 - grouped.amin(-1) / scales.float()).round().clamp(-8, 7)
+    zeros[0], zeros[1] = -8, 7
+    numbers = (grouped / scales.float().unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(-8, 7)
+    return numbers.flatten(1).to(torch.int8), scales, zeros.to(torch.int8)
+
+
 def packed(numbers: Tensor) -> Tensor:
     """Returns numbers [N, K] as words [N, K / 8] int32: each plus 8, the first of eight in the lowest bits."""
     codes = (numbers.long() + 8).unflatten(1, (-1, 8))
@@ -53,8 +63,14 @@ def quantize(
         if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or plain in name or only not in name:
             tensors[name] = tensor
             continue
-        numbers, scales = rounded(tensor, group_inputs, dtype)
-        meant[name] = (numbers.float().unflatten(1, (scales.shape[1], -1)) * scales.float().unsqueeze(-1)).flatten(1)
+        if config["config_groups"]["group_0"]["weights"]["symmetric"]:
+            numbers, scales = rounded(tensor, group_inputs, dtype)
+            zeros = torch.zeros(scales.shape)
+        else:
+            numbers, scales, zeros = with_zeros(tensor, group_inputs, dtype)
+            tensors[f"{name}_zero_point"] = packed(zeros.t()).t().contiguous()
+        differences = numbers.float().unflatten(1, (scales.shape[1], -1)) - zeros.float().unsqueeze(-1)
+        meant[name] = (differences * scales.float().unsqueeze(-1)).flatten(1)
         tensors |= {f"{name}_packed": packed(numbers), f"{name}_scale": scales, f"{name}_shape": torch.tensor(tensor.shape)}
     save_file(tensors, target / "model.safetensors")
     return meant

@@ -114,7 +114,7 @@ def test_what_lies_between_wanted_tensors_is_not_read() -> None:
 def test_rows_longer_than_a_read_are_not_quantised() -> None:
     headers = files_of([("BF16", 8), ("BF16", 12_000)], [128], width=6000)
     slots = [WeightSlot("t0", (8,), 0, 16), WeightSlot("t1", (2, 6000), 64, 12_000, 12_096)]
-    with pytest.raises(CheckpointError, match="tensor t1: has rows of 12000 bytes: too long to be quantised"):
+    with pytest.raises(CheckpointError, match="tensor t1: has rows of 12000 bytes: too long to be converted"):
         plan_reads(headers, slots, "bfloat16", 16_000)
     assert len(plan_reads(headers, slots, "bfloat16", 16_384)) == 2
 

@@ -19,8 +19,8 @@ from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, ReadFailed
 from loader.formats import int8_rows
 from loader.formats.int8 import INT8
+from loader.landings import Places
 from loader.layout import weight_layout, weights_bytes
-from loader.range_plan import Read
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import OpenCheckpoint, ReadCancelled, ReadReport, open_checkpoint, planned_reads, stream_weights
@@ -122,9 +122,9 @@ def test_what_has_landed_is_told_and_was_prepared_before(tmp_path: Path) -> None
         whole, memory = bytearray(size), memoryview(bytearray(size))
         read_into(memoryview(whole), source, "float32")
 
-        def note(read: Read) -> None:
+        def note(places: Places) -> None:
             with lock:
-                for begin, end in read.places:
+                for begin, end in places:
                     landed.append((begin, end))
                     assert (begin, end) in prepared
                     assert memory[begin:end] == whole[begin:end]

@@ -18,6 +18,7 @@ from loader.hf_config import parse_config
 from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table, write_sampling
 from tests.loader.fp8 import FINE_GRAINED
+from tests.loader.gptq import gptq
 from tests.loader.test_families import (
     GEMMA2_2B,
     GEMMA3_1B,
@@ -80,6 +81,7 @@ DEEPSEEK_V3, DEEPSEEK_V2_LITE, LLAMA4_SCOUT, QWEN3_NEXT = (
 )
 LLAMA4_TEXT = LLAMA4_SCOUT["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
 FP8_WEIGHTS = {"quantization_config": FINE_GRAINED}
+GPTQ_WEIGHTS = {"quantization_config": gptq(sym=False, desc_act=True)}
 QWEN3 = QWEN25_7B | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
 CASES = [
     KeyCase("mistral", MISTRAL_7B, more={"sliding_window": None}),
@@ -94,7 +96,12 @@ CASES = [
     KeyCase("gemma2", GEMMA2_2B, block_offset=16, more={"vocab_size": 4096}),
     KeyCase("gemma3 fp8", GEMMA3_1B, kv_cache_dtype="fp8", more={"num_hidden_layers": 7, "vocab_size": 1000}),
     KeyCase("phi3", PHI3_MINI_4K, block_offset=8, more={"head_dim": 96, "sliding_window": 64}),
-    KeyCase("olmo2 float32", OLMO2_7B, "float32", more={"vocab_size": 1003, "num_attention_heads": 2, "num_key_value_heads": 2}),
+    KeyCase(
+        "olmo2 float32 gptq",
+        OLMO2_7B | GPTQ_WEIGHTS,
+        "float32",
+        more={"vocab_size": 1003, "num_attention_heads": 2, "num_key_value_heads": 2},
+    ),
     KeyCase("qwen2 moe", QWEN15_MOE, more={"vocab_size": 4096, "num_experts": 24, "mlp_only_layers": [1], "num_hidden_layers": 3}),
     KeyCase("mixtral float32 at odd places", MIXTRAL_8X7B, "float32", block_offset=8, more={"num_experts": 8, "vocab_size": 4096}),
     KeyCase("glm4 moe", GLM45_AIR, max_rows=5, more={"vocab_size": 1024, "n_routed_experts": 24, "n_group": 4, "topk_group": 2}),
@@ -150,7 +157,7 @@ COVERING = (
     "qwen2 biases, odd vocabulary",
     "qwen3 norms at odd places",
     "gemma2",
-    "olmo2 float32",
+    "olmo2 float32 gptq",
     "qwen2 moe",
     "glm4 moe",
     "gpt-oss",

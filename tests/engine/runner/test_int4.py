@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, make_checkpoint(folder, "qwen3", tie_word_embeddings=False, **SIZES)
 
 
-@pytest.mark.parametrize("config", [compressed(), BY_OUTPUT], ids=["groups", "outputs"])
+@pytest.mark.parametrize("config", [compressed(), BY_OUTPUT, compressed({"symmetric": False})], ids=["groups", "outputs", "zeros"])
 def test_logits_are_those_of_the_weights_that_are_meant(
     runner: TorchRunner, made: tuple[Path, Any], tmp_path: Path, config: dict[str, Any]
 ) -> None:

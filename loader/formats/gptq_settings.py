@@ -1,0 +1,69 @@
+"""Reads what a `quantization_config` of GPTQ says: how many inputs share a scale, whether zero points are stored and how, and
+whether the inputs of a group lie apart.
+
+Sources: https://arxiv.org/abs/2210.17323, https://github.com/ModelCloud/GPTQModel, https://github.com/AutoGPTQ/AutoGPTQ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from loader.formats.int4_settings import WHOLE_ROW
+from loader.formats.refused import Refused, not_served
+
+GROUPS = (32, 64, 128, -1)  # -1: all inputs of an output share a scale
+V1, V2 = "gptq", "gptq_v2"
+
+
+class Gptq(NamedTuple):
+    """group_inputs: inputs that share a scale, or WHOLE_ROW. symmetric: all zero points are 8. is_v2: zero points are stored as
+    they are, else as a number that is one less. ordered: inputs of a group may lie apart (desc_act)."""
+
+    group_inputs: int
+    symmetric: bool
+    is_v2: bool
+    ordered: bool
+
+
+def read(config: Mapping[str, Any]) -> Gptq | Refused | None:
+    """Returns None if the configuration is not about GPTQ."""
+    if config.get("quant_method") != "gptq":
+        return None
+    if (refused := refused_setting(config)) is not None:
+        return refused
+    key = "checkpoint_format" if config.get("checkpoint_format") else "format"
+    form = config.get(key) or V1
+    if form not in (V1, V2):
+        return not_served(key, form, f"{V1}, {V2}")
+    if config.get("is_marlin_format"):
+        return not_served("is_marlin_format", config["is_marlin_format"], "False")
+    flags = {name: config.get(name, default) for name, default in (("sym", True), ("desc_act", False))}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            return not_served(name, flag, "True, False")
+    group = group_of(config)
+    return Gptq(group, flags["sym"], form == V2, flags["desc_act"] and group != WHOLE_ROW)
+
+
+def refused_setting(config: Mapping[str, Any]) -> Refused | None:
+    """Returns a refusal of the first setting that is not served, of those that AWQ has, too; None if there is none."""
+    if config.get("bits") != 4:
+        return not_served("bits", config.get("bits"), "4")
+    if config.get("group_size") not in GROUPS:
+        return not_served("group_size", config.get("group_size"), ", ".join(map(str, GROUPS)))
+    if config.get("pack_dtype") not in (None, "int32"):
+        return not_served("pack_dtype", config["pack_dtype"], "int32")
+    if config.get("lm_head"):
+        return Refused("lm_head", "a quantised head is not served")
+    if config.get("adapter"):
+        return Refused("adapter", "is not served")
+    rules = config.get("dynamic") or {}
+    for pattern in rules if isinstance(rules, dict) else (str(rules),):
+        if not pattern.startswith("-:"):
+            return Refused(f"dynamic.{pattern[:64]}", "layers with other settings are not served; served: layers left out (-:)")
+    return None
+
+
+def group_of(config: Mapping[str, Any]) -> int:
+    return WHOLE_ROW if config["group_size"] == -1 else int(config["group_size"])

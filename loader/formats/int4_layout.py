@@ -1,0 +1,100 @@
+"""Lays out matrices in INT4, whoever wrote them: weights of four bits as kernels read them, those that one product reads together
+end to end, and behind them their scales in 16 bits, their zero points in 8, and the order of their inputs, where there are such.
+
+A weight is (number - zero point) times scale, for numbers from 0 to 15. Where no zero points are held, they are 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from loader.architectures.architecture import TensorGroup
+from loader.config_fields import Fields
+from loader.errors import CheckpointError
+from loader.formats.relayout import Relayout
+from loader.formats.weight_format import Space, StoredTensor, WeightSlot, aligned, refuse_stacked_experts
+from loader.model_shape import ModelShape
+
+IN_WORD = 8  # weights
+STEP = 32  # kernels take so many inputs at a time
+REARRANGED = "rearranged"  # a WeightFormat's held_as where no tensor can be read straight into place
+
+
+class Names(NamedTuple):
+    """What follows a matrix's name, which lacks `.weight`, in the names of its tensors."""
+
+    words: str
+    scales: str
+    zeros: str
+    order: str = ""
+
+    def of(self, matrix: str, part: str) -> str:
+        """Returns the name of a tensor. matrix: its name with `.weight`."""
+        return matrix.removesuffix(".weight") + part
+
+
+COMPRESSED = Names(".weight_packed", ".weight_scale", ".weight_zero_point")  # of compressed-tensors
+BY_INPUT = Names(".qweight", ".scales", ".qzeros", ".g_idx")  # of AWQ and GPTQ
+
+
+class Part(NamedTuple):
+    """A stored tensor of a matrix. num_bytes, held_as: in memory. relayout: as in WeightSlot."""
+
+    tensor: StoredTensor
+    num_bytes: int
+    held_as: str
+    relayout: Relayout | None = None
+
+
+class Parts(NamedTuple):
+    """The tensors of one matrix."""
+
+    words: Part
+    scales: Part
+    zeros: Part | None = None
+    order: Part | None = None
+
+
+def rearranged(tensor: StoredTensor, held_as: str, relayout: Relayout) -> Part:
+    return Part(tensor, relayout.held_bytes(tensor.shape), held_as, relayout)
+
+
+def place(
+    parts_of: Callable[[str, tuple[int, ...]], Parts], group_inputs: int, is_joint: bool, group: TensorGroup, space: Space
+) -> tuple[list[WeightSlot], int]:
+    """Lays out a group of matrices. parts_of(name, dims): the tensors of one. group_inputs: inputs that share a scale; 0: all.
+    is_joint: the inputs are put in order when all have been read. Raises CheckpointError for a matrix that is not made of whole
+    groups, or whose zero points do not fill their words."""
+    step = group_inputs or STEP
+    slots: list[WeightSlot] = []
+    end = space.begin_bytes
+    matrices = [(name, dims, parts_of(name, dims)) for name, dims in group.tensors]
+    for number in range(len(Parts._fields)):
+        begin = end if not number else aligned(end)
+        for name, dims, parts in matrices:
+            part: Part | None = parts[number]
+            if part is None:
+                continue
+            if dims[1] % step:
+                raise CheckpointError("config.json", name, f"has {dims[1]} inputs, no multiple of {step}, which INT4 needs")
+            if parts.zeros is not None and dims[0] % IN_WORD:
+                raise CheckpointError("config.json", name, f"has {dims[0]} outputs, no multiple of {IN_WORD}, which its words need")
+            joint = group.tensors[0][0] if is_joint and part in (parts.words, parts.order) else ""
+            own_inputs = 0 if part in (parts.scales, parts.zeros) else group_inputs or dims[1]
+            how = (space.stage, part.held_as, own_inputs, 0, part.relayout, joint)
+            slots.append(WeightSlot(part.tensor.name, part.tensor.shape, begin, part.num_bytes, -1, *how))
+            end = begin = begin + part.num_bytes
+    scales_at = {slot.name: slot.offset_bytes for slot in slots}
+    for at, (_, _, parts) in enumerate(matrices):  # the weights' slots come first
+        slots[at] = slots[at]._replace(scales_at_bytes=scales_at[parts.scales.tensor.name])
+    return slots, end
+
+
+def check(group_inputs: int, fields: Fields, shape: ModelShape) -> None:
+    """Raises UnsupportedModel for a model whose widths are not made of whole groups."""
+    refuse_stacked_experts(fields, shape)
+    inner = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
+    for key, width in (("hidden_size", shape.hidden_size), ("intermediate_size", inner)):
+        if width % (group_inputs or STEP):
+            raise fields.unsupported(key, f"{width} is no multiple of {group_inputs or STEP}, which INT4 needs")

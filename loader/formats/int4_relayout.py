@@ -1,0 +1,146 @@
+"""Rearranges the numbers of AWQ and GPTQ checkpoints as kernels read them (relayout.py), a tile at a time, on the tensors' device.
+
+AWQ (https://github.com/casper-hansen/AutoAWQ, `gemm`) and GPTQ (https://github.com/ModelCloud/GPTQModel) store numbers of four bits
+in words of 32. Shapes: R stored rows, C elements of a row, N outputs, K inputs, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from loader.formats.int4_scales import narrow_scales
+from loader.formats.relayout import (
+    AWQ_WORDS,
+    AWQ_ZEROS,
+    GPTQ_V1_ZEROS,
+    GPTQ_V2_ZEROS,
+    GPTQ_WORDS,
+    GROUPS_IN_ORDER,
+    INPUT_ORDER,
+    SCALES,
+    V1_EIGHTS,
+    V2_EIGHTS,
+    ZEROS_BY_OUTPUT,
+    Relayout,
+)
+
+IN_WORD = 8
+_IN_ORDER = tuple(range(IN_WORD))
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that the n-th four bits of a word belong to
+_LINE_WORDS = 16  # columns that are written together, where a word has four bytes: a line of the cache
+_SWAPS = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F))
+
+
+def part_of(held: Tensor, relayout: Relayout, first: int, num_rows: int) -> Tensor:
+    """Returns where num_rows stored rows from index `first` on belong in held, the place of a whole tensor
+    (Relayout.held_shape)."""
+    if held.dim() < 2:
+        return held
+    if relayout.turned:
+        return held[:, first // relayout.rows : (first + num_rows) // relayout.rows]
+    return held[first * relayout.spread : (first + num_rows) * relayout.spread]
+
+
+def rearrange(relayout: Relayout, stored: Tensor, first: int, group_inputs: int, part: Tensor, at_once: int) -> None:
+    """Writes stored rows [R, C], or elements [R], of a tensor to their part of memory (part_of). first: the index of the first row
+    in the whole tensor. group_inputs: inputs that share a scale. at_once: elements that are rearranged at a time. Raises ValueError
+    for numbers that cannot be held."""
+    if relayout == GROUPS_IN_ORDER:
+        _check_order(stored, first, group_inputs)
+    elif relayout == INPUT_ORDER:
+        part.copy_(order_of(stored, group_inputs))
+    elif relayout in (V1_EIGHTS, V2_EIGHTS):
+        for rows, columns in _tiles(stored, _LINE_WORDS, at_once):
+            _check_eights(stored[rows, columns], is_v1=relayout == V1_EIGHTS)
+    else:
+        for rows, columns in _tiles(stored, relayout.rows * _LINE_WORDS, at_once):
+            own = part_of(part, relayout, rows.start, rows.stop - rows.start)
+            spread = slice(columns.start * relayout.spread, columns.stop * relayout.spread)
+            _WRITERS[relayout.name](stored[rows, columns], own[spread] if relayout.turned else own[:, columns])
+
+
+def _tiles(stored: Tensor, most_rows: int, at_once: int) -> Iterator[tuple[slice, slice]]:
+    num_rows, num_columns = stored.shape
+    width = max(1, at_once // most_rows)
+    for row in range(0, num_rows, most_rows):
+        for column in range(0, num_columns, width):
+            yield slice(row, min(row + most_rows, num_rows)), slice(column, min(column + width, num_columns))
+
+
+def _gptq_words(stored: Tensor, held: Tensor) -> None:
+    held.copy_(stored.t())
+
+
+def _awq_words(stored: Tensor, held: Tensor) -> None:
+    """Writes words [8 R, C] of eight outputs each as words [8 C, R] of eight inputs each."""
+    words = stored.unflatten(0, (-1, 2, 2, 2)).clone()  # [R, 2, 2, 2, C]
+    for axis, (bits, mask) in enumerate(_SWAPS, 1):  # four bits of input i and place p change places with those of input p, place i
+        low, high = words.unbind(axis)
+        other = (low >> bits).bitwise_xor_(high).bitwise_and_(mask)
+        high.bitwise_xor_(other)
+        low.bitwise_xor_(other.bitwise_left_shift_(bits))
+    # the bits of a place are those of its output in another order: 0, 2, 4, 6, 1, 3, 5, 7
+    held.unflatten(0, (-1, 2, 2, 2)).copy_(words.permute(4, 2, 3, 1, 0))
+
+
+def _scales(stored: Tensor, held: Tensor) -> None:
+    narrow_scales(stored.t(), held)
+
+
+def _zeros(order: tuple[int, ...], added: int, turned: bool) -> Callable[[Tensor, Tensor], None]:
+    """Returns a function that writes words [R, C] of eight outputs each to held [8 C, R] uint8, or [8 R, C] if not turned. order:
+    the output that the n-th four bits belong to. added: to each."""
+
+    def write(stored: Tensor, held: Tensor) -> None:
+        to = held.unflatten(0, (-1, IN_WORD))
+        for place, output in enumerate(order):
+            zeros = (stored >> (4 * place)).bitwise_and_(15).add_(added)
+            to[:, output].copy_(zeros.t() if turned else zeros)
+
+    return write
+
+
+_WRITERS: dict[str, Callable[[Tensor, Tensor], None]] = {
+    GPTQ_WORDS.name: _gptq_words,
+    AWQ_WORDS.name: _awq_words,
+    SCALES.name: _scales,
+    GPTQ_V1_ZEROS.name: _zeros(_IN_ORDER, 1, True),
+    GPTQ_V2_ZEROS.name: _zeros(_IN_ORDER, 0, True),
+    AWQ_ZEROS.name: _zeros(_AWQ_ORDER, 0, True),
+    ZEROS_BY_OUTPUT.name: _zeros(_IN_ORDER, 0, False),
+}
+
+
+def _check_eights(stored: Tensor, is_v1: bool) -> None:
+    wanted = 0x77777777 if is_v1 else 0x88888888 - (1 << 32)
+    if not bool((stored == wanted).all()):
+        raise ValueError("holds a zero point that is not 8, although sym is true")
+
+
+def _check_order(groups: Tensor, first: int, group_inputs: int) -> None:
+    wanted = torch.arange(first, first + len(groups), dtype=groups.dtype) // group_inputs
+    if not bool((groups == wanted).all()):
+        raise ValueError(f"has inputs that are not in the order of their groups of {group_inputs}: not served for this matrix")
+
+
+def order_of(groups: Tensor, group_inputs: int) -> Tensor:
+    """Returns the inputs [K] int32 in the order of their groups [K] int32. Raises ValueError unless they are groups of
+    group_inputs."""
+    num_groups = len(groups) // group_inputs
+    if not bool(((groups >= 0) & (groups < num_groups)).all()):
+        raise ValueError(f"holds a group that does not exist: there are {num_groups}, from 0 on")
+    if not bool((torch.bincount(groups, minlength=num_groups) == group_inputs).all()):
+        raise ValueError(f"has groups that are not of {group_inputs} inputs")
+    return torch.argsort(groups, stable=True).int()
+
+
+def order_inputs(packed: Tensor, order: Tensor, at_once: int) -> None:
+    """Brings the weights packed [N, K / 2] uint8, two a byte, into an order [K] of their inputs, in place, about at_once of them at
+    a time."""
+    places, step = order.long(), max(1, at_once // len(order))
+    for some in packed.split(step):
+        codes = torch.stack((some & 15, some >> 4), dim=-1).flatten(1)[:, places]
+        torch.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=some)

@@ -1,0 +1,66 @@
+"""Tells which parts of a model's weight range are in place after each read. Tensors whose numbers are rearranged fill places that
+reads share, so they are told as a whole, after their last read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from loader.errors import CheckpointError
+from loader.formats.relayout import INPUT_ORDER
+from loader.formats.weight_format import WeightSlot
+from loader.range_plan import Read, Segment, joined
+from loader.sinks import WeightSink
+
+Places = Sequence[tuple[int, int]]  # [begin, end) in bytes of the weight range
+
+
+class Landings:
+    """What has landed of one load. sink: orders the inputs of joint parameters (WeightSlot.joint) once all of them have landed."""
+
+    def __init__(self, reads: Iterable[Read], sink: WeightSink) -> None:
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._left_bytes: dict[str, int] = {}
+        self._slots: dict[str, dict[str, WeightSlot]] = {}  # by the name that they share, and by their own
+        self._files: dict[str, str] = {}
+        for read in reads:
+            for segment in read.segments:
+                if (slot := segment.whole) is not None:
+                    name = slot.joint or slot.name
+                    self._left_bytes[name] = self._left_bytes.get(name, 0) + segment.end - segment.begin
+                    self._slots.setdefault(name, {})[slot.name] = slot
+                    self._files[slot.name] = segment.tensor.file
+
+    def of(self, read: Read) -> Places:
+        """Returns what has landed with this read, all of whose bytes have been stored. Called once for each, from any thread.
+        Raises CheckpointError for orders of inputs that differ within joint parameters, and RuntimeError if the device failed."""
+        places: list[tuple[int, int]] = []
+        for segment in read.segments:
+            if segment.whole is None:
+                places += segment.places
+            else:
+                places += self._of_whole(segment, segment.whole)
+        return joined(places)
+
+    def _of_whole(self, segment: Segment, slot: WeightSlot) -> Places:
+        name = slot.joint or slot.name
+        with self._lock:
+            self._left_bytes[name] -= segment.end - segment.begin
+            if self._left_bytes[name]:
+                return []
+        slots = self._slots[name]
+        if slot.joint:
+            self._order(list(slots.values()))
+        return [(one.offset_bytes, one.offset_bytes + one.num_bytes) for one in slots.values() if one.num_bytes]
+
+    def _order(self, slots: list[WeightSlot]) -> None:
+        orders = [slot for slot in slots if slot.relayout == INPUT_ORDER]
+        for other in orders[1:]:
+            if not self._sink.holds_same(orders[0], other):
+                why = f"is another order than {orders[0].name}, which is read together with it: not served"
+                raise CheckpointError(self._files[other.name], other.name, why)
+        for words in slots:
+            if words.relayout != INPUT_ORDER:
+                self._sink.order_inputs(words, orders[0])
