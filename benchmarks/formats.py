@@ -1,5 +1,6 @@
 """What products with quantised weights take beside those with bfloat16 ones of the same shape: int8 with a scale an output, FP8
-with a scale an output and with a scale a block of 128 x 128, INT4 with a scale for each 128 and for each 32 inputs of an output.
+with a scale an output and with a scale a block of 128 x 128, INT4 with a scale for each 128 inputs of an output, with zero points
+and without, and with one for each 32.
 
 Matrices lie in huge pages, as in an engine, several of each so that no cache holds them. The formats take turns, and each call is
 timed, with one thread by the processor's time for it; a figure is the median of the fastest quarter, so that other processes
@@ -64,6 +65,10 @@ def _matrices(num_outputs: int, num_inputs: int) -> dict[str, list[Matrix]]:
     for group in INT4_GROUPS:
         scales = [torch.full((num_outputs, num_inputs // group), 0.01).bfloat16() for _ in packed]
         found[f"int4 by {group}"] = [Int4Matrix(one, own, group) for one, own in zip(packed, scales, strict=True)]
+        if group == BLOCK:
+            zeros = [torch.randint(0, 17, own.shape, dtype=torch.uint8) for own in scales]
+            matrices = zip(packed, scales, zeros, strict=True)
+            found[f"int4 by {group}, zero points"] = [Int4Matrix(one, own, group, zero) for one, own, zero in matrices]
     return found
 
 
@@ -101,7 +106,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="8b")
     options = parser.parse_args()
     torch.manual_seed(1)
-    for quantize in ("int8", "fp8", "int4"):
+    for quantize in ("int8", "fp8", "int4", "int4_zeros"):
         ops.prepare("bfloat16", options.threads, quantize)
     ops.set_num_threads(options.threads)
     clock = time.thread_time if options.threads == 1 else time.perf_counter
