@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from loader.formats.int4_settings import WHOLE_ROW
+from loader.formats.left_plain import LEFT_OUT
 from loader.formats.refused import Refused, not_served
 
 GROUPS = (32, 64, 128, -1)  # -1: all inputs of an output share a scale
@@ -60,7 +61,7 @@ def refused_setting(config: Mapping[str, Any]) -> Refused | None:
         return Refused("adapter", "is not served")
     rules = config.get("dynamic") or {}
     for pattern in rules if isinstance(rules, dict) else (str(rules),):
-        if not pattern.startswith("-:"):
+        if not pattern.startswith(LEFT_OUT):
             return Refused(f"dynamic.{pattern[:64]}", "layers with other settings are not served; served: layers left out (-:)")
     return None
 

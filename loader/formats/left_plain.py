@@ -2,7 +2,8 @@
 decide; a plan made of config.json alone has nothing else.
 
 compressed-tensors lists modules under `ignore`: whole names, or regular expressions (`re:`) that match a name's beginning.
-Transformers' own formats list them under `modules_to_not_convert`: names, or parts of names.
+Transformers' own formats, and AWQ, list them under `modules_to_not_convert`: names, or parts of names. GPTQ has regular expressions
+for them among the rules of `dynamic` (`-:`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable
 
 from loader.config_fields import Fields
 
-IGNORE, NOT_CONVERTED = "ignore", "modules_to_not_convert"
-_EXPRESSION = "re:"
+IGNORE, NOT_CONVERTED, DYNAMIC = "ignore", "modules_to_not_convert", "dynamic"
+_EXPRESSION, LEFT_OUT = "re:", "-:"
 
 
 def left_plain(config: Fields) -> Callable[[str], bool]:
@@ -28,14 +29,22 @@ def left_plain(config: Fields) -> Callable[[str], bool]:
             raise config.fail(key, "not a list of names")
         for one in listed:
             if one.startswith(_EXPRESSION):
-                try:
-                    patterns.append(re.compile(one.removeprefix(_EXPRESSION)))
-                except (re.error, RecursionError, OverflowError) as error:
-                    raise config.fail(key, f"{one[:64]!r} is no regular expression: {error}") from None
+                patterns.append(_expression(config, key, one.removeprefix(_EXPRESSION)))
             elif key == IGNORE:
                 names.add(one)
             else:
                 parts.append(one)
+    rules = config.values.get(DYNAMIC) or {}
+    if isinstance(rules, dict):  # what else it may be is refused by gptq_settings.py
+        left_out = [rule.removeprefix(LEFT_OUT) for rule in rules if rule.startswith(LEFT_OUT)]
+        patterns += [_expression(config, DYNAMIC, rule) for rule in left_out]
     return lambda module: (
         module in names or any(part in module for part in parts) or any(pattern.match(module) for pattern in patterns)
     )
+
+
+def _expression(config: Fields, key: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise config.fail(key, f"{text[:64]!r} is no regular expression: {error}") from None

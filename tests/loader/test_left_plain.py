@@ -17,6 +17,9 @@ def test_names_expressions_and_parts() -> None:
     assert not is_plain("model.lm_head.0")
     assert not is_plain("model.layers.3.mlp.experts.7.up_proj")
     assert not left_plain(Fields({}, "f"))("lm_head")
+    by_rules = left_plain(Fields({"dynamic": {"-:.*mlp.gate": {}, ".*self_attn.*": {"bits": 8}}}, "f"))
+    assert by_rules("model.layers.3.mlp.gate")
+    assert not by_rules("model.layers.3.self_attn.o_proj")
 
 
 @pytest.mark.parametrize(
