@@ -107,7 +107,8 @@ class ModelShape:
     dtype: str
     layer_windows: tuple[int, ...]  # by layer: positions a query sees, its own included; 0: all
     query_scale: float  # factor of attention scores
-    temperature: TemperatureShape | None = None  # of queries in layers without windows; None: they have none
+    unrotated_layers: frozenset[int] = frozenset()  # without rotary embedding
+    temperature: TemperatureShape | None = None  # of queries in layers without windows, which are unrotated; None: they have none
     unit_norms: bool = False  # rotated queries and keys have norms without weights
     chunked_windows: bool = False  # a query of such a layer sees its own chunk of so many positions, up to itself
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they are not capped

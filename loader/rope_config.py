@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from loader.config_fields import Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
-NO_ROTATION = "none"  # in place of one of them, of layers that are not rotated
 MAX_POSITIONS = 1 << 40
 _LAYER_KINDS = ("full_attention", "sliding_attention")
+_ROTATED_KEY = "no_rope_layers"  # has 1 for layers that are rotated
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,9 +20,9 @@ class RopeRules:
     """What a family's config.json may say about its rotary embedding. theta: the base if config.json gives none. may_be_partial:
     whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: the part if config.json gives
     none. is_local: whether layers with windows have frequencies of their own, by the base local_theta if config.json gives none
-    (None: by that of the other layers). only_windows: whether layers without windows are not rotated. interleaved: whether a pair
-    is two neighbouring dimensions, not one of the first half and one of the second. scaling: (key, value) pairs that apply if
-    config.json has no rotary settings."""
+    (None: by that of the other layers). only_windows: whether layers without windows are not rotated. only_listed: whether layers
+    are rotated that the key no_rope_layers has a 1 for. interleaved: whether a pair is two neighbouring dimensions, not one of the
+    first half and one of the second. scaling: (key, value) pairs that apply if config.json has no rotary settings."""
 
     theta: float = 10000.0
     may_be_partial: bool = False
@@ -30,6 +30,7 @@ class RopeRules:
     is_local: bool = False
     local_theta: float | None = 10000.0
     only_windows: bool = False
+    only_listed: bool = False
     interleaved: bool = False
     scaling: tuple[tuple[str, str | float | bool], ...] = ()
 
@@ -81,7 +82,7 @@ def parse_rope(
         given = new or old or Fields(dict(rules.scaling), fields.file)
         rope = _rope(given, fields, name, rules, theta, head_dim, max_position_embeddings)
         rope = replace(rope, interleaved=rules.interleaved)
-        return (RopeParameters(NO_ROTATION, interleaved=rules.interleaved), rope) if rules.only_windows else (rope, None)
+        return rope, None
     if new is not None and not has_kinds:
         # before transformers 5 knew one per kind of layer, this object was the full layers'
         wide: Fields | None = new
@@ -95,6 +96,16 @@ def parse_rope(
         _rope(wide or nothing, fields, name, rules, theta, head_dim, max_position_embeddings),
         _rope(near or nothing, fields, name, rules, local_theta, head_dim, max_position_embeddings),
     )
+
+
+def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """Returns which layers are rotated: those that `no_rope_layers` has a 1 for, or else all but the last of every
+    `no_rope_layer_interval`."""
+    interval = fields.integer("no_rope_layer_interval", 4)
+    given = fields.values.get(_ROTATED_KEY) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) != num_layers or not all(one in (0, 1) for one in given):
+        raise fields.fail(_ROTATED_KEY, f"not a list of num_hidden_layers {num_layers} numbers, each 0 or 1")
+    return [bool(one) for one in given]
 
 
 def _rope(

@@ -20,7 +20,7 @@ from engine.cpu.recording.recorded import RecordedSteps
 from engine.cpu.recording.replay import DecodeProgram
 from engine.cpu.sliced import in_slices, slices
 from engine.grammar.row_masks import RowMasks
-from engine.layers.rope import rotary_of
+from engine.layers.rope import rotaries_of
 from engine.layers.weights import Weights
 from engine.memory.arena import kv_views, state_view
 from engine.memory.chunk_memory import ChunkMemory
@@ -66,8 +66,7 @@ class CpuModel:
         self._logits_rows = work_space.logits_rows(shape, spec.dtype, spec.max_sequences)
         self._model: CausalLM[HostBatch] = build_model(ops, shape, Weights(shape, spec.dtype, weights, FORMATS[spec.quantize]))
         self._released = False
-        rotary = rotary_of(shape, spec.max_model_len)
-        local = rotary if shape.local_rope is None else rotary_of(shape, spec.max_model_len, windowed=True)
+        rotary, local = rotaries_of(shape, spec.max_model_len)
         self._kv_dtype = spec.kv_dtype
         self._padded = spec.dtype != "float32"  # float32 needs no padding: MKL, which computes it, has no set-up per row count
         self._kv = [self._group_memory(memory, group, local if group.window_tokens else rotary) for group in self.kv_groups]

@@ -269,7 +269,7 @@ class CpuOps:
         heads: int,
         batch: HostBatch,
         interleaved: bool = False,
-        turns_keys: bool = True,
+        num_turned: int | None = None,
     ) -> None:
         query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
         eps, around_one = (0.0, False) if norms is None else (norms.eps, norms.around_one)
@@ -278,7 +278,7 @@ class CpuOps:
         if not self._served(qkv) or group.scales is not None:
             slots = torch.from_numpy(group.slots)
             of_norms = (query_norm, key_norm, around_one, eps)
-            how = (slots, group.scales, interleaved, turns_keys)
+            how = (slots, group.scales, interleaved, num_turned)
             reference.rope_and_store(qkv, group.cos_sin, *of_norms, kv, place, heads, *how)
             return
         columns = array(qkv)
@@ -300,7 +300,7 @@ class CpuOps:
             kv.shape[5],
             group.slots,
             interleaved,
-            turns_keys,
+            heads + kv.shape[3] if num_turned is None else num_turned,
         )
 
     def attention(

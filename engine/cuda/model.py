@@ -29,7 +29,7 @@ from engine.cuda.mixed_steps import MixedSize, mixed_columns, mixed_padding, mix
 from engine.cuda.ops import CudaOps
 from engine.cuda.sequences import DeviceSequences, Staging
 from engine.grammar.row_masks import RowMasks
-from engine.layers.rope import rotary_of
+from engine.layers.rope import rotaries_of
 from engine.layers.weights import Weights
 from engine.memory.arena import kv_views, state_view
 from engine.memory.weight_range import WeightRange
@@ -114,8 +114,9 @@ class CudaModel:
         self._dtype_name, self._format = spec.dtype, FORMATS[spec.quantize]
         dtype: torch.dtype = getattr(torch, spec.dtype)
         self._model: CausalLM[DeviceBatch] | None = self._built()
-        rotary = self._rotary(spec.max_model_len)
-        local = rotary if shape.local_rope is None else self._rotary(spec.max_model_len, windowed=True)
+        rotaries = rotaries_of(shape, spec.max_model_len)
+        held = {made: replace(made, inv_freq=made.inv_freq.to(self._device)) for made in rotaries}
+        rotary, local = (held[made] for made in rotaries)
         self._memory = []
         for group in self.kv_groups:
             kv: tuple[Tensor, Tensor | None] = (
@@ -139,10 +140,6 @@ class CudaModel:
         self.mixed_graphs = MixedGraphs(self.compute_mixed, self._staging, self._device, sizes)
         self._products: list[Tensor] = []  # the weights of matrix products, views of the weight range
         self._measure_tries = MEASURE_TRIES
-
-    def _rotary(self, max_model_len: int, windowed: bool = False) -> Rotary:
-        made = rotary_of(self.shape, max_model_len, windowed)
-        return replace(made, inv_freq=made.inv_freq.to(self._device))
 
     # ---- steps
 

@@ -76,9 +76,9 @@ class CudaOps:
         heads: int,
         batch: DeviceBatch,
         interleaved: bool = False,
-        turns_keys: bool = True,
+        num_turned: int | None = None,
     ) -> None:
-        how = (layer, heads, batch, interleaved, turns_keys)
+        how = (layer, heads, batch, interleaved, num_turned)
         if norms is None:
             entry.rope_and_store(qkv, None, None, False, 0.0, *how)
         else:

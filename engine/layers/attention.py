@@ -11,12 +11,11 @@ from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, HeadNorms, Ops
 from loader.architectures.decoder import Decoder
 from loader.model_shape import ModelShape
-from loader.rope_config import NO_ROTATION
 
 
 class Attention(Generic[BatchT]):
     """The attention of one layer: x [T, hidden] -> [T, hidden]. It stores the keys and values of the T tokens before it reads
-    any. The window and the rotary embedding are those of the layer's KV group."""
+    any. The window and the angles of the rotary embedding are those of the layer's KV group."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         self.ops = ops
@@ -29,9 +28,8 @@ class Attention(Generic[BatchT]):
         if names.query_norm and shape.has_head_norms:
             query_norm, key_norm = (weights.get(f"{prefix}{name}.weight") for name in (names.query_norm, names.key_norm))
             norms = HeadNorms(query_norm, key_norm, shape.rms_norm_eps, family.norms_around_one)
-        windowed = shape.layer_windows[layer] > 0
-        self.turns_keys = windowed or shape.rope.kind != NO_ROTATION
-        if shape.unit_norms and self.turns_keys:  # of rotated heads, whose sizes rotation leaves alone
+        rotated = layer not in shape.unrotated_layers
+        if shape.unit_norms and rotated:  # of rotated heads, whose sizes rotation leaves alone
             ones = weights.ones(shape.head_dim)
             norms = HeadNorms(ones, ones, shape.rms_norm_eps)
         self.head_norms = None if family.whole_width_norms else norms
@@ -39,6 +37,9 @@ class Attention(Generic[BatchT]):
         self.sinks = weights.get(prefix + names.sinks) if names.sinks else None
         self.layer, self.heads, self.head_dim = layer, shape.num_heads, shape.head_dim
         self.gated = shape.gated_attention
+        self.num_turned = shape.num_heads + shape.num_kv_heads
+        if not rotated:
+            self.num_turned = 0 if shape.temperature is None else shape.num_heads
         self.scale, self.softcap = shape.query_scale, shape.attention_softcap
         self.interleaved = shape.rope.interleaved
 
@@ -49,7 +50,7 @@ class Attention(Generic[BatchT]):
         if (norms := self.whole_width_norms) is not None:
             ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
             ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)
-        ops.rope_and_store(qkv, self.head_norms, self.layer, self.heads, batch, self.interleaved, self.turns_keys)
+        ops.rope_and_store(qkv, self.head_norms, self.layer, self.heads, batch, self.interleaved, self.num_turned)
         attended = ops.attention(qkv, self.layer, self.heads, self.scale, self.softcap, batch, self.sinks)
         if self.gated:
             ops.gate_heads(attended, made, self.head_dim)

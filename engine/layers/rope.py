@@ -20,15 +20,21 @@ from torch import Tensor
 
 from engine.ops.ops import Rotary
 from loader.model_shape import ModelShape
-from loader.rope_config import NO_ROTATION, RopeParameters
+from loader.rope_config import RopeParameters
 
 
-def rotary_of(shape: ModelShape, max_model_len: int, windowed: bool = False) -> Rotary:
-    """Returns the rotary embedding of a model's layers, of those with windows or the others. max_model_len: the longest context
-    that the model is served with."""
-    rope = shape.local_rope if windowed and shape.local_rope is not None else shape.rope
-    temperature = shape.temperature if rope.kind == NO_ROTATION else None
-    return Rotary(inverse_frequencies(rope, shape.rotary_head_dim, max_model_len), rope.attention_factor, temperature)
+def rotaries_of(shape: ModelShape, max_model_len: int) -> tuple[Rotary, Rotary]:
+    """Returns the rotary embedding of a model's layers without windows, and that of its layers with them, one object where both are
+    the same. max_model_len: the longest context that the model is served with."""
+
+    def made(rope: RopeParameters) -> Rotary:
+        return Rotary(inverse_frequencies(rope, shape.rotary_head_dim, max_model_len), rope.attention_factor)
+
+    if shape.temperature is not None:  # layers without windows are not rotated: their queries turn by an angle of 0
+        local = made(shape.rope)
+        return Rotary(torch.zeros_like(local.inv_freq), temperature=shape.temperature), local
+    rotary = made(shape.rope)
+    return rotary, rotary if shape.local_rope is None else made(shape.local_rope)
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int) -> Tensor:
@@ -39,8 +45,6 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
         is_long = max_model_len > rope.original_max_position_embeddings
         factors = torch.tensor(rope.long_factors if is_long else rope.short_factors, dtype=torch.float32)
         return 1.0 / (factors * rope.theta**exponents)
-    if rope.kind == NO_ROTATION:
-        return torch.zeros_like(exponents)
     inv_freq = 1.0 / (_base(rope, turning, max_model_len) ** exponents)
     if rope.kind == "yarn":
         stretch = _yarn_ramp(rope, turning)

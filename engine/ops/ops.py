@@ -318,11 +318,12 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         heads: int,
         batch: BatchT_contra,
         interleaved: bool = False,
-        turns_keys: bool = True,
+        num_turned: int | None = None,
     ) -> None:
         """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, does the same to the keys, and
         stores keys and values in the KV blocks. The keys in qkv are undefined afterwards. interleaved: pairs are neighbouring
-        dimensions, else dimension i and dimension P + i. turns_keys: false leaves keys unrotated."""
+        dimensions, else dimension i and dimension P + i. num_turned: so many heads are rotated, from the first query on; None: all
+        queries and keys."""
         ...
 
     def attention(

@@ -161,10 +161,10 @@ def rope_and_store(
     slots: Tensor,
     scales: Tensor | None = None,
     interleaved: bool = False,
-    turns_keys: bool = True,
+    num_turned: int | None = None,
 ) -> None:
     """Normalises (if norms are given) and rotates the queries and keys of qkv [T, (H + 2 G) D] in place, and stores keys and
-    values. turns_keys: false leaves keys unrotated.
+    values. num_turned: so many heads are rotated, from the first query on; None: all queries and keys.
 
     slots: [T], each token's place in the KV cache, block * block_tokens + place in the block; below 0: the token is not stored."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
@@ -173,9 +173,8 @@ def rope_and_store(
     if query_norm is not None and key_norm is not None:
         query.copy_(rms_norm(query, query_norm, eps, around_one))
         key.copy_(rms_norm(key, key_norm, eps, around_one))
-    query.copy_(rotate(query, cos_sin, interleaved))
-    if turns_keys:
-        key.copy_(rotate(key, cos_sin, interleaved))
+    turned = heads_of[:, : heads + kv_heads if num_turned is None else num_turned]
+    turned.copy_(rotate(turned, cos_sin, interleaved))
     stored = slots >= 0
     blocks, places = slots[stored] // block_tokens, slots[stored] % block_tokens
     for which, of_tokens in enumerate((key[stored], heads_of[stored, heads + kv_heads :])):

@@ -18,7 +18,7 @@ from loader.architectures.latent import Latents
 from loader.architectures.windows import CHUNKED, Windows
 from loader.config_fields import Fields
 from loader.model_shape import ModelShape, TemperatureShape
-from loader.rope_config import RopeRules, parse_rope
+from loader.rope_config import RopeRules, parse_rope, rotated_layers
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
 _NO_WINDOWS, _PLAIN_ROPE = Windows(), RopeRules()
@@ -110,12 +110,10 @@ class Decoder:
             query_scale *= rope.score_factor
             rope = replace(rope, interleaved=self.latents.interleaved(fields))
         max_position_embeddings = max(max_position_embeddings, rope.extended_to)
+        sliding = [False] * num_layers if self.deltas is not None else self.windows.sliding(fields, self.name, num_layers)
         # layers that turn by frequencies of their own differ from the others even where they see as much
-        keeps_all = self.rope.is_local or self.rope.only_windows
-        if self.deltas is None:
-            windows = self.windows.by_layer(fields, self.name, num_layers, max_position_embeddings, keeps_all)
-        else:
-            windows = (0,) * num_layers
+        keeps_all = self.rope.is_local or self.has_temperature
+        windows = self.windows.by_layer(fields, sliding, max_position_embeddings, keeps_all)
         attention_bias = self.attention_bias
         if attention_bias is None:
             attention_bias = fields.boolean(self.attention_bias_key, self.attention_bias_default)
@@ -138,6 +136,7 @@ class Decoder:
             dtype=stored_dtype(fields, self.dtype),
             layer_windows=windows,
             query_scale=query_scale,
+            unrotated_layers=self._unrotated(fields, sliding),
             chunked_windows=self.windows.kind == CHUNKED,
             unit_norms=bool(self.unit_norms_key) and fields.boolean(self.unit_norms_key, True),
             temperature=_temperature(fields) if self.has_temperature else None,
@@ -234,6 +233,15 @@ class Decoder:
             raise fields.unsupported("attn_output_gate", "false is not supported; supported: true")
         if fields.boolean("use_bidirectional_attention"):
             raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
+
+    def _unrotated(self, fields: Fields, sliding: list[bool]) -> frozenset[int]:
+        """Returns the layers without rotary embedding. sliding: by layer, whether it has a window."""
+        rotated = [True] * len(sliding)
+        if self.rope.only_windows:
+            rotated = sliding
+        elif self.rope.only_listed:
+            rotated = rotated_layers(fields, len(sliding))
+        return frozenset(layer for layer, is_rotated in enumerate(rotated) if not is_rotated)
 
     def _predicting_layers(self, fields: Fields) -> int:
         if self.predicting_layers is None:

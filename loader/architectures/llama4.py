@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from loader.architectures.decoder import Decoder, TensorNames
 from loader.architectures.experts import ExpertNames, Experts
-from loader.architectures.windows import CHUNKED, Windows, rotated_layers
+from loader.architectures.windows import CHUNKED, Windows, where_rotated
 from loader.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
     "Llama4ForCausalLM",
     "llama4_text",
     names=TensorNames(gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj"),
-    windows=Windows(rotated_layers, default_tokens=8192, key="attention_chunk_size", kind=CHUNKED),
+    windows=Windows(where_rotated, default_tokens=8192, key="attention_chunk_size", kind=CHUNKED),
     rope=RopeRules(theta=500000.0, only_windows=True, interleaved=True),
     rms_norm_eps=1e-5,
     head_dim=128,

@@ -20,6 +20,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "olmo3",
     "glm",
     "glm4",
+    "smollm3",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",

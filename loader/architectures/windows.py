@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loader.config_fields import Fields
+from loader.rope_config import rotated_layers
 
 _FULL, _SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-_ROTATED_KEY = "no_rope_layers"  # has 1 for layers that are rotated
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,18 +85,21 @@ def all_but_every_nth(nth: int, key: str = "") -> Rule:
     return rule
 
 
-def rotated_layers(asked: Asked) -> list[bool]:
-    """The rule by which the layers that are rotated have a window: those that `no_rope_layers` has a 1 for, or else all but the
-    last of every `no_rope_layer_interval`. Raises UnsupportedModel if `layer_types` says otherwise."""
-    fields, num_layers = asked.fields, asked.num_layers
-    interval = fields.integer("no_rope_layer_interval", 4)
-    given = fields.values.get(_ROTATED_KEY) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    if not isinstance(given, list) or len(given) != num_layers or not all(one in (0, 1) for one in given):
-        raise fields.fail(_ROTATED_KEY, f"not a list of num_hidden_layers {num_layers} numbers, each 0 or 1")
-    rotated = [bool(one) for one in given]
+def where_rotated(asked: Asked) -> list[bool]:
+    """The rule by which the layers that are rotated have a window. Raises UnsupportedModel if `layer_types` says otherwise."""
+    rotated = rotated_layers(asked.fields, asked.num_layers)
     if asked.listed is not None and asked.listed != rotated:
-        raise fields.unsupported("layer_types", f"{asked.name} has chunks where layers are rotated")
+        raise asked.fields.unsupported("layer_types", f"{asked.name} has chunks where layers are rotated")
     return rotated
+
+
+def where_unrotated_if_asked(asked: Asked) -> list[bool]:
+    """The rule by which the layers that are not rotated, or those that `layer_types` lists, have a window if `use_sliding_window`
+    is true and `sliding_window` is set."""
+    if not _wants_windows(asked):
+        return [False] * asked.num_layers
+    has_window = asked.fields.has("sliding_window")
+    return asked.listed or [has_window and not one for one in rotated_layers(asked.fields, asked.num_layers)]
 
 
 def _wants_windows(asked: Asked) -> bool:
@@ -119,14 +122,16 @@ class Windows:
     key: str = "sliding_window"
     kind: str = _SLIDING
 
-    def by_layer(
-        self, fields: Fields, name: str, num_layers: int, max_position_embeddings: int, keeps_all: bool
-    ) -> tuple[int, ...]:
-        """Returns [num_layers]: how many positions a query of the layer attends to, its own included; 0: all of them.
+    def sliding(self, fields: Fields, name: str, num_layers: int) -> list[bool]:
+        """Returns [num_layers]: whether the layer has a window. Raises UnsupportedModel or CheckpointError."""
+        return self.rule(Asked(fields, name, num_layers, _listed(fields, num_layers, self.kind), self.default_tokens))
 
-        A window that is as long as the longest context counts as 0, unless keeps_all is set. Raises UnsupportedModel or
-        CheckpointError."""
-        sliding = self.rule(Asked(fields, name, num_layers, _listed(fields, num_layers, self.kind), self.default_tokens))
+    def by_layer(self, fields: Fields, sliding: list[bool], max_position_embeddings: int, keeps_all: bool) -> tuple[int, ...]:
+        """Returns [num_layers]: how many positions a query of the layer attends to, its own included; 0: all of them. sliding:
+        which layers have a window.
+
+        A window that is as long as the longest context counts as 0, unless keeps_all is set. Raises CheckpointError."""
+        num_layers = len(sliding)
         if not any(sliding):
             return (0,) * num_layers
         if fields.is_null(self.key) or (self.default_tokens is None and not fields.has(self.key)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.layers.rope import inverse_frequencies, rotary_of
+from engine.layers.rope import inverse_frequencies, rotaries_of
 from loader.hf_config import parse_config
 from loader.model_shape import ModelShape
 
@@ -68,7 +68,8 @@ def theirs(rope: dict[str, Any], num_tokens: int | None = None, **changes: Any) 
 def test_yarn_is_transformers(rope: dict[str, Any], changes: dict[str, Any]) -> None:
     wanted, scale = theirs(rope, **changes)
     shape = shape_of(rope, **changes)
-    rotary = rotary_of(shape, shape.max_position_embeddings)
+    rotary, local = rotaries_of(shape, shape.max_position_embeddings)
+    assert local is rotary
     torch.testing.assert_close(rotary.inv_freq, wanted, rtol=2e-6, atol=0.0)
     assert rotary.scale == pytest.approx(scale, rel=1e-12)
 
@@ -95,7 +96,7 @@ def test_yarn_keeps_what_turns_often_and_stretches_what_hardly_turns(factor: flo
 def test_dynamic_is_transformers_at_the_longest_context(num_tokens: int) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0}
     wanted, _ = theirs(rope, num_tokens)
-    found = rotary_of(shape_of(rope), num_tokens)
+    found = rotaries_of(shape_of(rope), num_tokens)
     torch.testing.assert_close(found.inv_freq, wanted, rtol=2e-6, atol=0.0)
     assert found.scale == 1.0
 

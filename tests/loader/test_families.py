@@ -381,6 +381,7 @@ MISTRAL_SMALL_31: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vision_config": {"hidden_size": 1024, "model_type": "pixtral", "num_hidden_layers": 24},
 }
+ON_FILE = Path(__file__).parents[1] / "published"
 PUBLISHED = {
     "Mistral 7B": (MISTRAL_7B, 7_241_732_096),
     "Qwen2.5 7B": (QWEN25_7B, 7_615_616_512),
@@ -390,6 +391,7 @@ PUBLISHED = {
     "Gemma 3 1B": (GEMMA3_1B, 999_885_952),
     "OLMo 2 7B": (OLMO2_7B, 7_298_617_344),
     "GLM-4 9B 0414": (GLM4_9B, 9_400_279_040),
+    "SmolLM3 3B": (json.loads((ON_FILE / "smollm3-3b.json").read_text()), 3_075_098_624),
     "Mixtral 8x7B": (MIXTRAL_8X7B, 46_702_792_704),
     "Qwen1.5 MoE A2.7B": (QWEN15_MOE, 14_315_784_192),
     "Qwen3 30B A3B": (QWEN3_30B_A3B, 30_532_122_624),

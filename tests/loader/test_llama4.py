@@ -54,7 +54,8 @@ def test_scout_is_what_was_published() -> None:
     assert num_parameters(shape) == 107_769_861_120
     assert [bool(window) for window in shape.layer_windows[:8]] == [True, True, True, False] * 2
     assert set(shape.layer_windows) == {0, 8192}
-    assert (shape.rope.kind, shape.local_rope and shape.local_rope.kind) == ("none", "llama3")
+    assert (shape.rope.kind, shape.local_rope) == ("llama3", None)
+    assert shape.unrotated_layers == frozenset(range(3, 48, 4))
     assert shape.temperature == TemperatureShape(0.1, 8192)
     groups = kv_groups(shape, "bfloat16", 16)
     assert [(group.kind, group.reach, len(group.layers)) for group in groups] == [("full", 0, 12), ("chunked", -8192, 36)]

@@ -123,7 +123,7 @@ def _add_rms_norm(x: Any, residual: Any, weight: Any, around_one: bool, eps: flo
 def rope_and_store_signature(element: types.Type) -> Any:
     sizes = (int64,) * 6
     norms = (element[::1], element[::1], boolean, float64)
-    return void(element[:, ::1], float32[:, ::1], *norms, element[::1], *sizes, int64[::1], boolean, boolean)
+    return void(element[:, ::1], float32[:, ::1], *norms, element[::1], *sizes, int64[::1], boolean, int64)
 
 
 @njit(inline="always", fastmath=FASTMATH)
@@ -186,7 +186,7 @@ def _rope_and_store(
     head_dim: int,
     slots: Any,  # [T] int64: block * block_tokens + place in the block; below 0: store nothing
     interleaved: bool,  # pairs are neighbouring dimensions, else i and P + i
-    turns_keys: bool,  # else keys are not rotated
+    num_turned: int,  # heads that are rotated, the first ones
 ) -> None:
     plane, turning = block_tokens * head_dim, cos_sin.shape[1]  # elements from one KV head's keys to the next's
     line = 64 // kv.itemsize
@@ -202,7 +202,7 @@ def _rope_and_store(
             at = own + head * head_dim
             if query_norm.shape[0] > 0:
                 _norm_vector(qkv, at, query_norm if head < heads else key_norm, around_one, eps, qkv)
-            if head >= heads and not turns_keys:
+            if head >= num_turned:
                 continue
             if interleaved:
                 _turn_neighbours(qkv, token, head * head_dim, cos_sin, turning // 2)

@@ -124,11 +124,11 @@ def rope_and_store(
     heads: int,
     batch: DeviceBatch,
     interleaved: bool,
-    turns_keys: bool,
+    num_turned: int | None,
 ) -> None:
     group, place = batch.group_of(layer)
     norms, kv = (query_norm, key_norm, around_one, eps), (group.kv, group.scales)
-    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, place, heads, group.kv_slots, interleaved, turns_keys)
+    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, place, heads, group.kv_slots, interleaved, num_turned)
 
 
 def attention(

@@ -89,7 +89,7 @@ def _rope_and_store_kernel(
     REST: tl.constexpr,  # D - 2 P, padded; 0: every dimension is rotated
     FP8: tl.constexpr,
     INTERLEAVED: tl.constexpr,  # pairs are neighbouring dimensions, else i and P + i
-    TURNS_KEYS: tl.constexpr,
+    TURNED: tl.constexpr,  # heads that are rotated, the first ones
 ):
     narrow: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -128,9 +128,9 @@ def _rope_and_store_kernel(
             rest = tl.where(is_value[:, None], rest, tl.where(is_query[:, None], as_query, as_key))
     cosine = tl.load(cos_sin + token * 2 * P + at, mask=at < P, other=0.0)[None, :]
     sine = tl.load(cos_sin + token * 2 * P + P + at, mask=at < P, other=0.0)[None, :]
-    turns = head < H + G if TURNS_KEYS else is_query
-    turned_left = tl.where(turns[:, None], left * cosine - right * sine, left).to(narrow)
-    turned_right = tl.where(turns[:, None], right * cosine + left * sine, right).to(narrow)
+    turns = (head < TURNED)[:, None]
+    turned_left = tl.where(turns, left * cosine - right * sine, left).to(narrow)
+    turned_right = tl.where(turns, right * cosine + left * sine, right).to(narrow)
     # each element is loaded and stored by the same thread, so writing in place is no race
     keep = is_query[:, None] & (at < P)[None, :]
     tl.store(row + first[None, :], turned_left, mask=keep)
@@ -177,10 +177,10 @@ def rope_and_store(
     heads: int,
     slots: Tensor,
     interleaved: bool = False,
-    turns_keys: bool = True,
+    num_turned: int | None = None,
 ) -> None:
     """Normalises (if norms are given) and rotates the queries of qkv in place, and stores the rotated keys and the values at slots
-    [T]. turns_keys: false leaves keys unrotated. Unlike reference.rope_and_store it leaves qkv's keys as they are."""
+    [T]. num_turned: as in Ops.rope_and_store. Unlike reference.rope_and_store it leaves qkv's keys as they are."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     pairs = turns.shape[1] // 2
     padded = triton.next_power_of_2(pairs)
@@ -210,6 +210,6 @@ def rope_and_store(
         REST=triton.next_power_of_2(beyond) if beyond else 0,
         FP8=scales is not None,
         INTERLEAVED=interleaved,
-        TURNS_KEYS=turns_keys,
+        TURNED=heads + kv_heads if num_turned is None else num_turned,
         num_warps=4,
     )

@@ -35,12 +35,13 @@ def rope(draw: Draw, fp8: bool = False) -> None:
     slots[draw.between(0, rows - 1)] = -1
     qkv = draw.normal(rows, (case.heads + 2 * case.kv_heads) * case.head_dim)
     query_norm, key_norm = (draw.normal(case.head_dim), draw.normal(case.head_dim)) if draw.one_of(False, True) else (None, None)
-    around_one, interleaved, turns_keys = draw.one_of(False, True), draw.one_of(False, False, True), draw.one_of(False, True)
+    around_one, interleaved = draw.one_of(False, True), draw.one_of(False, False, True)
+    num_turned = draw.one_of(None, case.heads, 0)
     ours, arena, layer = draw.on(qkv), draw.on(case.arena), (case.layer, case.heads)
     weights = tuple(None if x is None else draw.on(x) for x in (query_norm, key_norm))
-    last = draw.on(slots), interleaved, turns_keys
+    last = draw.on(slots), interleaved, num_turned
     triton_rope.rope_and_store(ours, draw.on(turns), *weights, around_one, 1e-6, *case.view(arena), *layer, *last)
-    how = (slots, case.scales, interleaved, turns_keys)
+    how = (slots, case.scales, interleaved, num_turned)
     reference.rope_and_store(qkv, turns, query_norm, key_norm, around_one, 1e-6, case.kv, *layer, *how)
     queries = case.heads * case.head_dim
     close(ours[:, :queries], qkv[:, :queries], draw.dtype)

@@ -261,7 +261,7 @@ class EngineRun:
             (model, {"torch": torch_on, "entry": entry, "Weights": lambda shape, dtype, weights, held_in: weights}),
             (model, {"build_model": lambda ops, shape, weights: Layers(device, weights)}),
             (model, {"kv_views": lambda arena, *_: (arena, None)}),
-            (model, {"rotary_of": lambda *_: Rotary(Drawn(device, (8,)))}),
+            (model, {"rotaries_of": lambda *_: (Rotary(Drawn(device, (8,))),) * 2}),
             (loads, {"threading": threading}),
             (transfers, {"threading": threading}),
             (
