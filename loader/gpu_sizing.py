@@ -29,7 +29,8 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
         return 0
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    residual = tokens * hidden * 3 * item  # residual, normed, a product's result
+    # residual, normed, a product's result; where branches are parallel, attention's beside the MLP's
+    residual = tokens * hidden * (4 if shape.parallel_branches else 3) * item
     num_pieces = max_sequences + -(-DECODE_PIECES // decode_programs(shape))
     if (latent := shape.latent) is None:
         pieces = num_pieces * shape.num_heads * (shape.head_dim + 1) * 4

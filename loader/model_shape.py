@@ -111,6 +111,10 @@ class ModelShape:
     temperature: TemperatureShape | None = None  # of queries in layers without windows, which are unrotated; None: they have none
     unit_norms: bool = False  # rotated queries and keys have norms without weights
     chunked_windows: bool = False  # a query of such a layer sees its own chunk of so many positions, up to itself
+    embedding_scale: float = 1.0  # factor of embeddings
+    branch_scale: float = 1.0  # factor of what attention and the MLP add
+    logit_scale: float = 1.0
+    parallel_branches: bool = False  # the MLP reads what attention reads, not its sum with what attention adds
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they are not capped
     logit_softcap: float = 0.0
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once

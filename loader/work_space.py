@@ -58,7 +58,7 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
     delta = delta_bytes(shape, dtype)
     layer = max(attention, 3 * shape.intermediate_size, max(delta, expert_bytes(shape, dtype)) // ITEM_BYTES[dtype])
     # residual, update, normed, output, and as much for gaps between those that are taken and given back
-    around = 8 * shape.hidden_size
+    around = (10 if shape.parallel_branches else 8) * shape.hidden_size  # attention's result stays beside the MLP's
     rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
     tokens = recorded_tokens(min(max_num_batched_tokens, MAX_RECORDED_TOKENS))
     return max(rows * (around + max(layer, shape.vocab_size)), tokens * (around + layer)) * ITEM_BYTES[dtype]
@@ -119,6 +119,8 @@ def work_space_bytes(
     if all(shape.layer_windows):
         context = min(context, max(shape.layer_windows, default=context) + max_num_batched_tokens)
     residual = tokens * hidden * (3 * item + 2 * 4)  # residual, normed, output; two float32 copies inside the norm
+    if shape.parallel_branches:  # attention's result, beside the MLP's
+        residual += tokens * hidden * item
     attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.head_dim * 2 * 4
     if shape.whole_width_norms:  # the queries, and their norms
         attention += tokens * 2 * query * item

@@ -220,8 +220,8 @@ class CpuOps:
         call(self.kernels.rms_norm, array(x), array(weight), around_one, eps, array(out))
         return out
 
-    def add(self, update: Tensor, residual: Tensor) -> None:
-        call(residual.view(residual.shape).add_, update.view(update.shape))
+    def add(self, update: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        call(partial(residual.view(residual.shape).add_, alpha=scale), update.view(update.shape))
 
     def norm_columns(self, x: Tensor, first: int, weight: Tensor, eps: float, around_one: bool) -> None:
         columns = x[:, first : first + len(weight)]
@@ -235,11 +235,32 @@ class CpuOps:
         call(rows.view(rows.shape).copy_, x[:, first : first + len(weight)])
         return self.rms_norm(rows, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False, scale: float = 1.0
+    ) -> Tensor:
         if not self._served(x):
-            return reference.add_rms_norm(x, residual, weight, eps, around_one)
+            return reference.add_rms_norm(x, residual, weight, eps, around_one, scale)
         out = empty(x, *x.shape)
-        call(self.kernels.add_rms_norm, array(x), array(residual), array(weight), around_one, eps, array(out))
+        call(self.kernels.add_rms_norm, array(x), array(residual), scale, array(weight), around_one, eps, array(out))
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        if not self._served(x):
+            return reference.layer_norm(x, weight, bias, eps)
+        return self._layer_norm(x, array(x)[:0], weight, bias, eps, 1.0)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: float = 1.0
+    ) -> Tensor:
+        if not self._served(x):
+            return reference.add_layer_norm(x, residual, weight, bias, eps, scale)
+        return self._layer_norm(x, array(residual), weight, bias, eps, scale)
+
+    def _layer_norm(self, x: Tensor, residual: Any, weight: Tensor, bias: Tensor | None, eps: float, scale: float) -> Tensor:
+        """Calls the kernel. residual: an array, without rows if nothing is added."""
+        out, factors = empty(x, *x.shape), array(weight)
+        added = factors[:0] if bias is None else array(bias)
+        call(self.kernels.layer_norm, array(x), residual, scale, factors, added, eps, array(out))
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -247,6 +268,13 @@ class CpuOps:
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_and_mul(gate_up, gelu=True)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        if not self._served(x):
+            return reference.gelu(x)
+        out = empty(x, *x.shape)
+        call(self.kernels.gelu, array(x), array(out))
+        return out
 
     def _gate_and_mul(self, gate_up: Tensor, gelu: bool) -> Tensor:
         if not self._served(gate_up):
@@ -396,6 +424,11 @@ class CpuOps:
 
     def gated_delta(self, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: HostBatch) -> Tensor:
         return deltas.gated_delta(self.kernels if self._served(x) else None, x, gates, rule, layer, batch)
+
+    def scaled(self, x: Tensor, scale: float) -> Tensor:
+        if scale != 1.0:
+            call(x.view(x.shape).mul_, scale)
+        return x
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if cap:

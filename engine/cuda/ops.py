@@ -46,14 +46,24 @@ class CudaOps:
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
         return reference.linear_float32(x, weight)
 
-    def add(self, update: Tensor, residual: Tensor) -> None:
-        residual.add_(update)
+    def add(self, update: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        residual.add_(update, alpha=scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
         return entry.rms_norm(x, weight, eps, around_one)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-        return entry.add_rms_norm(x, residual, weight, eps, around_one)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False, scale: float = 1.0
+    ) -> Tensor:
+        return entry.add_rms_norm(x, residual, weight, eps, around_one, scale)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return entry.layer_norm(x, None, weight, bias, eps, 1.0)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: float = 1.0
+    ) -> Tensor:
+        return entry.layer_norm(x, residual, weight, bias, eps, scale)
 
     def norm_columns(self, x: Tensor, first: int, weight: Tensor, eps: float, around_one: bool) -> None:
         columns = x[:, first : first + len(weight)]
@@ -64,6 +74,9 @@ class CudaOps:
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         return entry.gate_and_mul(gate_up, gelu=True)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return entry.gelu(x)
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: DeviceBatch) -> Tensor:
         return entry.experts(x, scores, experts, shared, batch)
@@ -128,6 +141,9 @@ class CudaOps:
 
     def gated_delta(self, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: DeviceBatch) -> Tensor:
         return entry.gated_delta(x, gates, rule, layer, batch)
+
+    def scaled(self, x: Tensor, scale: float) -> Tensor:
+        return x if scale == 1.0 else x.mul_(scale)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if cap:

@@ -6,7 +6,7 @@ from typing import Generic
 
 from torch import Tensor
 
-from engine.layers.mlp import GatedMLP
+from engine.layers.mlp import MLP
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, ClampedSwiglu, ExpertMatrices, ExpertMatrix, Ops, SigmoidRouting
 from loader.architectures.decoder import Decoder
@@ -23,7 +23,7 @@ class MixtureOfExperts(Generic[BatchT]):
         ops: Ops[BatchT],
         router: Tensor,
         experts: ExpertMatrices,
-        shared: GatedMLP | None,
+        shared: MLP | None,
         router_bias: Tensor | None = None,
     ) -> None:
         self.ops, self.router, self.experts, self.shared, self.router_bias = ops, router, experts, shared, router_bias
@@ -46,7 +46,7 @@ class MixtureOfExperts(Generic[BatchT]):
         else:
             gate_up = weights.stacked(prefix, names.all_gate_up(sizes.num_experts), sizes.num_experts)
             down = weights.stacked(prefix, names.all_down(sizes.num_experts), sizes.num_experts)
-        shared = GatedMLP(ops, weights, prefix + names.shared, names.gate_up, names.down) if names.shared else None
+        shared = MLP(ops, weights, prefix + names.shared, names.gate_up, names.down) if names.shared else None
         sigmoid = None
         if (rule := sizes.sigmoid) is not None:
             correction = weights.get(prefix + names.correction)

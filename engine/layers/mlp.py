@@ -1,4 +1,4 @@
-"""The gated feed-forward layer, with SiLU (SwiGLU) or GELU as its activation."""
+"""The feed-forward layer: gated, with SiLU (SwiGLU) or GELU as its activation, or plain with GELU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from engine.layers.weights import Weights
 from engine.ops.ops import Ops, StepBatch
-from loader.architectures.decoder import GELU_TANH, SILU, Decoder
+from loader.architectures.decoder import GELU_NEW, GELU_TANH, SILU, Decoder
 from loader.model_shape import ModelShape
 
 
-class GatedMLP:
+class MLP:
     """A feed-forward network: x [T, hidden] -> [T, hidden]. gate_up, down: names of its tensors in the checkpoint, which follow the
-    prefix."""
+    prefix. The activation says whether it is gated: without a gate, gate_up is what it activates."""
 
     def __init__(
         self, ops: Ops[Any], weights: Weights, prefix: str, gate_up: tuple[str, ...], down: str, activation: str = SILU
@@ -24,10 +24,11 @@ class GatedMLP:
         self.down_weight = weights.matrix(prefix, (down,))
         self.down_bias = weights.find(f"{prefix}{down}.bias")
         self.linear = ops.linear
-        self.activate = {SILU: ops.silu_and_mul, GELU_TANH: ops.gelu_and_mul}[activation]  # [T, 2 W] -> [T, W]
+        # [T, 2 W] -> [T, W], or of an MLP without a gate [T, W] -> [T, W]
+        self.activate = {SILU: ops.silu_and_mul, GELU_TANH: ops.gelu_and_mul, GELU_NEW: ops.gelu}[activation]
 
     @classmethod
-    def of_layer(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> GatedMLP:
+    def of_layer(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> MLP:
         """Returns the feed-forward part of a layer without experts."""
         names = family.names
         return cls(ops, weights, names.layer.format(layer), names.gate_up, names.down, family.activation)

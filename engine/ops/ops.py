@@ -276,16 +276,28 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         """Returns x [T, K] @ weight [N, K] transposed, computed in float32; weight and result are float32."""
         ...
 
-    def add(self, update: Tensor, residual: Tensor) -> None:
-        """Adds update [T, W] to residual in place."""
+    def add(self, update: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+        """Adds update [T, W] times scale to residual in place."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
         """Returns x [T, W], each row normalised, times weight [W] (around_one: times 1 + weight)."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-        """Adds x to residual in place; returns the norm of the sum, as rms_norm does."""
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False, scale: float = 1.0
+    ) -> Tensor:
+        """Adds x times scale to residual in place; returns the norm of the sum, as rms_norm does."""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Returns x [T, W], each row less its mean and normalised, times weight [W], plus bias [W]."""
+        ...
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: float = 1.0
+    ) -> Tensor:
+        """Adds x times scale to residual in place; returns the norm of the sum, as layer_norm does."""
         ...
 
     def norm_columns(self, x: Tensor, first: int, weight: Tensor, eps: float, around_one: bool) -> None:
@@ -298,6 +310,10 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Returns gelu(gate) * up as [T, W]; gate_up is [T, 2 W]. gelu: its form with tanh."""
+        ...
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """Returns gelu(x) [T, W]. gelu: its form with tanh."""
         ...
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: BatchT_contra) -> Tensor:
@@ -377,6 +393,10 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         """Returns what the heads of a gated delta rule give [T, V D], of value_dim D, in the step's tokens, normalised and gated. x
         [T, C + V D], gates [T, 2 V]: what its projections made. Reads each row's state before the step, and writes those in the
         step that the row has a block for (scheduler/batch/group_cache.py). It is 0 for padding."""
+        ...
+
+    def scaled(self, x: Tensor, scale: float) -> Tensor:
+        """Returns x times scale, computed in place."""
         ...
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:

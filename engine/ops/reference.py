@@ -124,10 +124,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) ->
     return weight * wide.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-    """Adds x to residual in place and returns the norm of the sum."""
-    residual += x
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False, scale: float = 1.0) -> Tensor:
+    """Adds x times scale to residual in place and returns the norm of the sum."""
+    residual.add_(x, alpha=scale)
     return rms_norm(residual, weight, eps, around_one)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Returns x [T, W] less its rows' means, divided by the root of their variances, times weight [W], plus bias [W]. It is
+    computed in float32 and rounded once."""
+    wide_bias = None if bias is None else bias.float()
+    return functional.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: float = 1.0) -> Tensor:
+    """Adds x times scale to residual in place and returns the norm of the sum."""
+    residual.add_(x, alpha=scale)
+    return layer_norm(residual, weight, bias, eps)
 
 
 def rotate(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -583,10 +596,15 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Returns the tanh approximation of gelu(x)."""
+    return functional.gelu(x, approximate="tanh")
+
+
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """Returns gelu(gate) * up [T, W], of gate and up side by side in gate_up [T, 2 W]. gelu is the tanh approximation."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return functional.gelu(gate, approximate="tanh") * up
+    return gelu(gate) * up
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:

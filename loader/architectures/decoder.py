@@ -1,5 +1,5 @@
-"""Decoders that generate text: an embedding, layers of attention and gated MLP with RMS norms around them, and a head. The MLP of a
-layer may be a mixture of experts (experts.py).
+"""Decoders that generate text: an embedding, layers of attention and MLP with norms around them, and a head. The MLP of a layer may
+be a mixture of experts (experts.py).
 
 A family is one `Decoder`, whose values say what differs from other families. loader/architectures reads config.json and lists
 tensors by it; engine/models/decoder.py runs it. Defaults are those of transformers' configuration classes, which apply if a
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
 from loader.architectures.delta import Deltas
 from loader.architectures.experts import Experts
+from loader.architectures.factors import Factors, factor
 from loader.architectures.latent import Latents
 from loader.architectures.windows import CHUNKED, Windows
 from loader.config_fields import Fields
@@ -21,7 +22,8 @@ from loader.model_shape import ModelShape, TemperatureShape
 from loader.rope_config import RopeRules, parse_rope, rotated_layers
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
-_NO_WINDOWS, _PLAIN_ROPE = Windows(), RopeRules()
+GELU_NEW = "gelu_new"  # the same function, of an MLP without a gate
+_NO_WINDOWS, _PLAIN_ROPE, _NO_FACTORS = Windows(), RopeRules(), Factors()
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,7 +31,8 @@ class TensorNames:
     """Names of a decoder's tensors in the checkpoint, without `.weight` and `.bias`. Those of a layer follow `layer`, in which {}
     is the layer's number. A norm that the family does not have is "".
 
-    queries_keys_values, gate_up: one name each, or a single one where the checkpoint holds them as one tensor.
+    queries_keys_values, gate_up: one name each, or a single one where the checkpoint holds them as one tensor. Of an MLP without a
+    gate, gate_up is its first matrix.
     """
 
     embedding: str = "model.embed_tokens"
@@ -41,7 +44,7 @@ class TensorNames:
     attention_output: str = "self_attn.o_proj"
     sinks: str = ""  # the whole name; "": attention has no sinks
     attended_norm: str = ""  # of what attention adds
-    mlp_norm: str = "post_attention_layernorm"  # of what the MLP reads
+    mlp_norm: str = "post_attention_layernorm"  # of what the MLP reads; "" where it reads what attention reads
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_output_norm: str = ""  # of what the MLP adds
@@ -62,19 +65,27 @@ class Decoder:
     rope: RopeRules = _PLAIN_ROPE
     dtype: str = "float32"
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    rms_norm_eps: float = 1e-6
+    norm_eps_key: str = "rms_norm_eps"
+    rms_norm_eps: float = 1e-6  # if that key is absent
     tie_word_embeddings: bool = False
     attention_bias: bool | None = None  # of queries, keys and values; None: the key attention_bias_key says
     attention_bias_key: str = "attention_bias"
     attention_bias_default: bool = False  # if that key is absent
     output_bias: bool | None = None  # of the attention's output; None: as attention_bias
-    has_mlp_bias_key: bool = False  # else the MLP has no biases
+    has_mlp_bias_key: bool = False  # else mlp_bias holds
+    mlp_bias: bool = False
+    head_bias: bool = False
     query_scalar: float | None = None  # default of the key query_pre_attn_scalar; None: no such key, it is head_dim
     attention_softcap: float | None = None  # default of the key attn_logit_softcapping, 0: no cap; None: the key is not read
     logit_softcap: float | None = None  # default of the key final_logit_softcapping, likewise
     activation: str = SILU  # the only one supported, as config.json calls it
     activation_key: str = "hidden_act"
+    factors: Factors = _NO_FACTORS
     norms_around_one: bool = False  # norms multiply by 1 + weight
+    has_layer_norms: bool = False  # norms subtract the mean, else they are RMS norms
+    norm_bias: bool = False  # of these
+    parallel_branches: bool = False  # the MLP reads what attention reads
+    fixed: tuple[tuple[str, bool | float], ...] = ()  # keys of config.json, and the only value that is supported
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once, else over each head
     head_norms_key: str = ""  # the key that says whether queries and keys have the norms of `names`; "": they have
     unit_norms_key: str = ""  # the key that says whether rotated queries and keys have norms without weights; "": they have none
@@ -106,6 +117,8 @@ class Decoder:
         max_position_embeddings = fields.integer("max_position_embeddings")
         rope, local_rope = parse_rope(fields, self.name, self.rope, turned, max_position_embeddings)
         query_scale = self._query_scalar(fields, head_dim) ** -0.5
+        if self.factors.scores:
+            query_scale = factor(fields, self.factors.scores)
         if self.latents is not None:
             query_scale *= rope.score_factor
             rope = replace(rope, interleaved=self.latents.interleaved(fields))
@@ -126,16 +139,20 @@ class Decoder:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             vocab_size=fields.integer("vocab_size"),
-            rms_norm_eps=fields.number("rms_norm_eps", self.rms_norm_eps),
+            rms_norm_eps=fields.number(self.norm_eps_key, self.rms_norm_eps),
             max_position_embeddings=max_position_embeddings,
             rope=rope,
             tie_word_embeddings=fields.boolean("tie_word_embeddings", self.tie_word_embeddings),
             attention_bias=attention_bias,
             output_bias=attention_bias if self.output_bias is None else self.output_bias,
-            mlp_bias=self.has_mlp_bias_key and fields.boolean("mlp_bias"),
+            mlp_bias=fields.boolean("mlp_bias") if self.has_mlp_bias_key else self.mlp_bias,
             dtype=stored_dtype(fields, self.dtype),
             layer_windows=windows,
             query_scale=query_scale,
+            embedding_scale=factor(fields, self.factors.embeddings),
+            branch_scale=factor(fields, self.factors.branches),
+            logit_scale=self.factors.logit_scale(fields),
+            parallel_branches=self.parallel_branches,
             unrotated_layers=self._unrotated(fields, sliding),
             chunked_windows=self.windows.kind == CHUNKED,
             unit_norms=bool(self.unit_norms_key) and fields.boolean(self.unit_norms_key, True),
@@ -163,9 +180,11 @@ class Decoder:
             prefix, first = names.layer.format(layer), of_delta if has_delta_rule(shape, layer) else before
             own = [*first, *(sparse if has_experts(shape, layer) else dense), *behind]
             groups += [group.in_layer(layer, prefix) for group in own]
-        groups.append(one_tensor(f"{names.final_norm}.weight", hidden))
+        groups += self._norms(hidden, names.final_norm)
         if not shape.tie_word_embeddings:
             groups.append(one_tensor(f"{names.head}.weight", shape.vocab_size, hidden))
+        if self.head_bias:
+            groups.append(one_tensor(f"{names.head}.bias", shape.vocab_size))
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
@@ -190,20 +209,26 @@ class Decoder:
         names, hidden = self.names, shape.hidden_size
         if self.latents is not None and shape.latent is not None:
             attention = self.latents.tensor_groups(shape.latent, shape.num_heads, hidden, shape.attention_bias)
-            return [*_norms(hidden, names.attention_norm), *attention, *_norms(hidden, names.mlp_norm)], []
+            return [*self._norms(hidden, names.attention_norm), *attention, *self._norms(hidden, names.mlp_norm)], []
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         made = 2 * query if self.gated_attention else query
         query_norm, key_norm = (query, key) if self.whole_width_norms else (shape.head_dim, shape.head_dim)
         before = [
-            *_norms(hidden, names.attention_norm),
+            *self._norms(hidden, names.attention_norm),
             *_projections(names.queries_keys_values, (made, key, key), hidden, shape.attention_bias),
-            *(_norms(query_norm, names.query_norm) if shape.has_head_norms else []),
-            *(_norms(key_norm, names.key_norm) if shape.has_head_norms else []),
+            *(_weights(query_norm, names.query_norm) if shape.has_head_norms else []),
+            *(_weights(key_norm, names.key_norm) if shape.has_head_norms else []),
             *_projections((names.attention_output,), (hidden,), query, shape.output_bias),
             *_sinks(names.sinks, shape.num_heads),
-            *_norms(hidden, names.attended_norm, names.mlp_norm),
+            *self._norms(hidden, names.attended_norm, names.mlp_norm),
         ]
-        return before, _norms(hidden, names.mlp_output_norm)
+        return before, self._norms(hidden, names.mlp_output_norm)
+
+    def _norms(self, width: int, *names: str) -> list[TensorGroup]:
+        """Returns the tensor groups of the norms that the family has, whose names are not ""."""
+        if not self.norm_bias:
+            return _weights(width, *names)
+        return [one_tensor(f"{name}.{part}", width) for name in names if name for part in ("weight", "bias")]
 
     def _groups_before_mlp_of_delta(self, shape: ModelShape) -> list[TensorGroup]:
         """Returns the tensor groups that a layer of the delta rule has before those of its MLP."""
@@ -211,12 +236,12 @@ class Decoder:
             return []
         names, hidden = self.names, shape.hidden_size
         own = self.deltas.tensor_groups(shape.delta, hidden)
-        return [*_norms(hidden, names.attention_norm), *own, *_norms(hidden, names.attended_norm, names.mlp_norm)]
+        return [*self._norms(hidden, names.attention_norm), *own, *self._norms(hidden, names.attended_norm, names.mlp_norm)]
 
     def _mlp_groups(self, shape: ModelShape) -> list[TensorGroup]:
         names, hidden, inner = self.names, shape.hidden_size, shape.intermediate_size
         return [
-            *_projections(names.gate_up, (inner, inner), hidden, shape.mlp_bias),
+            *_projections(names.gate_up, (inner,) if self.activation == GELU_NEW else (inner, inner), hidden, shape.mlp_bias),
             *_projections((names.down,), (hidden,), inner, shape.mlp_bias),
         ]
 
@@ -231,6 +256,9 @@ class Decoder:
             raise fields.unsupported(self.activation_key, f"{activation!r} is not supported; supported: {self.activation}")
         if self.gated_attention and not fields.boolean("attn_output_gate", True):
             raise fields.unsupported("attn_output_gate", "false is not supported; supported: true")
+        for key, value in self.fixed:
+            if fields.has(key) and fields.values[key] != value:
+                raise fields.unsupported(key, f"{self.name} is supported with {str(value).lower()} only")
         if fields.boolean("use_bidirectional_attention"):
             raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
 
@@ -262,7 +290,7 @@ def has_delta_rule(shape: ModelShape, layer: int) -> bool:
     return shape.delta is not None and layer in shape.delta.layers
 
 
-def _norms(width: int, *names: str) -> list[TensorGroup]:
+def _weights(width: int, *names: str) -> list[TensorGroup]:
     return [one_tensor(f"{name}.weight", width) for name in names if name]
 
 

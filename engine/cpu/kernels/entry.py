@@ -53,6 +53,7 @@ __all__ = [
     "fp8_linear_kernel",
     "fp8_rows",
     "gather_rows",
+    "gelu",
     "gelu_and_mul",
     "greedy_bfloat16",
     "greedy_float32",
@@ -65,6 +66,7 @@ __all__ = [
     "grouped_widened_scratch_floats",
     "int8_linear",
     "int8_linear_kernel",
+    "layer_norm",
     "linear_kernel",
     "num_shares",
     "paged_attention",
@@ -357,7 +359,9 @@ sample = Forms(sample_serial, sample_parallel, lambda args: args[7] > 1)
 gather_rows = Forms(rows.gather_rows, rows.gather_rows_parallel, lambda args: _deals_out_rows(args[3]))
 rms_norm = Forms(rows.rms_norm, rows.rms_norm_parallel, lambda args: _deals_out_rows(args[0]))
 add_rms_norm = Forms(rows.add_rms_norm, rows.add_rms_norm_parallel, lambda args: _deals_out_rows(args[0]))
+layer_norm = Forms(rows.layer_norm, rows.layer_norm_parallel, lambda args: _deals_out_rows(args[0]))
 rope_and_store = Forms(rows.rope_and_store, rows.rope_and_store_parallel, lambda args: _deals_out_rows(args[0]))
 silu_and_mul = Forms(rows.silu_and_mul, rows.silu_and_mul_parallel, lambda args: _deals_out_rows(args[0]))
+gelu = Forms(rows.gelu, rows.gelu_parallel, lambda args: _deals_out_rows(args[0]))
 gelu_and_mul = Forms(rows.gelu_and_mul, rows.gelu_and_mul_parallel, lambda args: _deals_out_rows(args[0]))
 clamped_swiglu = Forms(rows.clamped_swiglu, rows.clamped_swiglu_parallel, lambda args: _deals_out_rows(args[0]))

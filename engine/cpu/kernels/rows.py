@@ -13,7 +13,7 @@ import numpy as np
 from numba import boolean, float32, float64, int64, njit, prange, types, void
 
 from engine.cpu.kernels.bits import FASTMATH, exp, named, narrow, prefetch, widen
-from engine.cpu.kernels.lanes import exp_for_bfloat16, limited, load, load_even, load_odd, rounded, store, total_of
+from engine.cpu.kernels.lanes import exp_for_bfloat16, first_lanes, limited, load, load_even, load_odd, rounded, store, total_of
 from engine.cpu.kernels.vectors import LANES
 
 # Python's error model puts a branch for zero before each division, which keeps loops from being vectorised.
@@ -93,31 +93,100 @@ def _rms_norm(x: Any, weight: Any, around_one: bool, eps: float, out: Any) -> No
 
 
 def add_rms_norm_signature(element: types.Type) -> Any:
-    return void(element[:, ::1], element[:, ::1], element[::1], boolean, float64, element[:, ::1])
+    return void(element[:, ::1], element[:, ::1], float64, element[::1], boolean, float64, element[:, ::1])
 
 
 @njit(inline="always", fastmath=FASTMATH)
-def _add_lanes(x: Any, residual: Any, at: int, count: int, weight: Any) -> Any:
-    """Adds `count` elements of x to residual in place. Returns the squares of the sums. weight: tells the dtype to round to."""
-    values = rounded(load(residual, at, count) + load(x, at, count), weight[0])
+def _add_lanes(x: Any, residual: Any, at: int, count: int, scale: Any, weight: Any) -> Any:
+    """Adds `count` elements of x, times scale, to residual in place. Returns the sums. weight: tells the dtype to round to."""
+    values = rounded(load(residual, at, count) + load(x, at, count) * scale, weight[0])
     store(residual, at, count, values)
+    return values
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _add_squares(x: Any, residual: Any, at: int, count: int, scale: Any, weight: Any) -> Any:
+    """Does what _add_lanes does; returns the squares of the sums."""
+    values = _add_lanes(x, residual, at, count, scale, weight)
     return values * values
 
 
 @njit(**_HELPER)
-def _add_norm_vector(x: Any, residual: Any, at: int, weight: Any, around_one: bool, eps: float, out: Any) -> None:
+def _add_norm_vector(x: Any, residual: Any, at: int, scale: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
     width = weight.shape[0]
     whole = width - width % LANES
-    squares = _add_lanes(x, residual, at + whole, width - whole, weight)
+    squares = _add_squares(x, residual, at + whole, width - whole, scale, weight)
     for i in range(0, whole, LANES):
-        squares += _add_lanes(x, residual, at + i, LANES, weight)
+        squares += _add_squares(x, residual, at + i, LANES, scale, weight)
     _scale(residual, at, total_of(squares), eps, weight, around_one, out)
 
 
-def _add_rms_norm(x: Any, residual: Any, weight: Any, around_one: bool, eps: float, out: Any) -> None:
-    """Adds x to residual in place, then writes the norm of the sum to out."""
+def _add_rms_norm(x: Any, residual: Any, scale: float, weight: Any, around_one: bool, eps: float, out: Any) -> None:
+    """Adds x, times scale, to residual in place, then writes the norm of the sum to out."""
+    factor = float32(scale)
     for row in prange(x.shape[0]):
-        _add_norm_vector(x, residual, row * x.shape[1], weight, around_one, eps, out)
+        _add_norm_vector(x, residual, row * x.shape[1], factor, weight, around_one, eps, out)
+
+
+def layer_norm_signature(element: types.Type) -> Any:
+    return void(element[:, ::1], element[:, ::1], float64, element[::1], element[::1], float64, element[:, ::1])
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _spread(values: Any, at: int, count: int, mean: Any) -> Any:
+    """Returns the squares of the differences from the mean."""
+    own = load(values, at, count) - mean
+    return own * own
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _even_lanes(
+    values: Any, at: int, mean: Any, factor: Any, weight: Any, bias: Any, has_bias: bool, out: Any, i: int, count: int
+) -> None:
+    made = (load(values, at + i, count) - mean) * factor * load(weight, i, count)
+    if has_bias:
+        made += load(bias, i, count)
+    store(out, at + i, count, made)
+
+
+@njit(**_HELPER)
+def _even(values: Any, at: int, total: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
+    """Writes to out the values at indices `at` to at + W, less their mean, divided by the root of their variance, times weight [W],
+    plus bias. total: the sum of the values."""
+    width, has_bias = weight.shape[0], bias.shape[0] > 0
+    mean, whole = float32(total / float32(width)), width - width % LANES
+    squares = first_lanes(_spread(values, at + whole, width - whole, mean), width - whole)
+    for i in range(0, whole, LANES):
+        squares += _spread(values, at + i, LANES, mean)
+    factor = float32(1.0 / np.sqrt(float64(total_of(squares)) / width + eps))
+    for i in range(0, whole, LANES):
+        _even_lanes(values, at, mean, factor, weight, bias, has_bias, out, i, LANES)
+    if whole < width:
+        _even_lanes(values, at, mean, factor, weight, bias, has_bias, out, whole, width - whole)
+
+
+@njit(**_HELPER)
+def _layer_norm_vector(x: Any, residual: Any, at: int, scale: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
+    width = weight.shape[0]
+    whole = width - width % LANES
+    if residual.shape[0] > 0:
+        total = _add_lanes(x, residual, at + whole, width - whole, scale, weight)
+        for i in range(0, whole, LANES):
+            total += _add_lanes(x, residual, at + i, LANES, scale, weight)
+        _even(residual, at, total_of(total), weight, bias, eps, out)
+    else:
+        total = load(x, at + whole, width - whole)
+        for i in range(0, whole, LANES):
+            total += load(x, at + i, LANES)
+        _even(x, at, total_of(total), weight, bias, eps, out)
+
+
+def _layer_norm(x: Any, residual: Any, scale: float, weight: Any, bias: Any, eps: float, out: Any) -> None:
+    """Writes the LayerNorm of each row of x [T, W] to out, or, with a residual [T, W], adds x times scale to it in place and writes
+    the norm of the sum. bias: [W], or [0] for none. Everything is computed in float32 and rounded once."""
+    factor = float32(scale)
+    for row in prange(x.shape[0]):
+        _layer_norm_vector(x, residual, row * x.shape[1], factor, weight, bias, eps, out)
 
 
 def rope_and_store_signature(element: types.Type) -> Any:
@@ -243,17 +312,33 @@ def _silu_and_mul(gate_up: Any, out: Any) -> None:
 
 
 @njit(inline="always", fastmath=FASTMATH)
+def _gelu_of(x: Any, out: Any) -> Any:
+    """Returns the tanh approximation of gelu, computed as x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3))."""
+    twice = (x + x * x * x * float32(0.044715)) * float32(1.5957691216057308)
+    return x / (_exp(float32(0.0) - twice, out) + float32(1.0))
+
+
+@njit(inline="always", fastmath=FASTMATH)
 def _gelu_lanes(gate_up: Any, at: int, width: int, out: Any, out_at: int, count: int) -> None:
     gate, up = load(gate_up, at, count), load(gate_up, at + width, count)
-    twice = (gate + gate * gate * gate * float32(0.044715)) * float32(1.5957691216057308)
-    activated = rounded(gate / (_exp(float32(0.0) - twice, out) + float32(1.0)), out[0, 0])
+    activated = rounded(_gelu_of(gate, out), out[0, 0])
     store(out, out_at, count, activated * up)
 
 
-def _gelu_and_mul(gate_up: Any, out: Any) -> None:
-    """Writes gelu(gate) * up to out [T, W], of gate and up side by side in gate_up [T, 2 W].
+def _gelu(x: Any, out: Any) -> None:
+    """Writes gelu(x) to out, both [T, W]."""
+    width = out.shape[1]
+    whole = width - width % LANES
+    for row in prange(out.shape[0]):
+        at = row * width
+        for i in range(0, whole, LANES):
+            store(out, at + i, LANES, _gelu_of(load(x, at + i, LANES), out))
+        if whole < width:
+            store(out, at + whole, width - whole, _gelu_of(load(x, at + whole, width - whole), out))
 
-    gelu is the tanh approximation, computed as g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g**3))."""
+
+def _gelu_and_mul(gate_up: Any, out: Any) -> None:
+    """Writes gelu(gate) * up to out [T, W], of gate and up side by side in gate_up [T, 2 W]."""
     width = out.shape[1]
     whole = width - width % LANES
     for row in prange(out.shape[0]):
@@ -290,7 +375,9 @@ def _clamped_swiglu(gate_up: Any, limit: float, alpha: float, out: Any) -> None:
 gather_rows, gather_rows_parallel = _compiled(_gather_rows)
 rms_norm, rms_norm_parallel = _compiled(_rms_norm)
 add_rms_norm, add_rms_norm_parallel = _compiled(_add_rms_norm)
+layer_norm, layer_norm_parallel = _compiled(_layer_norm)
 rope_and_store, rope_and_store_parallel = _compiled(_rope_and_store)
 silu_and_mul, silu_and_mul_parallel = _compiled(_silu_and_mul)
+gelu, gelu_parallel = _compiled(_gelu)
 gelu_and_mul, gelu_and_mul_parallel = _compiled(_gelu_and_mul)
 clamped_swiglu, clamped_swiglu_parallel = _compiled(_clamped_swiglu)

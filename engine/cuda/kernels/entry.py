@@ -79,15 +79,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool, scale: float = 1.0) -> Tensor:
     out = torch.empty_like(x)
-    triton_rows.rms_norm(x, residual, weight, eps, around_one, out)
+    triton_rows.rms_norm(x, residual, weight, eps, around_one, out, scale)
+    return out
+
+
+def layer_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, scale: float = 1.0) -> Tensor:
+    """Returns the LayerNorm of x, or, with a residual, of its sum with x times scale, which replaces it."""
+    out = torch.empty_like(x)
+    triton_rows.layer_norm(x, residual, weight, bias, eps, out, scale)
     return out
 
 
 def gate_and_mul(gate_up: Tensor, gelu: bool) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     triton_rows.gate_and_mul(gate_up, gelu, out)
+    return out
+
+
+def gelu(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    triton_rows.gelu(x, out)
     return out
 
 

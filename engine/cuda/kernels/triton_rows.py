@@ -1,5 +1,5 @@
-"""Row-wise work on the GPU (Triton): norms, gated activations, gathered rows. Reference implementations: reference.{rms_norm,
-add_rms_norm, silu_and_mul, gelu_and_mul, gather_rows}.
+"""Row-wise work on the GPU (Triton): norms, activations, gathered rows. Reference implementations: reference.{rms_norm,
+add_rms_norm, layer_norm, add_layer_norm, silu_and_mul, gelu_and_mul, gelu, gather_rows}.
 
 Shapes: T rows, W width, V rows of a table. Sums are float32. Results are rounded where the reference implementations round.
 """
@@ -14,15 +14,19 @@ GATE_BLOCK = 1024
 
 
 @triton.jit
-def _rms_norm_kernel(
+def _norm_kernel(
     x,  # [T, W]
     residual,  # [T, W], read and written if ADD
     weight,  # [W]
+    bias,  # [W], read if BIASED
     out,  # [T, W]
     eps,
+    scale,  # of x where it is added
     W: tl.constexpr,
     ADD: tl.constexpr,
     AROUND_ONE: tl.constexpr,
+    CENTRED: tl.constexpr,  # LayerNorm, else RMS
+    BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.arange(0, BLOCK)
@@ -30,34 +34,65 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * W + at
     value = tl.load(x + row, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        value += tl.load(residual + row, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(residual + row, mask=inside, other=0.0).to(tl.float32) + value * scale
         total = value.to(residual.dtype.element_ty)
         tl.store(residual + row, total, mask=inside)
         value = total.to(tl.float32)
+    if CENTRED:
+        value = tl.where(inside, value - tl.sum(value, axis=0) / W, 0.0)
     normed = value * tl.rsqrt(tl.sum(value * value, axis=0) / W + eps)
     factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     if AROUND_ONE:
         factor += 1.0
-    else:
+    elif not CENTRED:
         normed = normed.to(out.dtype.element_ty).to(tl.float32)
     result = normed * factor
+    if BIASED:
+        result += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, around_one: bool, out: Tensor) -> None:
-    """Writes the norm of x's rows to out, see reference.rms_norm. With a residual, adds x to it in place and writes the norm of the
-    sum."""
+def rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, around_one: bool, out: Tensor, scale: float = 1.0
+) -> None:
+    """Writes the norm of x's rows to out, see reference.rms_norm. With a residual, adds x times scale to it in place and writes the
+    norm of the sum."""
+    _norm(x, residual, weight, None, eps, scale, out, around_one, False)
+
+
+def layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor, scale: float = 1.0
+) -> None:
+    """Writes the norm of x's rows to out, see reference.layer_norm. With a residual, as rms_norm does."""
+    _norm(x, residual, weight, bias, eps, scale, out, False, True)
+
+
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    scale: float,
+    out: Tensor,
+    around_one: bool,
+    centred: bool,
+) -> None:
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(rows,)](
+    _norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
         weight,
+        weight if bias is None else bias,
         out,
         eps,
+        scale,
         W=width,
         ADD=residual is not None,
         AROUND_ONE=around_one,
+        CENTRED=centred,
+        BIASED=bias is not None,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )
@@ -65,29 +100,43 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, aro
 
 @triton.jit
 def _gate_kernel(
-    gate_up,  # [T, 2 W]
+    gate_up,  # [T, 2 W], or [T, W] if there are gates alone
     out,  # [T, W]
     W: tl.constexpr,
     GELU: tl.constexpr,
+    UP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < W
-    gate = tl.load(gate_up + row * 2 * W + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * W + W + at, mask=inside, other=0.0).to(tl.float32)
+    begin = gate_up + row * (2 * W if UP else W)
+    gate = tl.load(begin + at, mask=inside, other=0.0).to(tl.float32)
     logit = gate
     if GELU:
         # 1/2 (1 + tanh u) is the logistic function of 2u, which subtracts no nearly equal numbers
         logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     active = gate / (1.0 + tl.exp(-logit))
-    tl.store(out + row * W + at, (active.to(out.dtype.element_ty).to(tl.float32) * up).to(out.dtype.element_ty), mask=inside)
+    if UP:
+        up = tl.load(begin + W + at, mask=inside, other=0.0).to(tl.float32)
+        active = active.to(out.dtype.element_ty).to(tl.float32) * up
+    tl.store(out + row * W + at, active.to(out.dtype.element_ty), mask=inside)
 
 
 def gate_and_mul(gate_up: Tensor, gelu: bool, out: Tensor) -> None:
+    """Writes gelu(gate) * up, or silu(gate) * up, to out [T, W], of gate and up side by side in gate_up [T, 2 W]."""
+    _activate(gate_up, out, gelu, True)
+
+
+def gelu(x: Tensor, out: Tensor) -> None:
+    """Writes gelu(x) to out, both [T, W]."""
+    _activate(x, out, True, False)
+
+
+def _activate(gate_up: Tensor, out: Tensor, gelu: bool, has_up: bool) -> None:
     rows, width = out.shape
     block = min(GATE_BLOCK, triton.next_power_of_2(width))
-    _gate_kernel[(rows, triton.cdiv(width, block))](gate_up, out, W=width, GELU=gelu, BLOCK=block, num_warps=4)
+    _gate_kernel[(rows, triton.cdiv(width, block))](gate_up, out, W=width, GELU=gelu, UP=has_up, BLOCK=block, num_warps=4)
 
 
 @triton.jit

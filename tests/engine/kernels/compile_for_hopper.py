@@ -236,6 +236,8 @@ def main(capability: int, listed: bool) -> None:
     triton_experts.combine(made, routing[1], longs, None, x, x)
     entry.rms_norm(x, x[0], 1e-5, False)
     entry.add_rms_norm(x, x, x[0], 1e-5, False)
+    entry.layer_norm(x, x, x[0], x[0], 1e-5)
+    entry.gelu(x)
     for gelu in (False, True):
         entry.gate_and_mul(torch.zeros(ROWS, 2 * INNER, dtype=dtype), gelu)
     triton_rows.gather_rows(x, ints, 1.0, x)

@@ -25,6 +25,15 @@ def norms(draw: Draw) -> None:
     wanted = reference.add_rms_norm(x, residual, weight, 1e-5, around_one)
     close(out, wanted, draw.dtype)
     close(added, residual, draw.dtype)
+    bias, scale = draw.normal(width) if draw.one_of(False, True) else None, draw.one_of(1.0, 0.22)
+    held = None if bias is None else draw.on(bias)
+    triton_rows.layer_norm(draw.on(x), None, draw.on(weight), held, 1e-5, out)
+    close(out, reference.layer_norm(x, weight, bias, 1e-5), draw.dtype)
+    triton_rows.layer_norm(draw.on(x), added, draw.on(weight), held, 1e-5, out, scale)
+    close(out, reference.add_layer_norm(x, residual, weight, bias, 1e-5, scale), draw.dtype)
+    triton_rows.rms_norm(draw.on(x), added, draw.on(weight), 1e-5, around_one, out, scale)
+    close(out, reference.add_rms_norm(x, residual, weight, 1e-5, around_one, scale), draw.dtype)
+    close(added, residual, draw.dtype)
 
 
 def gates(draw: Draw) -> None:
@@ -36,6 +45,9 @@ def gates(draw: Draw) -> None:
         out = draw.like(wanted)
         triton_rows.gate_and_mul(draw.on(gate_up), gelu, out)
         close(out, wanted, draw.dtype)
+    out = draw.like(gate_up)
+    triton_rows.gelu(draw.on(gate_up), out)
+    close(out, reference.gelu(gate_up), draw.dtype)
 
 
 def few_rows_linear(draw: Draw) -> None:

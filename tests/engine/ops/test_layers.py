@@ -50,6 +50,26 @@ def test_rms_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: f
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_layer_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: float, threads: int) -> None:
+    ops.set_num_threads(threads)
+    share_everything(monkeypatch)
+    x, weight, bias = random(7, 77, dtype=dtype, scale=scale) + scale, random(77, dtype=dtype), random(77, dtype=dtype)
+    same(*both(monkeypatch, lambda: ops.layer_norm(x, weight, None, 1e-5)))
+    same(*both(monkeypatch, lambda: ops.layer_norm(x[:, :48].contiguous(), weight[:48], bias[:48], 1e-5)))
+
+    def add() -> Tensor:
+        residual = random(7, 77, dtype=dtype, scale=3.0).clone()
+        normed = [
+            ops.add_layer_norm(x, residual, weight, bias, 1e-5, 0.22),
+            ops.add_rms_norm(x, residual, weight, 1e-5, False, 0.22),
+        ]
+        return torch.cat((*normed, residual))
+
+    same(*both(monkeypatch, add))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("scale", [0.1, 3.0, 60.0])
 def test_gated_activations(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: float, threads: int) -> None:
     ops.set_num_threads(threads)
@@ -58,6 +78,7 @@ def test_gated_activations(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, 
     same(*both(monkeypatch, lambda: ops.silu_and_mul(gate_up)))
     gate_up[:, 75:] /= scale  # where gelu is almost 0, torch's has no correct digit, and a large `up` would make that visible
     same(*both(monkeypatch, lambda: ops.gelu_and_mul(gate_up)))
+    same(*both(monkeypatch, lambda: ops.gelu(gate_up)))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
