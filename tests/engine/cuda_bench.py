@@ -32,6 +32,7 @@ KINDS = [
     "gemma3",
     "phi3-partial-window",
     "olmo2",
+    "cohere2",
     "qwen2-moe",
     "qwen3-next",
     "glm4-moe",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.loading.runner import TorchRunner
 from tests.engine.cpu_ops import compute_with
 from tests.engine.model_bench import (
     CASES,
     load,
+    logits_of,
     make_checkpoint,
     make_memory,
     make_runner,
@@ -22,6 +26,7 @@ from tests.engine.model_bench import (
     plan,
     put,
 )
+from tests.loader import fp8, int4
 
 PROMPT = np.random.default_rng(11).integers(0, 211, 60).tolist()
 LONGROPE = {
@@ -77,6 +82,50 @@ def test_a_scaling_of_the_layers_without_windows(runner: TorchRunner, tmp_path: 
     equals(made, runner, tmp_path, 128, 60)
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "granite": {
+        "kind": "granite",
+        "embedding_multiplier": 1.7,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.13,
+        "logits_scaling": 0.8,
+        "attention_bias": True,
+    },
+    "cohere": {"kind": "cohere", "num_hidden_layers": 2, "head_dim": 8, "pad_token_id": 0, "logit_scale": 0.75},
+    "phi": {"kind": "phi", "head_dim": 8, "layer_norm_eps": 1e-3, "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_dense_families(runner: TorchRunner, tmp_path: Path, case: str) -> None:
+    """Their ways of computing that no case of test_models has: factors of embeddings, branches, scores and logits; rotation of all
+    layers beside LayerNorm; an MLP without a gate, and biases of norms and of the head."""
+    made = make_checkpoint(tmp_path, **VARIANTS[case])
+    equals(made, runner, tmp_path, 128, 60)
+
+
+@pytest.mark.parametrize(
+    ("case", "quantize"),
+    [
+        ("phi", partial(int4.quantize, config=int4.compressed())),
+        ("cohere", partial(fp8.quantize, kind=fp8.KINDS["fine-grained"])),
+    ],
+    ids=["phi-int4", "cohere-fp8"],
+)
+def test_dense_families_with_quantised_weights(
+    runner: TorchRunner, tmp_path: Path, case: str, quantize: Callable[..., dict[str, torch.Tensor]]
+) -> None:
+    """Their logits equal those of the plain checkpoint with the weights that are meant."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_hidden_layers": 2}
+    make_checkpoint(tmp_path / "plain", **VARIANTS[case] | sizes)
+    meant = quantize(tmp_path / "plain", tmp_path / "small")
+    assert {name.split(".")[-2] for name in meant} >= ({"fc1", "dense"} if case == "phi" else {"gate_proj", "o_proj"})
+    found = logits_of(PROMPT, runner, tmp_path / "small")
+    save_file(load_file(tmp_path / "plain" / "model.safetensors") | meant, tmp_path / "plain" / "model.safetensors")
+    wanted = logits_of(PROMPT, runner, tmp_path / "plain")
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
 @pytest.mark.parametrize("max_len", [32, 60])
 def test_dynamic_rope(runner: TorchRunner, tmp_path: Path, max_len: int) -> None:
     """The frequencies are those that transformers uses for a sequence as long as the longest context that is served."""
@@ -87,7 +136,18 @@ def test_dynamic_rope(runner: TorchRunner, tmp_path: Path, max_len: int) -> None
 
 @pytest.mark.parametrize(
     "case",
-    ["mistral-window", "phi3-partial-window", "gemma2", "gemma3", "olmo2", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2"],
+    [
+        "mistral-window",
+        "phi3-partial-window",
+        "gemma2",
+        "gemma3",
+        "olmo2",
+        "cohere2",
+        "mixtral",
+        "qwen2-moe",
+        "qwen3-moe",
+        "deepseek-v2",
+    ],
 )
 def test_bfloat16_follows_transformers(runner: TorchRunner, tmp_path: Path, case: str) -> None:
     """The mean error against float32 is at most 1.2 times that of transformers in bfloat16."""

@@ -60,7 +60,11 @@ def quantize(
     group_inputs = config["config_groups"]["group_0"]["weights"]["group_size"] or 0
     tensors, meant = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")) or plain in name or only not in name:
+        if (
+            not name.endswith(("_proj.weight", "_proj_with_mqa.weight", "fc1.weight", "fc2.weight", "dense.weight"))
+            or plain in name
+            or only not in name
+        ):
             tensors[name] = tensor
             continue
         if config["config_groups"]["group_0"]["weights"]["symmetric"]:

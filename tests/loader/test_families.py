@@ -381,7 +381,13 @@ MISTRAL_SMALL_31: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vision_config": {"hidden_size": 1024, "model_type": "pixtral", "num_hidden_layers": 24},
 }
-ON_FILE = Path(__file__).parents[1] / "published"
+ON_FILE = {
+    "SmolLM3 3B": ("smollm3-3b", 3_075_098_624),
+    "Granite 3.1 8B": ("granite-3.1-8b", 8_170_848_256),
+    "Command R 35B": ("command-r-35b", 34_980_831_232),
+    "Command R7B": ("command-r7b", 8_028_033_024),
+    "Phi-2": ("phi-2", 2_779_683_840),
+}
 PUBLISHED = {
     "Mistral 7B": (MISTRAL_7B, 7_241_732_096),
     "Qwen2.5 7B": (QWEN25_7B, 7_615_616_512),
@@ -391,12 +397,14 @@ PUBLISHED = {
     "Gemma 3 1B": (GEMMA3_1B, 999_885_952),
     "OLMo 2 7B": (OLMO2_7B, 7_298_617_344),
     "GLM-4 9B 0414": (GLM4_9B, 9_400_279_040),
-    "SmolLM3 3B": (json.loads((ON_FILE / "smollm3-3b.json").read_text()), 3_075_098_624),
     "Mixtral 8x7B": (MIXTRAL_8X7B, 46_702_792_704),
     "Qwen1.5 MoE A2.7B": (QWEN15_MOE, 14_315_784_192),
     "Qwen3 30B A3B": (QWEN3_30B_A3B, 30_532_122_624),
     "GLM-4.5-Air": (GLM45_AIR, 106_852_251_264),  # as transformers builds it; published: 106 billion
     "gpt-oss 20B": (GPT_OSS_20B, 20_914_757_184),
+} | {
+    name: (json.loads((Path(__file__).parents[1] / "published" / f"{file}.json").read_text()), num)
+    for name, (file, num) in ON_FILE.items()
 }
 
 
@@ -442,7 +450,7 @@ def test_figures_and_dialects_of_published_models(name: str) -> None:
 
 def test_model_type_stands_in_for_architectures() -> None:
     for family in ARCHITECTURES.values():
-        activation = "gelu" if isinstance(family, Encoder) else "silu"
+        activation = "gelu_new" if family.name == "PhiForCausalLM" else "gelu" if isinstance(family, Encoder) else "silu"
         stored = GPT_OSS_20B["quantization_config"] if family.name == "GptOssForCausalLM" else None
         named = {"architectures": "absent", "model_type": family.model_type, "quantization_config": stored}
         text = {"text_config": QWEN25_7B} if isinstance(family, Wrapper) else {}

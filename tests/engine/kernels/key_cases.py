@@ -75,9 +75,9 @@ class KeyCase:
 
 
 PUBLISHED = Path(__file__).parents[2] / "published"
-DEEPSEEK_V3, DEEPSEEK_V2_LITE, LLAMA4_SCOUT, QWEN3_NEXT = (
+DEEPSEEK_V3, DEEPSEEK_V2_LITE, LLAMA4_SCOUT, QWEN3_NEXT, COMMAND_R7B, PHI_2 = (
     json.loads((PUBLISHED / f"{name}.json").read_text())
-    for name in ("deepseek-v3", "deepseek-v2-lite", "llama-4-scout", "qwen3-next-80b-a3b")
+    for name in ("deepseek-v3", "deepseek-v2-lite", "llama-4-scout", "qwen3-next-80b-a3b", "command-r7b", "phi-2")
 )
 LLAMA4_TEXT = LLAMA4_SCOUT["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
 FP8_WEIGHTS = {"quantization_config": FINE_GRAINED}
@@ -102,6 +102,13 @@ CASES = [
         "float32",
         more={"vocab_size": 1003, "num_attention_heads": 2, "num_key_value_heads": 2},
     ),
+    KeyCase(
+        "command r7b fp8",
+        COMMAND_R7B,
+        kv_cache_dtype="fp8",
+        more={"head_dim": 64, "vocab_size": 1024, "sliding_window": 96, "sliding_window_pattern": 2},
+    ),
+    KeyCase("phi-2 at odd places", PHI_2, "float16", block_offset=8, max_rows=17, more={"head_dim": 80, "vocab_size": 1003}),
     KeyCase("qwen2 moe", QWEN15_MOE, more={"vocab_size": 4096, "num_experts": 24, "mlp_only_layers": [1], "num_hidden_layers": 3}),
     KeyCase("mixtral float32 at odd places", MIXTRAL_8X7B, "float32", block_offset=8, more={"num_experts": 8, "vocab_size": 4096}),
     KeyCase("glm4 moe", GLM45_AIR, max_rows=5, more={"vocab_size": 1024, "n_routed_experts": 24, "n_group": 4, "topk_group": 2}),
@@ -158,6 +165,8 @@ COVERING = (
     "qwen3 norms at odd places",
     "gemma2",
     "olmo2 float32 gptq",
+    "command r7b fp8",
+    "phi-2 at odd places",
     "qwen2 moe",
     "glm4 moe",
     "gpt-oss",

@@ -1,0 +1,18 @@
+"""Granite 3.x (dense): Llama, in which embeddings, scores, what a branch adds and logits have factors."""
+
+from __future__ import annotations
+
+from loader.architectures.decoder import Decoder
+from loader.architectures.factors import Factors
+
+ARCHITECTURE = Decoder(
+    "GraniteForCausalLM",
+    "granite",
+    has_mlp_bias_key=True,
+    factors=Factors(
+        embeddings="embedding_multiplier",
+        branches="residual_multiplier",
+        scores="attention_multiplier",
+        logits_divisor="logits_scaling",
+    ),
+)
