@@ -72,6 +72,7 @@ class Decoder:
     attention_bias_key: str = "attention_bias"
     attention_bias_default: bool = False  # if that key is absent
     output_bias: bool | None = None  # of the attention's output; None: as attention_bias
+    output_bias_key: str = ""  # that says it instead, false if it is absent; "": there is none
     has_mlp_bias_key: bool = False  # else mlp_bias holds
     mlp_bias: bool = False
     head_bias: bool = False
@@ -144,7 +145,7 @@ class Decoder:
             rope=rope,
             tie_word_embeddings=fields.boolean("tie_word_embeddings", self.tie_word_embeddings),
             attention_bias=attention_bias,
-            output_bias=attention_bias if self.output_bias is None else self.output_bias,
+            output_bias=self._output_bias(fields, attention_bias),
             mlp_bias=fields.boolean("mlp_bias") if self.has_mlp_bias_key else self.mlp_bias,
             dtype=stored_dtype(fields, self.dtype),
             layer_windows=windows,
@@ -270,6 +271,11 @@ class Decoder:
         elif self.rope.only_listed:
             rotated = rotated_layers(fields, len(sliding))
         return frozenset(layer for layer, is_rotated in enumerate(rotated) if not is_rotated)
+
+    def _output_bias(self, fields: Fields, attention_bias: bool) -> bool:
+        if self.output_bias_key:
+            return fields.boolean(self.output_bias_key)
+        return attention_bias if self.output_bias is None else self.output_bias
 
     def _predicting_layers(self, fields: Fields) -> int:
         if self.predicting_layers is None:

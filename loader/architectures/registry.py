@@ -22,6 +22,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "glm",
     "glm4",
     "smollm3",
+    "seed_oss",
     "granite",
     "cohere",
     "cohere2",

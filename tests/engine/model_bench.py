@@ -345,6 +345,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
         "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
         "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+        "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
         "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
         "cohere": (transformers.CohereConfig, transformers.CohereForCausalLM),
         "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM),

@@ -83,6 +83,7 @@ def test_a_scaling_of_the_layers_without_windows(runner: TorchRunner, tmp_path: 
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "seed-oss": {"kind": "seed_oss", "num_hidden_layers": 2, "attention_out_bias": True, "tie_word_embeddings": True},
     "granite": {
         "kind": "granite",
         "embedding_multiplier": 1.7,
@@ -98,8 +99,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", VARIANTS)
 def test_dense_families(runner: TorchRunner, tmp_path: Path, case: str) -> None:
-    """Their ways of computing that no case of test_models has: factors of embeddings, branches, scores and logits; rotation of all
-    layers beside LayerNorm; an MLP without a gate, and biases of norms and of the head."""
+    """Their ways of computing that no case of test_models has: a key for one bias; factors of embeddings, branches, scores and
+    logits; rotation of all layers beside LayerNorm; an MLP without a gate, and biases of norms and of the head."""
     made = make_checkpoint(tmp_path, **VARIANTS[case])
     equals(made, runner, tmp_path, 128, 60)
 

@@ -15,9 +15,9 @@ from loader.layout import parameter_shapes
 from loader.model_shape import ModelShape
 
 PUBLISHED = Path(__file__).parents[1] / "published"
-SMOLLM3, GRANITE, COHERE, COHERE2, PHI = (
+SMOLLM3, SEED_OSS, GRANITE, COHERE, COHERE2, PHI = (
     json.loads((PUBLISHED / f"{name}.json").read_text())
-    for name in ("smollm3-3b", "granite-3.1-8b", "command-r-35b", "command-r7b", "phi-2")
+    for name in ("smollm3-3b", "seed-oss-36b", "granite-3.1-8b", "command-r-35b", "command-r7b", "phi-2")
 )
 
 
@@ -36,6 +36,13 @@ def test_smollm3_has_layers_without_rotation() -> None:
     assert parse(SMOLLM3, **windows | {"sliding_window": None}).layer_windows == (0,) * 36
     listed = ["sliding_attention"] * 18 + ["full_attention"] * 18
     assert parse(SMOLLM3, **windows | {"layer_types": listed}).layer_windows == (100,) * 18 + (0,) * 18
+
+
+def test_seed_oss_has_a_key_for_the_bias_of_the_output() -> None:
+    shape = parse(SEED_OSS)
+    assert (shape.attention_bias, shape.output_bias, shape.head_dim) == (True, False, 128)
+    assert parse(SEED_OSS, attention_bias="absent", attention_out_bias="absent") == shape
+    assert parse(SEED_OSS, attention_out_bias=True).output_bias
 
 
 def test_granite_has_factors() -> None:
@@ -75,6 +82,7 @@ def test_phi2_has_biases_throughout() -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
+        (SEED_OSS, {"attention_out_bias": "no"}, "attention_out_bias: 'no' is not true or false"),
         (GRANITE, {"residual_multiplier": 0}, "residual_multiplier: 0.0 is not positive"),
         (GRANITE, {"embedding_multiplier": "12"}, "embedding_multiplier: '12' is not a number"),
         (GRANITE, {"attention_multiplier": -1}, "attention_multiplier: -1.0 is not positive"),

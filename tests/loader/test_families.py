@@ -383,6 +383,7 @@ MISTRAL_SMALL_31: dict[str, Any] = {
 }
 ON_FILE = {
     "SmolLM3 3B": ("smollm3-3b", 3_075_098_624),
+    "Seed-OSS 36B": ("seed-oss-36b", 36_151_104_512),
     "Granite 3.1 8B": ("granite-3.1-8b", 8_170_848_256),
     "Command R 35B": ("command-r-35b", 34_980_831_232),
     "Command R7B": ("command-r7b", 8_028_033_024),
