@@ -39,7 +39,7 @@ class SequenceBlocks:
         self._is_simple = len(kv.groups) == 1 and not self.windowed
         self._tables = block_tables
         self._chunk_tokens = chunk_tokens
-        # Of group g, slot s holds blocks [starts[g][s], ends[g][s]) of its table; in a state group those of them that are not -1.
+        # Slot s holds blocks [starts[g][s], ends[g][s]) of its table of group g; in a state group only those that are not -1.
         self._starts: list[IntArray] = [np.zeros(num_slots, np.int32) for _ in kv.groups]
         self._ends: list[IntArray] = [np.zeros(num_slots, np.int32) for _ in kv.groups]
 

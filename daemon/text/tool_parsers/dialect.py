@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from daemon.text.tool_parsers.call import Call
-from daemon.text.tool_parsers.pieces import CONTENT, Piece, find_marker
+from daemon.text.tool_parsers.pieces import CONTENT, Piece, find_first_marker
 
 # Reads from text[at] on and returns the index of the first character that was not read. May set `held` and return len(text).
 Mode = Callable[[str, int, list[Piece]], int]
@@ -17,6 +17,7 @@ class DialectParser(ABC):
     read, and `after`, which reads what follows a complete call."""
 
     marker: str
+    markers: tuple[str, ...] = ()  # of dialects with several; (): only `marker`
 
     def __init__(self) -> None:
         self.mode: Mode = self.content
@@ -50,16 +51,20 @@ class DialectParser(ABC):
     def after(self, text: str, at: int, out: list[Piece]) -> int: ...
 
     def content(self, text: str, at: int, out: list[Piece]) -> int:
-        found, whole = find_marker(text, at, self.marker)
+        found, whole, marker = find_first_marker(text, at, self.markers or (self.marker,))
         if self.lead or found > at:
             out.append(Piece(CONTENT, self.lead + text[at:found]))
             self.lead = ""
         if not whole:
             self.held = text[found:]
             return len(text)
-        self.lead = self.marker
+        return self.at_marker(marker, found)
+
+    def at_marker(self, marker: str, at: int) -> int:
+        """Begins what stands behind a marker, which was found at index `at`. Returns the index to read on from."""
+        self.lead = marker
         self.opened()
-        return found + len(self.marker)
+        return at + len(marker)
 
     def begin(self, call: Call) -> None:
         """Starts reading a call that was given `lead`."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from daemon.text.tool_parsers.call import NAME, Call, CallObject
 from daemon.text.tool_parsers.dialect import DialectParser
-from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL_END, CONTENT, Piece, find_first_marker
+from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL_END, Piece
 from daemon.text.tool_parsers.python_value import SPACES, PythonValue
 from daemon.text.tool_parsers.text_call import MOST_KEY, key_as_json
 
@@ -128,6 +128,7 @@ class Llama4Parser(DialectParser):
     kind."""
 
     marker = START
+    markers = (START, END)
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
@@ -142,18 +143,6 @@ class Llama4Parser(DialectParser):
 
     def gave_up(self) -> None:
         self._in_list = False
-
-    def content(self, text: str, at: int, out: list[Piece]) -> int:
-        found, is_whole, marker = find_first_marker(text, at, (START, END))
-        if self.lead or found > at:
-            out.append(Piece(CONTENT, self.lead + text[at:found]))
-            self.lead = ""
-        if not is_whole:
-            self.held = text[found:]
-            return len(text)
-        self.lead = marker
-        self.opened()
-        return found + len(marker)
 
     def _start(self, text: str, at: int, out: list[Piece]) -> int:
         """Reads what a call may begin with, at the reply's beginning or behind a marker."""

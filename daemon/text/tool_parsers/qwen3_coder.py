@@ -12,7 +12,7 @@ from daemon.text.tool_parsers.call import NAME
 from daemon.text.tool_parsers.dialect import DialectParser
 from daemon.text.tool_parsers.hermes import CLOSE, OPEN
 from daemon.text.tool_parsers.parameter_types import ParameterTypes
-from daemon.text.tool_parsers.pieces import CONTENT, Piece, find_first_marker
+from daemon.text.tool_parsers.pieces import Piece
 from daemon.text.tool_parsers.text_call import MOST_KEY, TextCall, types_by_tool
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
@@ -70,26 +70,18 @@ class Qwen3CoderParser(DialectParser):
     out at times. schemas: of each tool's parameters, as JSON."""
 
     marker = OPEN
+    markers = (OPEN, FUNCTION)
 
     def __init__(self, names: Sequence[str], schemas: Sequence[bytes]) -> None:
         super().__init__()
         self._names = frozenset(names)
         self._types = types_by_tool(names, schemas)
 
-    def content(self, text: str, at: int, out: list[Piece]) -> int:
-        found, is_whole, marker = find_first_marker(text, at, (OPEN, FUNCTION))
-        if self.lead or found > at:
-            out.append(Piece(CONTENT, self.lead + text[at:found]))
-            self.lead = ""
-        if not is_whole:
-            self.held = text[found:]
-            return len(text)
+    def at_marker(self, marker: str, at: int) -> int:
         if marker == FUNCTION:
             self.begin(_FunctionCall(self.num_calls, "", self._types, self._names))
-            return found
-        self.lead = marker
-        self.opened()
-        return found + len(marker)
+            return at
+        return super().at_marker(marker, at)
 
     def opened(self) -> None:
         self.begin(_FunctionCall(self.num_calls, self.lead, self._types, None))

@@ -24,8 +24,8 @@ _HELPER: dict[str, Any] = {"fastmath": FASTMATH, "error_model": "numpy"}
 _UNIT_NORM_EPS = float32(1e-6)  # of queries and keys
 _IS_ITSELF = float32(20.0)  # from here on softplus(x) is x
 
-# Of both kernels: states; layers, layer, numbers of a layer's state; block_tokens; block_table, starts, num_new, contexts; sizes;
-# columns.
+# Both kernels take these arguments in this order: layers, layer, numbers of a layer's state, block_tokens; block_table; starts,
+# num_new, contexts; sizes; columns.
 _PLACES = (*(int64,) * 4, int32[:, ::1], *(int32[::1],) * 3, int64[::1], int64[::1])
 
 
