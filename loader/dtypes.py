@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 DTYPES = ("float32", "bfloat16", "float16")
 E8M0 = "e8m0"  # powers of two, as their exponents plus 127: the scales of MXFP4
 FP8 = "float8_e4m3fn"  # weights only, as codes
@@ -10,3 +12,11 @@ FLOAT_OF = {name: name for name in DTYPES} | {target: name for name, target in S
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1, E8M0: 1} | dict.fromkeys(SCALES_IN.values(), 2)
 # safetensors' name -> ours
 DTYPE_OF = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8", "I32": "int32", "U8": "uint8", "F8_E4M3": FP8}
+
+
+def computed_dtype(asked: str, stored: str, kinds: Collection[str]) -> str:
+    """Returns the dtype that a model is computed in. asked: the setting; auto: the stored dtype, but bfloat16 in place of float16
+    where every device that may hold the model is of the kind cpu, which has no kernels for float16. kinds: those devices' kinds."""
+    if asked != "auto":
+        return asked
+    return "bfloat16" if stored == "float16" and set(kinds) == {"cpu"} else stored

@@ -20,6 +20,7 @@ from daemon.cli.table import size
 from daemon.errors import EXIT_NO_FIT, EXIT_OK, EXIT_USAGE
 from loader import capacity
 from loader.described_model import CONFIG, HEADERS, INDEX, DescribedModel, described_model
+from loader.dtypes import computed_dtype
 from loader.errors import CheckpointError
 from loader.formats.registry import FORMATS, held_format
 from loader.kv_layout import KV_FP8, asked_kv_cache_dtype
@@ -116,7 +117,7 @@ def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capa
         if refused:
             raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{options.config}: {why}", "details": {}})
     return capacity.Settings(
-        dtype=shape.dtype if options.dtype == "auto" else options.dtype,
+        dtype=computed_dtype(options.dtype, shape.dtype, (kind,)),
         weight_format=weight_format,
         kv_cache_dtype=asked_kv_cache_dtype(options.kv_cache_dtype),
         max_model_len=max_model_len,

@@ -21,6 +21,7 @@ from daemon.models.entry import LoadSource, ModelEntry
 from daemon.models.model_names import ModelNames
 from daemon.record.state import NodeState
 from loader import catalog, kv_layout, layout, work_space
+from loader.dtypes import computed_dtype
 from loader.errors import shortened
 from loader.formats.registry import asked_format, held_format, stored_format
 from loader.gpu_sizing import gpu_work_space_bytes
@@ -187,7 +188,7 @@ class Registry:
             misfit = misfit or self._format_misfit(name, settings, shape)
         if not checkpoint.complete or shape is None or misfit:
             return self._unusable(config, checkpoint, checkpoint.reason or checkpoint.error or misfit or "not a model")
-        dtype = shape.dtype if dtype == "auto" else dtype
+        dtype = self._computed_dtype(dtype, name, settings, shape)
         kv_dtype = kv_layout.kv_dtype_of(dtype, kv_cache_dtype)
         max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
         facts = events.ModelFacts(
@@ -237,6 +238,18 @@ class Registry:
             num_parameters=layout.num_parameters(shape),
         )
         return Registered(checkpoint, facts, entry, dtype, "", weight_format.name, kv_cache_dtype)
+
+    def _computed_dtype(self, asked: str, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Returns what loader.dtypes.computed_dtype says for the devices the model may live on; the log tells where a model loses
+        precision or speed by it."""
+        kinds = {device.name.partition(":")[0] for device in self._allowed(name, settings, shape)}
+        dtype = computed_dtype(asked, shape.dtype, kinds)
+        if dtype != shape.dtype and asked == "auto":
+            why = f"cpu devices have no kernels for {shape.dtype}; the key dtype decides otherwise"
+            log.info("%s: stored as %s and computed as %s, because %s", name, shape.dtype, dtype, why)
+        elif dtype == "float16" and "cpu" in kinds:
+            log.warning("%s: dtype: float16 has no kernels on cpu devices and is several times slower there than bfloat16", name)
+        return dtype
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
         """Returns the devices the model may live on: its carve-out alone if it has one, or else the configured devices that are

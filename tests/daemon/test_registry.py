@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,27 @@ async def test_quantised_weights_are_counted_and_asked_for(tmp_path: Path) -> No
     sources = [registry.source(name) for name in ("a", "b")]
     assert [source.quantize for source in sources if source is not None] == ["int8", ""]
     assert "int8 matrices" in registry.describe("a")
+
+
+async def test_float16_is_computed_as_bfloat16_where_only_cpu_devices_may_hold_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("plain", "half", "asked"):
+        make_model(tmp_path / name, dtype="float32" if name == "plain" else "float16")
+    caplog.set_level(logging.INFO)
+    registry = make_registry(tmp_path, asked=ModelConfig(dtype="float16"))
+    await registry.rescan()
+    assert {name: registry.resolve(name).dtype for name in ("plain", "half", "asked")} == {
+        "plain": "float32",
+        "half": "bfloat16",
+        "asked": "float16",
+    }
+    assert "half: stored as float16 and computed as bfloat16, because cpu devices have no kernels for float16" in caplog.text
+    assert "asked: dtype: float16 has no kernels on cpu devices" in caplog.text
+    both = [DeviceBudget("cpu:0", 256 * MIB), DeviceBudget("cuda:0", 256 * MIB)]
+    registry = Registry(NodeConfig(models_dir=str(tmp_path), chunk_bytes=2 * MIB), both, NodeState(str(tmp_path / "state")))
+    await registry.rescan()
+    assert registry.resolve("half").dtype == "float16"
 
 
 async def test_what_cannot_be_quantised_is_refused_by_field(tmp_path: Path) -> None:
