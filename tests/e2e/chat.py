@@ -13,7 +13,7 @@ from tests.e2e.node import SAFETY_S, Node
 
 class Stream:
     """One streamed completion. text, finish_reason, error are set when it has ended; num_chunks grows as it runs. hang_up: what
-    has come is enough."""
+    has come is enough. hung_up: whether it was ended in this way."""
 
     def __init__(self, node: Node, model: str, prompt: str, max_tokens: int, **options: Any) -> None:
         self.text, self.error, self.finish_reason, self.num_chunks = "", "", "", 0
@@ -22,7 +22,7 @@ class Stream:
         key = options.pop("key", "unused")
         extra = {"ignore_eos": True, **options.pop("extra_body", {})}
         options = {"temperature": 0, "seed": 1, **options}
-        self._hung_up = False
+        self.hung_up = False
         self._thread = threading.Thread(target=self._run, args=(node, model, prompt, max_tokens, extra, options, key), daemon=True)
         self._thread.start()
 
@@ -42,7 +42,7 @@ class Stream:
                         self.usage = chunk.usage.model_dump()
                     self.num_chunks += 1
                     self.stamps.append(time.monotonic())
-                    if self._hung_up:
+                    if self.hung_up:
                         break
         except openai.OpenAIError as error:
             self.error = str(error) or type(error).__name__
@@ -55,7 +55,7 @@ class Stream:
 
     def hang_up(self) -> Stream:
         """Closes the connection after the next chunk."""
-        self._hung_up = True
+        self.hung_up = True
         return self.join()
 
     def join(self) -> Stream:

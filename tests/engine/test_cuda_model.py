@@ -49,7 +49,7 @@ pytestmark = INTERPRETED
 
 
 # what they have the others have, too; on a GPU all are computed
-SLOW = {"qwen3", "olmo2", "gemma3"}
+SLOW = {"llama", "qwen3", "olmo2", "gemma3", "phi3-partial-window"}
 
 
 @pytest.fixture(scope="module", params=[kind for kind in KINDS if kind not in SLOW])

@@ -19,10 +19,10 @@ from tests.kernel_cache import ROOT
 
 # Each takes half a minute of compiling in a fresh clone, of the forms for one thread, whose code those for several threads share.
 # What lacks AVX-512 lacks VNNI, too; `make test-tiers` has more of them. Float32 is computed alike with and without bfloat16
-# instructions.
+# instructions, and routing is no matter of vectors.
 TIERS = {
-    "-avx512bf16": "not float32",
-    "-avx512": "not (test_experts and float32)",
+    "-avx512bf16": "not float32 and not routing",
+    "-avx512": "(not float32 or test_linear) and not routing",
     "-sve,-bf16": "",
 }  # features that are taken away: which tests are selected
 
