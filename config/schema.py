@@ -232,7 +232,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "a cuda device's budget is all of its memory but 1.5 GiB if none is given"
         ),
     ] = []
-    dtype: Annotated[str, key("auto (the checkpoint's; bfloat16 for float16 on a node of cpu devices), float32, bfloat16 or float16")] = "auto"
+    dtype: Annotated[
+        str, key("auto (the checkpoint's; bfloat16 for float16 on a node of cpu devices), float32, bfloat16 or float16")
+    ] = "auto"
     state_dir: Annotated[
         str,
         key("where pins, switched-off models and the tokens that tenants used today are kept; default: $XDG_STATE_HOME/hearthd"),

@@ -13,7 +13,7 @@ from loader.architectures.wrapper import TEXT_KEY, Wrapper
 from loader.config_fields import Fields, json_fields
 from loader.formats.left_plain import left_plain
 from loader.formats.registry import FORMATS, recognised_format
-from loader.model_shape import ModelShape
+from loader.model_shape import OPTIONAL_STACKS, ModelShape
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -45,7 +45,7 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
     if stored and shape.experts is not None and not FORMATS[stored].runs_experts:
         raise fields.unsupported("quantization_config", f"mixtures of experts are not served as {FORMATS[stored].title}")
     FORMATS[stored].check(fields, shape)
-    if stored and shape.experts is not None and shape.experts.input_major:  # quantised experts are stored one by one
+    if stored and shape.experts is not None and shape.experts.stack in OPTIONAL_STACKS:  # quantised experts are stored one by one
         shape = replace(shape, experts=replace(shape.experts, stacked=False))
     return replace(shape, stored_format=stored) if stored else shape
 

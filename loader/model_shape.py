@@ -24,6 +24,13 @@ class TemperatureShape:
     tokens: int
 
 
+# Stacks of experts' matrices. The experts of the last two kinds may be stored one by one, too.
+ALTERNATING = "alternating"  # [experts, outputs, inputs], in which a row of the gate and one of up take turns
+INPUT_MAJOR = "input-major"  # [experts, inputs, outputs], the gate's outputs before up's
+OUTPUT_MAJOR = "output-major"  # [experts, outputs, inputs], likewise
+OPTIONAL_STACKS = (INPUT_MAJOR, OUTPUT_MAJOR)
+
+
 @dataclass(slots=True, frozen=True)
 class ExpertShape:
     """The experts of a model (loader/architectures/experts.py). Every layer has them, except dense_layers, which have an MLP of
@@ -37,7 +44,7 @@ class ExpertShape:
     dense_layers: frozenset[int] = frozenset()
     sigmoid: SigmoidShape | None = None  # None: the weights are a softmax of the router's scores
     stacked: bool = False  # the checkpoint has one tensor for the matrices of all experts
-    input_major: bool = False  # of families whose stacked matrices have the inputs before the outputs
+    stack: str = ""  # how the family orders such a tensor: one of the three below; "": it has none
     weighs_inputs: bool = False  # an expert's weight is the sigmoid of its score, and multiplies what the expert reads
     swiglu_limit: float = 0.0  # clamped SwiGLU (reference.clamped_swiglu): the clamp of gate and up; 0: SiLU instead
     swiglu_alpha: float = 0.0  # the factor of the gate within its sigmoid

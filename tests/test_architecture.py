@@ -39,6 +39,7 @@ DAEMON_FROM_LOADER = {
     "loader.catalog",
     "loader.described_model",
     "loader.direct_io",
+    "loader.dtypes",
     "loader.errors",
     "loader.formats.registry",
     "loader.gpu_sizing",

@@ -10,7 +10,7 @@ from engine.layers.mlp import MLP
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, ClampedSwiglu, ExpertMatrices, ExpertMatrix, Ops, SigmoidRouting
 from loader.architectures.decoder import Decoder
-from loader.model_shape import ExpertShape, ModelShape
+from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, ModelShape
 
 
 class MixtureOfExperts(Generic[BatchT]):
@@ -36,13 +36,15 @@ class MixtureOfExperts(Generic[BatchT]):
         assert shape.experts is not None
         names, sizes, prefix = family.experts.names, shape.experts, family.names.layer.format(layer)
         router = weights.fused(prefix, names.router_and_gate, ".weight")
-        if sizes.stacked and not sizes.input_major:
+        if sizes.stack == ALTERNATING:
             experts = _stacked(weights, prefix + names.stacked_gate_up, prefix + names.stacked_down, sizes)
             return cls(ops, router, experts, None, weights.find(f"{prefix}{names.router}.bias"))
         gate_up: ExpertMatrix
         down: ExpertMatrix
         if sizes.stacked:
-            gate_up, down = (weights.get(prefix + name).transpose(1, 2) for name in (names.stacked_gate_up, names.stacked_down))
+            gate_up, down = (weights.get(prefix + name) for name in (names.stacked_gate_up, names.stacked_down))
+            if sizes.stack == INPUT_MAJOR:
+                gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         else:
             gate_up = weights.stacked(prefix, names.all_gate_up(sizes.num_experts), sizes.num_experts)
             down = weights.stacked(prefix, names.all_down(sizes.num_experts), sizes.num_experts)

@@ -18,7 +18,7 @@ from loader.architectures.factors import Factors, factor
 from loader.architectures.latent import Latents
 from loader.architectures.windows import CHUNKED, Windows
 from loader.config_fields import Fields
-from loader.model_shape import ModelShape, TemperatureShape
+from loader.model_shape import OPTIONAL_STACKS, ModelShape, TemperatureShape
 from loader.rope_config import RopeRules, parse_rope, rotated_layers
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
@@ -200,7 +200,7 @@ class Decoder:
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
         """Implements Architecture.as_stored: experts' matrices may be one tensor, or one for each of them."""
-        if self.experts is None or shape.experts is None or not shape.experts.input_major:
+        if self.experts is None or shape.experts is None or shape.experts.stack not in OPTIONAL_STACKS:
             return shape
         return replace(shape, experts=self.experts.as_stored(shape.experts, names))
 

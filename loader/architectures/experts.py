@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from loader.architectures.architecture import TensorGroup, one_tensor
 from loader.config_fields import Fields
-from loader.model_shape import ExpertShape, SigmoidShape
+from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, SigmoidShape
 
 MAX_EXPERTS = 4096  # of a layer; the largest models have 512
 # transformers 5 writes the second for families that published the first
@@ -104,7 +104,7 @@ class Experts:
     has_biases: bool = False  # of the router and, where experts are stacked, of their matrices
     swiglu_limit: float = 0.0  # default of the key swiglu_limit, of families with the clamped SwiGLU; 0: the activation is SiLU
     swiglu_alpha: float = 0.0  # default of the key swiglu_alpha, likewise
-    input_major: bool = False  # stacked matrices have the inputs before the outputs, and experts may be stored one by one, too
+    stack: str = ""  # of families whose names have stacked_gate_up: how such tensors are ordered (loader/model_shape.py)
     weighs_inputs: bool = False  # the sigmoid of an expert's score multiplies what it reads
     has_sparse_layers: bool = False  # whether the keys moe_layers and interleave_moe_layer_step name the layers with experts
 
@@ -130,7 +130,7 @@ class Experts:
             dense_layers=self._dense_layers(fields, num_layers),
             sigmoid=sigmoid,
             stacked=bool(self.names.stacked_gate_up),
-            input_major=self.input_major,
+            stack=self.stack,
             weighs_inputs=self.weighs_inputs,
             swiglu_limit=fields.positive("swiglu_limit", self.swiglu_limit) if self.swiglu_limit else 0.0,
             swiglu_alpha=fields.positive("swiglu_alpha", self.swiglu_alpha) if self.swiglu_alpha else 0.0,
@@ -139,7 +139,7 @@ class Experts:
     def tensor_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
         """Returns the groups of one layer, with names that lack the layer's prefix. All experts' gate and up lie in one block
         [experts, 2 * intermediate, hidden], all their down in another [experts, hidden, intermediate]."""
-        if experts.stacked and not experts.input_major:
+        if experts.stack == ALTERNATING:
             return self._stacked_groups(experts, hidden)
         names, num, shared = self.names, experts.num_experts, experts.shared_size
         router = _matrices(names.router_and_gate, ((num, hidden), (1, hidden))[: len(names.router_and_gate)])
@@ -161,9 +161,10 @@ class Experts:
     def _expert_matrices(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
         names, num, inner = self.names, experts.num_experts, experts.intermediate_size
         if experts.stacked:
+            turned = experts.stack == INPUT_MAJOR
             return [
-                one_tensor(names.stacked_gate_up, num, hidden, 2 * inner),
-                one_tensor(names.stacked_down, num, inner, hidden),
+                one_tensor(names.stacked_gate_up, num, *((hidden, 2 * inner) if turned else (2 * inner, hidden))),
+                one_tensor(names.stacked_down, num, *((inner, hidden) if turned else (hidden, inner))),
             ]
         return [
             _matrices(names.all_gate_up(num), ((inner, hidden),) * 2 * num, may_be_quantized=True),

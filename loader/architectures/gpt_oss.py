@@ -7,6 +7,7 @@ from __future__ import annotations
 from loader.architectures.decoder import Decoder, TensorNames
 from loader.architectures.experts import ExpertNames, Experts
 from loader.architectures.windows import Windows, all_but_every_nth
+from loader.model_shape import ALTERNATING
 from loader.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
@@ -40,6 +41,7 @@ ARCHITECTURE = Decoder(
         size_key="intermediate_size",
         normalised=True,
         has_biases=True,
+        stack=ALTERNATING,
         swiglu_limit=7.0,
         swiglu_alpha=1.702,
     ),

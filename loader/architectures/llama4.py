@@ -7,6 +7,7 @@ from __future__ import annotations
 from loader.architectures.decoder import Decoder, TensorNames
 from loader.architectures.experts import ExpertNames, Experts
 from loader.architectures.windows import CHUNKED, Windows, where_rotated
+from loader.model_shape import INPUT_MAJOR
 from loader.rope_config import RopeRules
 
 ARCHITECTURE = Decoder(
@@ -35,7 +36,7 @@ ARCHITECTURE = Decoder(
         size=8192,
         num_shared=1,
         normalised=False,
-        input_major=True,
+        stack=INPUT_MAJOR,
         weighs_inputs=True,
         has_sparse_layers=True,
     ),

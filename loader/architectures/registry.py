@@ -31,6 +31,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "qwen3_moe",
     "qwen3_next",
     "qwen3_5",
+    "qwen3_5_moe",
     "glm4_moe",
     "glm4_moe_lite",
     "deepseek_v2",
@@ -41,6 +42,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "mistral3_wrapper",
     "kimi_k25_wrapper",
     "qwen3_5_wrapper",
+    "qwen3_5_moe_wrapper",
     "llama4_wrapper",
     "bert",
 )

@@ -18,7 +18,7 @@ from loader.dtypes import E8M0
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned
-from loader.model_shape import ModelShape
+from loader.model_shape import ALTERNATING, ModelShape
 
 GROUP = 32  # numbers that have one scale
 BLOCK_BYTES_OF_GROUP = GROUP // 2
@@ -32,7 +32,7 @@ def _recognises(config: Mapping[str, Any]) -> bool:
 
 def _check(fields: Fields, shape: ModelShape) -> None:
     """Raises UnsupportedModel for a model whose experts are not stacked, or not made of whole groups."""
-    if shape.experts is None or not shape.experts.stacked:
+    if shape.experts is None or shape.experts.stack != ALTERNATING:
         raise fields.unsupported("quantization_config", f"{shape.architecture} is not served in MXFP4")
     for key, width in (("hidden_size", shape.hidden_size), ("intermediate_size", shape.experts.intermediate_size)):
         if width % GROUP:

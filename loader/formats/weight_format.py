@@ -12,7 +12,7 @@ from loader.architectures.architecture import TensorGroup
 from loader.config_fields import Fields
 from loader.direct_io import BLOCK_BYTES
 from loader.formats.relayout import Relayout
-from loader.model_shape import ModelShape
+from loader.model_shape import ALTERNATING, ModelShape
 
 ALIGN_BYTES = 64
 FLOATS = ("F32", "BF16", "F16")  # as safetensors calls them
@@ -83,8 +83,8 @@ def _as_they_are(group: TensorGroup) -> list[StoredTensor]:
 
 
 def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
-    """Raises UnsupportedModel for experts whose plain matrices have the inputs before the outputs."""
-    if shape.experts is not None and shape.experts.stacked and not shape.experts.input_major:
+    """Raises UnsupportedModel for experts whose plain matrices are stacked with rows of gate and up in turns."""
+    if shape.experts is not None and shape.experts.stack == ALTERNATING:
         message = f"{shape.architecture} is served with experts in MXFP4 only, as quant_method mxfp4 says"
         raise fields.unsupported("quantization_config", message)
 

@@ -46,6 +46,14 @@ QWEN35_TEXT: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "tie_word_embeddings": True,
 }
+QWEN35_EXPERTS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN35_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": COMMON["hidden_size"],
+}
 LLAMA4_VISION: dict[str, Any] = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
 NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.", "": "model."}
 
@@ -65,9 +73,12 @@ def make_wrapper(folder: Path, kind: str) -> Any:
         )
         config.tie_word_embeddings = False
         model = transformers.Llama4ForConditionalGeneration(config)
+    elif kind == "qwen3_5_moe":
+        text = COMMON | QWEN35_TEXT | QWEN35_EXPERTS | {"tie_word_embeddings": False}
+        config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=QWEN35_VISION)
+        model = transformers.Qwen3_5MoeForConditionalGeneration(config)
     elif kind == "qwen3_5":
-        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": COMMON["hidden_size"]}
-        config = transformers.Qwen3_5Config(text_config=COMMON | QWEN35_TEXT, vision_config=vision, tie_word_embeddings=True)
+        config = transformers.Qwen3_5Config(text_config=COMMON | QWEN35_TEXT, vision_config=QWEN35_VISION, tie_word_embeddings=True)
         model = transformers.Qwen3_5ForConditionalGeneration(config)
     else:
         text = COMMON | {"model_type": "mistral", "sliding_window": None}
@@ -79,7 +90,7 @@ def make_wrapper(folder: Path, kind: str) -> Any:
         text_model = model.language_model if kind == "llama4" else model.model.language_model
         for name, parameter in text_model.named_parameters():
             parameter.normal_(0.0, 0.2)
-            if "norm" in name and kind not in ("gemma3", "qwen3_5"):  # whose factors are 1 + weight
+            if "norm" in name and kind not in ("gemma3", "qwen3_5", "qwen3_5_moe"):  # whose factors are 1 + weight
                 parameter += 1.0
         if kind == "mistral3":
             model.lm_head.weight.normal_(0.0, 0.2)
@@ -100,20 +111,24 @@ def rename(source: Path, folder: Path) -> Path:
 
 
 def part_experts(source: Path, folder: Path) -> Path:
-    """Copies a checkpoint of Llama 4 with the matrices of each expert apart, as quantised ones have them."""
+    """Copies a checkpoint with the matrices of each expert apart, as quantised ones have them."""
     shutil.copytree(source, folder)
     tensors = load_file(source / "model.safetensors")
-    prefix = "language_model.model.layers.1.feed_forward.experts."
-    both, down = (tensors.pop(f"{prefix}{name}_proj") for name in ("gate_up", "down"))
-    for expert, (gate_up, own_down) in enumerate(zip(both, down, strict=True)):
-        gate, up = gate_up.t().chunk(2)
-        for name, matrix in (("gate", gate), ("up", up), ("down", own_down.t())):
-            tensors[f"{prefix}{expert}.{name}_proj.weight"] = matrix.contiguous()
+    for stacked in [name for name in tensors if name.endswith(".experts.gate_up_proj")]:
+        prefix = stacked.removesuffix("gate_up_proj")
+        both, down = (tensors.pop(f"{prefix}{name}_proj") for name in ("gate_up", "down"))
+        if "feed_forward" in prefix:  # Llama 4's have the inputs before the outputs
+            both, down = both.transpose(1, 2), down.transpose(1, 2)
+        for expert, (gate_up, own_down) in enumerate(zip(both, down, strict=True)):
+            gate, up = gate_up.chunk(2)
+            for name, matrix in (("gate", gate), ("up", up), ("down", own_down)):
+                tensors[f"{prefix}{expert}.{name}_proj.weight"] = matrix.contiguous()
+    assert any(".experts.0.gate_proj.weight" in name for name in tensors)
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "llama4", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "llama4", "qwen3_5", "qwen3_5_moe"])
 def test_logits(tmp_path: Path, kind: str) -> None:
     theirs = make_wrapper(tmp_path / "first", kind)
     if kind == "llama4":  # transformers' wrapper fails without images
@@ -123,7 +138,7 @@ def test_logits(tmp_path: Path, kind: str) -> None:
     assert np.abs(wanted).max() > 1.0
     folders = [tmp_path / "first"]
     if kind != "qwen3_5":  # whose tensors have one name
-        folders.append((part_experts if kind == "llama4" else rename)(folders[0], tmp_path / "second"))
+        folders.append((part_experts if kind in ("llama4", "qwen3_5_moe") else rename)(folders[0], tmp_path / "second"))
     runner = make_runner(make_memory())
     for folder in folders:
         model = load(runner, folder)

@@ -59,6 +59,22 @@ def test_qwen35() -> None:
     assert is_ignored_tensor(shape, "mtp.fc.weight")
 
 
+def test_qwen35_mixture() -> None:
+    """The sizes of the 35B-A3B, which are transformers' defaults; it counts the same. The experts of a layer are
+    one tensor, or stored one by one where they are quantised."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2}
+    config = {"model_type": "qwen3_5_moe_text", "vocab_size": 248_320, "max_position_embeddings": 32_768} | sizes
+    shape = parse_config(json.dumps(config).encode())
+    assert num_parameters(shape) == 34_660_610_688
+    shapes = parameter_shapes(shape)
+    assert shapes["model.layers.0.mlp.experts.gate_up_proj"] == (256, 1024, 2048)
+    assert shapes["model.layers.0.mlp.experts.down_proj"] == (256, 2048, 512)
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    quantised = parse_config(json.dumps(config | {"quantization_config": fp8}).encode())
+    assert num_parameters(quantised) == num_parameters(shape)
+    assert parameter_shapes(quantised)["model.layers.0.mlp.experts.255.up_proj.weight"] == (512, 2048)
+
+
 def test_what_is_kept_of_a_sequence() -> None:
     """KV in 12 layers, and in 36 a matrix of 128 x 128 float32 for each of 32 heads with three columns of the convolution."""
     shape = parse()
