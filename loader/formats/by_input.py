@@ -1,0 +1,71 @@
+"""What the weight formats of AWQ and GPTQ have in common: scales and zero points by groups of inputs, [G, N], all of which is
+rearranged as it is read (relayout.py). Scales are held as float16. Zero points of symmetric checkpoints are only checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from loader.architectures.architecture import TensorGroup
+from loader.dtypes import SCALES_IN
+from loader.formats import int4_layout
+from loader.formats.awq_settings import Awq
+from loader.formats.gptq_settings import Gptq
+from loader.formats.int4_layout import BY_INPUT, IN_WORD, REARRANGED, Part, Parts, rearranged
+from loader.formats.int8 import WIDENED_BYTES
+from loader.formats.refused import Refused, is_read_as, refusal_of
+from loader.formats.relayout import REARRANGING_BYTES, SCALES, Relayout
+from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot
+
+WORDS = ("I32",)
+_SCALES_AS = SCALES_IN["float16"]
+
+
+def num_groups(settings: Awq | Gptq, num_inputs: int) -> int:
+    return -(-num_inputs // (settings.group_inputs or num_inputs))
+
+
+def parts_by_input(name: str, groups: int, num_outputs: int, words: Part, zeros: Relayout) -> Parts:
+    """Returns the tensors of a matrix whose words are these, but for the groups of its inputs."""
+    scales = rearranged(StoredTensor(BY_INPUT.of(name, BY_INPUT.scales), (groups, num_outputs)), _SCALES_AS, SCALES)
+    stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.zeros), (groups, -(-num_outputs // IN_WORD)), WORDS)
+    return Parts(words, scales, rearranged(stored, "uint8", zeros))
+
+
+def format_by_input(
+    settings: Awq | Gptq,
+    name: str,
+    title: str,
+    read: Callable[[Mapping[str, Any]], Awq | Gptq | Refused | None],
+    parts_of: Callable[[TensorGroup, str, tuple[int, ...]], Parts],
+    ordered: bool = False,
+) -> WeightFormat:
+    """Returns the format of checkpoints with these settings. read: what reads settings from a `quantization_config`. parts_of: the
+    tensors of a matrix of a group, by its name and shape. ordered: inputs of a group may lie apart."""
+
+    def stored(group: TensorGroup) -> list[StoredTensor]:
+        found = [parts_of(group, *matrix) for matrix in group.tensors]
+        return [part.tensor for parts in found for part in parts if part is not None]
+
+    def place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
+        is_joint = ordered and group.may_be_reordered
+        return int4_layout.place(partial(parts_of, group), settings.group_inputs, is_joint, group, space)
+
+    return WeightFormat(
+        name,
+        (),
+        place,
+        stored=stored,
+        recognises=partial(is_read_as, read, settings),
+        title=title,
+        refuses=partial(refusal_of, read),
+        kernels="int4" if settings.symmetric else "int4_zeros",
+        widened_bytes=WIDENED_BYTES,
+        runs_encoders=False,
+        check=partial(int4_layout.check, settings.group_inputs),
+        reorders=ordered,
+        load_bytes=REARRANGING_BYTES,
+        held_as=lambda group: REARRANGED,
+    )
