@@ -37,6 +37,10 @@ class DeviceBudget(msgspec.Struct, frozen=True):
         """Returns the name of the real device, `cpu:0` for the part `cpu:0/MODEL` that was set aside for an isolated model."""
         return self.name.partition("/")[0]
 
+    @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
+
 
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model's sampling settings for requests without their own. They override the checkpoint's generation_config.json."""

@@ -242,7 +242,7 @@ class Registry:
     def _computed_dtype(self, asked: str, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns what loader.dtypes.computed_dtype says for the devices the model may live on; the log tells where a model loses
         precision or speed by it."""
-        kinds = {device.name.partition(":")[0] for device in self._allowed(name, settings, shape)}
+        kinds = {device.kind for device in self._allowed(name, settings, shape)}
         dtype = computed_dtype(asked, shape.dtype, kinds)
         if dtype != shape.dtype and asked == "auto":
             why = f"cpu devices have no kernels for {shape.dtype}; the key dtype decides otherwise"
@@ -258,7 +258,7 @@ class Registry:
         shared = [device for device in self._devices if not device.model]
         named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
         kinds = _kinds(settings, shape)
-        return [device for device in named if device.name.partition(":")[0] in kinds]
+        return [device for device in named if device.kind in kinds]
 
     def _named_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[str, ...]:
         """Returns the value for ModelFacts.devices, where () means any device."""
@@ -272,7 +272,7 @@ class Registry:
         """Returns the work space by the rule for the kind of device that the model may live on; the larger one if it may live on
         both kinds."""
         batch, sequences = config.max_num_batched_tokens, settings.max_sequences
-        kinds = {device.name.partition(":")[0] for device in self._allowed(name, settings, shape)}
+        kinds = {device.kind for device in self._allowed(name, settings, shape)}
         sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
         if kinds != {"cuda"}:
             weight_format = held_format(shape, settings.quantize)

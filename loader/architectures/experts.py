@@ -129,7 +129,7 @@ class Experts:
             shared_size=self._shared_size(fields, size) if self.names.shared else 0,
             dense_layers=self._dense_layers(fields, num_layers),
             sigmoid=sigmoid,
-            stacked=bool(self.names.stacked_gate_up),
+            stacked=bool(self.stack),
             stack=self.stack,
             weighs_inputs=self.weighs_inputs,
             swiglu_limit=fields.positive("swiglu_limit", self.swiglu_limit) if self.swiglu_limit else 0.0,
