@@ -56,11 +56,13 @@ def at_work(node: Node) -> list[Stream]:
 
 def go_on_undisturbed(node: Node, streams: list[Stream]) -> None:
     """Asserts that streams whose engine was just killed go on, without an error, with the texts of an undisturbed run."""
-    at_work = [(stream, stream.num_chunks) for stream in streams if stream.alive]
-    for stream, num_chunks in at_work:
+    running = [(stream, stream.num_chunks) for stream in streams if stream.alive]
+    for stream, num_chunks in running:
         stream.wait_for_chunks(num_chunks + 50)
     for stream in streams:
+        ended = not stream.alive
         assert stream.hang_up().error == ""
+        assert not ended or stream.finish_reason == "length"
     undisturbed = [Stream(node, name, prompt, NUM_TOKENS) for name, prompt in PROMPTS]
     for stream, other in zip(streams, undisturbed, strict=True):
         other.wait_for_text(len(stream.text))
