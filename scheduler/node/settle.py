@@ -50,8 +50,6 @@ def settle_model(node: Node, model: Model) -> None:
 
 
 def settle_resting(node: Node, model: Model) -> None:
-    if not node.wanted(model):
-        model.asked_keep_alive_s = None  # a request's word counts for one stay on a device
     if model.paused and not model.num_resubmissions:  # nobody waits for it to come back any more
         model.paused = False
         if model.state == residency.PAUSED:
@@ -68,6 +66,8 @@ def settle_resting(node: Node, model: Model) -> None:
         models.forget(node, model)
     else:
         enlist(node, model)
+    if not node.wanted(model):  # nobody did, or it was crowded out just now
+        model.asked_keep_alive_s = None  # a request's word counts for one stay on a device
 
 
 def enlist(node: Node, model: Model) -> None:

@@ -160,6 +160,19 @@ def test_the_word_of_a_request_that_never_ran_is_forgotten() -> None:
     assert node.view("a").keep_alive_s == 60
 
 
+def test_the_word_for_a_model_that_pins_crowd_out_is_forgotten() -> None:
+    node = FakeNode()
+    node.register(facts("a", 60, keep_alive_s=60.0), facts("b", 60))
+    node.engine_down("cpu:0")
+    load = node.command("load", "a")
+    node.command("pin", "b")
+    node.post(events.KeepAliveSet, model="a", keep_alive_s=0.0)
+    refusal = node.answers[load]
+    assert refusal is not None
+    assert refusal.code == "would_not_fit"
+    assert node.view("a").keep_alive_s == 60
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_client_sets_it_without_a_request(busy: bool) -> None:
     node = node_with(math.inf)
