@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler.batch.batch_limits import BatchLimits as BatchLimits
+from scheduler.batch.drafting import Drafter, Drafts, Verified, with_drafts
 from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.outcomes import Outcomes
 from scheduler.batch.plan import (
@@ -35,7 +36,8 @@ class BatchScheduler:
     """One model's sequences, waiting and running. Not thread-safe. Calls of `plan` and `finish_step` alternate; with `start_step`
     between them a step is planned before the last one's tokens are known, and until they are only `submit` may be called."""
 
-    def __init__(self, model: str, kv: KVCache, limits: BatchLimits) -> None:
+    def __init__(self, model: str, kv: KVCache, limits: BatchLimits, drafter: Drafter | None = None) -> None:
+        """drafter: drafts tokens for sequences that decode. KV must not have state groups then: a state cannot go back."""
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -59,6 +61,7 @@ class BatchScheduler:
         self._outcomes = Outcomes(limits.eos_token_ids, self.table, self._requests)
         self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that may not have their next token yet
         self._num_constrained = 0  # rows
+        self._drafts = None if drafter is None else Drafts(self.table, drafter)
         self._same_prompts = SamePrompts(self._slot_of, self.table.num_computed, self._held, kv.block_tokens)
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
@@ -176,7 +179,10 @@ class BatchScheduler:
                 return BatchPlan(step_id, self.model, rows, first, new, first + new == self._ahead.total()[rows])
             first = computed[decode]  # some may have gone
         num = len(decode)
-        return BatchPlan(step_id, self.model, decode, first, self._ones[:num], self._trues[:num], True) if num else None
+        if not num:
+            return None
+        plan = BatchPlan(step_id, self.model, decode, first, self._ones[:num], self._trues[:num], True)
+        return plan if self._drafts is None else self._drafted(plan, self._drafts, room)
 
     def start_step(self, plan: BatchPlan) -> None:
         """Records that the step has started; finish_step follows in the same order. Results of sequences that end meanwhile are
@@ -188,6 +194,10 @@ class BatchScheduler:
         table = self.table
         if self._ahead:
             plan, ids, bad = self._ahead.finish(plan, ids, bad)
+        verified: Verified | None = None
+        if plan.drafted and self._drafts is not None:
+            verified = self._drafts.verify(plan, ids, bad, self._outcomes.endings)
+            plan, ids, bad = verified.plan, verified.ids, verified.bad
         if plan.all_decode:
             slots, position = plan.slots, plan.num_computed + 1
             table.num_computed[slots] = position
@@ -206,7 +216,9 @@ class BatchScheduler:
         table.num_tokens[slots] = position + 1
         if self._num_constrained:
             self._held[slots] = table.constrained[slots]
-        outcome = self._outcomes.of(slots, told, failed, self.running.slots)
+        outcome = self._outcomes.of(slots, told, failed, self.running.slots, 1 if verified is None else verified.most)
+        if verified is not None:
+            verified.complete(outcome)
         for slot, finish in zip(slots.tolist(), outcome.finish, strict=True) if outcome.finish else ():
             if finish:
                 self._leave(slot)
@@ -215,6 +227,22 @@ class BatchScheduler:
         return outcome
 
     # ---- inside a step
+
+    def _drafted(self, plan: BatchPlan, drafts: Drafts, room: StepRoom) -> BatchPlan:
+        """Returns a plan of decode rows with drafted tokens, where these are worth their rows. Raises TokensNeeded as `plan`
+        does."""
+        slots, first = plan.slots, plan.num_computed
+        if self._ahead:
+            if drafts.wanted(slots):
+                raise TokensNeeded
+            return plan
+        if not self.blocks.windowed:  # a block for tokens behind the end of the last one, if there is one to spare
+            held = self.blocks.capacity[slots]
+            full = slots[(first + 1 >= held) & (held < self.table.max_total_tokens[slots])]
+            if len(full) and drafts.wanted(full):
+                self.blocks.extend(full, self.blocks.capacity)
+        counts = drafts.draft(slots, first, self.blocks.capacity[slots], self.limits.max_sequences, room)
+        return plan if counts is None else with_drafts(plan, counts)
 
     @property
     def _num_held(self) -> int:
@@ -344,6 +372,8 @@ class BatchScheduler:
         self._held[slot] = request.held
         self._ahead.join(slot)
         self._outcomes.join(slot, request, params)
+        if self._drafts is not None:
+            self._drafts.join(slot)
         if request.resubmitted:
             request.num_cached, request.num_recomputed = num_cached, num_tokens - num_cached
         elif not request.has_first_token:

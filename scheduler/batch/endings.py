@@ -32,30 +32,35 @@ class Endings:
     def leave(self, slot: int) -> None:
         self._own.pop(slot, None)
 
-    def finishes(self, slots: IntArray, ids: Sequence[int], running: IntArray) -> list[int]:
+    def finishes(self, slots: IntArray, ids: Sequence[int], running: IntArray, most: int = 1) -> list[int]:
         """Returns how the sequences in `slots` continue (plan.FINISH_*) after their newest tokens, `ids`, which are in the table;
-        [] if none ends. Called for every step; running: slots of all sequences."""
+        [] if none ends. Called for every step; running: slots of all sequences. most: tokens that one of them got at most."""
         if not ids:
             return []
-        self._least_left -= 1
+        self._least_left -= most
         may_stop = bool(self._own) or not self._end_ids.isdisjoint(ids)
         if self._least_left > 0 and not may_stop:
             return []
         table = self._table
         left = table.max_total_tokens[running] - table.num_tokens[running]
         self._least_left = int(left[left > 0].min(initial=INT32_MAX))
-        stopped = self._stopped(slots, ids)
+        stopped = self._stopped(slots, ids, table.num_tokens[slots])
         ended = stopped | (table.num_tokens[slots] >= table.max_total_tokens[slots])
         if not ended.any():
             return []
         finishes: list[int] = np.where(stopped, FINISH_STOP, np.where(ended, FINISH_LENGTH, 0)).tolist()
         return finishes
 
-    def _stopped(self, slots: IntArray, ids: Sequence[int]) -> BoolArray:
-        """Returns [len(slots)]: whether the newest token is an end id that counts."""
+    def ended(self, slots: IntArray, ids: IntArray, num_tokens: IntArray) -> BoolArray:
+        """Returns [len(slots)]: whether a token ends its sequence, which has num_tokens with it."""
+        ended: BoolArray = self._stopped(slots, ids.tolist(), num_tokens)
+        return ended | (num_tokens >= self._table.max_total_tokens[slots])
+
+    def _stopped(self, slots: IntArray, ids: Sequence[int], num_tokens: IntArray) -> BoolArray:
+        """Returns [len(slots)]: whether a token is an end id that counts, as the last one of num_tokens."""
         table, end_ids, own = self._table, self._end_ids, self._own
         stop = np.array([token in end_ids for token in ids], np.bool_)
         stop &= ~table.ignore_eos[slots]
         if own:
             stop |= [token in own.get(slot, ()) for slot, token in zip(slots.tolist(), ids, strict=True)]
-        return stop & (table.num_tokens[slots] > table.min_tokens_until[slots])
+        return stop & (num_tokens > table.min_tokens_until[slots])

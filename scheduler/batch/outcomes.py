@@ -28,12 +28,16 @@ class Outcomes:
         self._endings.leave(slot)
         self._first_tokens.leave(slot)
 
-    def of(self, slots: IntArray, ids: list[int], failed: list[int], running: IntArray) -> StepOutcome:
+    @property
+    def endings(self) -> Endings:
+        return self._endings
+
+    def of(self, slots: IntArray, ids: list[int], failed: list[int], running: IntArray, most: int = 1) -> StepOutcome:
         """Returns the outcome of a step. ids: the newest tokens of the sequences in `slots`, already in the table; failed:
         requests that got no token; running: slots of all sequences. While the same sequences sample, `slots` may be the same
-        array."""
+        array. most: tokens that one sequence got at most; `ids` has the last of each."""
         if slots is not self._named[0]:
             self._named = slots, self._table.request_id[slots].tolist()
-        outcome = StepOutcome(self._named[1], ids, self._endings.finishes(slots, ids, running), failed)
+        outcome = StepOutcome(self._named[1], ids, self._endings.finishes(slots, ids, running, most), failed)
         self._first_tokens.note(slots, outcome)
         return outcome

@@ -150,7 +150,8 @@ def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt
 class BatchPlan:
     """What one step computes: row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and
     samples one token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first. all_decode: every row
-    has one new token and samples; False where nobody looked."""
+    has one new token and samples; False where nobody looked. drafted: slots may have several rows, one for their last token and one
+    for each token that was drafted behind it and is in the table (drafting.py)."""
 
     step_id: int
     model: str
@@ -159,14 +160,16 @@ class BatchPlan:
     num_new: IntArray  # [R]
     samples: BoolArray  # [R]
     all_decode: bool = False
+    drafted: bool = False
 
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The results of a step: row k is one request and its token. `finish` is empty if none ended (plan.FINISH_*). `bad`: requests
-    that ended because their logits were not finite. `cached`: prompt tokens found in the prefix cache, with a request's first
-    token. `resumed`: cached and recomputed tokens, with the next token of a request that came with output. Steps of the same
-    requests may share the list of their ids."""
+    """The results of a step: row k is one request and its token, or counts[k] tokens if `counts` is not empty. `finish` is empty if
+    none ended (plan.FINISH_*). `bad`: requests that ended because their logits were not finite. `cached`: prompt tokens found in
+    the prefix cache, with a request's first token. `resumed`: cached and recomputed tokens, with the next token of a request that
+    came with output. num_drafted: tokens that were drafted for the step. Steps of the same requests may share the list of their
+    ids."""
 
     request_ids: list[int]
     ids: list[int]
@@ -174,3 +177,5 @@ class StepOutcome:
     bad: list[int] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)
     resumed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    counts: list[int] = field(default_factory=list)
+    num_drafted: int = 0

@@ -126,6 +126,20 @@ class StepCosts:
         known = self._classes.get(self.filled(num_tokens))
         return self.seconds(num_tokens, contexts) if known is not None and known.num >= _FIRM else 0.0
 
+    def hoped(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
+        """Returns `seconds`, but of a size that has hardly run at most what the next smaller one would let expect, so that it is
+        tried; 0.0 if no step is known."""
+        curve = self._known()
+        if not curve:
+            return 0.0
+        at = self.filled(num_tokens)
+        seconds, known = self._base_s(curve, num_tokens), self._classes.get(at)
+        smaller = bisect_right(curve, at, key=itemgetter(0)) - 1
+        if smaller >= 0 and (known is None or known.num < _FIRM):
+            below, low = curve[smaller]
+            seconds = min(seconds, low * _ROOM ** self._classes_apart(below, at))
+        return seconds + self._contexts_s(contexts)
+
     def tokens_within(
         self,
         seconds: float,
@@ -202,6 +216,9 @@ class StepCosts:
         many, high = curve[at]
         return low + (high - low) * (num_tokens - few) / (many - few)
 
+    def _classes_apart(self, one: int, other: int) -> int:
+        return bisect_left(self._all_classes, other) - bisect_left(self._all_classes, one)
+
     def _known(self) -> list[tuple[int, float]]:
         if self._curve is None:
             curve, above = [], float("inf")
@@ -219,7 +236,6 @@ class StepCosts:
             seconds = max(0.0, known.seconds - self._contexts_s(known.contexts))
             if known.num < _FIRM and found:
                 below, low = found[-1]
-                classes_apart = bisect_left(self._all_classes, at) - bisect_left(self._all_classes, below)
-                seconds = min(seconds, low * _ROOM**classes_apart)
+                seconds = min(seconds, low * _ROOM ** self._classes_apart(below, at))
             found.append((at, seconds))
         return found

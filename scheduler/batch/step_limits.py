@@ -113,6 +113,29 @@ class StepLimits:
             longest_s = max(self.turn_s, longest_s / self.stretch)
         return max(1, self.decoding.tokens_within(longest_s, most, lambda rows: (rows * context,)))
 
+    def worth_drafting(self, num_rows: int, context: float, worths: Sequence[float], turns: int) -> int:
+        """Returns how many drafted tokens, in this order, give a step of num_rows decoding sequences the most tokens a second; 0
+        while it is not known what such a step costs.
+
+        context: average number of positions a row attends to. worths: the chance that each holds, never growing. turns: as in
+        StepRoom."""
+        plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
+        if plain_s <= 0.0:
+            return 0
+        longest_s = self.turns_s(turns) if turns else float("inf")
+        best, best_rate, expected = 0, num_rows / plain_s, float(num_rows)
+        for number, worth in enumerate(worths, 1):
+            expected += worth
+            rows = num_rows + number
+            if number < len(worths) and rows < self.decoding.filled(rows):
+                continue  # one more costs no more
+            step_s = self.decoding.hoped(rows, (rows * context,))
+            if step_s > longest_s:
+                break
+            if expected > best_rate * step_s:
+                best, best_rate = number, expected / step_s
+        return best
+
     def turns_s(self, turns: int) -> float:
         """Returns the longest time of a step of `turns` turns. Where even the model's cheapest step is longer than a turn, that
         step counts as the turn, with a small margin."""

@@ -56,6 +56,13 @@ class StepRoom:
             return most
         return self._limits.rows_beside(loads, most, float(contexts.mean()))
 
+    def worth_drafting(self, contexts: IntArray, worths: Sequence[float]) -> int:
+        """Returns how many drafted tokens to add to a step that only decodes. contexts: positions of each sequence. worths: the
+        chance that each drafted token holds, never growing."""
+        if self._limits is None:
+            return len(worths)
+        return self._limits.worth_drafting(len(contexts), float(contexts.mean()), worths, self._turns)
+
     def open(self, max_tokens: int, contexts: IntArray, loads: Sequence[TenantLoad]) -> None:
         """Sets what the step decodes. contexts: positions of each sequence that decodes. max_tokens: bound on the whole step."""
         num_rows, context = len(contexts), float(contexts.sum())

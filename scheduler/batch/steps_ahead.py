@@ -60,7 +60,7 @@ class StepsAhead:
         for its token."""
         if not self._steps:
             return running
-        if self._waits[running].any():
+        if self._waits[running].any() or self._steps[-1][0].drafted:
             raise TokensNeeded
         return running[self.total()[running] < self._table.max_total_tokens[running]]
 

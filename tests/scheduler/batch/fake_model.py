@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Sequence
+from itertools import islice, repeat
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler, StepOut
 from scheduler.batch.block_pool import BlockPool
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.compaction import Compaction
+from scheduler.batch.drafting import Drafter
 from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
@@ -106,12 +109,13 @@ class FakeModel:
 
     def execute(self, plan: BatchPlan, table: SequenceTable) -> tuple[IntArray, np.ndarray]:
         assert (np.diff(plan.num_new > 1) >= 0).all() if len(plan.slots) > 1 else True, "rows of one token come first"
-        assert len(np.unique(plan.slots)) == len(plan.slots)
-        ids = []
+        assert plan.drafted or len(np.unique(plan.slots)) == len(plan.slots)
+        ids, row_of = [], Counter[int]()
         for slot, computed, num_new, samples in zip(plan.slots, plan.num_computed, plan.num_new, plan.samples, strict=True):
             assert num_new > 0
-            assert computed == table.num_computed[slot]
-            assert computed + num_new <= table.num_tokens[slot]
+            assert computed == table.num_computed[slot] + row_of[slot]
+            assert computed + num_new <= table.num_tokens[slot] + row_of[slot]
+            row_of[slot] += 1
             for position in range(computed, computed + num_new):
                 for group, tables in enumerate(table.block_tables):
                     if self.groups[group][1] == STATE:
@@ -188,6 +192,7 @@ class Harness:
         window: int = 0,
         more_groups: Sequence[tuple[int, int, int]] = (),
         arena: IntArray | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """more_groups: (window, block_bytes, reserved_chunks) of each KV group after the first. window: below 0 a chunk's, or
         STATE."""
@@ -197,7 +202,7 @@ class Harness:
         self.windows = tuple(window for window, _, _ in groups)
         self.kv = KVCache([make_group(BlockPool(self.chunks, size, reserved), window) for window, size, reserved in groups])
         limits = BatchLimits(max_sequences, max_model_len, max_num_batched_tokens, (EOS,), fingerprint, "float32")
-        self.scheduler = BatchScheduler("m", self.kv, limits)
+        self.scheduler = BatchScheduler("m", self.kv, limits, drafter)
         if arena is None:
             arena = np.full(self.chunks.num_chunks * self.chunks.chunk_bytes // 4, -1, np.int32)
         self.model = FakeModel(arena, [(size, window) for window, size, _ in groups])
@@ -219,12 +224,18 @@ class Harness:
             return None
         self.num_steps += 1
         outcome = self.scheduler.finish_step(plan, *self.model.execute(plan, self.scheduler.table))
-        for request_id, token in zip(outcome.request_ids, outcome.ids, strict=True):
-            self.output[request_id].append(token)
+        self.deliver(outcome)
+        return outcome
+
+    def deliver(self, outcome: StepOutcome) -> None:
+        """What clients get of a step."""
+        told = iter(outcome.ids)
+        for request_id, count in zip(outcome.request_ids, outcome.counts or repeat(1), strict=False):
+            self.output[request_id] += islice(told, count)
+        assert not list(told)
         pairs = zip(outcome.request_ids, outcome.finish, strict=False)
         self.finish.update({request_id: finish for request_id, finish in pairs if finish})
         self.cached.update(outcome.cached)
-        return outcome
 
     def run(self, max_prompt_tokens: int | None = None) -> None:
         """Until nothing is left to do."""

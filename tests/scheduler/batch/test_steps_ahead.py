@@ -48,9 +48,10 @@ class AheadHarness(Harness):
         table = self.scheduler.table
         computed, total = table.num_computed.copy(), table.num_tokens.copy()
         for slot, first, num_new in zip(plan.slots, plan.num_computed, plan.num_new, strict=True):
-            known = table.num_tokens[slot]
+            known = first + 1 if plan.drafted else table.num_tokens[slot]
             self.device_tokens[slot, :known] = table.tokens[slot, :known]
-            computed[slot], total[slot] = first, max(known, first + num_new)
+            if not plan.drafted:  # else nothing is under way: the table has all
+                computed[slot], total[slot] = first, max(known, first + num_new)
         seen = replace(table, tokens=self.device_tokens, num_computed=computed, num_tokens=total)
         ids, bad = self.model.execute(plan, seen)
         ends = plan.num_computed + plan.num_new
@@ -62,11 +63,8 @@ class AheadHarness(Harness):
 
     def read(self) -> StepOutcome:
         outcome = self.scheduler.finish_step(*self.under_way.popleft())
-        for request_id, token in zip(outcome.request_ids, outcome.ids, strict=True):
-            assert request_id not in self.finish, "a token after the end"
-            self.output[request_id].append(token)
-        self.finish.update({one: finish for one, finish in zip(outcome.request_ids, outcome.finish, strict=False) if finish})
-        self.cached.update(outcome.cached)
+        assert not self.finish.keys() & outcome.request_ids, "a token after the end"
+        self.deliver(outcome)
         return outcome
 
     def settle(self) -> None:

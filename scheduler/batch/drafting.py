@@ -1,0 +1,186 @@
+"""Drafts: tokens that a cheap guess expects next, computed together with a sequence's last token.
+
+A sequence that decodes may bring drafted tokens along, each as one more row of the step, at the positions after its last token.
+Every row samples its next token with the noise of its own position, as it would without drafts. So as long as the sampled tokens
+are those that were drafted, the rows behind them computed what later steps would have, and their tokens count too; from the first
+difference on, rows are dropped. The text is the same as without drafts, only in fewer steps.
+
+How many tokens are drafted follows from what they are worth: the chance that a sequence's drafts hold, learned from its earlier
+ones, against what a step of more rows costs (StepRoom.worth_drafting). A sequence for which nothing pays is left alone for a while,
+twice as long each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.batch.endings import Endings
+from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, SequenceTable, StepOutcome
+from scheduler.batch.step_room import StepRoom
+
+Drafter = Callable[[IntArray, int], IntArray]  # (tokens of a sequence, how many to draft) -> that many drafted tokens, or none
+
+MOST_DRAFTED = 15  # tokens of a sequence in a step
+MOST_PAUSE = 64  # plans
+_PRIOR = 0.6  # a first draft's chance to hold
+_NEWEST = 0.25  # weight of a new result in a sequence's chance, and in that of the model's new sequences
+_NEWEST_OF_MODEL = 0.02
+
+
+@dataclass(slots=True)
+class Drafted:
+    """A drafted token. worth: the chance that it and all drafted before it hold."""
+
+    row: int  # of the rows that decode
+    worth: float
+
+
+class Drafts:
+    """The drafts of one model's sequences.
+
+    chance [S]: that a drafted token holds, if those before it do. next_plan [S]: the number of the first plan in which a sequence
+    is drafted for again; pause [S]: plans it was left alone for."""
+
+    def __init__(self, table: SequenceTable, drafter: Drafter) -> None:
+        num_slots = len(table.request_id)
+        self._table, self._drafter = table, drafter
+        self._model_chance = _PRIOR
+        self._chance: npt.NDArray[np.float64] = np.full(num_slots, _PRIOR)
+        self._next_plan: LongArray = np.zeros(num_slots, np.int64)
+        self._pause: IntArray = np.zeros(num_slots, np.int32)
+        self._num_plans = 0
+
+    def join(self, slot: int) -> None:
+        """Registers a row whose settings are in the table. Nothing is drafted for rows whose logits are masked after each token, or
+        that are told log-probabilities."""
+        self._chance[slot], self._pause[slot] = self._model_chance, 0
+        masked = self._table.constrained[slot] or self._table.limited[slot]
+        told = self._table.num_logprobs[slot] >= 0
+        self._next_plan[slot] = np.iinfo(np.int64).max if masked or told else 0
+
+    def wanted(self, slots: IntArray) -> bool:
+        """Returns whether the next plan may draft for any of the slots, which needs all their tokens."""
+        return bool((self._next_plan[slots] <= self._num_plans + 1).any())
+
+    def draft(self, slots: IntArray, computed: IntArray, capacity: IntArray, most_rows: int, room: StepRoom) -> IntArray | None:
+        """Writes drafts behind the tokens of sequences that decode. Returns how many each of `slots` got [R]; None: there are none.
+
+        computed [R]: positions stored of each. capacity [R]: positions that its blocks can hold. most_rows: bound on the step's
+        rows. room: tells what rows cost."""
+        self._num_plans += 1
+        spare = most_rows - len(slots)
+        due = np.flatnonzero(self._next_plan[slots] <= self._num_plans)
+        if spare <= 0 or not len(due):
+            return None
+        table, found = self._table, []
+        for row in due.tolist():
+            slot, end = int(slots[row]), int(computed[row]) + 1  # the sequence has `end` tokens
+            most = min(MOST_DRAFTED, spare, int(capacity[row]) - end, int(table.max_total_tokens[slot]) - end - 1)
+            drafted = self._drafter(table.tokens[slot, :end], most) if most > 0 else ()
+            if not len(drafted):
+                self._leave_alone(slot)
+                continue
+            table.tokens[slot, end : end + len(drafted)] = drafted
+            chance = float(self._chance[slot])
+            found += [Drafted(row, chance**number) for number in range(1, len(drafted) + 1)]
+        found.sort(key=lambda one: -one.worth)  # stable: a sequence's own drafts stay in order
+        num = room.worth_drafting(computed[: len(slots)], [one.worth for one in found[:spare]]) if found else 0
+        counts = np.bincount([one.row for one in found[:num]], minlength=len(slots)).astype(np.int32)
+        for row in {one.row for one in found[num:]}:
+            if not counts[row]:
+                self._leave_alone(int(slots[row]))
+        return counts if num else None
+
+    def verify(self, plan: BatchPlan, ids: IntArray, bad: BoolArray, endings: Endings) -> Verified:
+        """Returns what the drafts of a step came to, and learns from it. ids, bad: what its rows sampled."""
+        counting = _rows_that_count(plan, self._table, ids, bad, endings)
+        slots, told = plan.slots[counting], ids[counting]
+        last, counts = _lengths(slots)
+        drafted = _lengths(plan.slots)[1] - 1
+        own = slots[last]
+        for slot, num_drafted, num in zip(own.tolist(), drafted.tolist(), counts.tolist(), strict=True):
+            if num_drafted:
+                self._learn(slot, num_drafted, num - 1)
+        ones = np.ones(len(own), np.int32)
+        newest = BatchPlan(plan.step_id, plan.model, own, plan.num_computed[counting][last], ones, ones.astype(np.bool_), True)
+        return Verified(newest, told[last], bad[counting][last], counts, told, int(drafted.sum()))
+
+    def _learn(self, slot: int, num_drafted: int, num_held: int) -> None:
+        """Learns what became of a sequence's drafts."""
+        for number in range(min(num_held + 1, num_drafted)):
+            held = float(number < num_held)
+            self._chance[slot] += _NEWEST * (held - self._chance[slot])
+            self._model_chance += _NEWEST_OF_MODEL * (held - self._model_chance)
+        if num_held:
+            self._pause[slot] = 0
+
+    def _leave_alone(self, slot: int) -> None:
+        """Drafts nothing for a sequence in the next plans. Pauses end together, at multiples of their length: while one sequence
+        is drafted for, no step of its model can start before the last one has ended."""
+        pause = self._pause[slot] = min(MOST_PAUSE, max(1, 2 * int(self._pause[slot])))
+        self._next_plan[slot] = (self._num_plans // pause + 1) * pause
+        if pause == MOST_PAUSE:  # its text may have changed since
+            self._chance[slot] += (self._model_chance - self._chance[slot]) / 4
+
+
+def with_drafts(plan: BatchPlan, counts: IntArray) -> BatchPlan:
+    """Returns a plan of decode rows with counts[i] drafted tokens behind row i, each as a row."""
+    rows = np.repeat(np.arange(len(counts)), counts + 1)
+    behind = (np.arange(len(rows)) - (np.cumsum(counts + 1) - counts - 1)[rows]).astype(np.int32)
+    ones = np.ones(len(rows), np.int32)
+    return replace(
+        plan,
+        slots=plan.slots[rows],
+        num_computed=plan.num_computed[rows] + behind,
+        num_new=ones,
+        samples=ones.astype(np.bool_),
+        drafted=True,
+    )
+
+
+@dataclass(slots=True)
+class Verified:
+    """What the drafts of a step came to, for Q sequences. plan: decode rows that compute the last token of each that counted, one a
+    sequence. ids, bad [Q]: what these sampled. counts [Q]: tokens that each sequence got, those that were drafted and `ids`. told:
+    all these tokens. num_drafted: tokens that were drafted."""
+
+    plan: BatchPlan
+    ids: IntArray
+    bad: BoolArray
+    counts: IntArray
+    told: IntArray
+    num_drafted: int
+
+    @property
+    def most(self) -> int:
+        return int(self.counts.max(initial=1))
+
+    def complete(self, outcome: StepOutcome) -> None:
+        """Adds to an outcome that has each sequence's last token those before it."""
+        outcome.ids, outcome.counts = self.told[~np.repeat(self.bad, self.counts)].tolist(), self.counts[~self.bad].tolist()
+        outcome.num_drafted = self.num_drafted
+
+
+def _rows_that_count(plan: BatchPlan, table: SequenceTable, ids: IntArray, bad: BoolArray, endings: Endings) -> BoolArray:
+    """Returns for each row of a plan with drafts whether its token is the sequence's. ids, bad: what the rows sampled. A row counts
+    unless one before it, of the same sequence, sampled another token than was drafted, ended the sequence, or was bad."""
+    slots, position = plan.slots, plan.num_computed + 1
+    goes_on = ~bad & ~endings.ended(slots, ids, position + 1)
+    goes_on[:-1] &= table.tokens[slots[:-1], position[:-1]] == ids[:-1]
+    counts, before, counting = [], -1, True
+    for slot, on in zip(slots.tolist(), goes_on.tolist(), strict=True):
+        counting = counting or slot != before
+        counts.append(counting)
+        counting, before = counting and on, slot
+    return np.array(counts, np.bool_)
+
+
+def _lengths(slots: IntArray) -> tuple[BoolArray, IntArray]:
+    """Returns for rows of sequences one after the other whether each is its sequence's last, and the number of each's rows."""
+    last = np.ones(len(slots), np.bool_)
+    last[:-1] = slots[1:] != slots[:-1]
+    return last, np.diff(np.flatnonzero(last), prepend=-1).astype(np.int32)
