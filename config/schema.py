@@ -115,6 +115,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "compute capability 8.9 and later, not for encoders"
         ),
     ] = "auto"
+    speculator: Annotated[
+        str,
+        key(
+            "what guesses the next tokens, which are then computed in one step and kept as far as the model agrees: prompt-lookup "
+            "(what followed the last tokens where they stood before in the request), none, or auto (prompt-lookup, for models that "
+            "generate text and keep no states); a guess is made where it pays"
+        ),
+    ] = "auto"
     sampling: Annotated[SamplingDefaults, key("defaults where a request names none", reload=LIVE)] = SamplingDefaults()
     chat_template: Annotated[str | None, key("a Jinja file used instead of the checkpoint's template", reload=LIVE)] = None
     tool_parser: Annotated[

@@ -103,6 +103,7 @@ class LoadModel(Message, frozen=True):
     kv_slots: list[int] = []  # hold KV that an eviction saved (Evicted.kv_slots_used)
     kv_index: bytes = b""  # what is in them (Evicted.kv_index); empty: nothing is restored
     kv_cache_dtype: str = ""  # fp8: dtype of keys and values; empty: that of the model
+    speculator: str = "none"  # what drafts tokens: none or prompt-lookup
 
     @property
     def kv_dtype(self) -> str:
@@ -274,6 +275,7 @@ class TokensOut(Message, frozen=True):
     # which they got their next token
     resumed: dict[int, tuple[int, int]] = {}
     steps: int = 1  # number of steps in `seconds`; 0 if a sequence ends without a step
+    num_drafted: int = 0  # tokens that were drafted for the step; those of `ids` that are not their request's last were among them
 
 
 class EmbeddingsOut(Message, frozen=True):

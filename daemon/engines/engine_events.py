@@ -253,6 +253,9 @@ class EngineEvents:
         metrics.steps[model] += message.steps
         metrics.step_seconds[model] += message.seconds
         metrics.generated_tokens[model] += len(ids)
+        if message.num_drafted:
+            metrics.drafted_tokens[model] += message.num_drafted
+            metrics.accepted_tokens[model] += len(ids) - len(message.request_ids)
         if message.cached:
             self._note_cached(message)
         if message.resumed:

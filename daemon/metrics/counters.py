@@ -78,6 +78,8 @@ class Metrics:
     prompt_tokens: defaultdict[str, int] = field(default_factory=_counts)
     cached_tokens: defaultdict[str, int] = field(default_factory=_counts)
     generated_tokens: defaultdict[str, int] = field(default_factory=_counts)
+    drafted_tokens: defaultdict[str, int] = field(default_factory=_counts)  # and of them, those that were kept
+    accepted_tokens: defaultdict[str, int] = field(default_factory=_counts)
     steps: defaultdict[str, int] = field(default_factory=_counts)
     step_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     queue: defaultdict[str, Histogram] = field(default_factory=lambda: _histograms(WAIT_BUCKETS_S))

@@ -32,6 +32,8 @@ FAMILIES = (
     _of(COUNTER, "hearth_prompt_tokens_total", "tokens", "model", "Prompt tokens of accepted requests"),
     _of(COUNTER, "hearth_cached_tokens_total", "tokens", "model", "Of them, found in the prefix cache"),
     _of(COUNTER, "hearth_generated_tokens_total", "tokens", "model", "Tokens generated, counted with each step"),
+    _of(COUNTER, "hearth_drafted_tokens_total", "tokens", "model", "Tokens that were guessed and computed before they were known"),
+    _of(COUNTER, "hearth_accepted_tokens_total", "tokens", "model", "Of them, tokens that the model then chose itself"),
     _of(HISTOGRAM, "hearth_queue_seconds", "seconds", "model", "From acceptance until an engine has the request"),
     _of(HISTOGRAM, "hearth_time_to_first_token_seconds", "seconds", "model", "From acceptance to the first token"),
     _of(HISTOGRAM, "hearth_time_per_output_token_seconds", "seconds", "model",

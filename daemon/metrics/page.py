@@ -111,6 +111,8 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_prompt_tokens_total", metrics.prompt_tokens.items()
     yield "hearth_cached_tokens_total", metrics.cached_tokens.items()
     yield "hearth_generated_tokens_total", metrics.generated_tokens.items()
+    yield "hearth_drafted_tokens_total", metrics.drafted_tokens.items()
+    yield "hearth_accepted_tokens_total", metrics.accepted_tokens.items()
     yield "hearth_queue_seconds", metrics.queue.items()
     yield "hearth_time_to_first_token_seconds", metrics.ttft.items()
     yield "hearth_time_per_output_token_seconds", metrics.per_token.items()

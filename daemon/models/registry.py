@@ -185,7 +185,7 @@ class Registry:
         misfit = self._without_carve_out.get(name, "") if settings.isolate else ""
         if shape is not None:
             misfit = misfit or self._encoder_misfit(name, settings, shape) or self._kv_misfit(name, settings, shape)
-            misfit = misfit or self._format_misfit(name, settings, shape)
+            misfit = misfit or self._format_misfit(name, settings, shape) or _draft_misfit(name, settings, shape)
         if not checkpoint.complete or shape is None or misfit:
             return self._unusable(config, checkpoint, checkpoint.reason or checkpoint.error or misfit or "not a model")
         dtype = self._computed_dtype(dtype, name, settings, shape)
@@ -236,6 +236,7 @@ class Registry:
             quantize=weight_format.name,
             weights_bytes=facts.weights_bytes,
             num_parameters=layout.num_parameters(shape),
+            speculator="none" if settings.speculator == "none" or _why_no_drafts(shape) else "prompt-lookup",
         )
         return Registered(checkpoint, facts, entry, dtype, "", weight_format.name, kv_cache_dtype)
 
@@ -429,6 +430,20 @@ def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
     if not stored_format(shape).runs_on_gpus:
         kinds.discard("cuda")
     return kinds
+
+
+def _why_no_drafts(shape: ModelShape) -> str:
+    """Returns why tokens cannot be drafted for a model, or ""."""
+    if shape.pooling:
+        return "encoders generate no text"
+    return "" if shape.delta is None else "the states of its layers cannot go back behind a token that was guessed wrong"
+
+
+def _draft_misfit(name: str, settings: ModelConfig, shape: ModelShape) -> str:
+    """Returns why the configured speculator cannot be used, or ""."""
+    if settings.speculator in ("auto", "none") or not (why := _why_no_drafts(shape)):
+        return ""
+    return f'models."{name}".speculator: {settings.speculator}: {why}; leave it out'
 
 
 def _has_fp8_kv(settings: ModelConfig) -> bool:

@@ -264,6 +264,7 @@ class Dispatcher:
                 kv_slots=list(action.kv_slots),
                 kv_index=action.kv_index,
                 kv_cache_dtype=source.kv_cache_dtype,
+                speculator=entry.speculator,
             ),
         )
 

@@ -41,7 +41,7 @@ def decode_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows, nu
         "slots": plan.slots,
         "firsts": plan.num_computed,
         "contexts": plan.num_computed + np.int32(1),
-        "host_ids": _host_ids(table, plan.slots, plan.num_computed),
+        "host_ids": _host_ids(plan, table, plan.slots, plan.num_computed),
     } | sampling_columns(rows)
     if missing:
         nothing = padding_columns(missing, len(table.request_id))
@@ -86,7 +86,7 @@ def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: L
     wanted = (starts + num_new - 1)[plan.samples]
     columns: Columns = {
         "token_rows": token_rows,
-        "host_ids": _host_ids(table, plan.slots[token_rows], positions),
+        "host_ids": _host_ids(plan, table, plan.slots[token_rows], positions),
         "slots": plan.slots,
         "firsts": plan.num_computed,
         "starts": starts,
@@ -99,8 +99,10 @@ def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: L
     return ExtendStep(columns, num_decode, len(tiles), len(wanted))
 
 
-def _host_ids(table: SequenceTable, slots: IntArray, positions: IntArray) -> IntArray:
+def _host_ids(plan: BatchPlan, table: SequenceTable, slots: IntArray, positions: IntArray) -> IntArray:
     """Returns the tokens at these positions of these slots. -1 stands for tokens that the host does not know yet."""
+    if plan.drafted:  # planned with every token known; those that were drafted are in the table, too
+        return table.tokens[slots, positions]
     known = positions < table.num_tokens[slots]
     last = np.int32(table.tokens.shape[1] - 1)
     return np.where(known, table.tokens[slots, np.minimum(positions, last)], np.int32(-1)).astype(np.int32)

@@ -235,11 +235,13 @@ class Engine:
                     seconds,
                     outcome.request_ids,
                     outcome.ids,
-                    finish=outcome.finish,
+                    outcome.counts,
+                    outcome.finish,
                     cached=outcome.cached,
                     resumed=outcome.resumed,
                     logprobs=result.logprobs,
                     steps=steps,
+                    num_drafted=outcome.num_drafted,
                 )
             )
             for request_id in compress(outcome.request_ids, outcome.finish):

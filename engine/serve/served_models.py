@@ -21,7 +21,9 @@ from engine.serve.kv_caches import make_kv_cache
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool, free_runs
 from scheduler.batch.compaction import Compaction
+from scheduler.batch.drafting import Drafter
 from scheduler.batch.plan import BatchPlan, IntArray
+from scheduler.batch.prompt_lookup import looked_up
 from scheduler.batch.step_limits import StepLimits, turns_of_step
 from scheduler.batch.step_room import StepRoom
 from scheduler.batch.turns import Turns
@@ -29,6 +31,7 @@ from scheduler.batch.turns import Turns
 log = logging.getLogger("engine")
 
 CAPTURE_EVERY_DECODES = 16
+DRAFTERS: dict[str, Drafter | None] = {"none": None, "prompt-lookup": looked_up}  # by LoadModel.speculator
 
 
 class Arena(Protocol):
@@ -203,7 +206,8 @@ class ServedModels:
         )
         ahead = hosted if isinstance(hosted, LaunchesAhead) else None
         captures = hosted if isinstance(hosted, CapturesSteps) else None
-        return ServedModel(spec, hosted, BatchScheduler(spec.model, kv, limits), place, pace, ahead, captures)
+        scheduler = BatchScheduler(spec.model, kv, limits, DRAFTERS[spec.speculator])
+        return ServedModel(spec, hosted, scheduler, place, pace, ahead, captures)
 
     def forget_costs(self) -> None:
         """Drops all learned step costs, because steps will cost something else from now on."""
