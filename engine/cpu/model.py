@@ -118,6 +118,11 @@ class CpuModel:
         result.seconds -= gate.waited_s - waited_s
         return result
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of weights and hidden states."""
+        return self._dtype
+
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Runs one step: stores the new tokens' KV and samples one id for each sampling row."""
         begin = time.perf_counter()

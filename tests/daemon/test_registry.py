@@ -19,6 +19,7 @@ from loader.formats.stored_int8 import STORED_INT8
 from scheduler.node import events
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.e2e.test_embeddings import make_encoder
+from tests.engine.model_bench import CASES, make_checkpoint
 from tests.loader import fp8
 from tests.loader.checkpoints import write_checkpoint
 from tests.loader.compressed import compress
@@ -268,6 +269,26 @@ async def test_an_fp8_checkpoint_goes_to_any_device_and_is_named_and_counted(tmp
     assert source is not None
     assert source.quantize == "fp8 by block"
     assert "fp8 by block matrices" in registry.describe("small")
+
+
+async def test_what_drafts_tokens(tmp_path: Path) -> None:
+    make_model(tmp_path / "a")
+    make_encoder(tmp_path / "encoder")
+    make_checkpoint(tmp_path / "gated", **CASES["qwen3-next"])
+
+    async def scanned(**settings: Any) -> tuple[dict[str, events.ModelFacts], dict[str, str]]:
+        one = ModelConfig(**settings)
+        config = NodeConfig(models_dir=str(tmp_path), models=dict.fromkeys(("a", "encoder", "gated"), one), chunk_bytes=2 * MIB)
+        registry = Registry(config, [DeviceBudget("cpu:0", 64 * MIB)], NodeState(str(tmp_path / "s")))
+        facts = registered(await registry.rescan())
+        return facts, {name: one.entry.speculator for name, one in registry.models.items() if one.entry is not None}
+
+    assert (await scanned())[1] == {"a": "prompt-lookup", "encoder": "none", "gated": "none"}
+    assert (await scanned(speculator="none"))[1] == {"a": "none", "encoder": "none", "gated": "none"}
+    facts, chosen = await scanned(speculator="prompt-lookup")
+    assert chosen == {"a": "prompt-lookup"}
+    assert facts["encoder"].unusable == 'models."encoder".speculator: prompt-lookup: encoders generate no text; leave it out'
+    assert "the states of its layers cannot go back" in facts["gated"].unusable
 
 
 async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: Path) -> None:
