@@ -100,7 +100,7 @@ def run(model: CpuModel, limits: StepLimits, texts: Texts, tokens: int, temperat
         told = iter(outcome.ids)
         for request_id, count in zip(outcome.request_ids, outcome.counts or repeat(1), strict=False):
             done.outputs[request_id - 1] += islice(told, count)
-        done.num_drafted += outcome.num_drafted
+        done.num_drafted += sum(outcome.drafted)
         done.num_accepted += len(outcome.ids) - len(outcome.request_ids)
 
 

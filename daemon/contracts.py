@@ -57,6 +57,9 @@ class Generation:
     priority: int = 0
     keep_alive_s: float | None = None  # how long its model may stay after it, from now on; None: as before
     output: list[int] = field(default_factory=list)
+    prediction: list[int] = field(default_factory=list)  # tokens that the output may repeat in parts
+    num_drafted: int = 0  # tokens that were computed for it before they were known
+    num_accepted: int = 0  # of them, those that are in the output
     num_resumed: int = 0  # tokens of the output that an earlier daemon has made
     was_accepted: bool = False  # by that daemon
     num_cached: int = 0  # prompt tokens found in the prefix cache

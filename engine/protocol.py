@@ -141,6 +141,7 @@ class Submit(Message, frozen=True):
     task: str = "generate"  # | embed: for encoders, answered by EmbeddingsOut; params are ignored
     weight: float = 1.0  # the model's share of the device
     tenant_weight: float = 1.0  # the tenant's share among those that want this model
+    prediction: list[int] = []  # tokens that the output may repeat in parts; empty: none are known
 
 
 class Abort(Message, frozen=True):
@@ -275,7 +276,8 @@ class TokensOut(Message, frozen=True):
     # which they got their next token
     resumed: dict[int, tuple[int, int]] = {}
     steps: int = 1  # number of steps in `seconds`; 0 if a sequence ends without a step
-    num_drafted: int = 0  # tokens that were drafted for the step; those of `ids` that are not their request's last were among them
+    # tokens that were drafted for each request, if `counts` is not empty; all of a request's in `ids` but the last were among them
+    drafted: list[int] = []
 
 
 class EmbeddingsOut(Message, frozen=True):

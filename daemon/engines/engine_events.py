@@ -253,8 +253,8 @@ class EngineEvents:
         metrics.steps[model] += message.steps
         metrics.step_seconds[model] += message.seconds
         metrics.generated_tokens[model] += len(ids)
-        if message.num_drafted:
-            metrics.drafted_tokens[model] += message.num_drafted
+        if message.drafted:
+            metrics.drafted_tokens[model] += sum(message.drafted)
             metrics.accepted_tokens[model] += len(ids) - len(message.request_ids)
         if message.cached:
             self._note_cached(message)
@@ -286,13 +286,16 @@ class EngineEvents:
         start = 0
         num_rows = len(message.request_ids)
         counts = message.counts or (1,) * num_rows
-        finishes = message.finish or (0,) * num_rows
-        for request_id, count, finish in zip(message.request_ids, counts, finishes, strict=True):
+        finishes, drafted = message.finish or (0,) * num_rows, message.drafted or (0,) * num_rows
+        for request_id, count, finish, num_drafted in zip(message.request_ids, counts, finishes, drafted, strict=True):
             row = message.ids[start : start + count]
             start += count
             generation = self._find(request_id)
             if generation is None:
                 continue
+            if num_drafted:
+                generation.num_drafted += num_drafted
+                generation.num_accepted += count - 1
             if row and not generation.output:
                 self._first_token(generation)
             generation.output += row

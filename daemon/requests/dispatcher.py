@@ -339,6 +339,7 @@ class Dispatcher:
                 task=generation.task,
                 weight=self._weight(action.model),
                 tenant_weight=generation.weight,
+                prediction=generation.prediction,
             ),
         )
 

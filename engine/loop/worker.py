@@ -241,7 +241,7 @@ class Engine:
                     resumed=outcome.resumed,
                     logprobs=result.logprobs,
                     steps=steps,
-                    num_drafted=outcome.num_drafted,
+                    drafted=outcome.drafted,
                 )
             )
             for request_id in compress(outcome.request_ids, outcome.finish):

@@ -35,4 +35,5 @@ def batch_request(message: Submit, spec: LoadModel, vocab_size: int) -> BatchReq
         cache_salt=message.cache_salt,
         weight=message.tenant_weight if message.tenant_weight > 0 else 1.0,
         priority=message.priority,
+        prediction=np.array([token for token in message.prediction if 0 <= token < vocab_size], np.int32),
     )

@@ -373,7 +373,7 @@ class BatchScheduler:
         self._ahead.join(slot)
         self._outcomes.join(slot, request, params)
         if self._drafts is not None:
-            self._drafts.join(slot)
+            self._drafts.join(slot, request.prediction)
         if request.resubmitted:
             request.num_cached, request.num_recomputed = num_cached, num_tokens - num_cached
         elif not request.has_first_token:
@@ -412,6 +412,8 @@ class BatchScheduler:
         self._num_constrained -= request.constrained
         self._ahead.leave(slot)
         self._outcomes.leave(slot)
+        if self._drafts is not None:
+            self._drafts.leave(slot)
         self._free_slots.append(slot)
         self._blocked_version = -1
 

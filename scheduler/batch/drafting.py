@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from scheduler.batch.endings import Endings
 from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, SequenceTable, StepOutcome
+from scheduler.batch.prompt_lookup import FEWEST_TOKENS
 from scheduler.batch.step_room import StepRoom
 
 Drafter = Callable[[IntArray, int], IntArray]  # (tokens of a sequence, how many to draft) -> that many drafted tokens, or none
@@ -53,14 +54,21 @@ class Drafts:
         self._next_plan: LongArray = np.zeros(num_slots, np.int64)
         self._pause: IntArray = np.zeros(num_slots, np.int32)
         self._num_plans = 0
+        self._predictions: dict[int, IntArray] = {}  # by slot
 
-    def join(self, slot: int) -> None:
-        """Registers a row whose settings are in the table. Nothing is drafted for rows whose logits are masked after each token, or
-        that are told log-probabilities."""
+    def join(self, slot: int, prediction: IntArray) -> None:
+        """Registers a row whose settings are in the table. prediction: tokens that its output may repeat in parts.
+
+        Nothing is drafted for rows whose logits are masked after each token, or that are told log-probabilities."""
         self._chance[slot], self._pause[slot] = self._model_chance, 0
         masked = self._table.constrained[slot] or self._table.limited[slot]
         told = self._table.num_logprobs[slot] >= 0
         self._next_plan[slot] = np.iinfo(np.int64).max if masked or told else 0
+        if len(prediction):
+            self._predictions[slot] = prediction
+
+    def leave(self, slot: int) -> None:
+        self._predictions.pop(slot, None)
 
     def wanted(self, slots: IntArray) -> bool:
         """Returns whether the next plan may draft for any of the slots, which needs all their tokens."""
@@ -80,7 +88,7 @@ class Drafts:
         for row in due.tolist():
             slot, end = int(slots[row]), int(computed[row]) + 1  # the sequence has `end` tokens
             most = min(MOST_DRAFTED, spare, int(capacity[row]) - end, int(table.max_total_tokens[slot]) - end - 1)
-            drafted = self._drafter(table.tokens[slot, :end], most) if most > 0 else ()
+            drafted = self._of(slot, end, most) if most > 0 else ()
             if not len(drafted):
                 self._leave_alone(slot)
                 continue
@@ -95,6 +103,16 @@ class Drafts:
                 self._leave_alone(int(slots[row]))
         return counts if num else None
 
+    def _of(self, slot: int, num_tokens: int, most: int) -> IntArray:
+        """Returns at most so many tokens that may follow a slot's num_tokens."""
+        tokens, prediction = self._table.tokens[slot, :num_tokens], self._predictions.get(slot)
+        if prediction is None:
+            return self._drafter(tokens, most)
+        output = tokens[self._table.num_prompt[slot] :]
+        if len(output) <= FEWEST_TOKENS and np.array_equal(output, prediction[: len(output)]):
+            return prediction[len(output) :][:most]  # too little to be looked up
+        return self._drafter(np.concatenate((prediction, tokens)), most)
+
     def verify(self, plan: BatchPlan, ids: IntArray, bad: BoolArray, endings: Endings) -> Verified:
         """Returns what the drafts of a step came to, and learns from it. ids, bad: what its rows sampled."""
         counting = _rows_that_count(plan, self._table, ids, bad, endings)
@@ -107,7 +125,7 @@ class Drafts:
                 self._learn(slot, num_drafted, num - 1)
         ones = np.ones(len(own), np.int32)
         newest = BatchPlan(plan.step_id, plan.model, own, plan.num_computed[counting][last], ones, ones.astype(np.bool_), True)
-        return Verified(newest, told[last], bad[counting][last], counts, told, int(drafted.sum()))
+        return Verified(newest, told[last], bad[counting][last], counts, told, drafted)
 
     def _learn(self, slot: int, num_drafted: int, num_held: int) -> None:
         """Learns what became of a sequence's drafts."""
@@ -146,14 +164,14 @@ def with_drafts(plan: BatchPlan, counts: IntArray) -> BatchPlan:
 class Verified:
     """What the drafts of a step came to, for Q sequences. plan: decode rows that compute the last token of each that counted, one a
     sequence. ids, bad [Q]: what these sampled. counts [Q]: tokens that each sequence got, those that were drafted and `ids`. told:
-    all these tokens. num_drafted: tokens that were drafted."""
+    all these tokens. drafted [Q]: tokens that were drafted."""
 
     plan: BatchPlan
     ids: IntArray
     bad: BoolArray
     counts: IntArray
     told: IntArray
-    num_drafted: int
+    drafted: IntArray
 
     @property
     def most(self) -> int:
@@ -161,8 +179,8 @@ class Verified:
 
     def complete(self, outcome: StepOutcome) -> None:
         """Adds to an outcome that has each sequence's last token those before it."""
-        outcome.ids, outcome.counts = self.told[~np.repeat(self.bad, self.counts)].tolist(), self.counts[~self.bad].tolist()
-        outcome.num_drafted = self.num_drafted
+        outcome.ids = self.told[~np.repeat(self.bad, self.counts)].tolist()
+        outcome.counts, outcome.drafted = self.counts[~self.bad].tolist(), self.drafted[~self.bad].tolist()
 
 
 def _rows_that_count(plan: BatchPlan, table: SequenceTable, ids: IntArray, bad: BoolArray, endings: Endings) -> BoolArray:

@@ -168,8 +168,8 @@ class StepOutcome:
     """The results of a step: row k is one request and its token, or counts[k] tokens if `counts` is not empty. `finish` is empty if
     none ended (plan.FINISH_*). `bad`: requests that ended because their logits were not finite. `cached`: prompt tokens found in
     the prefix cache, with a request's first token. `resumed`: cached and recomputed tokens, with the next token of a request that
-    came with output. num_drafted: tokens that were drafted for the step. Steps of the same requests may share the list of their
-    ids."""
+    came with output. `drafted`: tokens that were drafted for each, with `counts`. Steps of the same requests may share the list of
+    their ids."""
 
     request_ids: list[int]
     ids: list[int]
@@ -178,4 +178,4 @@ class StepOutcome:
     cached: dict[int, int] = field(default_factory=dict)
     resumed: dict[int, tuple[int, int]] = field(default_factory=dict)
     counts: list[int] = field(default_factory=list)
-    num_drafted: int = 0
+    drafted: list[int] = field(default_factory=list)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from scheduler.batch.plan import IntArray, Sampling
 from scheduler.batch.prefix_cache import tail_key
 from scheduler.shares import Shares
@@ -34,6 +36,7 @@ class BatchRequest:
     has_first_token: bool = False
     constrained: bool = False  # SequenceTable.constrained
     held: bool = False  # constrained, and what may follow its last token is not known yet
+    prediction: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))  # tokens that its output may repeat in parts
     resubmitted: bool = False  # it came with output, and its next token is not there yet
 
     def num_shareable_blocks(self, block_tokens: int) -> int:

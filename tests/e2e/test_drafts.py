@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
+import pytest
+
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
 
@@ -47,3 +50,17 @@ def test_texts_are_those_of_a_model_without_drafts(tmp_path: Path) -> None:
         assert 0 < told["accepted"] <= told["drafted"]
         assert told["generated"] == drafted(node, "plain")["generated"]
         assert drafted(node, "plain").keys() == {"generated"}
+        letters = {str(ord(letter)): 30 for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}  # each of them is a token
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "one two"}], "temperature": 0, "max_tokens": 80}
+        chat["logit_bias"] = letters
+        reply = node.openai().chat.completions.create(model="plain", **chat)
+        assert reply.usage.completion_tokens_details is None
+        chat["prediction"] = {"type": "content", "content": [{"type": "text", "text": reply.choices[0].message.content}]}
+        again = node.openai().chat.completions.create(model="m", **chat)
+        assert again.choices[0].message == reply.choices[0].message
+        details = again.usage.completion_tokens_details
+        assert details.accepted_prediction_tokens > 30
+        assert details.rejected_prediction_tokens >= 0
+        chat["prediction"]["content"][0] = {"type": "image_url"}
+        with pytest.raises(openai.BadRequestError, match=r"prediction.content\[0\].type: only text parts"):
+            node.openai().chat.completions.create(model="m", **chat)

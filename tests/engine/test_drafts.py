@@ -70,7 +70,7 @@ def texts_of(model: CpuModel | CudaModel, requests: dict[int, SamplingParams], d
         told = iter(outcome.ids)
         for request_id, count in zip(outcome.request_ids, outcome.counts or [1] * len(outcome.ids), strict=True):
             output[request_id] += [next(told) for _ in range(count)]
-        num_drafted += outcome.num_drafted
+        num_drafted += sum(outcome.drafted)
         if steps == 12:
             scheduler.preempt_one()
         for group, memory in zip(kv.groups, model._kv if isinstance(model, CpuModel) else model._memory, strict=True):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Meta, Raw, Struct
 
 from daemon.api.bodies.common import Common, Head, NumTop, head_of
-from daemon.api.bodies.decode import decode, invalid
+from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.api.bodies.messages import (
     Message,
+    Part,
     checked_documents,
     content_of,
     hold_calls,
+    joined,
     next_call_number,
     pack_messages,
     packed,
@@ -24,6 +26,13 @@ from daemon.text.reasoning import CLOSE, OPEN
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 CONTINUES_ANSWER, CONTINUES_REASONING = "answer", "reasoning"
+
+
+class Prediction(Struct):
+    """What the client expects the reply to be, in large part."""
+
+    type: Literal["content"]
+    content: str | list[Part]
 
 
 class ChatBody(Common, kw_only=True):
@@ -37,6 +46,7 @@ class ChatBody(Common, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
     echo: Annotated[Raw, neutral("false")] = Raw()
+    prediction: Prediction | None = None
     tools: Raw = Raw()
     tool_choice: Raw = Raw()
     parallel_tool_calls: bool | None = None
@@ -51,6 +61,8 @@ MEANINGS = {
     "documents": "given to the template",
     "logprobs": "log-probabilities of the tokens; of a completion with that many alternatives",
     "top_logprobs": "alternatives per token",
+    "prediction": "text that the reply is expected to repeat in parts, as a file to be edited has it; there several tokens come at "
+    "a time, and the reply is the same without it",
     "tools": "functions the model may call",
     "tool_choice": "auto, none, required, or one function by name",
     "parallel_tool_calls": "false: one call at most",
@@ -89,7 +101,17 @@ def head_of_chat(fields: ChatBody) -> tuple[Head, bytes]:
         logprobs=_logprobs(fields),
         tools=tools,
     )
+    head.prediction = _prediction(fields.prediction)
     return head, messages
+
+
+def _prediction(given: Prediction | None) -> str:
+    """Returns the text that the reply is expected to repeat; "" for none."""
+    if given is None:
+        return ""
+    text = given.content if isinstance(given.content, str) else joined(given.content, "", "prediction")
+    check_text(text, "prediction.content")
+    return text
 
 
 def _logprobs(fields: ChatBody) -> int:

@@ -143,6 +143,7 @@ class Head(Struct, array_like=True):
     keep_last: int = 0  # truncate_prompt_tokens; 0: all
     outputs: Outputs = Outputs()
     keep_alive_s: float | None = None  # how long the model may stay in memory afterwards; None: as before
+    prediction: str = ""  # what the reply is expected to repeat
 
 
 def head_of(

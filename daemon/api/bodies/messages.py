@@ -87,13 +87,15 @@ def content_of(message: Message, where: str) -> str | None:
         if message.role != "assistant":
             raise invalid(f"{where}.refusal", f"{where}.refusal: only messages of the assistant may have one")
         check_text(message.refusal, f"{where}.refusal")
-    content = message.content if isinstance(message.content, str | None) else _joined(message.content, message.role, where)
+    content = message.content if isinstance(message.content, str | None) else joined(message.content, message.role, where)
     if content is not None:
         check_text(content, f"{where}.content")
     return content or message.refusal or content
 
 
-def _joined(parts: list[Part], role: str, where: str) -> str:
+def joined(parts: list[Part], role: str, where: str) -> str:
+    """Returns the texts of a message's parts, one after the other. where: the message, for errors. Raises BadRequest naming the
+    part."""
     texts, refusals = [], []
     for at, part in enumerate(parts):
         part_where = f"{where}.content[{at}]"

@@ -16,8 +16,7 @@ from daemon.api.bodies.decode import invalid
 from daemon.errors import BadRequest
 
 # Fields without effect, whatever they say. audio: how speech should sound; `modalities` asks for it, and is refused.
-# prediction: a hint for speed.
-WITHOUT_EFFECT = ("audio", "prediction")
+WITHOUT_EFFECT = ("audio",)
 _MAX_NEUTRAL_BYTES = 256  # of a value's JSON, blanks included; longer ones are not looked into
 
 

@@ -65,6 +65,10 @@ async def answer(
         head.stop_token_ids += reply.end_ids
     bad_words = await bad_word_ids(context.text, model, head.outputs.bad_words)
     generations = await _generations(form, head, call, model, prompts, public_id, bad_words)
+    if head.prediction and model.speculator != "none":
+        (expected,) = await context.text.encode(model, head.prediction, False, "prediction")
+        for generation in generations:
+            generation.prediction = expected.tolist()
     written = written_prompts(head, prompt)
     shown, marks = (table, {}) if reply is None else (reply.table, reply.harmony_marks)
     texts = texts_of(head, model, shown, generations, written, form.shows_end_token, marks)

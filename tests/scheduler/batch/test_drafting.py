@@ -143,6 +143,21 @@ def test_a_step_has_no_more_rows_than_the_model_has_slots() -> None:
     assert most == 4
 
 
+def test_a_prediction_is_looked_up_like_the_text() -> None:
+    params = Params(ignore_eos=True, max_tokens=40)
+    prompt, expected = prompt_of(5), expected_output(prompt_of(5), Params(ignore_eos=True, max_tokens=40), 64)
+    edited = [*expected[:12], 91, 92, 93, *expected[12:]]  # parts of it come, others do not
+    steps = []
+    for prediction in ([], edited):
+        harness = Harness(drafter=looked_up)
+        harness.submit(1, prompt, params, prediction=np.array(prediction, np.int32))
+        harness.run()
+        assert harness.output[1] == expected
+        steps.append(harness.num_steps)
+        assert not harness.scheduler._drafts._predictions  # type: ignore[union-attr]
+    assert steps[1] < steps[0] / 2
+
+
 # ---- how many
 
 
