@@ -20,6 +20,8 @@ PROTOCOL_VERSION = 9
 # How a sequence ended, in `TokensOut.finish`; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
 
+EMBED, SCORE = "embed", "score"  # `Submit.task` of encoders
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; the tag is the class name."""
@@ -138,10 +140,11 @@ class Submit(Message, frozen=True):
     tenant: str = ""  # tenants never share prefix blocks
     cache_salt: str = ""  # requests of one tenant with different salts share none either
     priority: int = 0
-    task: str = "generate"  # | embed: for encoders, answered by EmbeddingsOut; params are ignored
+    task: str = "generate"  # | EMBED, SCORE: answered by EmbeddingsOut; params are ignored
     weight: float = 1.0  # the model's share of the device
     tenant_weight: float = 1.0  # the tenant's share among those that want this model
     prediction: list[int] = []  # tokens that the output may repeat in parts; empty: none are known
+    second_at: int = 0  # of a score: index of the first token of the second text's segment (token type 1); 0: there is one segment
 
 
 class Abort(Message, frozen=True):
@@ -281,13 +284,14 @@ class TokensOut(Message, frozen=True):
 
 
 class EmbeddingsOut(Message, frozen=True):
-    """The vectors of one step of an encoder: the answers that end Submits of task "embed". seconds: device time."""
+    """The vectors or scores of one step of an encoder: the answers that end Submits of task "embed" or "score". seconds: device
+    time."""
 
     model: str
     step_id: int
     seconds: float
     request_ids: list[int]
-    values: list[bytes]  # one vector each: float32, little-endian, of norm 1
+    values: list[bytes]  # float32, little-endian: one vector of norm 1 each, or one number
 
 
 class PromptLogprobs(Message, frozen=True):

@@ -302,7 +302,7 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     digest.update(config_text + b"\0" + (generation_text or b"") + b"\0")
     checkpoint.shape = parse_config(config_text)
     checkpoint.generation = parse_generation(config_text, generation_text)
-    if checkpoint.shape.pooling:
+    if checkpoint.shape.pooling and not checkpoint.shape.scoring:
         pooling_text = _read_text(folder, POOLING_NAME, stats) if POOLING_NAME in stats else None
         digest.update((pooling_text or b"") + b"\0")
         if MODULES_NAME in stats:

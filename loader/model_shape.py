@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from loader.rope_config import RopeParameters
 
+# What makes the relevance of a cross-encoder's score: the logistic function, or nothing.
+SIGMOID, IDENTITY = "sigmoid", "identity"
+
 
 @dataclass(slots=True, frozen=True)
 class SigmoidShape:
@@ -133,7 +136,9 @@ class ModelShape:
     delta: DeltaShape | None = None  # of layers of the gated delta rule
     gated_attention: bool = False  # each head's queries have as many gates of its output behind them
     pooling: str = ""  # of an encoder: mean or cls; "": the model generates text
+    scoring: str = ""  # of an encoder that scores pairs of texts (a cross-encoder): SIGMOID or IDENTITY; "": it makes vectors
     type_vocab_size: int = 0  # of an encoder: kinds of segments
+    first_position: int = 0  # of an encoder: the row of its table of positions that a text's first token has
     cut_sizes: tuple[int, ...] = ()  # of an encoder trained for it (Matryoshka): what its vectors may be cut to
     any_cut_size: bool = False  # of an encoder trained for it: its vectors may be cut to any size
     tensor_prefix: str = ""  # what the parameters' names begin with, where a family's checkpoints differ in it

@@ -25,6 +25,8 @@ SAMPLER_BYTES = 1 << 20
 SAMPLER_COPIES = 6
 # Queries of one row that attend to its context at a time where that needs a mask.
 PREFILL_TILE_TOKENS = 256
+# Queries of an encoder that attend to their text at a time (engine/layers/encoder_attention.py), which bounds their scores.
+ENCODER_TILE_TOKENS = 256
 # Queries that are brought to the space of latents at a time (engine/cpu/latents.py).
 ABSORBED_TOKENS = 64
 
@@ -110,12 +112,12 @@ def work_space_bytes(
 
     max_model_len: the longest context; the reference implementation gathers its keys and values for one row of a prompt at a
     time. Default: the checkpoint's length."""
+    context = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
     if shape.pooling:
-        return _encoder_work_space_bytes(shape, dtype, max_num_batched_tokens)
+        return _encoder_work_space_bytes(shape, dtype, max_num_batched_tokens, context)
     tokens = max_num_batched_tokens + max_sequences
     item, hidden = ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    context = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
     if all(shape.layer_windows):
         context = min(context, max(shape.layer_windows, default=context) + max_num_batched_tokens)
     residual = tokens * hidden * (3 * item + 2 * 4)  # residual, normed, output; two float32 copies inside the norm
@@ -161,10 +163,14 @@ def _latent_bytes(shape: ModelShape, tokens: int, context: int, item: int) -> tu
     return tokens * by_token, absorbed + context * by_position + 2 * WIDENED_BYTES
 
 
-def _encoder_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int) -> int:
-    tokens, item = max(max_num_batched_tokens, shape.max_position_embeddings), ITEM_BYTES[dtype]
-    context = min(tokens, shape.max_position_embeddings)
-    # hidden, sum, normed, mixed, qkv; or hidden and the MLP's two; scores of the longest text, should they be written out
-    widths = shape.hidden_size * (6 * item + 4) + max(3 * shape.hidden_size, 2 * shape.intermediate_size) * item
-    scores = shape.num_heads * context * context * 4
+def _encoder_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, context: int) -> int:
+    """Returns an upper bound of what one step of an encoder allocates. context: tokens of the longest text, which may be more than
+    a step of several texts has."""
+    tokens, item, hidden = max(max_num_batched_tokens, context), ITEM_BYTES[dtype], shape.hidden_size
+    attention, mlp = 3 * hidden * item, 2 * shape.intermediate_size * item
+    if shape.local_rope is not None:  # queries and keys are rotated in float32, and the MLP has a gate
+        attention, mlp = attention + 2 * hidden * (4 * 4 + item), 2 * mlp
+    # hidden, sum, normed, mixed, qkv; or hidden and the MLP's two; scores of a tile of the longest text, should they be written out
+    widths = hidden * (6 * item + 4) + max(attention, mlp)
+    scores = min(context, ENCODER_TILE_TOKENS) * context * (shape.num_heads * 4 + 5)
     return (tokens * (widths + 64) + scores) * 5 // 4

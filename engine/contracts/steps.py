@@ -100,7 +100,8 @@ class StreamedModel(HostedModel, Protocol):
 
 @runtime_checkable
 class HostedEncoder(Protocol):
-    """The counterpart of HostedModel for a model that turns texts into vectors."""
+    """The counterpart of HostedModel for a model that turns texts into vectors, or pairs of texts into scores. task: which of the
+    two, as Submit.task names it."""
 
     @property
     def name(self) -> str: ...
@@ -108,10 +109,12 @@ class HostedEncoder(Protocol):
     def weights_bytes(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def task(self) -> str: ...
 
-    def embed(self, texts: Sequence[IntArray]) -> tuple[FloatArray, float]:
-        """Returns the vectors of R texts, given as token ids: float32 [R, hidden], each of norm 1; and the device seconds it
-        took."""
+    def embed(self, texts: Sequence[IntArray], second_at: Sequence[int]) -> tuple[FloatArray, float]:
+        """Returns the vectors of R texts, given as token ids: float32 [R, hidden], each of norm 1; or the scores of R pairs:
+        float32 [R, 1]; and the device seconds it took. second_at: where in each pair the second text begins, as in Submit."""
         ...
 
     def release(self) -> None: ...

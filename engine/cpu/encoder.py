@@ -1,6 +1,7 @@
-"""An encoder in device memory: turns each text into one pooled and normalised vector. It has no KV and samples nothing.
+"""An encoder in device memory: turns each text into one pooled and normalised vector, or each pair of texts into a score. It has no
+KV and samples nothing.
 
-Shapes: R texts, T tokens of all texts.
+Shapes: R texts or pairs, T tokens of all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from engine.cpu.ops import CpuOps
 from engine.layers.weights import Weights
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import Encoder, build_encoder
-from engine.protocol import LoadModel
+from engine.protocol import EMBED, SCORE, LoadModel
 from loader.model_shape import ModelShape
 from scheduler.batch.plan import FloatArray, IntArray
 
@@ -28,22 +29,25 @@ class CpuEncoder:
         self._ops, self.name = ops, spec.model
         self.vocab_size = shape.vocab_size
         self.weights_bytes = weights.num_bytes
+        self.task = SCORE if shape.scoring else EMBED
         self._pooling, self._num_threads, self._weights = shape.pooling, num_threads, weights
         self._model: Encoder | None = build_encoder(shape, Weights(shape, spec.dtype, weights))
 
     @torch.inference_mode()
-    def embed(self, texts: Sequence[IntArray]) -> tuple[FloatArray, float]:
-        """Returns the vectors, float32 [R, hidden], each of norm 1, and the seconds it took. texts: token ids of each text, none
-        empty."""
+    def embed(self, texts: Sequence[IntArray], second_at: Sequence[int]) -> tuple[FloatArray, float]:
+        """Implements HostedEncoder.embed. None of the texts is empty."""
         begin = time.perf_counter()
         if self._model is None:
             raise RuntimeError(f"model {self.name} was released")
         self._ops.set_num_threads(self._num_threads)
         lengths = [len(text) for text in texts]
-        hidden = self._model.forward(torch.from_numpy(np.concatenate(texts).astype(np.int64)), lengths).float()
-        rows = hidden.split(lengths)
-        pooled = torch.stack([row[0] if self._pooling == "cls" else row.mean(0) for row in rows])
-        return functional.normalize(pooled, dim=1).numpy(), time.perf_counter() - begin
+        hidden = self._model.forward(torch.from_numpy(np.concatenate(texts).astype(np.int64)), lengths, second_at)
+        pooled = torch.stack([row[0].float() if self._pooling == "cls" else row.float().mean(0) for row in hidden.split(lengths)])
+        if self.task == SCORE:
+            found = self._model.scores(pooled.to(hidden.dtype)).float()[:, None]
+        else:
+            found = functional.normalize(pooled, dim=1)
+        return found.numpy(), time.perf_counter() - begin
 
     def release(self) -> None:
         """Unmaps the weights. Idempotent; any later `embed` raises RuntimeError."""

@@ -32,9 +32,11 @@ from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.memory.preparing import Preparer
 from engine.protocol import (
+    EMBED,
     FINISH_LENGTH,
     FINISH_STOP,
     PROTOCOL_VERSION,
+    SCORE,
     Abort,
     Configure,
     EngineReady,
@@ -358,7 +360,8 @@ class Engine:
     def _submit(self, message: Submit) -> None:
         request_id = message.request_id
         embedder = self.models.embedders.get(message.model)
-        if embedder is not None and message.task == "embed" and request_id not in self._model_of:
+        is_for_encoders = message.task in (EMBED, SCORE)
+        if embedder is not None and is_for_encoders and request_id not in self._model_of:
             why_not = embedder.submit(message)
             if why_not:
                 self.channel.send(RequestFailed(request_id, "internal", why_not))
@@ -370,7 +373,7 @@ class Engine:
         if first is not None and first.put_aside(message):
             return
         served = self.models.by_name.get(message.model) if first is None else first.served
-        if (embedder is None) == (message.task == "embed") and (embedder is not None or served is not None):
+        if (embedder is None) == is_for_encoders and (embedder is not None or served is not None):
             text = f"model {message.model} does not do task {message.task}"
             self.channel.send(RequestFailed(request_id, "internal", text))
             return

@@ -1,4 +1,4 @@
-"""BERT and its MiniLM distillations: post-norm encoder, learned positions, exact GELU; no causal mask and no KV.
+"""BERT, its MiniLM distillations and RoBERTa: post-norm encoder, learned positions, exact GELU; with or without a head that scores.
 
 T tokens of all texts end to end; hidden: model width. Weights are views of the model's one memory range.
 """
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.layers.encoder_attention import attend
 from engine.layers.weights import Weights
+from loader.architectures.bert import Encoder
 from loader.model_shape import ModelShape
 
 QUERY_KEY_VALUE = ("query", "key", "value")
@@ -37,37 +39,51 @@ class BertLayer:
         text."""
         width = (hidden.shape[1],)
         qkv = functional.linear(hidden, self.qkv, self.qkv_bias).view(-1, 3, self.num_heads, self.head_dim)
-        mixed = torch.empty_like(hidden)
-        start = 0
-        for length in lengths:
-            query, key, value = qkv[start : start + length].permute(1, 2, 0, 3)[:, None]
-            row = functional.scaled_dot_product_attention(query, key, value)[0]  # [heads, length, head_dim]
-            mixed[start : start + length] = row.transpose(0, 1).reshape(length, -1)
-            start += length
+        mixed = attend(qkv, lengths)
         hidden = functional.layer_norm(hidden + functional.linear(mixed, *self.attended), width, *self.attention_norm, self.eps)
         inner = functional.gelu(functional.linear(hidden, *self.up))
         return functional.layer_norm(hidden + functional.linear(inner, *self.down), width, *self.mlp_norm, self.eps)
 
 
 class BertModel:
-    def __init__(self, shape: ModelShape, weights: Weights) -> None:
+    def __init__(self, family: Encoder, shape: ModelShape, weights: Weights) -> None:
         prefix = shape.tensor_prefix + "embeddings."
-        self.eps = shape.rms_norm_eps
+        self.eps, self.first_position = shape.rms_norm_eps, shape.first_position
         self.words = weights.get(prefix + "word_embeddings.weight")
         self.positions = weights.get(prefix + "position_embeddings.weight")
-        self.kind = weights.get(prefix + "token_type_embeddings.weight")[0]  # all text is the first segment
+        self.kinds = weights.get(prefix + "token_type_embeddings.weight")
         self.norm = _linear(weights, prefix + "LayerNorm")
         self.layers = [BertLayer(shape, weights, layer) for layer in range(shape.num_layers)]
+        self.head = [_linear(weights, name) for name in family.score_names(shape)]
 
-    def forward(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Returns the last hidden states [T, hidden]. input_ids [T] int64: the texts, one after the other. lengths: tokens of
-        each."""
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        hidden = functional.embedding(input_ids, self.words) + self.positions[positions] + self.kind
+    def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
+        """Implements Encoder.forward (engine/models/registry.py)."""
+        hidden = functional.embedding(input_ids, self.words) + self.positions[self._positions(input_ids, lengths)]
+        hidden += self.kinds[0] if len(self.kinds) < 2 or not any(second_at) else self.kinds[_kinds(lengths, second_at)]
         hidden = functional.layer_norm(hidden, (hidden.shape[1],), *self.norm, self.eps)
         for layer in self.layers:
             hidden = layer(hidden, lengths)
         return hidden
+
+    def scores(self, pooled: Tensor) -> Tensor:
+        """Implements Encoder.scores."""
+        dense, out = self.head
+        return functional.linear(torch.tanh(functional.linear(pooled, *dense)), *out)[:, 0]
+
+    def _positions(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Returns the rows [T] of the table of positions. Where texts begin behind the id of padding, a token that has this id
+        takes the row of that number and is not counted."""
+        if not self.first_position:
+            return torch.cat([torch.arange(length) for length in lengths])
+        padding = self.first_position - 1
+        counted = (input_ids != padding).long()
+        return torch.cat([text.cumsum(0) * text for text in counted.split(list(lengths))]) + padding
+
+
+def _kinds(lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
+    """Returns the kind of segment of each token [T]: 0, and 1 from index second_at of a pair on."""
+    kinds = [(torch.arange(length) >= (at or length)).long() for length, at in zip(lengths, second_at, strict=True)]
+    return torch.cat(kinds)
 
 
 def _linear(weights: Weights, name: str) -> tuple[Tensor, Tensor]:

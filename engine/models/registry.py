@@ -10,8 +10,11 @@ from torch import Tensor
 from engine.layers.weights import Weights
 from engine.models.bert import BertModel
 from engine.models.decoder import DecoderModel
+from engine.models.modernbert import ModernBertModel
 from engine.ops.ops import BatchT, BatchT_contra, Ops
+from loader.architectures.bert import Encoder as BertFamily
 from loader.architectures.decoder import Decoder
+from loader.architectures.modernbert import ModernEncoder
 from loader.architectures.registry import architecture_of
 from loader.architectures.wrapper import Wrapper
 from loader.model_shape import ModelShape
@@ -26,7 +29,14 @@ class CausalLM(Protocol[BatchT_contra]):
 
 
 class Encoder(Protocol):
-    def forward(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor: ...
+    def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
+        """Returns the last hidden states [T, hidden]. input_ids [T] int64: R texts, one after the other. lengths: tokens of each.
+        second_at: for each the index at which the second of a pair of texts begins; 0: it is one text."""
+        ...
+
+    def scores(self, pooled: Tensor) -> Tensor:
+        """Returns the scores [R] of pooled vectors [R, hidden]. Called for cross-encoders only (ModelShape.scoring)."""
+        ...
 
 
 def build_model(ops: Ops[BatchT], shape: ModelShape, weights: Weights) -> CausalLM[BatchT]:
@@ -40,4 +50,10 @@ def build_model(ops: Ops[BatchT], shape: ModelShape, weights: Weights) -> Causal
 
 
 def build_encoder(shape: ModelShape, weights: Weights) -> Encoder:
-    return BertModel(shape, weights)
+    """Builds a model that makes vectors, or scores of pairs. Raises TypeError for a family that does neither."""
+    family = architecture_of(shape)
+    if isinstance(family, BertFamily):
+        return BertModel(family, shape, weights)
+    if isinstance(family, ModernEncoder):
+        return ModernBertModel(shape, weights)
+    raise TypeError(f"{shape.architecture} is not built: no encoder runs a {type(family).__name__}")

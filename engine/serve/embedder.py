@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.contracts.steps import HostedEncoder
-from engine.protocol import EmbeddingsOut, LoadModel, RequestFailed, Submit
+from engine.protocol import SCORE, EmbeddingsOut, LoadModel, RequestFailed, Submit
 from scheduler.batch.plan import IntArray
 from scheduler.batch.step_costs import StepCosts
 from scheduler.fair_queue import FairQueue
@@ -27,19 +27,26 @@ class Embedder:
     hosted: HostedEncoder
     max_tokens: int
     waiting: dict[int, IntArray] = field(default_factory=dict)  # request id -> token ids
+    _second_at: dict[int, int] = field(default_factory=dict)  # Submit.second_at of those that wait and are pairs
     _queue: FairQueue = field(default_factory=FairQueue)
     _costs: StepCosts = field(default_factory=StepCosts)
 
     def submit(self, message: Submit) -> str:
         """Queues a request. Returns why it is refused, or "" if it is queued."""
         limit, vocab_size = self.spec.max_model_len, self.hosted.vocab_size
+        if message.task != self.hosted.task:
+            return f"model {self.spec.model} does not do task {message.task}"
         if not message.prompt:
             return "the text has no tokens"
         if len(message.prompt) > limit:
             return f"{len(message.prompt)} tokens are more than max_model_len {limit} of {self.spec.model}"
         if min(message.prompt) < 0 or max(message.prompt) >= vocab_size:
             return f"token ids must be from 0 to below vocab_size {vocab_size} of {self.spec.model}"
+        if not 0 <= message.second_at <= len(message.prompt):
+            return f"second_at {message.second_at} is not within the pair's {len(message.prompt)} tokens"
         self.waiting[message.request_id] = np.array(message.prompt, np.int32)
+        if message.second_at:
+            self._second_at[message.request_id] = message.second_at
         weight = message.tenant_weight if message.tenant_weight > 0 else 1.0
         self._queue.add(message.request_id, len(message.prompt), message.tenant, weight, message.priority)
         return ""
@@ -69,20 +76,23 @@ class Embedder:
         return sum(len(self.waiting[request_id]) for request_id in request_ids)
 
     def step(self, request_ids: list[int], step_id: int) -> tuple[EmbeddingsOut, list[RequestFailed]]:
-        """Computes one step. Returns the vectors and the failed requests; each request is in one of the two."""
+        """Computes one step. Returns the vectors or scores, and the failed requests; each request is in one of the two."""
         num_tokens = self._num_tokens(request_ids)
-        vectors, seconds = self.hosted.embed([self.waiting.pop(request_id) for request_id in request_ids])
+        second_at = [self._second_at.pop(request_id, 0) for request_id in request_ids]
+        vectors, seconds = self.hosted.embed([self.waiting.pop(request_id) for request_id in request_ids], second_at)
         self._costs.note(num_tokens, seconds)
         out = EmbeddingsOut(self.spec.model, step_id, seconds, [], [])
         failed: list[RequestFailed] = []
+        what = "score" if self.hosted.task == SCORE else "vector"
         for request_id, vector in zip(request_ids, vectors, strict=True):
             if np.isfinite(vector).all():
                 out.request_ids.append(request_id)
                 out.values.append(vector.astype("<f4").tobytes())
             else:
-                failed.append(RequestFailed(request_id, "nan_logits", f"model {self.spec.model}: the vector is not finite"))
+                failed.append(RequestFailed(request_id, "nan_logits", f"model {self.spec.model}: the {what} is not finite"))
         return out, failed
 
     def abort(self, request_id: int) -> None:
+        self._second_at.pop(request_id, None)
         if self.waiting.pop(request_id, None) is not None:
             self._queue.withdraw(request_id)

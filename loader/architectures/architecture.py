@@ -35,7 +35,7 @@ class TensorGroup(NamedTuple):
 
 class Architecture(Protocol):
     """A family of models. name: the value in `architectures` of config.json. model_type: the value of that key, which is used if
-    `architectures` is missing."""
+    `architectures` is missing; "": a file without `architectures` means another family."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,6 @@
-"""BERT and its MiniLM distillations: encoders, from texts to vectors. They have no KV, and nothing is sampled."""
+"""BERT and its MiniLM distillations: encoders, from texts to vectors. They have no KV, and nothing is sampled. Families with the
+same layers, RoBERTa's and cross-encoders, are described by other values of Encoder.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
+from loader.architectures.scoring import scoring_of
 from loader.config_fields import Fields
 from loader.model_shape import ModelShape
 from loader.rope_config import RopeParameters
@@ -16,10 +19,18 @@ _SUPPORTED = (("hidden_act", "gelu"), ("position_embedding_type", "absolute"))
 
 @dataclass(slots=True, frozen=True)
 class Encoder:
-    """Describes BERT's family: what its config.json may say, and which tensors its checkpoints hold."""
+    """Describes a family of BERT's kind: what its config.json may say, and which tensors its checkpoints hold.
+
+    body: what the encoder's tensors begin with in models that have a head. pad_token_id: the id of padding if config.json gives
+    none; a text's first position is the one behind it; None: it is 0. score_head: of a cross-encoder, the names of the two matrices
+    with biases that make a score of a pair's first vector, the first followed by tanh; `{}` stands for `body`, or "" in a
+    checkpoint whose names begin without it. (): the family makes vectors."""
 
     name: str
     model_type: str
+    body: str = "bert."
+    pad_token_id: int | None = None
+    score_head: tuple[str, ...] = ()
 
     def parse(self, fields: Fields) -> ModelShape:
         """Implements Architecture.parse. How token vectors are pooled is read from another file (loader/pooling.py)."""
@@ -33,7 +44,10 @@ class Encoder:
             if fields.boolean(key):
                 raise fields.unsupported(key, "only encoders are supported")
         num_layers = fields.integer("num_hidden_layers", at_most=MAX_LAYERS)
-        cut_sizes = _cut_sizes(fields, hidden_size)
+        num_positions, first_position = fields.integer("max_position_embeddings"), self._first_position(fields)
+        if num_positions <= first_position:
+            raise fields.fail("max_position_embeddings", f"{num_positions} leaves no position behind pad_token_id")
+        cut_sizes = () if self.score_head else cut_sizes_of(fields, hidden_size)
         return ModelShape(
             architecture=self.name,
             hidden_size=hidden_size,
@@ -44,7 +58,7 @@ class Encoder:
             head_dim=hidden_size // num_heads,
             vocab_size=fields.integer("vocab_size"),
             rms_norm_eps=fields.number("layer_norm_eps", 1e-12),
-            max_position_embeddings=fields.integer("max_position_embeddings"),
+            max_position_embeddings=num_positions - first_position,
             rope=RopeParameters(),
             tie_word_embeddings=True,
             attention_bias=True,
@@ -53,11 +67,20 @@ class Encoder:
             dtype=stored_dtype(fields),
             layer_windows=(0,) * num_layers,
             query_scale=(hidden_size // num_heads) ** -0.5,
-            pooling="mean",
+            pooling="cls" if self.score_head else "mean",
+            scoring=scoring_of(fields) if self.score_head else "",
             type_vocab_size=fields.integer("type_vocab_size", 2),
+            first_position=first_position,
             cut_sizes=cut_sizes,
-            any_cut_size=not cut_sizes and fields.boolean("is_matryoshka"),
+            any_cut_size=not cut_sizes and not self.score_head and fields.boolean("is_matryoshka"),
         )
+
+    def _first_position(self, fields: Fields) -> int:
+        return 0 if self.pad_token_id is None else fields.integer("pad_token_id", self.pad_token_id, at_least=0) + 1
+
+    def score_names(self, shape: ModelShape) -> tuple[str, ...]:
+        """Returns the names of score_head in this checkpoint, without `.weight` and `.bias`."""
+        return tuple(name.format(shape.tensor_prefix) for name in self.score_head)
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
         """Implements Architecture.tensor_groups."""
@@ -67,7 +90,8 @@ class Encoder:
             return [one_tensor(f"{name}.weight", *dims), one_tensor(f"{name}.bias", dims[0])]
 
         at = shape.tensor_prefix + "embeddings."
-        tables = (("word", shape.vocab_size), ("position", shape.max_position_embeddings), ("token_type", shape.type_vocab_size))
+        num_positions = shape.first_position + shape.max_position_embeddings
+        tables = (("word", shape.vocab_size), ("position", num_positions), ("token_type", shape.type_vocab_size))
         groups = [one_tensor(f"{at}{name}_embeddings.weight", rows, hidden) for name, rows in tables]
         groups += one(at + "LayerNorm", hidden)
         mixing = [f"attention.self.{name}" for name in ("query", "key", "value")]
@@ -83,21 +107,23 @@ class Encoder:
         for layer in range(shape.num_layers):
             prefix = f"{shape.tensor_prefix}encoder.layer.{layer}."
             groups += [group.in_layer(layer, prefix) for group in in_a_layer]
+        for name, num_outputs in zip(self.score_names(shape), (hidden, 1), strict=False):
+            groups += one(name, num_outputs, hidden)
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Implements Architecture.ignores: the pooler is not used, and stored position numbers are not needed."""
+        """Implements Architecture.ignores: a pooler that makes no score is not used, and stored position numbers are not needed."""
         return name.removeprefix(shape.tensor_prefix).startswith(("pooler.", "embeddings.position_ids"))
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored: models with a head for training name their encoder `bert`."""
-        return replace(shape, tensor_prefix="bert.") if any(name.startswith("bert.") for name in names) else shape
+        """Implements Architecture.as_stored: models with a head name their encoder, as BERT's do `bert`."""
+        return replace(shape, tensor_prefix=self.body) if any(name.startswith(self.body) for name in names) else shape
 
 
 ARCHITECTURE = Encoder("BertModel", "bert")
 
 
-def _cut_sizes(fields: Fields, hidden_size: int) -> tuple[int, ...]:
+def cut_sizes_of(fields: Fields, hidden_size: int) -> tuple[int, ...]:
     """Returns the lengths to which vectors may be cut: those that `matryoshka_dimensions` lists, or any if only `is_matryoshka`
     is set."""
     if not fields.has("matryoshka_dimensions"):

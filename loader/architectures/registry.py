@@ -45,6 +45,13 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
     "qwen3_5_moe_wrapper",
     "llama4_wrapper",
     "bert",
+    "xlm_roberta",
+    "roberta",
+    "modernbert",
+    "bert_reranker",
+    "xlm_roberta_reranker",
+    "roberta_reranker",
+    "modernbert_reranker",
 )
 _DESCRIPTIONS: list[Architecture] = [import_module(f"loader.architectures.{file}").ARCHITECTURE for file in _FILES]
 ARCHITECTURES = {one.name: one for one in _DESCRIPTIONS}
@@ -65,7 +72,7 @@ def named_architecture(fields: Fields) -> Architecture:
         model_type = fields.values.get("model_type")
         if model_type is None:
             raise fields.fail("architectures", "missing")
-        name = next((one.name for one in ARCHITECTURES.values() if one.model_type == model_type), str(model_type))
+        name = next((one.name for one in ARCHITECTURES.values() if one.model_type == model_type != ""), str(model_type))
     if name not in ARCHITECTURES:
         raise fields.unsupported("architectures", f"{name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]

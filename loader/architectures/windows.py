@@ -1,5 +1,5 @@
-"""Decides which layers of a decoder attend only to a window of recent positions. Config files have several ways of saying it;
-each is one rule here.
+"""Decides which layers of a decoder attend only to a window of recent positions, and which of an encoder to one around each token.
+Config files have several ways of saying it; each is one rule here.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from tests.engine.model_bench import load_task, make_memory, make_runner
 TOLERANCE = 1e-4
 LENGTHS = (1, 2, 17, 64, 33, 5)
 TEXTS = [np.random.default_rng(at).integers(0, 211, length).astype(np.int32) for at, length in enumerate(LENGTHS)]
+NO_PAIRS = [0] * len(TEXTS)
 
 
 def make_bert(folder: Path, prefix: str = "", pooling: dict[str, Any] | None = None) -> Any:
@@ -84,16 +85,16 @@ def test_vectors_equal_transformers(tmp_path: Path, prefix: str, pooling: str) -
     modes = {"pooling_mode_cls_token": pooling == "cls", "pooling_mode_mean_tokens": pooling == "mean"}
     wanted = expected(make_bert(tmp_path, prefix, modes), pooling)
     model = load(tmp_path)
-    together, seconds = model.embed(TEXTS)
+    together, seconds = model.embed(TEXTS, NO_PAIRS)
     assert seconds > 0
     assert together.dtype == np.float32
     assert np.abs(together - wanted).max() < TOLERANCE
-    alone = np.concatenate([model.embed([text])[0] for text in TEXTS])
+    alone = np.concatenate([model.embed([text], [0])[0] for text in TEXTS])
     assert np.abs(alone - together).max() < TOLERANCE
     assert np.abs(together[0] - together[1]).max() > 0.05, "the vectors are too alike to tell anything"
     model.release()
     with pytest.raises(RuntimeError, match="released"):
-        model.embed(TEXTS)
+        model.embed(TEXTS, NO_PAIRS)
 
 
 def test_other_pooling_is_refused_by_its_key(tmp_path: Path) -> None:
@@ -115,9 +116,9 @@ def test_a_module_after_the_pooling_is_refused(tmp_path: Path) -> None:
 
 
 class FakeEncoder:
-    name, weights_bytes, vocab_size = "m", 0, 211
+    name, weights_bytes, vocab_size, task = "m", 0, 211, "embed"
 
-    def embed(self, texts: Any) -> Any:
+    def embed(self, texts: Any, second_at: Any) -> Any:
         return np.array([[float(len(text)), 0.0] if text[0] else [np.nan, 0.0] for text in texts], np.float32), 0.5
 
     def release(self) -> None:

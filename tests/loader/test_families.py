@@ -451,6 +451,8 @@ def test_figures_and_dialects_of_published_models(name: str) -> None:
 
 def test_model_type_stands_in_for_architectures() -> None:
     for family in ARCHITECTURES.values():
+        if not family.model_type:  # cross-encoders, whose model_type is that of encoders
+            continue
         activation = "gelu_new" if family.name == "PhiForCausalLM" else "gelu" if isinstance(family, Encoder) else "silu"
         stored = GPT_OSS_20B["quantization_config"] if family.name == "GptOssForCausalLM" else None
         named = {"architectures": "absent", "model_type": family.model_type, "quantization_config": stored}

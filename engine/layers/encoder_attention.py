@@ -1,0 +1,41 @@
+"""Attention of encoders: tokens attend to all tokens of their own text, or to those near them; no causal mask and no KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from loader.work_space import ENCODER_TILE_TOKENS
+
+
+def attend(qkv: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
+    """Returns what the heads make of their values, [T, heads * D]. qkv [T, 3, heads, D]: queries, keys and values. lengths: tokens
+    of each text, which lie end to end. window: the number of positions that a token sees, its own in their middle; 0: the whole
+    text."""
+    mixed = qkv.new_empty(qkv.shape[0], qkv.shape[2] * qkv.shape[3])
+    start = 0
+    for length in lengths:
+        query, key, value = qkv[start : start + length].permute(1, 2, 0, 3)[:, None]
+        for first in range(0, length, ENCODER_TILE_TOKENS):
+            last = min(first + ENCODER_TILE_TOKENS, length)
+            low, high, near = _seen(first, last, length, window)
+            row = functional.scaled_dot_product_attention(
+                query[:, :, first:last], key[:, :, low:high], value[:, :, low:high], attn_mask=near
+            )[0]  # [heads, last - first, D]
+            mixed[start + first : start + last] = row.transpose(0, 1).flatten(1)
+        start += length
+    return mixed
+
+
+def _seen(first: int, last: int, length: int, window: int) -> tuple[int, int, Tensor | None]:
+    """Returns the range of positions that queries at positions from first to below last see, and which of them each query sees
+    (None: all)."""
+    reach = window // 2
+    if not window or length <= reach + 1:
+        return 0, length, None
+    low, high = max(0, first - reach), min(length, last + reach)
+    apart = torch.arange(first, last)[:, None] - torch.arange(low, high)
+    return low, high, apart.abs() <= reach

@@ -1,0 +1,35 @@
+"""Reads how a cross-encoder scores a pair of texts: it has one output, whose activation config.json may name, as
+sentence-transformers writes it.
+"""
+
+from __future__ import annotations
+
+from loader.config_fields import Fields
+from loader.model_shape import IDENTITY, SIGMOID
+
+_ACTIVATIONS = {"torch.nn.modules.activation.Sigmoid": SIGMOID, "torch.nn.modules.linear.Identity": IDENTITY}
+
+
+def scoring_of(fields: Fields) -> str:
+    """Returns what makes the relevance of a score: SIGMOID, also where config.json names nothing, or IDENTITY. Raises
+    UnsupportedModel, which names the key, for a model with several outputs and for other activations."""
+    _check_one_output(fields)
+    holder, key = fields.mapping("sentence_transformers"), "activation_fn"
+    if holder is None or not holder.has(key):
+        holder, key = fields, "sbert_ce_default_activation_function"
+    named = holder.values.get(key)
+    if named is None:
+        return SIGMOID
+    if named not in _ACTIVATIONS:
+        raise holder.unsupported(key, f"{named!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[named]
+
+
+def _check_one_output(fields: Fields) -> None:
+    labels = fields.mapping("id2label")
+    if labels is not None:
+        key, num_labels = "id2label", len(labels.values)
+    else:
+        key, num_labels = "num_labels", fields.integer("num_labels", 2)  # transformers writes no labels where there are two
+    if num_labels != 1:
+        raise fields.unsupported(key, f"{num_labels} labels are not supported; supported: cross-encoders, which have 1")

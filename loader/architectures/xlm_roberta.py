@@ -1,0 +1,7 @@
+"""XLM-RoBERTa (BGE-M3, multilingual E5): BERT whose positions begin behind the padding's id."""
+
+from __future__ import annotations
+
+from loader.architectures.bert import Encoder
+
+ARCHITECTURE = Encoder("XLMRobertaModel", "xlm-roberta", body="roberta.", pad_token_id=1)

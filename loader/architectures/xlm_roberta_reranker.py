@@ -1,0 +1,9 @@
+"""XLM-RoBERTa as a cross-encoder (bge-reranker-v2-m3): two matrices score a pair of texts."""
+
+from __future__ import annotations
+
+from loader.architectures.bert import Encoder
+
+_HEAD = ("classifier.dense", "classifier.out_proj")
+
+ARCHITECTURE = Encoder("XLMRobertaForSequenceClassification", "", body="roberta.", pad_token_id=1, score_head=_HEAD)
