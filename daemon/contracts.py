@@ -75,8 +75,9 @@ class Generation:
     outcome: str = ""  # once it has ended: stop, length, cancelled, refused, failed or timeout
     logprobs: LogprobTrail | None = None  # None unless asked for; fed just before the tokens they belong to
     prompt_logprobs: PromptTrail | None = None  # None unless the request has prompt_logprobs
-    task: str = "generate"  # or "embed"
-    vector: bytes = b""  # an embedding's result: float32, little-endian
+    task: str = "generate"  # or "embed", "score"
+    second_at: int = 0  # of a score: as in engine.protocol.Submit
+    vector: bytes = b""  # an embedding's or a score's result: float32, little-endian
     first: Generation | None = None  # the first sequence of the same client request; None: this one is
     trace: SequenceTrace | None = None  # None unless it is traced; told what happens to it
     is_copy: bool = False  # a further sequence of the same prompt (n > 1): usage counts the prompt once

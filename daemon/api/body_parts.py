@@ -44,7 +44,7 @@ async def read_parts(call: Call, body: Body[HeadT]) -> tuple[HeadT, bytes, Model
 def _not_forwarded(call: Call, model: ModelEntry) -> BadRequest:
     message = (
         f"{model.upstream} answers for {model.name} (upstream), and {call.endpoint.paths[0]} is not passed on to other servers; "
-        "use /v1/chat/completions, /v1/completions or /v1/embeddings"
+        "use /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/rerank or /v1/score"
     )
     return BadRequest("not_forwarded", message, param="model")
 

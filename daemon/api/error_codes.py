@@ -43,7 +43,7 @@ CODES: dict[str, tuple[int, str, str]] = {
         "`hearth load` and so on: another server answers for the name (`upstream`), so there is nothing to load or pin here",
         "ask that server",
     ),
-    "wrong_task": (400, "embeddings of a model that generates text, or the other way round", "name another model"),
+    "wrong_task": (400, "embeddings, scores or text of a model that makes something else", "name another model"),
     "no_chat_template": (400, "the checkpoint has no chat template", "use completions, or set `chat_template` for the model"),
     "text_work_failed": (
         400,

@@ -18,6 +18,8 @@ from daemon.traces.request_trace import MAX_SEQUENCES, Ended
 from daemon.traces.trace_context import RESPONSE_HEADER
 from daemon.traces.tracer import Tracer
 
+_WITHOUT_TEXT = ("embeddings", "rerank", "score")
+
 
 def begin(tracer: Tracer, request: web.Request, progress: Progress, scope: RequestScope) -> None:
     """Begins the trace of a request, or goes on with that of one which an earlier daemon has begun."""
@@ -90,7 +92,7 @@ def _sequences(scope: RequestScope, endpoint: Endpoint) -> dict[str, Value]:
         "gen_ai.response.id": first.public_id,
         "gen_ai.usage.input_tokens": sum(each.num_prompt_tokens for each in prompts),
     }
-    if endpoint.operation != "embeddings":
+    if endpoint.operation not in _WITHOUT_TEXT:
         attributes |= {
             "gen_ai.usage.output_tokens": sum(each.num_output_tokens for each in generations),
             "gen_ai.usage.cache_read.input_tokens": sum(each.num_cached for each in prompts),

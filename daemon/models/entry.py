@@ -24,8 +24,9 @@ class ModelEntry:
     max_sequences: int = 256
     tool_parser: str | None = None  # named in daemon/text/tool_parsers/registry.py; None: chosen by the chat template
     reasoning_parser: str | None = None
-    embedding_size: int = 0  # an encoder's, which only makes embeddings; 0: the model generates text
+    embedding_size: int = 0  # an encoder's, which only makes embeddings; 0: the model makes none
     cut_sizes: Sequence[int] = ()  # smaller sizes that its embeddings may be cut to
+    scoring: str = ""  # a cross-encoder's, which only scores pairs of texts: what makes a score's relevance (ModelShape.scoring)
     architecture: str = ""  # as config.json names it
     dtype: str = ""  # of its weights in memory
     quantize: str = ""  # "int8" if the layers' matrices are quantised
@@ -33,6 +34,17 @@ class ModelEntry:
     num_parameters: int = 0
     speculator: str = "none"  # what drafts tokens for its requests: prompt-lookup or none
     upstream: str = ""  # host and port of the server that answers for this name; "": this node does
+
+    @property
+    def generates_text(self) -> bool:
+        return not self.embedding_size and not self.scoring
+
+    @property
+    def does(self) -> str:
+        """What the model does, to follow its name in a refusal of something else."""
+        if self.scoring:
+            return "is a cross-encoder: it scores documents for a query"
+        return "is an encoder: it makes embeddings" if self.embedding_size else "generates text"
 
 
 @dataclass(slots=True, frozen=True)

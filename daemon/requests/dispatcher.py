@@ -340,6 +340,7 @@ class Dispatcher:
                 weight=self._weight(action.model),
                 tenant_weight=generation.weight,
                 prediction=generation.prediction,
+                second_at=generation.second_at,
             ),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer
 from daemon.errors import BadRequest
 from daemon.text.chat_template import ChatTemplate
 from daemon.text.fill_in_middle import fill_in_middle
-from daemon.text.jobs import TextFacts, is_template_text
+from daemon.text.jobs import EncodePairs, TextFacts, is_template_text
 from daemon.text.table_builder import build_table, read_tokenizer_file, unsupported
 from daemon.text.token_lower_bound import TokenLowerBound
 from daemon.text.token_table import PackedTable
@@ -63,6 +64,31 @@ class CheckpointText:
             encoding.truncate(keep_last - num_special, direction="left")
             found.append(tokenizer.post_process(encoding, None, add_special_tokens).ids)
         return found
+
+    def encode_pairs(self, firsts: list[str], seconds: list[str], job: EncodePairs) -> Iterator[tuple[int, list[int]]]:
+        """Yields of each pair where the segment of its second text begins, and its token ids; firsts, seconds: the texts of `job`.
+        Raises BadRequest."""
+        tokenizer = self.tokenizer()
+        num_special = tokenizer.num_special_tokens_to_add(True)
+        heads = tokenizer.encode_batch(firsts, add_special_tokens=False)
+        most = job.keep or job.max_tokens
+        for at, head in enumerate(heads):
+            if most and len(head.ids) + num_special + bool(job.keep) > most:
+                field = job.fields[0] if len(firsts) == 1 else f"{job.fields[0]}[{at}]"
+                limit = f"the {most} of {'truncate_prompt_tokens' if job.keep else 'max_model_len'}"
+                message = f"{field} has {len(head.ids)} tokens, which with {num_special} special ones leave no room in {limit}"
+                raise BadRequest("context_length_exceeded", message, param=field)
+        for at, tail in enumerate(tokenizer.encode_batch(seconds, add_special_tokens=False)):
+            head = heads[at if len(heads) > 1 else 0]
+            room = [job.keep_second] if job.keep_second else []
+            room += [job.keep - num_special - len(head.ids)] if job.keep else []
+            if room:
+                tail.truncate(min(room))
+            joined = tokenizer.post_process(head, tail, True)
+            kinds = joined.type_ids
+            begin = kinds.index(1) if 1 in kinds else 0
+            # without a template texts are joined as they are, and then post_process gives all of them one type
+            yield (len(head.ids) if tokenizer.post_processor is None else begin), joined.ids
 
     def token_lower_bound(self, text: str) -> tuple[int, str]:
         """Returns a lower bound on the text's number of tokens and how it was computed, as TokenLowerBound.of does. The bound is

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from daemon.errors import BadRequest
 from daemon.text.checkpoint_text import CheckpointText
-from daemon.text.jobs import Detokenize, Encode, EncodeChat
+from daemon.text.jobs import Detokenize, EncodePairs
 from daemon.text.plain_calls import Message, Tools, render_plainly
 
 LONG_TEXT = 64 << 10  # characters; longer jobs are encoded in a thread, concurrently with short ones (encoding releases the GIL)
@@ -51,18 +51,31 @@ def _to_end_of_text(render: Callable[[list[Message]], str], messages: list[Messa
     return parts[0]
 
 
-def check_length(text: CheckpointText, texts: Sequence[str], job: Encode | EncodeChat) -> None:
-    """Raises BadRequest for a long text that is certain to have more tokens than the model takes, because encoding it could take
-    seconds. Short texts are not checked: encoding them takes less time than building the bound on their tokens."""
-    field = job.field if isinstance(job, Encode) else "messages"
+def check_length(text: CheckpointText, texts: Sequence[str], field: str, max_tokens: int) -> None:
+    """Raises BadRequest for a long text that is certain to have more than the max_tokens that the model takes, because encoding it
+    could take seconds. Short texts are not checked: encoding them takes less time than building the bound on their tokens."""
     for at, each in enumerate(texts):
         if len(each) <= LONG_TEXT:
             continue
         fewest, why = text.token_lower_bound(each)
-        if fewest > job.max_tokens:
+        if fewest > max_tokens:
             where = field if len(texts) == 1 else f"{field}[{at}]"
-            message = f"{where}: at least {fewest} tokens, more than the {job.max_tokens} of max_model_len: {why}"
+            message = f"{where}: at least {fewest} tokens, more than the {max_tokens} of max_model_len: {why}"
             raise BadRequest("context_length_exceeded", message, param=where)
+
+
+def paired(text: CheckpointText, firsts: list[str], seconds: list[str], job: EncodePairs) -> list[bytes]:
+    """Returns the answer to an EncodePairs job. firsts, seconds: its texts. Raises BadRequest."""
+    if job.max_tokens:
+        check_length(text, firsts, job.fields[0], job.max_tokens)
+        if not job.keep_second:
+            check_length(text, seconds, job.fields[1], job.max_tokens)
+    begins = array("i")
+    pairs: list[bytes] = []
+    for begin, ids in text.encode_pairs(firsts, seconds, job):
+        begins.append(begin)
+        pairs.append(array("i", ids).tobytes())
+    return [begins.tobytes(), *pairs]
 
 
 def tokenized(tokenizer: Tokenizer, ids: list[int], strings: bool) -> list[bytes]:

@@ -36,6 +36,22 @@ class Encode(Message, frozen=True):
     suffix: str = ""
 
 
+class EncodePairs(Message, frozen=True):
+    """Asks for the token ids of pairs of texts, joined by the tokenizer's own template; answered with an int32 array that says of
+    each pair where the segment of its second text (token type 1) begins, 0 if it has none, then with one int32 array per pair.
+
+    texts: a list of first texts, one for all pairs or one for each, and a list of second texts, as msgpack. fields: the request's
+    that hold them. max_tokens: as in Encode. keep: the number of tokens of a pair to keep, by cutting the second text at its end;
+    keep_second: that of the second text alone; 0: all."""
+
+    job_id: int
+    texts: bytes
+    fields: tuple[str, str]
+    max_tokens: int = 0
+    keep: int = 0
+    keep_second: int = 0
+
+
 class EncodeChat(Message, frozen=True):
     """Asks for the token ids of a chat; answered with one int32 array.
 
@@ -124,8 +140,8 @@ class Deferred(Message, frozen=True):
     job_id: int
 
 
-Job = Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
-ToWorker = Open | Encode | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
+Job = Encode | EncodePairs | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
+ToWorker = Open | Encode | EncodePairs | EncodeChat | Tokenize | Detokenize | Describe | BuildTable | ParseBody | CheckGrammar
 FromWorker = Done | Failed | Deferred
 
 TEMPLATE_CPU_S, GRAMMAR_CPU_S = 6.0, 2.0  # CPU time after which the kernel ends the worker; everyday grammars take 1 ms

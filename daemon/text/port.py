@@ -32,6 +32,17 @@ class TextPort(Protocol):
         is encoded; an array may still be too long."""
         ...
 
+    def encode_pairs(
+        self, model: ModelEntry, texts: bytes, fields: tuple[str, str], keep: int = 0, keep_second: int = 0
+    ) -> Awaitable[tuple[array[int], list[array[int]]]]:
+        """Returns of each pair of texts where the segment of the second one begins (0: it has none), and its token ids.
+
+        `texts`: a list of first texts, one for all pairs or one for each, and a list of second ones, packed as msgpack. `fields`:
+        the request's fields, named in errors. `keep`: how many tokens of a pair are kept, special ones included, by cutting the
+        second text at its end; `keep_second`: how many of the second text; 0 keeps all. Raises HearthError (400), also where `keep`
+        leaves no room for the second text, and as `encode` does."""
+        ...
+
     def encode_chat(
         self, model: ModelEntry, messages: bytes, options: dict[str, object], keep_last: int = 0
     ) -> Awaitable[array[int]]:

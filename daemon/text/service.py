@@ -30,6 +30,7 @@ from daemon.text.jobs import (
     Detokenize,
     Encode,
     EncodeChat,
+    EncodePairs,
     Job,
     Open,
     ParseBody,
@@ -57,6 +58,7 @@ _GRAMMARS: _Key = ("", "grammars", None)
 # what `hearth queue` calls a job
 _WORK = {
     "Encode": "tokenizing",
+    "EncodePairs": "tokenizing",
     "EncodeChat": "chat template, tokenizing",
     "Tokenize": "tokenizing",
     "Detokenize": "detokenizing",
@@ -166,6 +168,15 @@ class TextService:
             _open(model), lambda job_id: Encode(job_id, texts, add_special_tokens, limit, field, keep_last, suffix), field
         )
         return [_unpacked(part) for part in parts]
+
+    async def encode_pairs(
+        self, model: ModelEntry, texts: bytes, fields: tuple[str, str], keep: int = 0, keep_second: int = 0
+    ) -> tuple[array[int], list[array[int]]]:
+        limit = 0 if keep else model.max_model_len
+        begins, *pairs = await self._run(
+            _open(model), lambda job_id: EncodePairs(job_id, texts, fields, limit, keep, keep_second), fields[1]
+        )
+        return _unpacked(begins), [_unpacked(part) for part in pairs]
 
     async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object], keep_last: int = 0) -> array[int]:
         packed, limit = msgspec.msgpack.encode(options), 0 if keep_last else model.max_model_len

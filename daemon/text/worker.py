@@ -15,7 +15,7 @@ import msgspec
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.text.checkpoint_text import CheckpointText
 from daemon.text.grammar_check import check_grammar
-from daemon.text.job_parts import LONG_TEXT, check_length, detokenized, rendered, tokenized
+from daemon.text.job_parts import LONG_TEXT, check_length, detokenized, paired, rendered, tokenized
 from daemon.text.jobs import (
     LIMIT_BYTES,
     BuildTable,
@@ -26,6 +26,7 @@ from daemon.text.jobs import (
     Done,
     Encode,
     EncodeChat,
+    EncodePairs,
     Failed,
     Job,
     Open,
@@ -103,6 +104,9 @@ class TextWorker:
             return [msgspec.msgpack.encode(text.facts())]
         if isinstance(job, Detokenize):
             return [detokenized(text.tokenizer(), job)]
+        if isinstance(job, EncodePairs):
+            firsts, seconds = msgspec.msgpack.decode(job.texts, type=tuple[list[str], list[str]])
+            return self._in_turn(job, sum(map(len, firsts + seconds)), lambda: paired(text, firsts, seconds, job))
         suffix, keep_last = "", 0
         if isinstance(job, Encode):
             texts, special = msgspec.msgpack.decode(job.texts, type=list[str]), job.add_special_tokens
@@ -120,17 +124,21 @@ class TextWorker:
 
         def encoded() -> list[bytes]:
             if not isinstance(job, Tokenize) and job.max_tokens:
-                check_length(text, texts, job)
+                check_length(text, texts, job.field if isinstance(job, Encode) else "messages", job.max_tokens)
             batch = text.encode(texts, special, keep_last, suffix)
             if isinstance(job, Tokenize):
                 return tokenized(tokenizer, batch[0], bool(options["token_strings"]))
             return [array("i", ids).tobytes() for ids in batch]
 
-        if sum(map(len, texts)) > LONG_TEXT:
+        return self._in_turn(job, sum(map(len, texts)), encoded)
+
+    def _in_turn(self, job: Job, num_chars: int, work: Callable[[], list[bytes]]) -> list[bytes] | None:
+        """Returns what `work` does, or None if it is put off because the job is long."""
+        if num_chars > LONG_TEXT:
             self._send(Deferred(job.job_id))
-            self._long.submit(self._answer, job, encoded)
+            self._long.submit(self._answer, job, work)
             return None
-        return encoded()
+        return work()
 
     def _send(self, message: Message) -> None:
         with self._lock:

@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 
 from daemon.traces.otlp import Value
 
-QUEUE, PREFILL, DECODE, PAUSED, EMBED, LOAD = "queue", "prefill", "decode", "paused", "embed", "load"
+QUEUE, PREFILL, DECODE, PAUSED, LOAD = "queue", "prefill", "decode", "paused", "load"
+WHOLE = ("embed", "score")  # phases by their tasks, which an engine does in one step
 MAX_PHASES = 64  # of one sequence; one that is paused again and again keeps its first ones
 
 
@@ -102,7 +103,7 @@ class SequenceTrace:
         self._end(now)
         self._num_told = max(self._num_told, sequence.num_resumed)
         self._restored, self._recomputed = sequence.restored_tokens, sequence.recomputed_tokens
-        self._begin(EMBED if sequence.task == "embed" else PREFILL, now, {"hearth.device": sequence.submitted_device})
+        self._begin(sequence.task if sequence.task in WHOLE else PREFILL, now, {"hearth.device": sequence.submitted_device})
 
     def begins_to_decode(self, sequence: Traced, now: float) -> None:
         """Ends the prefill with its token, the first one or the first one after a resubmission."""
@@ -118,7 +119,7 @@ class SequenceTrace:
 
     def lost_engine(self, sequence: Traced, now: float, device: str, reason: str) -> None:
         """Notes that the sequence's engine has ended; it waits for another one. Nothing happens if it is in none."""
-        if self._phase in (PREFILL, DECODE, EMBED):
+        if self._phase in (PREFILL, DECODE, *WHOLE):
             about: dict[str, Value] = {"hearth.device": device, "hearth.reason": reason}
             self.happened.append(Happened(now, "hearth.engine_restart", about))
             self._close(sequence, now)
@@ -126,7 +127,7 @@ class SequenceTrace:
 
     def loaded(self, load: FinishedLoad) -> None:
         """Notes a load of the sequence's model, if the sequence waited for it."""
-        if self._phase in (QUEUE, PREFILL, PAUSED, EMBED) and load.ended_s > self._since_s:
+        if self._phase in (QUEUE, PREFILL, PAUSED, *WHOLE) and load.ended_s > self._since_s:
             start_s = max(load.started_s, self.arrived_s)
             self._add(Phase(LOAD, start_s, load.ended_s, load.attributes, load.error, load.link))
 
@@ -155,7 +156,7 @@ class SequenceTrace:
         elif self._phase == DECODE:
             self._attributes["hearth.tokens"] = len(sequence.output) - self._num_told
             self._num_told = len(sequence.output)
-        elif self._phase == EMBED:
+        elif self._phase in WHOLE:
             self._attributes["hearth.prompt_tokens"] = len(sequence.prompt)
         self._end(now)
 

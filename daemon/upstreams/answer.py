@@ -30,6 +30,7 @@ class _Details(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    total_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -89,7 +90,8 @@ class Answer:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # null, too
             return False
         self._is_reported = True
-        self._reported.prompt_tokens = max(0, usage.prompt_tokens or 0)
+        total = usage.total_tokens if usage.completion_tokens is None else None  # all that some say of scores
+        self._reported.prompt_tokens = max(0, usage.prompt_tokens or total or 0)
         self._reported.output_tokens = max(0, usage.completion_tokens or 0)
         details = usage.prompt_tokens_details
         self._generation.num_cached = max(0, (details.cached_tokens if details is not None else 0) or 0)

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ HIDDEN, MAX_TOKENS = 32, 32
 
 def make_encoder(folder: Path, num_layers: int = 2, hidden: int = HIDDEN, **config: object) -> Path:
     """A seeded BERT with a WordPiece tokenizer that cuts and pads, as sentence-transformers' do."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-
     folder.mkdir(parents=True)
     text = json.dumps(
         {
@@ -43,6 +42,36 @@ def make_encoder(folder: Path, num_layers: int = 2, hidden: int = HIDDEN, **conf
         }
     )
     write_weights(folder / "model.safetensors", hf_config.parse_config(text.encode()), 1)
+    write_tokenizer(folder)
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+def make_reranker(folder: Path) -> Path:
+    """A seeded cross-encoder as transformers writes it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=MAX_TOKENS,
+        initializer_range=0.4,
+        num_labels=1,
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes a WordPiece tokenizer that cuts and pads."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
     tokenizer = Tokenizer(models.WordPiece({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -50,8 +79,6 @@ def make_encoder(folder: Path, num_layers: int = 2, hidden: int = HIDDEN, **conf
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(text)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +86,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("embeddings")
     make_encoder(folder / "models" / "enc")
     make_encoder(folder / "models" / "cut", matryoshka_dimensions=[16, 8])
+    make_reranker(folder / "models" / "rank")
     make_model(folder / "models" / "gen")
     with Node(folder, runner="torch") as node:
         yield node
@@ -146,6 +174,44 @@ def test_an_encoder_generates_no_text(node: Node) -> None:
             "/tokenize", body={"model": "enc", "prompt": "the sky"}, cast_to=object
         )
         assert tokens["tokens"] == [2, 5, 6, 3]
+
+
+def test_documents_are_ordered_as_transformers_scores_them(node: Node) -> None:
+    import torch
+    import transformers
+    from tokenizers import Tokenizer
+
+    folder = node.folder / "models" / "rank"
+    model = transformers.BertForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    documents = [" ".join(words) for words in permutations(("the", "sky", "is", "blue"), 3)]
+    logits = []
+    for document in documents:
+        pair = tokenizer.encode("why is the sky blue", document)
+        with torch.inference_mode():
+            logits.append(model(input_ids=torch.tensor([pair.ids]), token_type_ids=torch.tensor([pair.type_ids])).logits[0, 0])
+    wanted = torch.sigmoid(torch.stack(logits)).tolist()
+    assert max(wanted) - min(wanted) > 0.02, "the scores are too alike to tell anything"
+    with node.openai() as client:
+        told: Any = client.post(
+            "/rerank", body={"model": "rank", "query": "why is the sky blue", "documents": documents}, cast_to=object
+        )
+        assert [each["index"] for each in told["results"]] == sorted(range(len(wanted)), key=lambda at: -wanted[at])
+        for each in told["results"]:
+            assert each["relevance_score"] == pytest.approx(wanted[each["index"]], abs=2e-4)
+            assert each["document"]["text"] == documents[each["index"]]
+        assert told["usage"]["total_tokens"] == len(documents) * 11
+        many: Any = client.post(
+            "/rerank", body={"model": "rank", "query": "why", "documents": documents * 20, "top_n": 3}, cast_to=object
+        )
+        assert len({round(each["relevance_score"], 5) for each in many["results"]}) == 1
+        with pytest.raises(openai.BadRequestError, match="enc is an encoder") as raised:
+            client.post("/rerank", body={"model": "enc", "query": "a", "documents": ["b"]}, cast_to=object)
+        assert raised.value.param == "model"
+        with pytest.raises(openai.BadRequestError, match=r"documents\[1\] has 44 tokens with its query, 12 more than the 32"):
+            client.post("/rerank", body={"model": "rank", "query": "a", "documents": ["b", "the " * 40]}, cast_to=object)
 
 
 def test_encoders_and_others_make_room_for_each_other(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import mul
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -19,13 +20,14 @@ from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.prompts import num_kept
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
-from daemon.contracts import Generation
+from daemon.contracts import Generation, TokenSink
 from daemon.errors import BadRequest, HearthError
 from daemon.http.answers import json_response
 from daemon.models.entry import ModelEntry
 from engine.protocol import SamplingParams
 
 NUMBERS_AT_ONCE = 8192  # written as text between two turns of the event loop: about a millisecond
+T = TypeVar("T")
 AT_ONCE = 64  # texts of one request in the queue, so that many of them do not fill it
 
 _BODY = Body(
@@ -59,7 +61,7 @@ async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, m
     context = call.context
     size = model.embedding_size
     if not size:
-        raise BadRequest("wrong_task", f"{model.name} generates text; it has no embeddings", param="model")
+        raise BadRequest("wrong_task", f"{model.name} {model.does}; it has no embeddings", param="model")
     num_dimensions = head.dimensions or size
     if num_dimensions != size and num_dimensions not in model.cut_sizes:
         raise invalid("dimensions", f"dimensions: {num_dimensions} was asked for, {model.name} has {size} {_cuts(model.cut_sizes)}")
@@ -71,32 +73,44 @@ async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, m
     _check(texts, model)
     num_tokens, priority = sum(map(len, texts)), context.sender.priority(head.priority)
     context.sender.charge(num_tokens, "input")
+
+    def made(ids: array[int], sink: TokenSink) -> Generation:
+        return Generation(
+            model=model,
+            prompt=ids.tolist(),
+            params=SamplingParams(max_tokens=0),
+            sink=sink,
+            task="embed",
+            public_id=f"embd-{call.request_id}",
+            priority=priority,
+            keep_alive_s=head.keep_alive_s,
+        )
+
+    generations = await in_pieces(call, texts, made)
+    vectors = [each.vector for each in generations]
+    return Embedded(vectors, num_dimensions, num_tokens, generations[0])
+
+
+async def in_pieces(call: Call, texts: Sequence[T], made: Callable[[T, TokenSink], Generation]) -> list[Generation]:
+    """Submits the sequences of one request, AT_ONCE at a time, and returns them when the last has its answer. made: makes a text's
+    sequence, which reports to this sink. Raises HearthError; then none of them is left in the queue."""
+    requests = call.context.requests
     generations: list[Generation] = []
     try:
         for start in range(0, len(texts), AT_ONCE):
             part = texts[start : start + AT_ONCE]
             waiting = Waiting(len(part))
-            for ids in part:
-                generation = Generation(
-                    model=model,
-                    prompt=ids.tolist(),
-                    params=SamplingParams(max_tokens=0),
-                    sink=waiting,
-                    task="embed",
-                    public_id=f"embd-{call.request_id}",
-                    priority=priority,
-                    keep_alive_s=head.keep_alive_s,
-                    first=generations[0] if generations else None,
-                )
+            for text in part:
+                generation = made(text, waiting)
+                generation.first = generations[0] if generations else None
                 generations.append(generation)
-                context.requests.submit(generation)
+                requests.submit(generation)
             await waiting.done
     except BaseException:  # one was refused or failed, or the client is gone
         for generation in generations:
-            context.requests.cancel(generation)
+            requests.cancel(generation)
         raise
-    vectors = [each.vector for each in generations]
-    return Embedded(vectors, num_dimensions, num_tokens, generations[0])
+    return generations
 
 
 async def in_turns(told: Embedded, shown: Callable[[bytes], msgspec.Raw]) -> list[msgspec.Raw]:

@@ -199,8 +199,8 @@ _GENERATE_BODY = body_of(ollama_generate.parse, common.Head, (_SHARED_FIELDS, _O
 async def _moved(call: Call, shape: _Shape, head: common.Head, model: ModelEntry, started_s: float) -> web.Response:
     """Answers a request for nothing but the model's load, when it is in memory, or for its eviction, at once: it leaves when it is
     idle. A sequence of one token, which nobody sees, has it loaded as any request would."""
-    if model.embedding_size:
-        raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
+    if not model.generates_text:
+        raise BadRequest("wrong_task", f"{model.name} {model.does} and generates no text", param="model")
     waiting, public_id = Waiting(1), _ID_PREFIX + call.request_id
     params, priority = SamplingParams(max_tokens=1), call.context.sender.priority(None)
     prompt, keep_alive_s = [model.bos_token_id or 0], head.keep_alive_s

@@ -107,6 +107,8 @@ async def _show(call: Call) -> web.Response:
 async def _capabilities(call: Call, model: ModelEntry) -> list[str]:
     if model.embedding_size:
         return ["embedding"]
+    if not model.generates_text:
+        return []  # Ollama has no word for scores
     found = ["completion"]
     if await own_dialect(call.context, model) != NONE:
         found.append("tools")

@@ -14,7 +14,9 @@ from daemon.api.endpoints.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from daemon.api.endpoints.ollama_embed import OLLAMA_EMBED
 from daemon.api.endpoints.ollama_models import OLLAMA_PS, OLLAMA_SHOW, OLLAMA_TAGS, OLLAMA_VERSION
 from daemon.api.endpoints.page import PAGE, PAGE_EVENTS
+from daemon.api.endpoints.rerank import RERANK
 from daemon.api.endpoints.responses import RESPONSE, RESPONSES
+from daemon.api.endpoints.score import SCORE
 from daemon.api.endpoints.tokenize import DETOKENIZE, TOKENIZE
 
 ENDPOINTS = tuple(value for value in vars().values() if isinstance(value, Endpoint))

@@ -50,8 +50,8 @@ async def answer(
     """Answers a request whose body was read. head, prompt: its two parts. public_id: the answer's. Raises HearthError before the
     first byte."""
     context = call.context
-    if model.embedding_size:
-        raise BadRequest("wrong_task", f"{model.name} is an encoder: it makes embeddings and generates no text", param="model")
+    if not model.generates_text:
+        raise BadRequest("wrong_task", f"{model.name} {model.does} and generates no text", param="model")
     if head.grammar:
         await context.text.check_grammar(head.grammar_field, head.grammar)
     prompts = await _prompt_ids(context, model, head, prompt, form.prompt_field)

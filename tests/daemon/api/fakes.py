@@ -97,6 +97,18 @@ class FakeText:
     ) -> list[array[int]]:
         return [array("i", list(each.encode()))[-keep_last:] for each in msgspec.msgpack.decode(text, type=list[str])]
 
+    async def encode_pairs(
+        self, model: ModelEntry, texts: bytes, fields: tuple[str, str], keep: int = 0, keep_second: int = 0
+    ) -> tuple[array[int], list[array[int]]]:
+        """Writes a pair as its texts with a 0 between; the second text begins behind it."""
+        firsts, seconds = msgspec.msgpack.decode(texts, type=tuple[list[str], list[str]])
+        firsts = firsts if len(firsts) > 1 else firsts * len(seconds)
+        pairs = [
+            [*first.encode(), 0, *second.encode()[: keep_second or None]][: keep or None]
+            for first, second in zip(firsts, seconds, strict=True)
+        ]
+        return array("i", [len(first.encode()) + 1 for first in firsts]), [array("i", ids) for ids in pairs]
+
     async def encode_chat(self, model: ModelEntry, messages: bytes, options: dict[str, object], keep_last: int = 0) -> array[int]:
         text = "".join(each["content"] or "" for each in msgspec.msgpack.decode(messages))
         return array("i", list(text.encode()))[-keep_last:]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from daemon.api.bodies import chat, completions, embeddings, messages_api
+from daemon.api.bodies import chat, completions, embeddings, messages_api, rerank, score
 from daemon.api.bodies.unsupported import neutral_values
 from daemon.errors import BadRequest
 from tests.daemon.api.fakes import entry, serve
@@ -239,6 +239,8 @@ def test_what_asks_for_nothing_is_accepted_and_what_is_much_like_it_is_not():
         (chat.ChatBody, chat.parse, GOOD_CHAT),
         (completions.CompletionBody, completions.parse, GOOD_TEXT),
         (embeddings.EmbeddingsBody, embeddings.parse, {"model": "mid", "input": "x"}),
+        (rerank.RerankBody, rerank.parse, {"model": "mid", "query": "x", "documents": ["x"]}),
+        (score.ScoreBody, score.parse, {"model": "mid", "text_1": "x", "text_2": "x"}),
     ]
     for body, parsed, good in bodies:
         for name, values in neutral_values(body).items():

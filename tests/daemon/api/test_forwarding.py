@@ -108,6 +108,24 @@ async def both(
         await runner.cleanup()
 
 
+@pytest.mark.parametrize("usage", [{"prompt_tokens": 7, "total_tokens": 7}, {"total_tokens": 7}])
+async def test_scores_are_passed_on(usage: dict[str, int]) -> None:
+    results = [{"index": 1, "relevance_score": 0.9}]
+    async with both() as (other, node, _):
+
+        async def behave(request: web.Request) -> web.StreamResponse:
+            return web.json_response({"id": "x", "model": "there", "results": results, "usage": usage})
+
+        other.behave = behave
+        for path, below in (("/v1/rerank", "/v1/rerank"), ("/v2/rerank", "/v1/rerank"), ("/score", "/v1/score")):
+            body = {"model": "huge", "query": "a", "documents": ["b", "c"]}
+            async with aiohttp.ClientSession(node.url) as http, http.post(path, json=body) as answer:
+                told = await answer.json()
+            assert (answer.status, told["model"], told["results"]) == (200, "big", results)
+            assert (other.asked[-1][0], other.asked[-1][2]) == (below, body | {"model": "there"})
+            assert node.requests.submitted[-1].num_prompt_tokens == 7
+
+
 async def post(node: Node, body: Any = CHAT, path: str = "/v1/chat/completions", **options: Any) -> tuple[int, Any, Any]:
     async with aiohttp.ClientSession(node.url) as http, http.post(path, json=body, **options) as answer:
         text = await answer.text()

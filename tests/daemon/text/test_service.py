@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import msgspec
 import psutil
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from daemon.errors import BadRequest, HearthError
 from daemon.text.detokenizer import decode
@@ -19,6 +20,7 @@ from daemon.text.service import TextService
 from tests.daemon.api.fakes import entry
 from tests.daemon.text.tokenizers_made import CHATML, byte_fallback, byte_level, checkpoint, model
 
+FIELDS = ("query", "documents")
 MESSAGES = [{"role": "user", "content": "The fox, é😀"}]
 
 
@@ -42,6 +44,74 @@ async def test_encodes_as_the_tokenizer_does(service, tmp_path):
     assert [ids.tolist() for ids in await service.encode(tiny, texts[2])] == [expected[2]]
     table = await service.table(tiny)
     assert decode(table, expected[2]) == texts[2]
+
+
+def with_template(template: object) -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.post_processor = template
+    return tokenizer
+
+
+ENDS = [("<|start|>", 0), ("<|end|>", 1)]
+TEMPLATES = {
+    "BERT": processors.BertProcessing(ENDS[1], ENDS[0]),
+    "RoBERTa": processors.RobertaProcessing(ENDS[1], ENDS[0]),
+    "one of its own": processors.TemplateProcessing(
+        single="<|start|> $A", pair="<|start|> $A <|end|> $B:1 <|end|>:1", special_tokens=ENDS
+    ),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_pairs_are_encoded_as_the_tokenizer_does(service, tmp_path, name):
+    tokenizer = with_template(TEMPLATES[name])
+    tiny = model(checkpoint(tmp_path / "tiny", tokenizer))
+    documents = ["The fox", "", "é😀" * 50, "lazy dog " * 9000]
+    for firsts in (["why?"], ["why?", "when", "", "brown " * 200]):
+        pairs = list(zip(firsts if len(firsts) > 1 else firsts * 4, documents, strict=True))
+        expected = [tokenizer.encode(*pair) for pair in pairs]
+        begins = [each.type_ids.index(1) if 1 in each.type_ids else 0 for each in expected]
+        if name == "none":
+            begins = [len(tokenizer.encode(first).ids) for first, _ in pairs]
+        told, ids = await service.encode_pairs(replace(tiny, max_model_len=100_000), packed((firsts, documents)), FIELDS)
+        assert [each.tolist() for each in ids] == [each.ids for each in expected]
+        assert told.tolist() == begins
+
+
+async def test_pairs_are_cut_at_the_second_text_s_end(service, tmp_path):
+    tokenizer = with_template(TEMPLATES["BERT"])
+    tiny = model(checkpoint(tmp_path / "tiny", tokenizer))
+    texts = packed((["why?"], ["The quick brown fox jumps", "a"]))
+    whole = [tokenizer.encode("why?", text).ids for text in ("The quick brown fox jumps", "a")]
+    assert [len(each) for each in whole] > [12, 8]
+    first, second = (await service.encode_pairs(tiny, texts, FIELDS, 10))[1]
+    assert (first.tolist(), second.tolist()) == ([*whole[0][:9], 1], whole[1])
+    first, second = (await service.encode_pairs(tiny, texts, FIELDS, 0, 1))[1]
+    begin = len(tokenizer.encode("why?").ids)
+    assert (first.tolist(), second.tolist()) == ([*whole[0][: begin + 1], 1], whole[1])
+    first, _ = (await service.encode_pairs(tiny, texts, FIELDS, begin + 3, 5))[1]
+    assert first.tolist() == [*whole[0][: begin + 2], 1], "the shorter one counts"
+
+
+async def test_a_pair_without_room_for_its_second_text_is_refused(service, tmp_path):
+    tokenizer = with_template(TEMPLATES["BERT"])
+    tiny = model(checkpoint(tmp_path / "tiny", tokenizer), max_model_len=1000)
+    num = len(tokenizer.encode("why?", add_special_tokens=False).ids)
+    for firsts, named, keep, told in (
+        (["why?"], "query", num + 3, f"{num} tokens, which with 3 special ones leave no room in the {num + 3} of truncate_prompt"),
+        (["", "why?"], "query[1]", num + 3, "no room"),
+        (["why? " * 2000], "query", 0, "no room in the 1000 of max_model_len"),
+        (["why? " * 20_000], "query", 0, "at least"),
+    ):
+        with pytest.raises(BadRequest, match=told) as error:
+            await service.encode_pairs(tiny, packed((firsts, ["a", "b"])), FIELDS, keep)
+        assert (error.value.param, error.value.code) == (named, "context_length_exceeded")
+    with pytest.raises(BadRequest, match="at least") as error:
+        await service.encode_pairs(tiny, packed((["a"], ["b", "x" * 100_000])), FIELDS)
+    assert error.value.param == "documents[1]"
+    cut = (await service.encode_pairs(tiny, packed((["a"], ["b", "x" * 100_000])), FIELDS, 0, 4))[1]
+    assert len(cut[1]) <= 8
 
 
 async def test_a_models_folder_may_be_named_from_here(service, tmp_path, monkeypatch):

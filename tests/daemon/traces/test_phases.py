@@ -197,13 +197,14 @@ async def test_ends_of_all_kinds() -> None:
     assert [phase.name for phase in generation.trace.phases] == ["queue"]
 
 
-async def test_an_embedding() -> None:
+@pytest.mark.parametrize("task", ["embed", "score"])
+async def test_an_embedding_and_a_score(task: str) -> None:
     node = TracedNode()
-    generation, trace = node.traced("embed")
+    generation, trace = node.traced(task)
     node.loaded()
     node.message(protocol.EmbeddingsOut("a", 1, 0.01, [generation.request_id], [b"1234"]))
     _, spans = node.spans_of(trace)
-    embed = next(span for span in spans if span.name == "embed")
+    embed = next(span for span in spans if span.name == task)
     assert embed.attributes == {"hearth.device": "cpu:0", "hearth.prompt_tokens": 3}
 
 
