@@ -137,14 +137,14 @@ def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:
 
 
 def _groups(shape: ModelShape, settings: Settings) -> tuple[KVGroupSpec, ...]:
-    if shape.pooling:
+    if shape.is_encoder:
         return ()
     return kv_groups(shape, kv_dtype_of(settings.dtype, settings.kv_cache_dtype), settings.block_tokens)
 
 
 def _sequence_bytes(shape: ModelShape, settings: Settings) -> int:
     """Returns the bytes of the chunks that the ledger (scheduler/node/ledger.py) reserves for one sequence of max_model_len."""
-    if shape.pooling:
+    if shape.is_encoder:
         return 0
     kv_dtype, chunk = kv_dtype_of(settings.dtype, settings.kv_cache_dtype), settings.chunk_bytes
     if is_bounded(shape):

@@ -20,7 +20,7 @@ from loader.errors import CheckpointError, FileTooShort, shortened
 from loader.formats.registry import stored_format
 from loader.hf_config import CONFIG_NAME, GENERATION_CONFIG_NAME, GenerationDefaults, parse_config, parse_generation
 from loader.model_shape import ModelShape
-from loader.pooling import MODULES_NAME, POOLING_NAME, check_modules, parse_pooling
+from loader.pooling import MODULES_NAME, POOLING_NAME, pooled
 from loader.regular_file import read_regular
 from loader.safetensors import INDEX_NAME, Header
 from loader.weight_files import PACKED_DIR, FileInfo, MissingFile, is_packed_only, packed_files, read_headers, read_packed
@@ -283,7 +283,8 @@ def _files(entries: Iterable[os.DirEntry[str]]) -> tuple[tuple[str, int, int], .
 
 
 def _pooling_file(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Returns (name, size, mtime_ns) of an encoder's pooling configuration, its only file in a folder below; () if it has none."""
+    """Returns (name, size, mtime_ns) of an embedding model's pooling configuration, its only file in a folder below; () without
+    one."""
     try:
         stat = (folder / POOLING_NAME).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -300,14 +301,12 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     generation_text = _read_text(folder, GENERATION_CONFIG_NAME, stats) if GENERATION_CONFIG_NAME in stats else None
     digest = hashlib.blake2b(digest_size=16)
     digest.update(config_text + b"\0" + (generation_text or b"") + b"\0")
-    checkpoint.shape = parse_config(config_text)
+    shape = parse_config(config_text)
     checkpoint.generation = parse_generation(config_text, generation_text)
+    pooling_text = _read_text(folder, POOLING_NAME, stats) if POOLING_NAME in stats else None
+    checkpoint.shape = pooled(shape, pooling_text, _read_text(folder, MODULES_NAME, stats) if MODULES_NAME in stats else None)
     if checkpoint.shape.pooling and not checkpoint.shape.scoring:
-        pooling_text = _read_text(folder, POOLING_NAME, stats) if POOLING_NAME in stats else None
         digest.update((pooling_text or b"") + b"\0")
-        if MODULES_NAME in stats:
-            check_modules(_read_text(folder, MODULES_NAME, stats))
-        checkpoint.shape = replace(checkpoint.shape, pooling=parse_pooling(pooling_text))
     headers = read_headers(folder, PACKED_DIR if is_packed_only(folder) else "")
     tensors = [tensor for header in headers.values() for tensor in header.tensors]
     names = {tensor.name for tensor in tensors}

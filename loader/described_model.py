@@ -9,6 +9,7 @@ from loader import catalog, layout
 from loader.errors import CheckpointError
 from loader.hf_config import CONFIG_NAME, parse_config, plain_modules
 from loader.model_shape import ModelShape
+from loader.pooling import MODULES_NAME, POOLING_NAME, pooled
 from loader.regular_file import read_regular
 from loader.safetensors import INDEX_NAME, MAX_TENSORS, read_index
 
@@ -28,7 +29,7 @@ class DescribedModel:
 def described_model(folder: Path) -> DescribedModel:
     """Reads the folder. Raises CheckpointError, which names file and key or tensor, UnsupportedModel, and OSError."""
     config = read_regular(folder / CONFIG_NAME, catalog.MAX_CONFIG_BYTES)
-    shape = parse_config(config)
+    shape = pooled(parse_config(config), _text(folder / POOLING_NAME), _text(folder / MODULES_NAME))
     checkpoint = catalog.scan_one(folder)
     if checkpoint.failure is not None:
         raise checkpoint.failure
@@ -51,6 +52,14 @@ def described_model(folder: Path) -> DescribedModel:
         if tensor.name not in names:
             raise CheckpointError(INDEX_NAME, tensor.name, "missing: config.json asks for it")
     return DescribedModel(shape, INDEX)
+
+
+def _text(path: Path) -> bytes | None:
+    """Returns a file's content; None: there is no such file."""
+    try:
+        return read_regular(path, catalog.MAX_CONFIG_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _check_count(shape: ModelShape) -> None:

@@ -25,7 +25,7 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     """Returns an upper bound of the memory that one step allocates besides weights and KV; 0 for encoders, which GPUs do not
     serve. What a loaded model keeps between steps (block tables, graphs) is not included: it comes from the memory that the
     default budget leaves."""
-    if shape.pooling:
+    if shape.is_encoder:
         return 0
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -53,6 +53,8 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     rows = min(LOGITS_ROWS, max(1, max_sequences))
     # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them
     logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item)
+    if shape.pooling:  # no logits, but the vectors of all rows, in float32 and scaled
+        logits = max_sequences * hidden * (item + 2 * 4)
     # a quarter more for what an allocator of blocks cannot use
     return (residual + max(attention, mlp, logits) + tokens * 64) * 5 // 4 + LIBRARY_BYTES + PACKED_BYTES + held.load_bytes
 

@@ -36,11 +36,13 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
     """Returns the model's shape. Raises UnsupportedModel (architecture, activation, kind of rotary embedding or of layers, weight
     format), or CheckpointError, which names the key."""
     fields = json_fields(text, file)
-    architecture = named_architecture(fields)
+    architecture, headless = named_architecture(fields)
     shape = architecture.parse(fields)
+    if headless:
+        shape = replace(shape, named_headless=True)
     fields = _quantised(fields, isinstance(architecture, Wrapper))
     stored = recognised_format(fields)
-    if stored and shape.pooling and not FORMATS[stored].runs_encoders:
+    if stored and shape.is_encoder and not FORMATS[stored].runs_encoders:
         raise fields.unsupported("quantization_config", "quantised encoders are not served")
     if stored and shape.experts is not None and not FORMATS[stored].runs_experts:
         raise fields.unsupported("quantization_config", f"mixtures of experts are not served as {FORMATS[stored].title}")
@@ -61,7 +63,7 @@ def plain_modules(text: bytes, file: str = CONFIG_NAME) -> Callable[[str], bool]
     """Returns what tells whether config.json of a quantised checkpoint says that a module of this name is plain. Raises
     CheckpointError, which names the key."""
     fields = json_fields(text, file)
-    fields = _quantised(fields, isinstance(named_architecture(fields), Wrapper))
+    fields = _quantised(fields, isinstance(named_architecture(fields)[0], Wrapper))
     return left_plain(fields.mapping("quantization_config") or Fields({}, file))
 
 

@@ -64,7 +64,7 @@ def kv_token_dims(shape: ModelShape) -> tuple[int, int, int]:
 
 def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
     """Returns the bytes of one token's keys and values in all layers that keep them; 0 for an encoder."""
-    return 0 if shape.pooling else len(shape.attention_layers) * _layer_bytes(shape, kv_dtype)
+    return 0 if shape.is_encoder else len(shape.attention_layers) * _layer_bytes(shape, kv_dtype)
 
 
 def state_bytes(shape: ModelShape) -> int:
@@ -131,7 +131,7 @@ def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes:
     """Returns the context length that a model is served with by default: the checkpoint's, or as much as fits into a quarter of
     the device if that is less, but at least 2,048. A layer with a window needs no more than its window, one with a state a few of
     those."""
-    if shape.pooling:
+    if shape.is_encoder:
         return shape.max_position_embeddings
     layer_bytes = _layer_bytes(shape, kv_dtype)
     windows = [window for window in shape.layer_windows if window]

@@ -33,6 +33,8 @@ INPUT_MAJOR = "input-major"  # [experts, inputs, outputs], the gate's outputs be
 OUTPUT_MAJOR = "output-major"  # [experts, outputs, inputs], likewise
 OPTIONAL_STACKS = (INPUT_MAJOR, OUTPUT_MAJOR)
 
+LAST_TOKEN = "lasttoken"  # ModelShape.pooling of a decoder: the vector is the last token's hidden state
+
 
 @dataclass(slots=True, frozen=True)
 class ExpertShape:
@@ -135,16 +137,23 @@ class ModelShape:
     latent: LatentShape | None = None  # of latent attention; num_kv_heads is then 1, head_dim that of queries
     delta: DeltaShape | None = None  # of layers of the gated delta rule
     gated_attention: bool = False  # each head's queries have as many gates of its output behind them
-    pooling: str = ""  # of an encoder: mean or cls; "": the model generates text
+    pooling: str = ""  # of a model that makes vectors: mean or cls of an encoder, lasttoken of a decoder; "": it generates text
     scoring: str = ""  # of an encoder that scores pairs of texts (a cross-encoder): SIGMOID or IDENTITY; "": it makes vectors
     type_vocab_size: int = 0  # of an encoder: kinds of segments
     first_position: int = 0  # of an encoder: the row of its table of positions that a text's first token has
-    cut_sizes: tuple[int, ...] = ()  # of an encoder trained for it (Matryoshka): what its vectors may be cut to
-    any_cut_size: bool = False  # of an encoder trained for it: its vectors may be cut to any size
+    cut_sizes: tuple[int, ...] = ()  # of a model trained for it (Matryoshka): what its vectors may be cut to
+    any_cut_size: bool = False  # of a model trained for it: its vectors may be cut to any size
+    named_headless: bool = False  # config.json names the decoder alone (Qwen3Model), without a head
+    bare_names: bool = False  # the parameters' names lack the `model.` that they have beside a head
     tensor_prefix: str = ""  # what the parameters' names begin with, where a family's checkpoints differ in it
     stored_format: str = ""  # the weight format (loader/formats) of the checkpoint's matrices; "": plain
     plain_groups: frozenset[int] = frozenset()  # tensor groups that are stored plain although the others are not
     block_offsets: tuple[int, ...] = ()  # where large parameters begin in the files (block_offsets in layout.py); (): unknown
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model makes vectors and keeps no KV."""
+        return self.pooling not in ("", LAST_TOKEN)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

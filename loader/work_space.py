@@ -113,7 +113,7 @@ def work_space_bytes(
     max_model_len: the longest context; the reference implementation gathers its keys and values for one row of a prompt at a
     time. Default: the checkpoint's length."""
     context = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
-    if shape.pooling:
+    if shape.is_encoder:
         return _encoder_work_space_bytes(shape, dtype, max_num_batched_tokens, context)
     tokens = max_num_batched_tokens + max_sequences
     item, hidden = ITEM_BYTES[dtype], shape.hidden_size
@@ -139,6 +139,8 @@ def work_space_bytes(
     mlp = tokens * max(shape.intermediate_size * 4 * item, expert_bytes(shape, dtype))
     logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
+    if shape.pooling:  # no logits, but the vectors of all rows, in float32 and scaled
+        logits, sampling = max_sequences * hidden * (item + 2 * 4), 0
     if weight_format.widened_bytes:  # a part of a matrix, and its products before they are scaled
         mlp += weight_format.widened_bytes + tokens * 2 * shape.intermediate_size * item
     if not is_bounded(shape):  # the residual and its update in a first step's other slices

@@ -8,12 +8,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
+from loader.architectures.cut_sizes import cut_sizes
 from loader.architectures.scoring import scoring_of
 from loader.config_fields import Fields
 from loader.model_shape import ModelShape
 from loader.rope_config import RopeParameters
 
-MAX_CUT_SIZES = 4096
 _SUPPORTED = (("hidden_act", "gelu"), ("position_embedding_type", "absolute"))
 
 
@@ -47,7 +47,7 @@ class Encoder:
         num_positions, first_position = fields.integer("max_position_embeddings"), self._first_position(fields)
         if num_positions <= first_position:
             raise fields.fail("max_position_embeddings", f"{num_positions} leaves no position behind pad_token_id")
-        cut_sizes = () if self.score_head else cut_sizes_of(fields, hidden_size)
+        sizes, any_size = ((), False) if self.score_head else cut_sizes(fields, hidden_size)
         return ModelShape(
             architecture=self.name,
             hidden_size=hidden_size,
@@ -71,8 +71,8 @@ class Encoder:
             scoring=scoring_of(fields) if self.score_head else "",
             type_vocab_size=fields.integer("type_vocab_size", 2),
             first_position=first_position,
-            cut_sizes=cut_sizes,
-            any_cut_size=not cut_sizes and not self.score_head and fields.boolean("is_matryoshka"),
+            cut_sizes=sizes,
+            any_cut_size=any_size,
         )
 
     def _first_position(self, fields: Fields) -> int:
@@ -121,16 +121,3 @@ class Encoder:
 
 
 ARCHITECTURE = Encoder("BertModel", "bert")
-
-
-def cut_sizes_of(fields: Fields, hidden_size: int) -> tuple[int, ...]:
-    """Returns the lengths to which vectors may be cut: those that `matryoshka_dimensions` lists, or any if only `is_matryoshka`
-    is set."""
-    if not fields.has("matryoshka_dimensions"):
-        return ()
-    sizes = fields.values["matryoshka_dimensions"]
-    if not isinstance(sizes, list) or not all(type(size) is int and 1 <= size <= hidden_size for size in sizes):
-        raise fields.fail("matryoshka_dimensions", f"{sizes!r} is not a list of sizes from 1 to hidden_size {hidden_size}")
-    if len(sizes) > MAX_CUT_SIZES:
-        raise fields.fail("matryoshka_dimensions", f"holds {len(sizes)} sizes (at most {MAX_CUT_SIZES})")
-    return tuple(sorted(sizes))

@@ -1,5 +1,5 @@
 """Decoders that generate text: an embedding, layers of attention and MLP with norms around them, and a head. The MLP of a layer may
-be a mixture of experts (experts.py).
+be a mixture of experts (experts.py). Those whose folder says how to pool (loader/pooling.py) make vectors, and have no head.
 
 A family is one `Decoder`, whose values say what differs from other families. loader/architectures reads config.json and lists
 tensors by it; engine/models/decoder.py runs it. Defaults are those of transformers' configuration classes, which apply if a
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cache
 
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
+from loader.architectures.cut_sizes import cut_sizes
 from loader.architectures.delta import Deltas
 from loader.architectures.experts import Experts
 from loader.architectures.factors import Factors, factor
@@ -23,6 +25,7 @@ from loader.rope_config import RopeRules, parse_rope, rotated_layers
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
 GELU_NEW = "gelu_new"  # the same function, of an MLP without a gate
+_BODY = "model."  # what the names of a decoder's tensors begin with beside a head
 _NO_WINDOWS, _PLAIN_ROPE, _NO_FACTORS = Windows(), RopeRules(), Factors()
 
 
@@ -131,6 +134,7 @@ class Decoder:
         attention_bias = self.attention_bias
         if attention_bias is None:
             attention_bias = fields.boolean(self.attention_bias_key, self.attention_bias_default)
+        sizes, any_size = cut_sizes(fields, hidden_size)
         return ModelShape(
             architecture=self.name,
             hidden_size=hidden_size,
@@ -168,11 +172,13 @@ class Decoder:
             latent=latent,
             delta=None if self.deltas is None else self.deltas.parse(fields, num_layers),
             gated_attention=self.gated_attention,
+            cut_sizes=sizes,
+            any_cut_size=any_size,
         )
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
         """Implements Architecture.tensor_groups."""
-        names, hidden = self.names, shape.hidden_size
+        names, hidden = self.decoder_of(shape).names, shape.hidden_size
         groups = [one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden)]
         before, behind = self._groups_around_mlp(shape)
         of_delta = self._groups_before_mlp_of_delta(shape)
@@ -182,6 +188,8 @@ class Decoder:
             own = [*first, *(sparse if has_experts(shape, layer) else dense), *behind]
             groups += [group.in_layer(layer, prefix) for group in own]
         groups += self._norms(hidden, names.final_norm)
+        if shape.pooling:  # no logits are computed
+            return groups
         if not shape.tie_word_embeddings:
             groups.append(one_tensor(f"{names.head}.weight", shape.vocab_size, hidden))
         if self.head_bias:
@@ -189,20 +197,31 @@ class Decoder:
         return groups
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Implements Architecture.ignores: stored rotary frequencies, a stored head of a model that uses its embedding as its head,
-        and layers behind the last one that predict further tokens."""
+        """Implements Architecture.ignores: stored rotary frequencies, a stored head of a model that makes vectors or uses its
+        embedding as its head, and layers behind the last one that predict further tokens."""
+        names = self.decoder_of(shape).names
         behind = range(shape.num_layers, shape.num_layers + shape.num_predicting_layers)
-        if any(name.startswith(self.names.layer.format(layer)) for layer in behind):
+        if any(name.startswith(names.layer.format(layer)) for layer in behind):
             return True
-        if self.names.not_read and name.startswith(self.names.not_read):
+        if names.not_read and name.startswith(names.not_read):
             return True
-        return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{self.names.head}.weight")
+        if shape.pooling and name in (f"{names.head}.weight", f"{names.head}.bias"):
+            return True
+        return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{names.head}.weight")
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored: experts' matrices may be one tensor, or one for each of them."""
+        """Implements Architecture.as_stored: experts' matrices may be one tensor, or one for each of them, and a decoder that was
+        saved without a head has names of its own."""
+        bare = f"{self.names.embedding.removeprefix(_BODY)}.weight"
+        if shape.pooling and bare in names and f"{self.names.embedding}.weight" not in names:
+            shape = replace(shape, bare_names=True)
         if self.experts is None or shape.experts is None or shape.experts.stack not in OPTIONAL_STACKS:
             return shape
         return replace(shape, experts=self.experts.as_stored(shape.experts, names))
+
+    def decoder_of(self, shape: ModelShape) -> Decoder:
+        """Returns the description with the names that the tensors have in the checkpoint."""
+        return replace(self, names=_bare(self.names)) if shape.bare_names else self
 
     def _groups_around_mlp(self, shape: ModelShape) -> tuple[list[TensorGroup], list[TensorGroup]]:
         """Returns the tensor groups that a layer has before those of its MLP, and behind them. Their names lack the layer's
@@ -257,6 +276,8 @@ class Decoder:
             raise fields.unsupported(self.activation_key, f"{activation!r} is not supported; supported: {self.activation}")
         if self.gated_attention and not fields.boolean("attn_output_gate", True):
             raise fields.unsupported("attn_output_gate", "false is not supported; supported: true")
+        if not fields.boolean("is_causal", True):
+            raise fields.unsupported("is_causal", "only causal attention is supported")
         for key, value in self.fixed:
             if fields.has(key) and fields.values[key] != value:
                 raise fields.unsupported(key, f"{self.name} is supported with {str(value).lower()} only")
@@ -284,6 +305,12 @@ class Decoder:
 
     def _query_scalar(self, fields: Fields, head_dim: int) -> float:
         return head_dim if self.query_scalar is None else fields.positive("query_pre_attn_scalar", self.query_scalar)
+
+
+@cache
+def _bare(names: TensorNames) -> TensorNames:
+    embedding, layer, final_norm = (name.removeprefix(_BODY) for name in (names.embedding, names.layer, names.final_norm))
+    return replace(names, embedding=embedding, layer=layer, final_norm=final_norm)
 
 
 def has_experts(shape: ModelShape, layer: int) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
-from loader.architectures.bert import cut_sizes_of
+from loader.architectures.cut_sizes import cut_sizes
 from loader.architectures.scoring import scoring_of
 from loader.architectures.windows import Asked, Windows
 from loader.config_fields import Fields
@@ -56,7 +56,7 @@ class ModernEncoder:
         head_dim, max_position_embeddings = hidden_size // num_heads, fields.integer("max_position_embeddings")
         rope, local_rope = self._ropes(fields, head_dim, max_position_embeddings)
         has_bias = fields.boolean("attention_bias")
-        cut_sizes = () if self.scores else cut_sizes_of(fields, hidden_size)
+        sizes, any_size = ((), False) if self.scores else cut_sizes(fields, hidden_size)
         return ModelShape(
             architecture=self.name,
             hidden_size=hidden_size,
@@ -79,8 +79,8 @@ class ModernEncoder:
             query_scale=head_dim**-0.5,
             pooling=self._pooling(fields) if self.scores else "mean",
             scoring=scoring_of(fields) if self.scores else "",
-            cut_sizes=cut_sizes,
-            any_cut_size=not cut_sizes and not self.scores and fields.boolean("is_matryoshka"),
+            cut_sizes=sizes,
+            any_cut_size=any_size,
         )
 
     def _ropes(self, fields: Fields, head_dim: int, max_position_embeddings: int) -> tuple[RopeParameters, RopeParameters | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from loader.architectures.architecture import Architecture
+from loader.architectures.decoder import Decoder
 from loader.config_fields import Fields
 from loader.model_shape import ModelShape
 
@@ -55,6 +56,9 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
 )
 _DESCRIPTIONS: list[Architecture] = [import_module(f"loader.architectures.{file}").ARCHITECTURE for file in _FILES]
 ARCHITECTURES = {one.name: one for one in _DESCRIPTIONS}
+_HEADED = "ForCausalLM"
+# by the name that config.json has for the decoder alone, as in Qwen3Model
+_HEADLESS = {f"{one.name.removesuffix(_HEADED)}Model": one for one in _DESCRIPTIONS if isinstance(one, Decoder)}
 
 
 def architecture_of(shape: ModelShape) -> Architecture:
@@ -62,9 +66,9 @@ def architecture_of(shape: ModelShape) -> Architecture:
     return ARCHITECTURES[shape.architecture]
 
 
-def named_architecture(fields: Fields) -> Architecture:
-    """Returns the family that config.json names. Raises UnsupportedModel, which lists the supported families, and CheckpointError
-    if config.json names none."""
+def named_architecture(fields: Fields) -> tuple[Architecture, bool]:
+    """Returns the family that config.json names, and whether it names a decoder without its head. Raises UnsupportedModel, which
+    lists the supported families, and CheckpointError if config.json names none."""
     listed = fields.values.get("architectures")
     if isinstance(listed, list) and listed:
         name = str(listed[0])
@@ -73,6 +77,8 @@ def named_architecture(fields: Fields) -> Architecture:
         if model_type is None:
             raise fields.fail("architectures", "missing")
         name = next((one.name for one in ARCHITECTURES.values() if one.model_type == model_type != ""), str(model_type))
+    if name in _HEADLESS:
+        return _HEADLESS[name], True
     if name not in ARCHITECTURES:
         raise fields.unsupported("architectures", f"{name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[name]
+    return ARCHITECTURES[name], False

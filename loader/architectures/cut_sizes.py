@@ -1,0 +1,20 @@
+"""Reads from config.json to which sizes a model's vectors may be cut (Matryoshka)."""
+
+from __future__ import annotations
+
+from loader.config_fields import Fields
+
+MAX_CUT_SIZES = 4096
+
+
+def cut_sizes(fields: Fields, hidden_size: int) -> tuple[tuple[int, ...], bool]:
+    """Returns the sizes that `matryoshka_dimensions` lists, ascending, and whether any size will do: only `is_matryoshka` is set.
+    Raises CheckpointError, which names the key."""
+    if not fields.has("matryoshka_dimensions"):
+        return (), fields.boolean("is_matryoshka")
+    sizes = fields.values["matryoshka_dimensions"]
+    if not isinstance(sizes, list) or not all(type(size) is int and 1 <= size <= hidden_size for size in sizes):
+        raise fields.fail("matryoshka_dimensions", f"{sizes!r} is not a list of sizes from 1 to hidden_size {hidden_size}")
+    if len(sizes) > MAX_CUT_SIZES:
+        raise fields.fail("matryoshka_dimensions", f"holds {len(sizes)} sizes (at most {MAX_CUT_SIZES})")
+    return tuple(sorted(sizes)), not sizes and fields.boolean("is_matryoshka")
