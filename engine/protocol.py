@@ -15,7 +15,7 @@ import msgspec
 
 from loader.kv_layout import kv_dtype_of
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 # How a sequence ended, in `TokensOut.finish`; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -284,14 +284,15 @@ class TokensOut(Message, frozen=True):
 
 
 class EmbeddingsOut(Message, frozen=True):
-    """The vectors or scores of one step of an encoder: the answers that end Submits of task "embed" or "score". seconds: device
-    time."""
+    """The vectors or scores of one step: the answers that end Submits of task "embed" or "score". seconds: device time of `steps`
+    steps, of which a decoder's earlier ones computed pieces of these or other texts."""
 
     model: str
     step_id: int
     seconds: float
     request_ids: list[int]
     values: list[bytes]  # float32, little-endian: one vector of norm 1 each, or one number
+    steps: int = 1
 
 
 class PromptLogprobs(Message, frozen=True):

@@ -109,8 +109,8 @@ def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capa
         raise _usage(f"--{error}") from None
     for refused, why in (
         (kind == "cuda" and not weight_format.runs_on_gpus, f"{weight_format.name} is not built for cuda devices"),
-        (shape.pooling and kind == "cuda", "encoders are not built for cuda devices"),
-        (shape.pooling and not weight_format.runs_encoders, f"{weight_format.name} is not built for encoders"),
+        (shape.is_encoder and kind == "cuda", "encoders are not built for cuda devices"),
+        (shape.is_encoder and not weight_format.runs_encoders, f"{weight_format.name} is not built for encoders"),
         (shape.experts and not weight_format.runs_experts, f"{weight_format.name} is not built for mixtures of experts"),
         (options.kv_cache_dtype == KV_FP8 and kind == "cpu", "--kv-cache-dtype fp8 is built for cuda devices only"),
     ):
@@ -134,6 +134,7 @@ def _as_json(
     named = {**asdict(replace(settings, weight_format=FORMATS[""])), "weight_format": settings.weight_format.name}
     return {
         "architecture": described.shape.architecture,
+        "pooling": described.shape.pooling,
         "source": described.source,
         "settings": named,
         **asdict(need),
@@ -151,6 +152,8 @@ def _tell(
     of_token = f", {_count(need.active_parameters)} for a token" if need.active_parameters < need.num_parameters else ""
     held = f"{settings.weight_format.name} matrices, the rest {settings.dtype}" if settings.weight_format.name else settings.dtype
     print(f"{described.shape.architecture}, {_count(need.num_parameters)} parameters{of_token}: {_SOURCES[described.source]}")
+    if described.shape.pooling:
+        print(f"embeddings  of {described.shape.hidden_size} numbers, and no text")
     print(f"weights     {size(need.weights_bytes)} ({held})")
     for number, kv in enumerate(need.kv):
         seen = _SEEN.get(kv.kind, "all tokens").format(kv.window_tokens)

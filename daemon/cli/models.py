@@ -68,6 +68,8 @@ def models(client: Client, options: argparse.Namespace) -> None:
         print("there are no models below the models folder; one is a folder with config.json, *.safetensors and tokenizer.json")
     else:
         print(_table(rows))
+        if embedders := [row["name"] for row in rows if row.get("task") == "embed"]:
+            print(f"\nembeddings, and no text, are made by {', '.join(embedders)}")
         for row in rows:
             if row["state"] in ("refused", "incomplete", "failed", "down"):
                 print(f"\n{row['name']} is {row['state']}: {row['reason']}")

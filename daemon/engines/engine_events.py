@@ -204,7 +204,7 @@ class EngineEvents:
         )
 
     def _embeddings_out(self, message: protocol.EmbeddingsOut) -> None:
-        self._metrics.steps[message.model] += 1
+        self._metrics.steps[message.model] += message.steps
         self._metrics.step_seconds[message.model] += message.seconds
         for request_id, vector in zip(message.request_ids, message.values, strict=True):
             generation = self._find(request_id)

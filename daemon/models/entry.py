@@ -24,7 +24,7 @@ class ModelEntry:
     max_sequences: int = 256
     tool_parser: str | None = None  # named in daemon/text/tool_parsers/registry.py; None: chosen by the chat template
     reasoning_parser: str | None = None
-    embedding_size: int = 0  # an encoder's, which only makes embeddings; 0: the model makes none
+    embedding_size: int = 0  # of a model that makes embeddings and nothing else; 0: it makes none
     cut_sizes: Sequence[int] = ()  # smaller sizes that its embeddings may be cut to
     scoring: str = ""  # a cross-encoder's, which only scores pairs of texts: what makes a score's relevance (ModelShape.scoring)
     architecture: str = ""  # as config.json names it
@@ -44,7 +44,14 @@ class ModelEntry:
         """What the model does, to follow its name in a refusal of something else."""
         if self.scoring:
             return "is a cross-encoder: it scores documents for a query"
-        return "is an encoder: it makes embeddings" if self.embedding_size else "generates text"
+        return "makes embeddings" if self.embedding_size else "generates text"
+
+    @property
+    def task(self) -> str:
+        """What the model does, as Submit.task names it."""
+        if self.scoring:
+            return "score"
+        return "embed" if self.embedding_size else "generate"
 
 
 @dataclass(slots=True, frozen=True)

@@ -283,7 +283,7 @@ class Registry:
 
     def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns why an encoder has no device, or "" if it has one."""
-        if not shape.pooling or self._allowed(name, settings, shape):
+        if not shape.is_encoder or self._allowed(name, settings, shape):
             return ""
         if own := [device for device in self._devices if device.model == name]:
             return (
@@ -303,7 +303,7 @@ class Registry:
         gpus = [one.name for one in self._devices if one.name.startswith("cuda") and one.name in (settings.devices or [one.name])]
         if gpus and not asked.runs_on_gpus:
             return f'models."{name}".quantize: {asked.name} is not built for {gpus[0]}; name cpu devices in its "devices"'
-        if shape.pooling and not asked.runs_encoders:
+        if shape.is_encoder and not asked.runs_encoders:
             return f'models."{name}".quantize: {asked.name} is not built for encoders'
         if shape.experts is not None and not asked.runs_experts:
             return f'models."{name}".quantize: {asked.name} is not built for mixtures of experts; leave it out'
@@ -313,7 +313,7 @@ class Registry:
         """Returns why KV cannot be kept in the configured type, or ""."""
         if not _has_fp8_kv(settings):
             return ""
-        if shape.pooling:
+        if shape.is_encoder:
             return f'models."{name}".kv_cache_dtype: encoders keep no KV; leave it out'
         if self._allowed(name, settings, shape):
             return ""
@@ -423,7 +423,7 @@ class Registry:
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
     """Returns the kinds of devices that can run a model. There are no kernels for encoders on GPUs, for some formats of checkpoints
     on GPUs, and for fp8 KV on CPUs."""
-    if shape.pooling:
+    if shape.is_encoder:
         return {"cpu"}
     kinds = {"cpu", "cuda"}
     if _has_fp8_kv(settings):

@@ -301,6 +301,8 @@ class NodeParts:
                 "keep_alive_s": None if view.keep_alive_s == inf else view.keep_alive_s,
                 "leaves": None if view.leaves_at is None else self.unix_s(view.leaves_at),
             }
+            if (found := self.registry.models.get(view.name)) is not None and found.entry is not None:
+                row["task"] = found.entry.task
             if not view.device and (not_warmed := self.warming.problems.get(view.name)) is not None:
                 row["not_warmed"] = not_warmed
             if view.quarantined_until is not None:

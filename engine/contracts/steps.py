@@ -18,13 +18,14 @@ from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, Seq
 @dataclass(slots=True)
 class StepResult:
     """The result of one step. ids[k] is the token of the plan's k-th sampling row, in plan order; bad[k] marks a row whose logits
-    were not finite. Both stay unchanged until the model's next step. seconds: device time."""
+    or vector were not finite. Both stay unchanged until the model's next step. seconds: device time."""
 
     ids: IntArray
     bad: BoolArray
     seconds: float
     logprobs: TokenLogprobs | None = None  # of the rows that asked for them and are not bad
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of prompt tokens that this step computed, if wanted
+    vectors: FloatArray | None = None  # [N, hidden], of a model that makes them in place of tokens; ids then mean nothing
 
 
 class NoWorkSpace(Exception):
@@ -42,6 +43,10 @@ class HostedModel(Protocol):
     def weights_bytes(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def embeds(self) -> bool:
+        """Whether the model makes vectors of texts and generates none: each sampling row has one in StepResult.vectors."""
+        ...
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Runs one step: writes the KV of the new tokens into the arena's blocks and samples; rows in `masks` sample only what

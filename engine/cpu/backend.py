@@ -78,16 +78,16 @@ class CpuBackend:
             self._builds.need(spec.dtype, weight_format.kernels)
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
-        if shape.pooling and not weight_format.runs_encoders:
+        if shape.is_encoder and not weight_format.runs_encoders:
             raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built for encoders")
         if shape.experts is not None and not weight_format.runs_experts:
             raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built for mixtures of experts")
 
     def early_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CpuModel | None:
-        return None if shape.pooling else self._decoder_model(spec, shape, weights)
+        return None if shape.is_encoder else self._decoder_model(spec, shape, weights)
 
     def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CpuModel | CpuEncoder:
-        if shape.pooling:
+        if shape.is_encoder:
             return CpuEncoder(self._ops, spec, shape, weights, threads_for(weights.num_bytes, self.compute_threads))
         return self._decoder_model(spec, shape, weights)
 

@@ -32,6 +32,7 @@ from engine.protocol import LoadModel
 from engine.sampling.logprobs import owed_prompt_rows
 from engine.sampling.outputs import sampled_outputs
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
+from engine.sampling.vectors import scaled_vectors, vectors_result
 from loader import kv_layout, work_space
 from loader.formats.registry import FORMATS
 from loader.kv_layout import KVGroupSpec
@@ -56,7 +57,7 @@ class CpuModel:
     ) -> None:
         self._ops = ops
         self.name = spec.model
-        self.vocab_size = shape.vocab_size
+        self.vocab_size, self.embeds = shape.vocab_size, bool(shape.pooling)
         self.weights_bytes = weights.num_bytes
         self.shape = shape
         self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
@@ -124,9 +125,9 @@ class CpuModel:
         return self._dtype
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step: stores the new tokens' KV and samples one id for each sampling row."""
+        """Runs one step: stores the new tokens' KV and samples one id, or makes one vector, for each sampling row."""
         begin = time.perf_counter()
-        if masks is None:
+        if masks is None and not self.embeds:
             self._prepare()
             drawn = self._steps.draw(plan, table)
             if drawn is not None:
@@ -136,6 +137,9 @@ class CpuModel:
 
     def _execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None, recorded: bool) -> StepResult:
         begin = time.perf_counter()
+        if self.embeds:
+            hidden, num_sampling = self._forward(plan, table, every_token=False, recorded=recorded)
+            return vectors_result(scaled_vectors(hidden[:num_sampling]).numpy(), time.perf_counter() - begin)
         owed = owed_prompt_rows(plan, table)
         step = self._decode(plan, table) if recorded and owed is None else None
         if step is not None:

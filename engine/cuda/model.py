@@ -39,6 +39,7 @@ from engine.protocol import LoadModel
 from engine.sampling.logprobs import owed_prompt_rows
 from engine.sampling.outputs import sampled_outputs
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
+from engine.sampling.vectors import scaled_vectors, vectors_result
 from loader import kv_layout
 from loader.formats.registry import FORMATS
 from loader.gpu_sizing import LOGITS_ROWS, decode_programs
@@ -63,10 +64,11 @@ class DeviceGroupMemory:
 
 
 class PendingStep:
-    """A step under way on the device; `wait` blocks without spinning."""
+    """A step under way on the device; `wait` blocks without spinning. told: on the host, what `drawn` of StepOutputs is, or, if the
+    model embeds, its vectors."""
 
-    def __init__(self, drawn: Tensor, started: Any, done: Any, began_s: float) -> None:
-        self._drawn, self._started, self._done, self._began_s = drawn, started, done, began_s
+    def __init__(self, told: Tensor, embeds: bool, started: Any, done: Any, began_s: float) -> None:
+        self._told, self._embeds, self._started, self._done, self._began_s = told, embeds, started, done, began_s
 
     def wait(self) -> StepResult:
         if self._done is None:
@@ -74,7 +76,9 @@ class PendingStep:
         else:
             self._done.synchronize()
             seconds = self._started.elapsed_time(self._done) / 1e3
-        drawn = self._drawn.numpy()
+        if self._embeds:
+            return vectors_result(self._told.numpy().copy(), seconds)
+        drawn = self._told.numpy()
         return StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
 
 
@@ -105,6 +109,7 @@ class CudaModel:
     ) -> None:
         self._ops = ops
         self.name, self.vocab_size, self.weights_bytes, self.shape = spec.model, shape.vocab_size, weights.num_bytes, shape
+        self.embeds = bool(shape.pooling)
         self.kv_groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
         self._device = arena.device
         self._weights = weights
@@ -177,7 +182,8 @@ class CudaModel:
                 drawn = self._staging.send({"slots": plan.slots[plan.samples], "ids": result.ids})
                 entry.set_entries(self._sequences.last_ids, drawn["slots"], drawn["ids"])
             return _EndedStep(result)
-        return self._pending(begun.outputs.drawn[:, :num_sampling], begun.events, began_s)
+        told = begun.outputs.hidden[:num_sampling].float() if self.embeds else begun.outputs.drawn[:, :num_sampling]
+        return self._pending(told, begun.events, began_s)
 
     def _begin_padded(self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, by_host: bool) -> _Begun | None:
         """Starts a step that a graph runs, after capturing that where it is time to, or one that only decodes and samples on the
@@ -243,6 +249,9 @@ class CudaModel:
         hidden = self._forward(ExtendStep(columns, 0, 1, 1))
         sent = self._staging.send(padding_columns(1, self._sequences.num_slots))
         self._draw(hidden, sent, sent["slots"])
+        if self.embeds:  # nothing is sampled; block tables are changed by the kernel that stores sampled tokens elsewhere
+            entry.set_entries(self._sequences.last_ids, sent["slots"], sent["host_ids"])
+            return
         # for rows whose logits the host edits, and for log-probabilities
         logits, zero = self._loaded().logits(hidden), torch.zeros(1, dtype=torch.int32, device=self._device)
         entry.top_logprobs(logits, zero, zero, 1)
@@ -334,14 +343,14 @@ class CudaModel:
         started.record()
         return started, torch.cuda.Event(enable_timing=True, blocking=True)
 
-    def _pending(self, drawn: Tensor, events: tuple[Any, Any], began_s: float) -> PendingStep:
+    def _pending(self, told: Tensor, events: tuple[Any, Any], began_s: float) -> PendingStep:
         started, done = events
         if done is not None:
-            on_host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
-            on_host.copy_(drawn, non_blocking=True)
+            on_host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+            on_host.copy_(told, non_blocking=True)
             done.record()
-            drawn = on_host
-        return PendingStep(drawn, started, done, began_s)
+            told = on_host
+        return PendingStep(told, self.embeds, started, done, began_s)
 
     def _decode(self, columns: dict[str, Tensor]) -> StepOutputs:
         """Computes the device's part of a decode step of R rows from its columns. Runs eagerly, or while a graph is captured, so
@@ -424,7 +433,9 @@ class CudaModel:
 
     def _draw(self, hidden: Tensor, columns: dict[str, Tensor], slots: Tensor) -> StepOutputs:
         """Samples one id for each row of hidden [N, width], by the settings in columns, and stores it as the last token of the
-        row's slot."""
+        row's slot. Where the model embeds, it scales the rows instead: the outputs' hidden states are then the vectors."""
+        if self.embeds:
+            return StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), scaled_vectors(hidden))
         drawn = torch.empty(2, len(hidden), dtype=torch.int32, device=self._device)
         names = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")
         for first in range(0, len(hidden), LOGITS_ROWS):

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from engine.contracts.loads import Runner
@@ -50,10 +51,11 @@ from engine.protocol import (
     WeightsHeld,
 )
 from engine.pulse import BEAT_EVERY_S, Doing
+from engine.serve.answers import answer
 from engine.serve.channel import Channel, ChannelClosed
 from engine.serve.constraints import Constraints, End
 from engine.serve.embedder import Embedder
-from engine.serve.requests import batch_request
+from engine.serve.requests import VECTOR_PARAMS, batch_request
 from engine.serve.served_models import ServedModel, ServedModels
 from scheduler.batch.batch_scheduler import BatchScheduler
 from scheduler.batch.plan import BatchPlan
@@ -225,32 +227,18 @@ class Engine:
         self.models.charge(served, plan, result.seconds)
         for told in result.prompt_logprobs:
             self.channel.send(told)
+        asked = scheduler.table.request_id[plan.slots[plan.samples]] if served.hosted.embeds else NO_REQUESTS
         outcome = scheduler.finish_step(plan, result.ids, result.bad)
         if masks is not None:
             self.constraints.sampled(served, masks, result.ids, result.bad)
         if outcome.request_ids:
-            steps, seconds = served.tell_steps()
-            self.channel.send(
-                TokensOut(
-                    name,
-                    plan.step_id,
-                    seconds,
-                    outcome.request_ids,
-                    outcome.ids,
-                    outcome.counts,
-                    outcome.finish,
-                    cached=outcome.cached,
-                    resumed=outcome.resumed,
-                    logprobs=result.logprobs,
-                    steps=steps,
-                    drafted=outcome.drafted,
-                )
-            )
+            self.channel.send(answer(served, plan, result, outcome, asked))
             for request_id in compress(outcome.request_ids, outcome.finish):
                 del self._model_of[request_id]
         for request_id in outcome.bad:
             del self._model_of[request_id]
-            self.channel.send(RequestFailed(request_id, "nan_logits", f"model {name}: logits are not finite"))
+            what = "the vector is" if served.hosted.embeds else "logits are"
+            self.channel.send(RequestFailed(request_id, "nan_logits", f"model {name}: {what} not finite"))
         self._stepped()
         captures = self.models.to_capture_between(served, plan)
         if captures is not None:
@@ -373,7 +361,8 @@ class Engine:
         if first is not None and first.put_aside(message):
             return
         served = self.models.by_name.get(message.model) if first is None else first.served
-        if (embedder is None) == is_for_encoders and (embedder is not None or served is not None):
+        embeds = served is not None and served.hosted.embeds
+        if embedder is not None or (served is not None and message.task != (EMBED if embeds else "generate")):
             text = f"model {message.model} does not do task {message.task}"
             self.channel.send(RequestFailed(request_id, "internal", text))
             return
@@ -383,6 +372,8 @@ class Engine:
         if request_id in self._model_of:
             self.channel.send(RequestFailed(request_id, "internal", f"request {request_id} is here already"))
             return
+        if embeds:
+            message = msgspec.structs.replace(message, params=VECTOR_PARAMS)
         request = batch_request(message, served.spec, served.hosted.vocab_size)
         if request is None:  # submitted again after a crash, with nothing left to do
             self.channel.send(TokensOut(message.model, self.num_steps, 0.0, [request_id], [], [0], [FINISH_LENGTH], steps=0))

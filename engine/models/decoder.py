@@ -77,7 +77,9 @@ class DecoderModel(Generic[BatchT]):
         self.layers = [DecoderLayer(ops, family, shape, weights, layer) for layer in range(shape.num_layers)]
         self.norm = Norm(ops, family, shape, weights, names.final_norm)
         self.logit_scale, self.logit_softcap = shape.logit_scale, shape.logit_softcap
-        self.head = self.embedding if shape.tie_word_embeddings else weights.get(f"{names.head}.weight")
+        self.head: Tensor | None = None  # of a model that makes vectors
+        if not shape.pooling:
+            self.head = self.embedding if shape.tie_word_embeddings else weights.get(f"{names.head}.weight")
         self.head_bias = weights.find(f"{names.head}.bias")
 
     def forward(self, batch: BatchT, wanted: Tensor | None) -> Tensor:
@@ -93,6 +95,8 @@ class DecoderModel(Generic[BatchT]):
         return self.norm.of_sum(update, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [N, V] of hidden states [N, hidden]."""
+        """Returns the logits [N, V] of hidden states [N, hidden]. Raises RuntimeError for a model that makes vectors."""
+        if self.head is None:
+            raise RuntimeError("the model makes vectors and has no head")
         logits = self.ops.scaled(self.ops.linear(hidden, self.head, self.head_bias), self.logit_scale)
         return self.ops.softcap(logits, self.logit_softcap)

@@ -40,12 +40,10 @@ class Encoder(Protocol):
 
 
 def build_model(ops: Ops[BatchT], shape: ModelShape, weights: Weights) -> CausalLM[BatchT]:
-    """Builds a model that generates text. Raises TypeError for a family that does not; callers ask shape.pooling first."""
+    """Builds a decoder. Raises TypeError for a family of another kind; callers ask shape.is_encoder first."""
     family = architecture_of(shape)
-    if isinstance(family, Wrapper):
-        family = family.decoder_of(shape)
-    if isinstance(family, Decoder):
-        return DecoderModel(ops, family, shape, weights)
+    if isinstance(family, Decoder | Wrapper):
+        return DecoderModel(ops, family.decoder_of(shape), shape, weights)
     raise TypeError(f"{shape.architecture} is not built: nothing runs a {type(family).__name__}")
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.protocol import LoadModel, RequestFailed, Submit
+from engine.protocol import LoadModel, RequestFailed, SamplingParams, Submit
 from scheduler.batch.request import BatchRequest
+
+VECTOR_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)  # the one token stands for the vector
 
 
 def batch_request(message: Submit, spec: LoadModel, vocab_size: int) -> BatchRequest | RequestFailed | None:
-    """Returns the batch scheduler's request, for a model that generates. Returns RequestFailed if the request is not valid, None if
-    it already has all its tokens."""
-    request_id, params, limit = message.request_id, message.params, spec.max_model_len
+    """Returns the batch scheduler's request. Returns RequestFailed if the request is not valid, None if it already has all its
+    tokens. A text to be embedded may have max_model_len tokens, since none follows it; its params are VECTOR_PARAMS."""
+    embeds = message.task == "embed"
+    request_id, params, limit = message.request_id, message.params, spec.max_model_len + embeds
     try:
         tokens = np.array(message.prompt + message.output, np.int64)
     except OverflowError:
@@ -19,7 +22,8 @@ def batch_request(message: Submit, spec: LoadModel, vocab_size: int) -> BatchReq
     if not len(message.prompt):
         return RequestFailed(request_id, "internal", "the prompt is empty")
     if len(message.prompt) >= limit:
-        text = f"{len(message.prompt)} prompt tokens leave no room in max_model_len {limit} of {message.model}"
+        how = "are more than" if embeds else "leave no room in"
+        text = f"{len(message.prompt)} prompt tokens {how} max_model_len {spec.max_model_len} of {message.model}"
         return RequestFailed(request_id, "too_long", text)
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         text = f"token ids must be from 0 to below vocab_size {vocab_size} of {message.model}"

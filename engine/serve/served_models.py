@@ -199,6 +199,7 @@ class ServedModels:
             eos_token_ids=tuple(spec.eos_token_ids),
             fingerprint=weights_identity(spec),
             kv_dtype=kv_identity(spec),
+            embeds=hosted.embeds,
         )
         pace = self._limits.setdefault(
             (spec.model, spec.fingerprint, limits.kv_dtype),

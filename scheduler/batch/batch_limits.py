@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(slots=True, frozen=True)
 class BatchLimits:
     """Limits of one model. max_model_len: prompt + output, in tokens. fingerprint and kv_dtype identify the KV's content for the
-    prefix cache."""
+    prefix cache. embeds: a sequence ends with its prompt, which may have max_model_len tokens; a token stands for its vector behind
+    them and takes no KV."""
 
     max_sequences: int
     max_model_len: int
@@ -16,3 +17,9 @@ class BatchLimits:
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: str = ""
     kv_dtype: str = ""
+    embeds: bool = False
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that a sequence holds at its end."""
+        return self.max_model_len + self.embeds

@@ -44,7 +44,7 @@ class BatchScheduler:
         self.block_tokens = kv.block_tokens
         slots = limits.max_sequences
         max_blocks = -(-limits.max_model_len // kv.block_tokens)
-        self.table = make_sequence_table(slots, limits.max_model_len, max_blocks, len(kv.groups))
+        self.table = make_sequence_table(slots, limits.max_tokens, max_blocks, len(kv.groups))
         self.blocks = SequenceBlocks(kv, self.table.block_tables, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue()
         self.tenants = TenantTime(slots)
@@ -83,7 +83,7 @@ class BatchScheduler:
         return len(self.running) > self._num_held or (len(self.waiting) > 0 and self._blocked_version != self.kv.chunks.version)
 
     def submit(self, request: BatchRequest) -> None:
-        """Queues a request. The caller has checked that 0 < len(tokens) < max_model_len and that its id is not known yet."""
+        """Queues a request. The caller has checked that 0 < len(tokens) < limits.max_tokens and that its id is not known yet."""
         request.order = self._next_order
         self._next_order += 1
         request.has_first_token = request.resubmitted = len(request.tokens) > request.num_prompt
@@ -365,7 +365,7 @@ class BatchScheduler:
         table.num_prompt[slot] = request.num_prompt
         num_cached = table.num_computed[slot] = admission.num_shared * self.block_tokens + admission.num_tail_tokens
         self.blocks.join(slot, admission)
-        write_sampling(table, slot, params, request.num_prompt, self.limits.max_model_len)
+        write_sampling(table, slot, params, request.num_prompt, self.limits.max_tokens)
         table.prompt_logprobs[slot] = params.prompt_logprobs >= 0 and not request.has_first_token
         table.constrained[slot] = request.constrained
         self._num_constrained += request.constrained

@@ -1,4 +1,4 @@
-"""Encoders through the daemon: the official client, refusals, co-hosting, an engine's death."""
+"""Encoders, and decoders that embed, through the daemon: the official client, refusals, co-hosting, an engine's death."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ import openai
 import pytest
 
 from loader import hf_config
-from tests.e2e.checkpoints import make_model, write_weights
+from tests.e2e.checkpoints import END_ID, make_model, write_weights
 from tests.e2e.node import Node
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "sky", "is", "blue", "why", "##s")
 HIDDEN, MAX_TOKENS = 32, 32
+DECODER_TOKENS = 600  # more than a step takes
 
 
 def make_encoder(folder: Path, num_layers: int = 2, hidden: int = HIDDEN, **config: object) -> Path:
@@ -81,6 +82,19 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def make_decoder(folder: Path, **config: object) -> Path:
+    """A seeded Qwen3 with sentence-transformers' files, and a tokenizer that ends texts as Qwen3-Embedding's does."""
+    from tokenizers import Tokenizer, processors
+
+    make_model(folder, architecture="Qwen3ForCausalLM", max_position_embeddings=DECODER_TOKENS, **config)  # type: ignore[arg-type]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A <|end|>", special_tokens=[("<|end|>", END_ID)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("embeddings")
@@ -88,7 +102,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     make_encoder(folder / "models" / "cut", matryoshka_dimensions=[16, 8])
     make_reranker(folder / "models" / "rank")
     make_model(folder / "models" / "gen")
-    with Node(folder, runner="torch") as node:
+    make_decoder(folder / "models" / "dec", is_matryoshka=True)
+    with Node(folder, runner="torch", flags=["--max-num-batched-tokens", "256"]) as node:
         yield node
 
 
@@ -148,6 +163,8 @@ def test_a_checkpoint_trained_for_it_has_its_vectors_cut(node: Node, encoding: s
         ({"input": "the", "model": "cut", "dimensions": 12}, "dimensions", "cut has 32 and may be cut to 8, 16"),
         ({"input": "the", "encoding_format": "int8"}, "encoding_format", ""),
         ({"input": "the", "model": "gen"}, "model", "gen generates text"),
+        ({"input": "x" * DECODER_TOKENS, "model": "dec"}, "input", "601 tokens, 1 more than the 600 that dec takes"),
+        ({"input": "the", "model": "dec", "dimensions": 33}, "dimensions", "dec has 32 and may be cut to 1 or more"),
         ({}, "input", ""),
     ],
 )
@@ -159,15 +176,49 @@ def test_refusals_name_the_field(node: Node, body: dict[str, Any], param: str, t
     assert told in raised.value.message
 
 
-def test_an_encoder_generates_no_text(node: Node) -> None:
+def test_a_decoder_that_embeds(node: Node) -> None:
+    """The tokenizer ends each text; a long one takes several steps; the first numbers of a vector are one, too."""
+    texts = ["the sky", "why is the sky blue", "y" * (DECODER_TOKENS - 1)]
+    with node.openai() as client:
+        plain = client.embeddings.create(model="dec", input=texts, encoding_format="float")
+        ids = [[*text.encode(), END_ID] for text in texts]
+        told = client.embeddings.create(model="dec", input=ids)
+        unended = client.embeddings.create(model="dec", input=ids[0][:-1])
+        cut = client.embeddings.create(model="dec", input=texts, dimensions=8)
+        listed = {model.id: model.model_dump()["task"] for model in client.models.list()}
+        kept = client.post("/embeddings", body={"model": "dec", "input": texts[1], "truncate_prompt_tokens": 5}, cast_to=object)
+    assert plain.usage.prompt_tokens == 8 + 20 + DECODER_TOKENS
+    whole = vectors(plain)
+    assert whole.shape == (3, HIDDEN)
+    assert np.allclose(np.linalg.norm(whole, axis=1), 1, atol=1e-5)
+    assert np.allclose(vectors(told), whole, atol=2e-4)
+    assert np.abs(vectors(unended)[0] - whole[0]).max() > 0.01
+    assert np.allclose(vectors(cut), whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=2e-4)
+    assert kept["usage"]["prompt_tokens"] == 5  # type: ignore[index]
+    assert listed == {"cut": "embed", "dec": "embed", "enc": "embed", "gen": "generate"}
+    assert "embeddings, and no text, are made by cut, dec, enc" in node.cli("models").stdout
+    with node.openai() as client:
+        ollama: Any = client.with_options(base_url=node.url).post(
+            "/api/embed", body={"model": "dec", "input": texts[:2]}, cast_to=object
+        )
+    assert np.allclose(np.array(ollama["embeddings"], np.float32), whole[:2], atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["enc", "dec"])
+def test_they_generate_no_text(node: Node, name: str) -> None:
     with node.openai() as client:
         for path, body in (
             ("/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
             ("/completions", {"prompt": "x"}),
+            ("/responses", {"input": "x"}),
         ):
-            with pytest.raises(openai.BadRequestError, match="enc is an encoder") as raised:
-                client.post(path, body={"model": "enc", **body}, cast_to=object)
+            with pytest.raises(openai.BadRequestError, match=f"{name} makes embeddings and generates no text") as raised:
+                client.post(path, body={"model": name, **body}, cast_to=object)
             assert raised.value.param == "model"
+
+
+def test_an_encoder_below_its_own_path(node: Node) -> None:
+    with node.openai() as client:
         scoped = client.with_options(base_url=f"{node.url}/m/enc/v1")
         assert len(scoped.post("/embeddings", body={"input": "the"}, cast_to=object)["data"]) == 1  # type: ignore[index]
         tokens: Any = client.with_options(base_url=node.url).post(
@@ -229,11 +280,16 @@ def test_encoders_and_others_make_room_for_each_other(tmp_path: Path) -> None:
 
 def test_a_killed_engine_costs_no_embedding(tmp_path: Path) -> None:
     make_encoder(tmp_path / "models" / "enc", num_layers=6, hidden=256)
+    make_decoder(tmp_path / "models" / "dec")
     with Node(tmp_path, runner="torch") as node, node.openai() as client:
-        one = vectors(client.embeddings.create(model="enc", input="the sky " * 15, encoding_format="float"))[0]
+        one, other = (
+            vectors(client.embeddings.create(model=name, input="the sky " * 15, encoding_format="float"))[0]
+            for name in ("enc", "dec")
+        )
 
         def ask(number: int) -> np.ndarray:
-            return vectors(client.embeddings.create(model="enc", input=["the sky " * 15] * 10, encoding_format="float"))
+            name = "dec" if number % 4 == 0 else "enc"
+            return vectors(client.embeddings.create(model=name, input=["the sky " * 15] * 10, encoding_format="float"))
 
         with ThreadPoolExecutor(20) as pool:
             asked = [pool.submit(ask, number) for number in range(20)]
@@ -248,9 +304,10 @@ def test_a_killed_engine_costs_no_embedding(tmp_path: Path) -> None:
     assert many.shape == (600, 256)
     assert resubmitted
     assert float(resubmitted[0].split()[-1]) > 0, resubmitted
-    for answer in answers:
-        assert answer.shape == (10, 256)
-        assert np.allclose(answer, one, atol=1e-4)
+    for number, answer in enumerate(answers):
+        wanted = one if number % 4 else other
+        assert answer.shape == (10, len(wanted))
+        assert np.allclose(answer, wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

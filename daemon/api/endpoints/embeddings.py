@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: returns a vector for each text or list of token ids, from encoder models."""
+"""POST /v1/embeddings: returns a vector for each text or list of token ids, from models that make them."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ EMBEDDINGS = Endpoint(
     operation="embeddings",
     paths=("/v1/embeddings",),
     methods=("POST",),
-    about="OpenAI's embeddings, of encoder models",
+    about="OpenAI's embeddings, of models that make them",
     handle=_handle,
     body=_BODY,
     passes_on="embeddings",

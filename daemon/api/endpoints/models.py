@@ -47,6 +47,8 @@ def _model_object(call: Call, entry: ModelEntry, further_names: Sequence[str]) -
         "max_model_len": entry.max_model_len,
         "aliases": [*entry.aliases, *further_names],
     }
+    if not entry.upstream:
+        told["task"] = entry.task
     upstreams = call.context.upstreams
     if entry.upstream and upstreams is not None and (upstream := upstreams.by_name.get(entry.name)) is not None:
         told["max_model_len"] = upstream.max_model_len or None

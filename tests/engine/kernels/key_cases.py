@@ -15,7 +15,7 @@ from engine.grammar.row_masks import RowMasks
 from engine.protocol import LoadModel, SamplingParams
 from loader.architectures.registry import architecture_of
 from loader.hf_config import parse_config
-from loader.model_shape import ModelShape
+from loader.model_shape import LAST_TOKEN, ModelShape
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table, write_sampling
 from tests.loader.fp8 import FINE_GRAINED
 from tests.loader.gptq import gptq
@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
 class KeyCase:
     """A model. config: a config.json, changed by SMALL and `more`. block_offset: where the first of each three groups of parameters
     begins, in bytes from a block's boundary, the others 8 and 16 bytes further; -1: all are aligned. max_len: the length of its
-    sequences, in tokens."""
+    sequences, in tokens. pooling: of ModelShape."""
 
     name: str
     config: dict[str, Any]
@@ -58,10 +58,11 @@ class KeyCase:
     max_len: int = MAX_LEN
     max_rows: int = MAX_ROWS
     more: dict[str, Any] = field(default_factory=dict)
+    pooling: str = ""
 
     @property
     def shape(self) -> ModelShape:
-        shape = parse_config(json.dumps(self.config | SMALL | self.more).encode())
+        shape = replace(parse_config(json.dumps(self.config | SMALL | self.more).encode()), pooling=self.pooling)
         if self.block_offset < 0:
             return shape
         num_groups = len(architecture_of(shape).tensor_groups(shape))
@@ -93,6 +94,7 @@ CASES = [
     KeyCase("qwen2 odd block tables", QWEN25_7B, max_len=16 * 17, more={"vocab_size": 4100}),
     KeyCase("qwen3 norms at odd places", QWEN3, block_offset=24, more={"vocab_size": 151, "num_attention_heads": 6}),
     KeyCase("qwen3 fp8", QWEN3, kv_cache_dtype="fp8"),
+    KeyCase("qwen3 embedder", QWEN3, pooling=LAST_TOKEN, max_rows=17, more={"vocab_size": 1000}),
     KeyCase("gemma2", GEMMA2_2B, block_offset=16, more={"vocab_size": 4096}),
     KeyCase("gemma3 fp8", GEMMA3_1B, kv_cache_dtype="fp8", more={"num_hidden_layers": 7, "vocab_size": 1000}),
     KeyCase("phi3", PHI3_MINI_4K, block_offset=8, more={"head_dim": 96, "sliding_window": 64}),
@@ -163,6 +165,7 @@ COVERING = (
     "mistral float32 fp8",
     "qwen2 biases, odd vocabulary",
     "qwen3 norms at odd places",
+    "qwen3 embedder",
     "gemma2",
     "olmo2 float32 gptq",
     "command r7b fp8",
@@ -236,7 +239,12 @@ def make_table(case: KeyCase, model: CudaModel) -> SequenceTable:
 
 
 def steps(case: KeyCase, every: bool) -> Iterator[KeyStep]:
-    """Yields the steps of a model. every: all row counts, else those at which something changes."""
+    """Yields the steps of a model; of one that makes vectors those that sample greedily, since it has no settings. every: all row
+    counts, else those at which something changes."""
+    yield from (step for step in _steps(case, every) if not case.pooling or step.settings == ("greedy",))
+
+
+def _steps(case: KeyCase, every: bool) -> Iterator[KeyStep]:
     last, few = case.max_len - 1, (1, 2, 3, 4, 5, 16, 17, 64, 65, 256, 257)
     counts = [num for num in (range(1, case.max_rows + 1) if every else few) if num <= case.max_rows]
     for num in counts:

@@ -1,0 +1,24 @@
+"""Makes the vectors of a model that embeds texts: hidden states of last tokens, scaled to length 1.
+
+Shapes: N rows, W width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+from torch.nn import functional
+
+from engine.contracts.steps import StepResult
+from scheduler.batch.plan import BoolArray, FloatArray
+
+
+def scaled_vectors(hidden: Tensor) -> Tensor:
+    """Returns the rows of hidden [N, W] as float32, each of length 1 (not finite where the row is not)."""
+    return functional.normalize(hidden.float(), dim=1)
+
+
+def vectors_result(vectors: FloatArray, seconds: float) -> StepResult:
+    """Returns the result of a step with these vectors [N, W]. seconds: as in StepResult."""
+    finite: BoolArray = np.isfinite(vectors.sum(axis=1))
+    return StepResult(np.zeros(len(vectors), np.int32), ~finite, seconds, vectors=vectors)

@@ -1,0 +1,35 @@
+"""Makes the message that tells the daemon what a step has brought: tokens, or vectors of texts whose last piece it computed."""
+
+from __future__ import annotations
+
+from engine.contracts.steps import StepResult
+from engine.protocol import EmbeddingsOut, TokensOut
+from engine.serve.served_models import ServedModel
+from scheduler.batch.plan import BatchPlan, LongArray, StepOutcome
+
+
+def answer(
+    served: ServedModel, plan: BatchPlan, result: StepResult, outcome: StepOutcome, asked: LongArray
+) -> TokensOut | EmbeddingsOut:
+    """Returns the message for a step. asked [N]: the requests of the plan's sampling rows; some may have ended meanwhile, and are
+    not in the outcome."""
+    name = served.spec.model
+    steps, seconds = served.tell_steps()
+    if result.vectors is not None:
+        vectors = dict(zip(asked.tolist(), result.vectors.astype("<f4"), strict=True))
+        values = [vectors[request_id].tobytes() for request_id in outcome.request_ids]
+        return EmbeddingsOut(name, plan.step_id, seconds, outcome.request_ids, values, steps)
+    return TokensOut(
+        name,
+        plan.step_id,
+        seconds,
+        outcome.request_ids,
+        outcome.ids,
+        outcome.counts,
+        outcome.finish,
+        cached=outcome.cached,
+        resumed=outcome.resumed,
+        logprobs=result.logprobs,
+        steps=steps,
+        drafted=outcome.drafted,
+    )
