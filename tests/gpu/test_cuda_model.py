@@ -16,6 +16,7 @@ from engine.cuda.model import CudaModel
 from engine.protocol import SamplingParams
 from scheduler.batch.plan import write_sampling
 from tests.engine.cuda_bench import KINDS, OTHER, PROMPT, load_cuda_model
+from tests.engine.embedder_checkpoint import expected, make_embedder
 from tests.engine.model_bench import CASES, MAX_LEN, make_checkpoint, make_table, plan, put
 from tests.engine.test_cuda_model import scheduled
 
@@ -90,6 +91,30 @@ def test_graphs_of_steps_with_pieces_of_prompts_give_the_same_tokens(
     assert [size.num_tokens for size in model.mixed_graphs.captured] == [16, 32]
     monkeypatch.setattr(model, "_forward", lambda step: pytest.fail("a step without a graph"))
     assert scheduled(model, True) == plain
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_vectors_of_steps_launched_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    """A step's vectors are on their way to the host before the next step's graph overwrites them."""
+    monkeypatch.setattr(mixed_graphs, "pays", lambda device_s, launch_s: True)
+    reference = make_embedder(tmp_path, "qwen3", bare=True)
+    model = load_cuda_model(tmp_path, "cuda", max_graph_rows=8 * graphs, max_graph_tokens=32 * graphs)
+    model.warm()
+    while model.num_uncaptured:
+        model.capture_next()
+    table, texts = make_table(groups=model.kv_groups), [PROMPT[at : at + 9 + at] for at in range(6)]
+    for slot, text in enumerate(texts):
+        put(table, slot, text)
+    under_way = [model.launch(plan((slot, 0, len(text) - 1), samples=(False,)), table) for slot, text in enumerate(texts[:3])]
+    under_way += [
+        model.launch(plan((slot, len(texts[slot]) - 1, 1), (slot + 3, 0, len(texts[slot + 3]))), table) for slot in range(3)
+    ]
+    results = [step.wait() for step in under_way]
+    assert [len(result.ids) for result in results] == [0, 0, 0, 2, 2, 2]
+    for slot, result in enumerate(results[3:]):
+        assert result.vectors is not None
+        wanted = np.stack([expected(reference, texts[slot]), expected(reference, texts[slot + 3])])
+        assert np.abs(result.vectors - wanted).max() < TOLERANCE["float32"]
 
 
 def test_nothing_is_compiled_once_it_is_warm(made: tuple[Path, Any]) -> None:
