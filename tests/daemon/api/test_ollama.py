@@ -208,7 +208,7 @@ async def test_nothing_to_answer_loads_the_model(stream: bool) -> None:
         for generation in node.requests.submitted:
             assert (generation.prompt, generation.params.max_tokens) == ([65], 1)
         assert [generation.keep_alive_s for generation in node.requests.submitted] == [600, None]
-        with pytest.raises(ollama.ResponseError, match="it makes embeddings"):
+        with pytest.raises(ollama.ResponseError, match="makes embeddings and generates no text"):
             await opened.generate("org/enc")
         node.requests.script = lambda _: [NotNow("would_not_fit", "no room")]
         with pytest.raises(ollama.ResponseError, match="no room") as error:
