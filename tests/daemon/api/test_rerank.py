@@ -145,7 +145,7 @@ async def test_a_refusal_takes_all_documents_back(node, http) -> None:
         ({"rank_fields": ["title"]}, "rank_fields", "not supported"),
         ({"activation": False}, "activation", "not supported"),
         ({"model": "tiny"}, "model", "org/tiny generates text; it scores no documents"),
-        ({"model": "enc"}, "model", "org/enc is an encoder: it makes embeddings; it scores no documents"),
+        ({"model": "enc"}, "model", "org/enc makes embeddings; it scores no documents"),
     ],
 )
 async def test_refusals_name_the_field(node, http, changes: dict[str, Any], param: str, told: str) -> None:
