@@ -70,6 +70,8 @@ def models(client: Client, options: argparse.Namespace) -> None:
         print(_table(rows))
         if embedders := [row["name"] for row in rows if row.get("task") == "embed"]:
             print(f"\nembeddings, and no text, are made by {', '.join(embedders)}")
+        if scorers := [row["name"] for row in rows if row.get("task") == "score"]:
+            print(f"\npairs of texts are scored, and no text is made, by {', '.join(scorers)}")
         for row in rows:
             if row["state"] in ("refused", "incomplete", "failed", "down"):
                 print(f"\n{row['name']} is {row['state']}: {row['reason']}")

@@ -195,8 +195,10 @@ def test_a_decoder_that_embeds(node: Node) -> None:
     assert np.abs(vectors(unended)[0] - whole[0]).max() > 0.01
     assert np.allclose(vectors(cut), whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=2e-4)
     assert kept["usage"]["prompt_tokens"] == 5  # type: ignore[index]
-    assert listed == {"cut": "embed", "dec": "embed", "enc": "embed", "gen": "generate"}
-    assert "embeddings, and no text, are made by cut, dec, enc" in node.cli("models").stdout
+    assert listed == {"cut": "embed", "dec": "embed", "enc": "embed", "gen": "generate", "rank": "score"}
+    table = node.cli("models").stdout
+    assert "embeddings, and no text, are made by cut, dec, enc" in table
+    assert "pairs of texts are scored, and no text is made, by rank" in table
     with node.openai() as client:
         ollama: Any = client.with_options(base_url=node.url).post(
             "/api/embed", body={"model": "dec", "input": texts[:2]}, cast_to=object
@@ -258,7 +260,7 @@ def test_documents_are_ordered_as_transformers_scores_them(node: Node) -> None:
             "/rerank", body={"model": "rank", "query": "why", "documents": documents * 20, "top_n": 3}, cast_to=object
         )
         assert len({round(each["relevance_score"], 5) for each in many["results"]}) == 1
-        with pytest.raises(openai.BadRequestError, match="enc is an encoder") as raised:
+        with pytest.raises(openai.BadRequestError, match="enc makes embeddings; it scores no documents") as raised:
             client.post("/rerank", body={"model": "enc", "query": "a", "documents": ["b"]}, cast_to=object)
         assert raised.value.param == "model"
         with pytest.raises(openai.BadRequestError, match=r"documents\[1\] has 44 tokens with its query, 12 more than the 32"):

@@ -46,7 +46,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SmallHub]:
         "1_Pooling/config.json",
     ):
         (checkpoint / extra).parent.mkdir(exist_ok=True)
-        (checkpoint / extra).write_text("{}")
+        (checkpoint / extra).write_text('{"pooling_mode_lasttoken": true}' if "Pooling" in extra else "{}")
     (checkpoint / "consolidated.safetensors").write_bytes(bytes(1000))
     with SmallHub() as one:
         one.add(NAME, checkpoint)
