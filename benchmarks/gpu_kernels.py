@@ -139,7 +139,7 @@ def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_
 
     def call() -> None:
         triton_extend.extend_attention(
-            qkv, *kv, 0, heads, block_table, zero, torch.zeros_like(firsts), firsts, *columns, 0, head_dim**-0.5, 0.0, None,
+            qkv, *kv, 0, heads, block_table, zero, torch.zeros_like(firsts), firsts, size, *columns, 0, head_dim**-0.5, 0.0, None,
             entry.INTERPRETED, out,
         )  # fmt: skip
 

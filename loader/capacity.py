@@ -129,6 +129,8 @@ def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
 def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:
     """Returns the shape whose KV each device holds: its part of the KV heads, and of the heads of the delta rule."""
     own = replace(shape, num_kv_heads=math.ceil(shape.num_kv_heads / num_devices))
+    if (full := shape.full_heads) is not None:
+        own = replace(own, full_heads=replace(full, num_kv_heads=math.ceil(full.num_kv_heads / num_devices)))
     if (delta := shape.delta) is None:
         return own
     keys = math.ceil(delta.num_key_heads / num_devices)

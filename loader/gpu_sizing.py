@@ -28,12 +28,12 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     if shape.is_encoder:
         return 0
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
     # residual, normed, a product's result; where branches are parallel, attention's beside the MLP's
     residual = tokens * hidden * (4 if shape.parallel_branches else 3) * item
-    num_pieces = max_sequences + -(-DECODE_PIECES // decode_programs(shape))
+    num_pieces = max_sequences + -(-DECODE_PIECES // decode_programs(shape, shape.fewest_kv_heads))
     if (latent := shape.latent) is None:
-        pieces = num_pieces * shape.num_heads * (shape.head_dim + 1) * 4
+        pieces = num_pieces * shape.num_heads * (shape.widest_head_dim + 1) * 4
         attention = tokens * ((query + 2 * key) + (2 if shape.whole_width_norms else 1) * query) * item + pieces
     else:
         pieces = num_pieces * shape.num_heads * (latent.rank + 1) * 4
@@ -45,11 +45,11 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     if shape.gated_attention:  # queries with their gates, and what these multiply
         attention += tokens * (2 * query + 2 * key + query) * item
     attention = max(attention, tokens * delta_bytes(shape, dtype))
-    mlp = tokens * max(shape.intermediate_size * 3 * item, _expert_bytes(shape, item))
+    mlp = tokens * max(shape.widest_inner_size * 3 * item, _expert_bytes(shape, item))
     held = stored_format(shape)
     if held.reorders:  # a copy of what a product reads
         attention += tokens * max(hidden, query) * item
-        mlp += tokens * max(hidden, shape.intermediate_size) * item
+        mlp += tokens * max(hidden, shape.widest_inner_size) * item
     rows = min(LOGITS_ROWS, max(1, max_sequences))
     # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them
     logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item)
@@ -59,10 +59,10 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     return (residual + max(attention, mlp, logits) + tokens * 64) * 5 // 4 + LIBRARY_BYTES + PACKED_BYTES + held.load_bytes
 
 
-def decode_programs(shape: ModelShape) -> int:
-    """Returns how many programs read the same piece of a sequence's context in a decode step: one for each KV head. Of latents
-    there is one for each LATENT_HEADS heads, which counts as four, because it takes most of what a multiprocessor has."""
-    return shape.num_kv_heads if shape.latent is None else 4 * -(-shape.num_heads // LATENT_HEADS)
+def decode_programs(shape: ModelShape, num_kv_heads: int) -> int:
+    """Returns how many programs read the same piece of a sequence's context in a decode step: one for each KV head of a layer. Of
+    latents there is one for each LATENT_HEADS heads, which counts as four, because it takes most of what a multiprocessor has."""
+    return num_kv_heads if shape.latent is None else 4 * -(-shape.num_heads // LATENT_HEADS)
 
 
 def _expert_bytes(shape: ModelShape, item: int) -> int:

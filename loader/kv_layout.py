@@ -55,16 +55,18 @@ def kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
     return head_dim + 1 if kv_dtype == KV_FP8 else head_dim * ITEM_BYTES[kv_dtype]
 
 
-def kv_token_dims(shape: ModelShape) -> tuple[int, int, int]:
-    """Returns what one layer keeps of a token: 2 (keys and values), KV heads and their size; for latents 1, 1 and their size."""
+def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
+    """Returns what one layer keeps of a token: 2 (keys and values), KV heads and their size; for latents 1, 1 and their size. It is
+    the same for all layers of a group."""
     if shape.latent is not None:
         return 1, 1, shape.latent.token_values
-    return 2, shape.num_kv_heads, shape.head_dim
+    heads = shape.heads_of(layer)
+    return 2, heads.num_kv_heads, heads.head_dim
 
 
 def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
     """Returns the bytes of one token's keys and values in all layers that keep them; 0 for an encoder."""
-    return 0 if shape.is_encoder else len(shape.attention_layers) * _layer_bytes(shape, kv_dtype)
+    return 0 if shape.is_encoder else sum(_layer_bytes(shape, layer, kv_dtype) for layer in shape.attention_layers)
 
 
 def state_bytes(shape: ModelShape) -> int:
@@ -77,9 +79,9 @@ def is_bounded(shape: ModelShape) -> bool:
     return any(shape.layer_windows) or shape.delta is not None
 
 
-def _layer_bytes(shape: ModelShape, kv_dtype: str) -> int:
+def _layer_bytes(shape: ModelShape, layer: int, kv_dtype: str) -> int:
     """Returns the bytes of one token's keys and values in one layer."""
-    num, kv_heads, head_dim = kv_token_dims(shape)
+    num, kv_heads, head_dim = kv_token_dims(shape, layer)
     return num * kv_heads * kv_head_bytes(head_dim, kv_dtype)
 
 
@@ -92,14 +94,14 @@ def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGr
     """Returns the model's KV groups, one for each length of window: layers with full attention first, then the others by length;
     then those that keep a state."""
     windows, with_keys = shape.layer_windows or (0,) * shape.num_layers, shape.attention_layers
-    layer_bytes = _layer_bytes(shape, kv_dtype) * block_tokens
     groups = []
     for window in sorted({windows[layer] for layer in with_keys}):
         layers = tuple(layer for layer in with_keys if windows[layer] == window)
         kind = "full" if shape.latent is None else "latent"
         if window:
             kind = "chunked" if shape.chunked_windows else "window"
-        groups.append(KVGroupSpec(kind, block_tokens, layer_bytes * len(layers), layers, window))
+        layer_bytes = _layer_bytes(shape, layers[0], kv_dtype)
+        groups.append(KVGroupSpec(kind, block_tokens, layer_bytes * block_tokens * len(layers), layers, window))
     if shape.delta is not None and shape.delta.layers:
         layers = tuple(sorted(shape.delta.layers))
         groups.append(KVGroupSpec("state", block_tokens, state_bytes(shape), layers, block_tokens + 1, SNAPSHOT_TOKENS))
@@ -133,12 +135,11 @@ def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes:
     those."""
     if shape.is_encoder:
         return shape.max_position_embeddings
-    layer_bytes = _layer_bytes(shape, kv_dtype)
-    windows = [window for window in shape.layer_windows if window]
+    windows = {layer: shape.layer_windows[layer] for layer in shape.attention_layers if any(shape.layer_windows)}
     share_bytes = max(0, device_budget_bytes // 4 - _FEW_STATES * state_bytes(shape))
-    left_bytes = max(0, share_bytes - sum(windows) * layer_bytes)
+    in_windows = sum(window * _layer_bytes(shape, layer, kv_dtype) for layer, window in windows.items())
     fits = share_bytes // kv_bytes_per_token(shape, kv_dtype)  # shorter than every window
-    if windows and fits > max(windows):
-        num_full = len(shape.attention_layers) - len(windows)
-        fits = left_bytes // (num_full * layer_bytes) if num_full else shape.max_position_embeddings
+    if windows and fits > max(windows.values()):
+        full_bytes = sum(_layer_bytes(shape, layer, kv_dtype) for layer, window in windows.items() if not window)
+        fits = max(0, share_bytes - in_windows) // full_bytes if full_bytes else shape.max_position_embeddings
     return min(shape.max_position_embeddings, max(MIN_MODEL_LEN, fits))

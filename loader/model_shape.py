@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loader.rope_config import RopeParameters
 
@@ -53,6 +53,31 @@ class ExpertShape:
     weighs_inputs: bool = False  # an expert's weight is the sigmoid of its score, and multiplies what the expert reads
     swiglu_limit: float = 0.0  # clamped SwiGLU (reference.clamped_swiglu): the clamp of gate and up; 0: SiLU instead
     swiglu_alpha: float = 0.0  # the factor of the gate within its sigmoid
+
+
+@dataclass(slots=True, frozen=True)
+class HeadShape:
+    """The heads of keys and values that a layer of attention has. keys_are_values: one projection makes both; values are what it
+    gave, keys its norm, rotated. reads_only: the layer makes queries alone, and reads the keys and values of an earlier layer."""
+
+    num_kv_heads: int
+    head_dim: int  # of queries, too
+    keys_are_values: bool = False
+    reads_only: bool = False
+
+    @property
+    def num_projections(self) -> int:
+        """How many of queries, keys and values have a matrix of their own, the first ones."""
+        return 1 if self.reads_only else 2 if self.keys_are_values else 3
+
+
+@dataclass(slots=True, frozen=True)
+class LayerInputShape:
+    """Inputs that each layer has of its own (engine/layers/layer_inputs.py): an embedding table for all layers, and a projection of
+    the token's embedding."""
+
+    vocab_size: int
+    width: int  # numbers that one layer gets of a token
 
 
 @dataclass(slots=True, frozen=True)
@@ -133,6 +158,10 @@ class ModelShape:
     has_head_norms: bool = True  # queries and keys have the norms that the family names
     num_predicting_layers: int = 0  # behind the last layer; the checkpoint may hold them, and they are not read
     local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
+    full_heads: HeadShape | None = None  # of layers without windows, where theirs differ from num_kv_heads and head_dim
+    num_reading_layers: int = 0  # the last ones, which read the KV of the last layer before them that sees as far
+    reading_intermediate_size: int = 0  # of their MLPs; 0: intermediate_size
+    layer_inputs: LayerInputShape | None = None  # None: a layer reads the residual alone
     experts: ExpertShape | None = None  # of a mixture of experts
     latent: LatentShape | None = None  # of latent attention; num_kv_heads is then 1, head_dim that of queries
     delta: DeltaShape | None = None  # of layers of the gated delta rule
@@ -156,11 +185,60 @@ class ModelShape:
         return self.pooling not in ("", LAST_TOKEN)
 
     @property
-    def attention_layers(self) -> tuple[int, ...]:
-        """The layers that keep keys and values of each token."""
-        return tuple(layer for layer in range(self.num_layers) if self.delta is None or layer not in self.delta.layers)
+    def num_writing_layers(self) -> int:
+        """The layers, the first ones, that do not read the keys and values of other layers."""
+        return self.num_layers - self.num_reading_layers
 
     @property
-    def rotary_head_dim(self) -> int:
-        """The dimensions of a head of which the rotary embedding turns all or a share."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values of each token."""
+        return tuple(layer for layer in range(self.num_writing_layers) if self.delta is None or layer not in self.delta.layers)
+
+    def heads_of(self, layer: int) -> HeadShape:
+        """Returns the heads of a layer of attention."""
+        heads = self.full_heads
+        if heads is None or self.layer_windows[layer]:
+            heads = HeadShape(self.num_kv_heads, self.head_dim)
+        return heads if layer < self.num_writing_layers else replace(heads, reads_only=True)
+
+    def kv_layer(self, layer: int) -> int:
+        """Returns the layer whose keys and values a layer reads: itself, or for those that read others' the last one before them
+        that sees as far."""
+        if layer < self.num_writing_layers:
+            return layer
+        windows = self.layer_windows
+        return next(one for one in reversed(range(self.num_writing_layers)) if windows[one] == windows[layer])
+
+    def inner_size_of(self, layer: int) -> int:
+        """Returns the intermediate size of a layer's MLP."""
+        return self.intermediate_size if layer < self.num_writing_layers else self.widest_inner_size
+
+    @property
+    def widest_inner_size(self) -> int:
+        return self.reading_intermediate_size or self.intermediate_size
+
+    @property
+    def kinds_of_heads(self) -> tuple[HeadShape, ...]:
+        """The heads of layers without windows, and of those with them, once if they are the same."""
+        usual = HeadShape(self.num_kv_heads, self.head_dim)
+        return (usual,) if self.full_heads is None else (self.full_heads, usual)
+
+    @property
+    def widest_head_dim(self) -> int:
+        return max(heads.head_dim for heads in self.kinds_of_heads)
+
+    @property
+    def widest_key(self) -> int:
+        """The numbers of a token's keys, or values, in the layer where they are most."""
+        return max(heads.num_kv_heads * heads.head_dim for heads in self.kinds_of_heads)
+
+    @property
+    def fewest_kv_heads(self) -> int:
+        return min(heads.num_kv_heads for heads in self.kinds_of_heads)
+
+    @property
+    def rotary_head_dims(self) -> tuple[int, int]:
+        """The dimensions of a head of which the rotary embedding turns all or a share: in layers without windows, and with them."""
+        if self.latent is not None:
+            return self.latent.rope_dim, self.latent.rope_dim
+        return self.kinds_of_heads[0].head_dim, self.head_dim

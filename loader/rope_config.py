@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from loader.config_fields import Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
+PROPORTIONAL = "proportional"
 MAX_POSITIONS = 1 << 40
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _ROTATED_KEY = "no_rope_layers"  # has 1 for layers that are rotated
@@ -22,7 +23,8 @@ class RopeRules:
     none. is_local: whether layers with windows have frequencies of their own, by the base local_theta if config.json gives none
     (None: by that of the other layers). only_windows: whether layers without windows are not rotated. only_listed: whether layers
     are rotated that the key no_rope_layers has a 1 for. interleaved: whether a pair is two neighbouring dimensions, not one of the
-    first half and one of the second. scaling: (key, value) pairs that apply if config.json has no rotary settings."""
+    first half and one of the second. may_be_proportional: whether the frequencies may be proportional. scaling: (key, value) pairs
+    that apply if config.json has no rotary settings, in families with local ones to layers without windows."""
 
     theta: float = 10000.0
     may_be_partial: bool = False
@@ -32,6 +34,7 @@ class RopeRules:
     only_windows: bool = False
     only_listed: bool = False
     interleaved: bool = False
+    may_be_proportional: bool = False
     scaling: tuple[tuple[str, str | float | bool], ...] = ()
 
 
@@ -44,7 +47,8 @@ class RopeParameters:
     multiplied by attention_factor. score_factor: of attention's scores, which latent attention applies (yarn). yarn: dimensions
     that rotate at least beta_fast times within the original length keep their frequency, those that rotate at most beta_slow times
     are stretched. extended_to: the positions that the scaling reaches, if that may be more than config.json gives (yarn,
-    dynamic)."""
+    dynamic). proportional: frequencies are those of a head that is rotated as a whole, and the slower ones, all but the share, are
+    0."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -64,14 +68,15 @@ class RopeParameters:
     interleaved: bool = False  # a pair is two neighbouring dimensions
 
     def rotary_dim(self, head_dim: int) -> int:
-        return int(head_dim * self.partial_rotary_factor)
+        return head_dim if self.kind == PROPORTIONAL else int(head_dim * self.partial_rotary_factor)
 
 
 def parse_rope(
-    fields: Fields, name: str, rules: RopeRules, head_dim: int, max_position_embeddings: int
+    fields: Fields, name: str, rules: RopeRules, head_dim: int, full_head_dim: int, max_position_embeddings: int
 ) -> tuple[RopeParameters, RopeParameters | None]:
     """Returns the parameters of layers with full attention, and those of layers with windows if they have their own. name: the
-    architecture. Raises UnsupportedModel or CheckpointError."""
+    architecture. full_head_dim: head_dim of layers with full attention, where both have their own parameters. Raises
+    UnsupportedModel or CheckpointError."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     nothing = Fields({}, fields.file)
     has_kinds = new is not None and any(isinstance(new.values.get(kind), dict) for kind in _LAYER_KINDS)
@@ -92,8 +97,9 @@ def parse_rope(
         near = new.mapping("sliding_attention") if new else None
     theta = fields.number("rope_theta", rules.theta)
     local_theta = fields.number("rope_local_base_freq", theta if rules.local_theta is None else rules.local_theta)
+    wide = wide or Fields(dict(rules.scaling), fields.file)
     return (
-        _rope(wide or nothing, fields, name, rules, theta, head_dim, max_position_embeddings),
+        _rope(wide, fields, name, rules, theta, full_head_dim, max_position_embeddings),
         _rope(near or nothing, fields, name, rules, local_theta, head_dim, max_position_embeddings),
     )
 
@@ -113,6 +119,8 @@ def _rope(
 ) -> RopeParameters:
     kind = str(given.values.get("rope_type") or given.values.get("type") or "default")
     supported = (*ROPE_TYPES, "longrope") if rules.may_be_partial else ROPE_TYPES
+    if rules.may_be_proportional:
+        supported = (*ROPE_TYPES, PROPORTIONAL)
     if rules.may_be_partial and kind == "su":
         kind = "longrope"  # its first name
     if kind not in supported:
@@ -120,6 +128,8 @@ def _rope(
     theta = given.number("rope_theta", theta)
     if theta <= 0:
         raise fields.fail("rope_theta", f"{theta} is not positive")
+    if kind == PROPORTIONAL:
+        return _proportional(given, theta, head_dim)
     share = _partial(given, fields, name, rules, head_dim)
     if kind == "default":
         return RopeParameters(theta=theta, partial_rotary_factor=share)
@@ -161,6 +171,14 @@ def _partial(given: Fields, fields: Fields, name: str, rules: RopeRules, head_di
     if not 0 < share < 1 or int(head_dim * share) % 2 or int(head_dim * share) == 0:
         raise holder.fail("partial_rotary_factor", f"{share} of head_dim {head_dim} is not an even number of dimensions")
     return share
+
+
+def _proportional(given: Fields, theta: float, head_dim: int) -> RopeParameters:
+    share = given.number("partial_rotary_factor", 1.0)
+    if not 0 < share <= 1 or int(share * head_dim // 2) == 0:
+        raise given.fail("partial_rotary_factor", f"{share} of head_dim {head_dim} leaves no pair of dimensions, or has too many")
+    factor = given.positive("factor", 1.0)
+    return RopeParameters(PROPORTIONAL, theta, factor, partial_rotary_factor=share)
 
 
 def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_position_embeddings: int) -> RopeParameters:

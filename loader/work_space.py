@@ -50,7 +50,7 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
     """Returns an upper bound of the memory that recorded steps use for their results: what one layer needs at a time, or the
     logits. Not included are 0.5 MB for each thread that packs weights (scratch_words of amx_linear.py, scratch_floats of
     widened_linear.py)."""
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
     # queries, keys and values beside attention's result, or beside the queries as they are normalised
     attention = (3 if shape.whole_width_norms else 2) * query + 2 * key
     if (latent := shape.latent) is not None:  # latents, those of queries once more as they are normalised
@@ -58,7 +58,7 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
     if shape.gated_attention:  # queries and keys with their gates, and without
         attention += 2 * query + 2 * key
     delta = delta_bytes(shape, dtype)
-    layer = max(attention, 3 * shape.intermediate_size, max(delta, expert_bytes(shape, dtype)) // ITEM_BYTES[dtype])
+    layer = max(attention, 3 * shape.widest_inner_size, max(delta, expert_bytes(shape, dtype)) // ITEM_BYTES[dtype])
     # residual, update, normed, output, and as much for gaps between those that are taken and given back
     around = (10 if shape.parallel_branches else 8) * shape.hidden_size  # attention's result stays beside the MLP's
     rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
@@ -117,34 +117,34 @@ def work_space_bytes(
         return _encoder_work_space_bytes(shape, dtype, max_num_batched_tokens, context)
     tokens = max_num_batched_tokens + max_sequences
     item, hidden = ITEM_BYTES[dtype], shape.hidden_size
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
     if all(shape.layer_windows):
         context = min(context, max(shape.layer_windows, default=context) + max_num_batched_tokens)
     residual = tokens * hidden * (3 * item + 2 * 4)  # residual, normed, output; two float32 copies inside the norm
     if shape.parallel_branches:  # attention's result, beside the MLP's
         residual += tokens * hidden * item
-    attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.head_dim * 2 * 4
+    attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.widest_head_dim * 2 * 4
     if shape.whole_width_norms:  # the queries, and their norms
         attention += tokens * 2 * query * item
     tile = min(PREFILL_TILE_TOKENS, max_num_batched_tokens)
     # one row's context as gathered and as scaled_dot_product_attention repeats it for each query head; its causal mask
     gathered = context * 2 * (2 * key + query) * item + tile * context * 5
     if shape.attention_softcap:  # scores of one KV head's queries as products, in float32 and as weights
-        gathered += shape.num_heads // shape.num_kv_heads * tile * context * (2 * item + 2 * 4)
+        gathered += shape.num_heads // shape.fewest_kv_heads * tile * context * (2 * item + 2 * 4)
     if shape.latent is not None:
         attention, gathered = _latent_bytes(shape, tokens, context, item)
     if shape.gated_attention:  # queries with their gates, and what these multiply
         attention += tokens * (2 * query + 2 * key + query) * item
     attention = max(attention, tokens * delta_bytes(shape, dtype))
-    mlp = tokens * max(shape.intermediate_size * 4 * item, expert_bytes(shape, dtype))
+    mlp = tokens * max(shape.widest_inner_size * 4 * item, expert_bytes(shape, dtype))
     logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
     if shape.pooling:  # no logits, but the vectors of all rows, in float32 and scaled
         logits, sampling = max_sequences * hidden * (item + 2 * 4), 0
     if weight_format.widened_bytes:  # a part of a matrix, and its products before they are scaled
-        mlp += weight_format.widened_bytes + tokens * 2 * shape.intermediate_size * item
+        mlp += weight_format.widened_bytes + tokens * 2 * shape.widest_inner_size * item
     if not is_bounded(shape):  # the residual and its update in a first step's other slices
-        residual += (FIRST_STEP_SLICES - 1) * max_num_batched_tokens * (2 * hidden * item + shape.head_dim * 4)
+        residual += (FIRST_STEP_SLICES - 1) * max_num_batched_tokens * (2 * hidden * item + shape.widest_head_dim * 4)
     # measured: a quarter more than the arrays, for oneDNN's scratch and what malloc keeps
     step = (residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64) * 5 // 4
     return step + recorded_bytes(shape, dtype, max_sequences, max_num_batched_tokens)

@@ -72,7 +72,7 @@ class CpuModel:
         self._padded = spec.dtype != "float32"  # float32 needs no padding: MKL, which computes it, has no set-up per row count
         self._kv = [self._group_memory(memory, group, local if group.window_tokens else rotary) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
-        self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
+        self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_layers))
         max_rows, max_blocks = min(spec.max_sequences, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
         self._inputs = StepInputs(ops, self._kv, self._layer_places, max_rows, MAX_RECORDED_TOKENS, max_blocks, self._padded)
         self._max_rows, self._scratch = max_rows, scratch
@@ -91,7 +91,7 @@ class CpuModel:
         if group.kind == "state":
             states = state_view(memory.arena, group)
             return GroupMemory(states, states.view(-1).numpy(), rotary, group.reach)
-        kv, scales = kv_views(memory.arena, group, kv_layout.kv_token_dims(self.shape), self._kv_dtype)
+        kv, scales = kv_views(memory.arena, group, kv_layout.kv_token_dims(self.shape, group.layers[0]), self._kv_dtype)
         flat = memory.arena[:0] if scales is not None else kv.view(-1)  # no CPU kernel reads fp8
         kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
         return GroupMemory(kv, kv_flat, rotary, group.reach, scales)

@@ -223,6 +223,17 @@ class CpuOps:
     def add(self, update: Tensor, residual: Tensor, scale: float = 1.0) -> None:
         call(partial(residual.view(residual.shape).add_, alpha=scale), update.view(update.shape))
 
+    def add_and_scale(self, update: Tensor, residual: Tensor, factor: Tensor) -> None:
+        call(reference.add_and_scale, update.view(update.shape), residual.view(residual.shape), factor.view(factor.shape))
+
+    def multiply(self, x: Tensor, other: Tensor) -> None:
+        call(x.view(x.shape).mul_, other[:])
+
+    def columns_twice(self, x: Tensor, first: int) -> Tensor:
+        out = empty(x, len(x), 2 * x.shape[1] - first)
+        call(reference.columns_twice, x.view(x.shape), first, out.view(out.shape))
+        return out
+
     def norm_columns(self, x: Tensor, first: int, weight: Tensor, eps: float, around_one: bool) -> None:
         columns = x[:, first : first + len(weight)]
         rows = empty(x, len(x), len(weight))  # kernels take arrays whose rows lie end to end
@@ -299,14 +310,14 @@ class CpuOps:
         interleaved: bool = False,
         num_turned: int | None = None,
     ) -> None:
-        query_norm, key_norm = (None, None) if norms is None else (norms.query, norms.key)
+        query_norm, key_norm, value_norm = (None, None, None) if norms is None else (norms.query, norms.key, norms.value)
         eps, around_one = (0.0, False) if norms is None else (norms.eps, norms.around_one)
         group, place = batch.group_of(layer)
         kv = group.kv
         if not self._served(qkv) or group.scales is not None:
             slots = torch.from_numpy(group.slots)
             of_norms = (query_norm, key_norm, around_one, eps)
-            how = (slots, group.scales, interleaved, num_turned)
+            how = (slots, group.scales, interleaved, num_turned, value_norm)
             reference.rope_and_store(qkv, group.cos_sin, *of_norms, kv, place, heads, *how)
             return
         columns = array(qkv)
@@ -317,6 +328,7 @@ class CpuOps:
             group.cos_sin.numpy(),
             none if norms is None else array(norms.query),
             none if norms is None else array(norms.key),
+            none if value_norm is None else array(value_norm),
             around_one,
             eps,
             group.kv_flat,
@@ -330,6 +342,22 @@ class CpuOps:
             interleaved,
             heads + kv.shape[3] if num_turned is None else num_turned,
         )
+
+    def rope(
+        self, queries: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: HostBatch, interleaved: bool = False
+    ) -> None:
+        norm, around_one, eps = (None, False, 0.0) if norms is None else (norms.query, norms.around_one, norms.eps)
+        group, place = batch.group_of(layer)
+        if not self._served(queries):
+            reference.rope(queries, group.cos_sin, norm, around_one, eps, heads, interleaved)
+            return
+        columns = array(queries)
+        none = columns[0, :0]
+        weight = none if norm is None else array(norm)
+        kv, head_dim = columns.reshape(-1), queries.shape[1] // heads  # without KV heads nothing is stored
+        sizes = (1, 0, heads, 0, batch.block_tokens, head_dim)
+        of_norms = (weight, weight, none, around_one, eps)
+        call(self.kernels.rope_and_store, columns, group.cos_sin.numpy(), *of_norms, kv, *sizes, group.slots, interleaved, heads)
 
     def attention(
         self,

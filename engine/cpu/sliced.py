@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.cpu.batch import HostBatch
 from scheduler.batch.plan import BatchPlan
 
-Layer = Callable[[Tensor | None, Tensor, HostBatch], Tensor]
+Layer = Callable[[Tensor | None, Tensor, HostBatch], Tensor | None]
 
 
 def slices(plan: BatchPlan, max_tokens: int) -> list[BatchPlan]:
@@ -47,13 +47,19 @@ class _Sliced:
     def __init__(self, layer: Layer, parts: Sequence[HostBatch]) -> None:
         self._layer, self._parts = layer, parts
 
-    def __call__(self, update: Tensor | None, residual: Tensor, batch: HostBatch) -> Tensor:
+    def __call__(self, update: Tensor | None, residual: Tensor, batch: HostBatch) -> Tensor | None:
         """Computes the layer. update, residual and the returned update: [T, W]. The new update overwrites the old one, since each
         slice is read before it is written."""
-        out = torch.zeros_like(residual) if update is None else update
+        out: Tensor | None = None
         begin = 0
         for part in self._parts:
             rows = slice(begin, begin + len(part.input_ids))
-            out[rows] = self._layer(None if update is None else update[rows], residual[rows], part)
+            if (inputs := batch.layer_inputs) is not None:
+                part.layer_inputs = inputs.view(len(residual), -1)[rows].view(-1, inputs.shape[1])
+            made = self._layer(None if update is None else update[rows], residual[rows], part)
+            if made is not None:
+                if out is None:
+                    out = torch.zeros_like(residual) if update is None else update
+                out[rows] = made
             begin += part.num_tokens
         return out

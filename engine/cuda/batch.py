@@ -33,11 +33,12 @@ class DeviceGroup:
 @dataclass(slots=True)
 class QueryTiles:
     """The I query tiles of the rows with several new tokens, as triton_extend takes them. rows [I] int32: each tile's row. firsts
-    [I] int32: its first query among the row's new tokens; at or above num_new in tiles that are padding. starts, num_new [R]: each
-    row's first token in the step, and its number of new tokens."""
+    [I] int32: its first query among the row's new tokens; at or above num_new in tiles that are padding. tokens: the queries of a
+    tile. starts, num_new [R]: each row's first token in the step, and its number of new tokens."""
 
     rows: Tensor
     firsts: Tensor
+    tokens: int
     starts: Tensor
     num_new: Tensor
 
@@ -47,7 +48,8 @@ class DeviceBatch:
     """The inputs of one step. num_decode: rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper bound, and
     the groups' work holds the pieces of those that there are. slots, contexts [R] int32: each row's slot, and how many
     positions it has stored after this step. layer_places: for each layer, its group and its place in that group. token_rows [T]:
-    the row of each token. firsts, starts [R]: each row's positions before this step, and its first token in it."""
+    the row of each token. firsts, starts [R]: each row's positions before this step, and its first token in it. layer_inputs: as in
+    StepBatch."""
 
     input_ids: Tensor  # [T]
     num_decode: int
@@ -59,6 +61,7 @@ class DeviceBatch:
     token_rows: Tensor
     firsts: Tensor
     starts: Tensor
+    layer_inputs: Tensor | None = None
 
     @property
     def block_tokens(self) -> int:

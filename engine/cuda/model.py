@@ -54,13 +54,14 @@ CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are 
 @dataclass(slots=True, frozen=True)
 class DeviceGroupMemory:
     """The memory of one of the model's KV groups. kv and scales: as in engine.cpu.batch.GroupMemory; rotary: its tensors are on the
-    device."""
+    device. num_pieces: about so many pieces are made of the contexts of a decode step."""
 
     kv: Tensor
     scales: Tensor | None
     rotary: Rotary
     reach: int
     block_tokens: int
+    num_pieces: int
 
 
 class PendingStep:
@@ -122,24 +123,25 @@ class CudaModel:
         rotaries = rotaries_of(shape, spec.max_model_len)
         held = {made: replace(made, inv_freq=made.inv_freq.to(self._device)) for made in rotaries}
         rotary, local = (held[made] for made in rotaries)
-        self._memory = []
-        for group in self.kv_groups:
-            kv: tuple[Tensor, Tensor | None] = (
-                (state_view(arena, group), None)
-                if group.kind == "state"
-                else (kv_views(arena, group, kv_layout.kv_token_dims(shape), spec.kv_dtype))
-            )
-            turning = local if group.window_tokens else rotary
-            self._memory.append(DeviceGroupMemory(*kv, turning, group.reach, group.block_tokens))
-        places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
-        self._layer_places = tuple(places[layer] for layer in range(shape.num_layers))
-        self._staging = Staging(self._device)
-        self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
         cores = CPU_CORES
         if self._device.type == "cuda":
             cores = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // decode_programs(shape))
-        self.tile_tokens = entry.tile_tokens(shape.head_dim, dtype)
+        self._memory = []
+        for group in self.kv_groups:
+            dims = kv_layout.kv_token_dims(shape, group.layers[0])
+            kv: tuple[Tensor, Tensor | None] = (
+                (state_view(arena, group), None)
+                if group.kind == "state"
+                else (kv_views(arena, group, dims, spec.kv_dtype))
+            )
+            turning = local if group.window_tokens else rotary
+            num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // decode_programs(shape, dims[1]))
+            self._memory.append(DeviceGroupMemory(*kv, turning, group.reach, group.block_tokens, num_pieces))
+        places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
+        self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_layers))
+        self._staging = Staging(self._device)
+        self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
+        self.tile_tokens = entry.tile_tokens(shape.widest_head_dim, dtype)
         self.graphs = DecodeGraphs(self._decode, self._staging, self._device, max_graph_rows)
         sizes = mixed_sizes(max_graph_tokens, spec.max_sequences, self.tile_tokens)
         self.mixed_graphs = MixedGraphs(self.compute_mixed, self._staging, self._device, sizes)
@@ -372,7 +374,7 @@ class CudaModel:
         """Does the same for a step with pieces of prompts, from the columns of mixed_steps.py. Any of its R rows may be one that
         decodes: those that are not have a context of 0 there, and the zeros that attention leaves for them are overwritten by that
         of the tiles."""
-        tiles = QueryTiles(columns["tile_rows"], columns["tile_firsts"], columns["starts"], columns["num_new"])
+        tiles = QueryTiles(columns["tile_rows"], columns["tile_firsts"], self.tile_tokens, columns["starts"], columns["num_new"])
         batch = self._batch(
             columns["token_rows"],
             columns["host_ids"],
@@ -388,7 +390,9 @@ class CudaModel:
     def _forward(self, step: ExtendStep) -> Tensor:
         """Returns the hidden states of the step's `wanted` tokens."""
         sent = self._staging.send(step.columns)
-        tiles = QueryTiles(sent["tile_rows"], sent["tile_firsts"], sent["starts"], sent["num_new"]) if step.num_tiles else None
+        tiles = None
+        if step.num_tiles:
+            tiles = QueryTiles(sent["tile_rows"], sent["tile_firsts"], self.tile_tokens, sent["starts"], sent["num_new"])
         batch = self._batch(
             sent["token_rows"],
             sent["host_ids"],
@@ -424,7 +428,7 @@ class CudaModel:
             if memory.rotary not in turns:
                 turns[memory.rotary] = entry.cos_sin(positions, memory.rotary)
             if num_decode and reach not in work:
-                work[reach] = entry.split_contexts(decode_contexts, reach, self._num_pieces)
+                work[reach] = entry.split_contexts(decode_contexts, reach, memory.num_pieces)
             turning = turns[memory.rotary]
             groups.append(DeviceGroup(memory.kv, memory.scales, reach, block_table, kv_slots, turning, work.get(reach)))
         assert input_ids is not None

@@ -49,6 +49,17 @@ class CudaOps:
     def add(self, update: Tensor, residual: Tensor, scale: float = 1.0) -> None:
         residual.add_(update, alpha=scale)
 
+    def add_and_scale(self, update: Tensor, residual: Tensor, factor: Tensor) -> None:
+        reference.add_and_scale(update, residual, factor)
+
+    def multiply(self, x: Tensor, other: Tensor) -> None:
+        x.mul_(other)
+
+    def columns_twice(self, x: Tensor, first: int) -> Tensor:
+        out = x.new_empty(len(x), 2 * x.shape[1] - first)
+        reference.columns_twice(x, first, out)
+        return out
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
         return entry.rms_norm(x, weight, eps, around_one)
 
@@ -93,9 +104,15 @@ class CudaOps:
     ) -> None:
         how = (layer, heads, batch, interleaved, num_turned)
         if norms is None:
-            entry.rope_and_store(qkv, None, None, False, 0.0, *how)
+            entry.rope_and_store(qkv, None, None, None, False, 0.0, *how)
         else:
-            entry.rope_and_store(qkv, norms.query, norms.key, norms.around_one, norms.eps, *how)
+            entry.rope_and_store(qkv, norms.query, norms.key, norms.value, norms.around_one, norms.eps, *how)
+
+    def rope(
+        self, queries: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: DeviceBatch, interleaved: bool = False
+    ) -> None:
+        norm, around_one, eps = (None, False, 0.0) if norms is None else (norms.query, norms.around_one, norms.eps)
+        entry.rope(queries, norm, around_one, eps, layer, heads, batch, interleaved)
 
     def attention(
         self,

@@ -15,19 +15,23 @@ from loader.model_shape import ModelShape
 
 class Attention(Generic[BatchT]):
     """The attention of one layer: x [T, hidden] -> [T, hidden]. It stores the keys and values of the T tokens before it reads
-    any. The window and the angles of the rotary embedding are those of the layer's KV group."""
+    any. The window and the angles of the rotary embedding are those of the layer's KV group. A layer that reads the KV of another
+    one makes queries alone, and stores nothing."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         self.ops = ops
         names, prefix = family.names, family.names.layer.format(layer)
-        self.qkv_weight = weights.matrix(prefix, names.queries_keys_values)
-        self.qkv_bias = weights.find_fused(prefix, names.queries_keys_values, ".bias")
+        heads = shape.heads_of(layer)
+        self.qkv_weight = weights.matrix(prefix, names.of_heads(heads))
+        self.qkv_bias = weights.find_fused(prefix, names.of_heads(heads), ".bias")
         self.out_weight = weights.matrix(prefix, (names.attention_output,))
         self.out_bias = weights.find(f"{prefix}{names.attention_output}.bias")
         norms: HeadNorms | None = None
         if names.query_norm and shape.has_head_norms:
-            query_norm, key_norm = (weights.get(f"{prefix}{name}.weight") for name in (names.query_norm, names.key_norm))
-            norms = HeadNorms(query_norm, key_norm, shape.rms_norm_eps, family.norms_around_one)
+            query_norm = weights.get(f"{prefix}{names.query_norm}.weight")
+            key_norm = query_norm if heads.reads_only else weights.get(f"{prefix}{names.key_norm}.weight")
+            value_norm = weights.ones(heads.head_dim) if family.value_norms else None
+            norms = HeadNorms(query_norm, key_norm, shape.rms_norm_eps, family.norms_around_one, value_norm)
         rotated = layer not in shape.unrotated_layers
         if shape.unit_norms and rotated:  # of rotated heads, whose sizes rotation leaves alone
             ones = weights.ones(shape.head_dim)
@@ -35,9 +39,9 @@ class Attention(Generic[BatchT]):
         self.head_norms = None if family.whole_width_norms else norms
         self.whole_width_norms = norms if family.whole_width_norms else None
         self.sinks = weights.get(prefix + names.sinks) if names.sinks else None
-        self.layer, self.heads, self.head_dim = layer, shape.num_heads, shape.head_dim
-        self.gated = shape.gated_attention
-        self.num_turned = shape.num_heads + shape.num_kv_heads
+        self.layer, self.heads, self.head_dim = layer, shape.num_heads, heads.head_dim
+        self.gated, self.keys_are_values, self.reads_only = shape.gated_attention, heads.keys_are_values, heads.reads_only
+        self.num_turned = shape.num_heads + heads.num_kv_heads
         if not rotated:
             self.num_turned = 0 if shape.temperature is None else shape.num_heads
         self.scale, self.softcap = shape.query_scale, shape.attention_softcap
@@ -46,7 +50,13 @@ class Attention(Generic[BatchT]):
     def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
         ops = self.ops
         made = ops.linear(x, self.qkv_weight, self.qkv_bias)
+        if self.reads_only:
+            ops.rope(made, self.head_norms, self.layer, self.heads, batch, self.interleaved)
+            attended = ops.attention(made, self.layer, self.heads, self.scale, self.softcap, batch, self.sinks)
+            return ops.linear(attended, self.out_weight, self.out_bias)
         qkv = ops.without_gates(made, self.heads, self.head_dim) if self.gated else made
+        if self.keys_are_values:
+            qkv = ops.columns_twice(made, self.heads * self.head_dim)
         if (norms := self.whole_width_norms) is not None:
             ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
             ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)

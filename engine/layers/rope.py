@@ -9,6 +9,7 @@ dynamic: the base grows with the context beyond the original length, so that the
 context is longer. Here, too, the longest context decides for all sequences.
 yarn: dimensions that rotate often within the original length keep their frequency, those that hardly rotate are stretched by
 `factor`, those between are blended (https://arxiv.org/abs/2309.00071).
+proportional: all dimensions are pairs as those of a whole head are, and all but the first pairs turn by an angle of 0.
 """
 
 from __future__ import annotations
@@ -20,26 +21,32 @@ from torch import Tensor
 
 from engine.ops.ops import Rotary
 from loader.model_shape import ModelShape
-from loader.rope_config import RopeParameters
+from loader.rope_config import PROPORTIONAL, RopeParameters
 
 
 def rotaries_of(shape: ModelShape, max_model_len: int) -> tuple[Rotary, Rotary]:
     """Returns the rotary embedding of a model's layers without windows, and that of its layers with them, one object where both are
     the same. max_model_len: the longest context that the model is served with."""
 
-    def made(rope: RopeParameters) -> Rotary:
-        return Rotary(inverse_frequencies(rope, shape.rotary_head_dim, max_model_len), rope.attention_factor)
+    def made(rope: RopeParameters, head_dim: int) -> Rotary:
+        return Rotary(inverse_frequencies(rope, head_dim, max_model_len), rope.attention_factor)
 
+    full_head_dim, head_dim = shape.rotary_head_dims
     if shape.temperature is not None:  # layers without windows are not rotated: their queries turn by an angle of 0
-        local = made(shape.rope)
+        local = made(shape.rope, head_dim)
         return Rotary(torch.zeros_like(local.inv_freq), temperature=shape.temperature), local
-    rotary = made(shape.rope)
-    return rotary, rotary if shape.local_rope is None else made(shape.local_rope)
+    rotary = made(shape.rope, full_head_dim)
+    return rotary, rotary if shape.local_rope is None else made(shape.local_rope, head_dim)
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int) -> Tensor:
     """Returns [rotary dimensions / 2] float32: the angle by which each pair of dimensions rotates per position."""
     turning = rope.rotary_dim(head_dim)
+    if rope.kind == PROPORTIONAL:
+        num_turned = int(rope.partial_rotary_factor * head_dim // 2)
+        inv_freq = torch.zeros(turning // 2)
+        inv_freq[:num_turned] = 1.0 / (rope.theta ** (torch.arange(0, 2 * num_turned, 2, dtype=torch.int64).float() / head_dim))
+        return inv_freq / rope.factor
     exponents = torch.arange(0, turning, 2, dtype=torch.int64).float() / turning
     if rope.kind == "longrope":
         is_long = max_model_len > rope.original_max_position_embeddings

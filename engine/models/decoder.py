@@ -15,6 +15,7 @@ from engine.layers.attention import Attention
 from engine.layers.experts import MixtureOfExperts
 from engine.layers.gated_delta import GatedDelta
 from engine.layers.latent_attention import LatentAttention
+from engine.layers.layer_inputs import LayerInput, LayerInputs
 from engine.layers.mlp import MLP
 from engine.layers.norms import Norm
 from engine.layers.weights import Weights
@@ -26,7 +27,8 @@ from loader.model_shape import ModelShape
 class DecoderLayer(Generic[BatchT]):
     """One layer: attention_norm, attention (or a gated delta rule), attended_norm, addition, mlp_norm, MLP, mlp_output_norm. A
     family has some of these norms. Additions are fused with the norm that follows. In families whose branches are parallel, the MLP
-    reads what attention reads."""
+    reads what attention reads. Some families add what they make of an input of the layer's own, and multiply the residual by a
+    scalar at the end; these have no addition left for the next layer."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         self.ops = ops
@@ -43,9 +45,12 @@ class DecoderLayer(Generic[BatchT]):
         mlp = MixtureOfExperts if has_experts(shape, layer) else MLP
         self.mlp: MLP | MixtureOfExperts[BatchT] = mlp.of_layer(ops, family, shape, weights, layer)
         self.mlp_output_norm = Norm.named(*of_norm, names.mlp_output_norm)
+        self.input = LayerInput(ops, family, shape, weights, layer) if shape.layer_inputs is not None else None
+        self.scalar = weights.get(prefix + names.layer_scalar) if names.layer_scalar else None
 
-    def __call__(self, update: Tensor | None, residual: Tensor, batch: BatchT) -> Tensor:
-        """Returns what this layer adds to the residual [T, hidden]. update: what the layer before adds to it (None: nothing)."""
+    def __call__(self, update: Tensor | None, residual: Tensor, batch: BatchT) -> Tensor | None:
+        """Returns what this layer adds to the residual [T, hidden], None if it has added everything. update: what the layer before
+        adds to it (None: nothing)."""
         read = self._added(update, residual, self.attention_norm)
         attended = self.attention(read, batch)
         if self.attended_norm is not None:
@@ -55,7 +60,15 @@ class DecoderLayer(Generic[BatchT]):
             self.ops.add(attended, residual, self.scale)
         else:
             update = self.mlp(self._added(attended, residual, self.mlp_norm), batch)
-        return update if self.mlp_output_norm is None else self.mlp_output_norm(update)
+        if self.mlp_output_norm is not None:
+            update = self.mlp_output_norm(update)
+        if self.input is not None:
+            self.ops.add(update, residual, self.scale)
+            update = self.input(residual, batch)
+        if self.scalar is None:
+            return update
+        self.ops.add_and_scale(update, residual, self.scalar)
+        return None
 
     def _added(self, update: Tensor | None, residual: Tensor, norm: Norm | None) -> Tensor:
         """Adds the update to the residual in place; returns what a branch reads of it: its norm, or itself where there is none."""
@@ -74,6 +87,7 @@ class DecoderModel(Generic[BatchT]):
         self.embedding_scale = shape.embedding_scale
         if family.scales_embeddings:  # by a factor that is rounded as the embeddings are
             self.embedding_scale = torch.tensor(shape.hidden_size**0.5, dtype=self.embedding.dtype).item()
+        self.inputs = LayerInputs(ops, family, shape, weights) if shape.layer_inputs is not None else None
         self.layers = [DecoderLayer(ops, family, shape, weights, layer) for layer in range(shape.num_layers)]
         self.norm = Norm(ops, family, shape, weights, names.final_norm)
         self.logit_scale, self.logit_softcap = shape.logit_scale, shape.logit_softcap
@@ -86,13 +100,14 @@ class DecoderModel(Generic[BatchT]):
         """Stores the batch's keys and values; returns the normed hidden states [N, hidden] of the tokens `wanted` ([N] int64; None:
         all of them)."""
         residual = self.ops.embedding(batch.input_ids, self.embedding, self.embedding_scale)
+        if self.inputs is not None:
+            batch.layer_inputs = self.inputs(residual, batch)
         update: Tensor | None = None
         for layer in self.layers:
             update = layer(update, residual, batch)
-        assert update is not None
         if wanted is not None:
-            update, residual = update[wanted], residual[wanted]
-        return self.norm.of_sum(update, residual)
+            update, residual = None if update is None else update[wanted], residual[wanted]
+        return self.norm(residual) if update is None else self.norm.of_sum(update, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [N, V] of hidden states [N, hidden]. Raises RuntimeError for a model that makes vectors."""

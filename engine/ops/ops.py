@@ -208,12 +208,13 @@ class DeltaRule:
 
 @dataclass(slots=True, frozen=True)
 class HeadNorms:
-    """The RMS norms of each head's queries and keys: weights [D]. around_one: the factors are 1 + weight."""
+    """The RMS norms of each head's queries, keys and perhaps values: weights [D]. around_one: the factors are 1 + weight."""
 
     query: Tensor
     key: Tensor
     eps: float
     around_one: bool = False
+    value: Tensor | None = None
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -228,6 +229,8 @@ class Rotary:
 
 class StepBatch(Protocol):
     """The inputs of one step. Models read the tokens, and hand the rest to the operations of the same device."""
+
+    layer_inputs: Tensor | None  # [T L, W]: what the L layers of a model whose layers have inputs of their own get, set by the model
 
     @property
     def input_ids(self) -> Tensor:
@@ -278,6 +281,18 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
 
     def add(self, update: Tensor, residual: Tensor, scale: float = 1.0) -> None:
         """Adds update [T, W] times scale to residual in place."""
+        ...
+
+    def add_and_scale(self, update: Tensor, residual: Tensor, factor: Tensor) -> None:
+        """Adds update [T, W] to residual in place, and multiplies the sum by factor [1]."""
+        ...
+
+    def multiply(self, x: Tensor, other: Tensor) -> None:
+        """Multiplies x [T, W] in place by other [T, W], which may be columns of a wider tensor."""
+        ...
+
+    def columns_twice(self, x: Tensor, first: int) -> Tensor:
+        """Returns x [T, N] with its columns from `first` on once more behind them, as [T, 2 N - first]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
@@ -336,10 +351,16 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         interleaved: bool = False,
         num_turned: int | None = None,
     ) -> None:
-        """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, does the same to the keys, and
-        stores keys and values in the KV blocks. The keys in qkv are undefined afterwards. interleaved: pairs are neighbouring
+        """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, does the same to the keys,
+        normalises the values if they have a norm, and stores keys and values in the KV blocks. The keys in qkv are undefined afterwards. interleaved: pairs are neighbouring
         dimensions, else dimension i and dimension P + i. num_turned: so many heads are rotated, from the first query on; None: all
         queries and keys."""
+        ...
+
+    def rope(
+        self, queries: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: BatchT_contra, interleaved: bool = False
+    ) -> None:
+        """Normalises and rotates queries [T, H D] in place as rope_and_store does, and stores nothing."""
         ...
 
     def attention(
@@ -353,8 +374,8 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns causal attention [T, H D] of every token over its row's KV blocks in the layer's window. Runs after
-        rope_and_store. softcap: scores become softcap * tanh(score / softcap); 0: they are unchanged. sinks: [H] float32, one more
-        score for each head, which takes weight and gives no value."""
+        rope_and_store. Of qkv only the first H D columns are read. softcap: scores become softcap * tanh(score / softcap); 0: they are
+        unchanged. sinks: [H] float32, one more score for each head, which takes weight and gives no value."""
         ...
 
     def normed_columns(self, x: Tensor, first: int, weight: Tensor, eps: float) -> Tensor:

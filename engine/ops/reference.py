@@ -175,9 +175,11 @@ def rope_and_store(
     scales: Tensor | None = None,
     interleaved: bool = False,
     num_turned: int | None = None,
+    value_norm: Tensor | None = None,
 ) -> None:
-    """Normalises (if norms are given) and rotates the queries and keys of qkv [T, (H + 2 G) D] in place, and stores keys and
-    values. num_turned: so many heads are rotated, from the first query on; None: all queries and keys.
+    """Normalises (if norms are given) and rotates the queries and keys of qkv [T, (H + 2 G) D] in place, normalises the values if
+    they have a norm, and stores keys and values. num_turned: so many heads are rotated, from the first query on; None: all queries
+    and keys.
 
     slots: [T], each token's place in the KV cache, block * block_tokens + place in the block; below 0: the token is not stored."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
@@ -186,6 +188,9 @@ def rope_and_store(
     if query_norm is not None and key_norm is not None:
         query.copy_(rms_norm(query, query_norm, eps, around_one))
         key.copy_(rms_norm(key, key_norm, eps, around_one))
+    if value_norm is not None:
+        value = heads_of[:, heads + kv_heads :]
+        value.copy_(rms_norm(value, value_norm, eps))
     turned = heads_of[:, : heads + kv_heads if num_turned is None else num_turned]
     turned.copy_(rotate(turned, cos_sin, interleaved))
     stored = slots >= 0
@@ -195,6 +200,26 @@ def rope_and_store(
             kv[blocks, layer, which, :, places] = of_tokens
         else:
             kv[blocks, layer, which, :, places], scales[blocks, layer, which, :, places] = quantize_fp8(of_tokens)
+
+
+def rope(
+    queries: Tensor, cos_sin: Tensor, norm: Tensor | None, around_one: bool, eps: float, heads: int, interleaved: bool = False
+) -> None:
+    """Normalises (if a norm is given) and rotates queries [T, H D] in place."""
+    by_head = queries.view(len(queries), heads, -1)
+    if norm is not None:
+        by_head.copy_(rms_norm(by_head, norm, eps, around_one))
+    by_head.copy_(rotate(by_head, cos_sin, interleaved))
+
+
+def add_and_scale(update: Tensor, residual: Tensor, factor: Tensor) -> None:
+    """Adds update to residual in place, and multiplies the sum by factor [1]."""
+    residual.add_(update).mul_(factor)
+
+
+def columns_twice(x: Tensor, first: int, out: Tensor) -> None:
+    """Writes x [T, N] and once more its columns from `first` on to out [T, 2 N - first]."""
+    torch.cat((x, x[:, first:]), 1, out=out)
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:

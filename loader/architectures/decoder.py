@@ -17,10 +17,11 @@ from loader.architectures.cut_sizes import cut_sizes
 from loader.architectures.delta import Deltas
 from loader.architectures.experts import Experts
 from loader.architectures.factors import Factors, factor
+from loader.architectures.full_heads import FullHeads
 from loader.architectures.latent import Latents
 from loader.architectures.windows import CHUNKED, Windows
 from loader.config_fields import Fields
-from loader.model_shape import OPTIONAL_STACKS, ModelShape, TemperatureShape
+from loader.model_shape import OPTIONAL_STACKS, HeadShape, LayerInputShape, ModelShape, TemperatureShape
 from loader.rope_config import RopeRules, parse_rope, rotated_layers
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
@@ -51,9 +52,21 @@ class TensorNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_output_norm: str = ""  # of what the MLP adds
+    layer_scalar: str = ""  # the whole name of a factor of the residual behind the layer; "": there is none
+    # of inputs that each layer has of its own (engine/layers/layer_inputs.py): for all layers, then those of a layer
+    input_embedding: str = "model.embed_tokens_per_layer"
+    input_projection: str = "model.per_layer_model_projection"
+    input_norm: str = "model.per_layer_projection_norm"
+    input_gate: str = "per_layer_input_gate"
+    input_output: str = "per_layer_projection"
+    input_output_norm: str = "post_per_layer_input_norm"
     final_norm: str = "model.norm"
     head: str = "lm_head"
     not_read: str = ""  # what the names of tensors begin with that predict further tokens; "": there are none
+
+    def of_heads(self, heads: HeadShape) -> tuple[str, ...]:
+        """Returns the names of the matrices that make queries, keys and values, as far as a layer has them."""
+        return self.queries_keys_values[: heads.num_projections]
 
 
 @dataclass(slots=True, frozen=True)
@@ -102,6 +115,13 @@ class Decoder:
     latents: Latents | None = None  # of latent attention; None: keys and values have heads of their own
     deltas: Deltas | None = None  # of layers of the gated delta rule; None: all layers have attention
     gated_attention: bool = False  # the matrix of queries makes as many gates of attention's output, behind each head's queries
+    full_heads: FullHeads | None = None  # of layers without windows; None: all layers have the same heads
+    value_norms: bool = False  # values have norms without weights, head by head
+    query_scale: float | None = None  # of scores, whatever config.json says; None: it follows from what that says
+    may_read_kv: bool = False  # whether the key num_kv_shared_layers may have the last layers read the KV of earlier ones
+    layer_input_width: int | None = None  # default of the key hidden_size_per_layer_input; None: the key is not read
+    # values of the key use_bidirectional_attention, besides false, that leave text causal
+    causal_modes: tuple[str, ...] = ()
 
     def parse(self, fields: Fields) -> ModelShape:
         """Implements Architecture.parse."""
@@ -119,15 +139,19 @@ class Decoder:
             num_kv_heads, head_dim, turned = 1, latent.plain_dim + latent.rope_dim, latent.rope_dim
         num_layers = fields.integer("num_hidden_layers", at_most=MAX_LAYERS)
         max_position_embeddings = fields.integer("max_position_embeddings")
-        rope, local_rope = parse_rope(fields, self.name, self.rope, turned, max_position_embeddings)
-        query_scale = self._query_scalar(fields, head_dim) ** -0.5
+        sliding = [False] * num_layers if self.deltas is not None else self.windows.sliding(fields, self.name, num_layers)
+        usual, full_heads = HeadShape(num_kv_heads, head_dim), None
+        if self.full_heads is not None:
+            full_heads = self.full_heads.parse(fields, sliding, usual, num_heads)
+        of_full = turned if full_heads is None else full_heads.head_dim
+        rope, local_rope = parse_rope(fields, self.name, self.rope, turned, of_full, max_position_embeddings)
+        query_scale = self._query_scalar(fields, head_dim) ** -0.5 if self.query_scale is None else self.query_scale
         if self.factors.scores:
             query_scale = factor(fields, self.factors.scores)
         if self.latents is not None:
             query_scale *= rope.score_factor
             rope = replace(rope, interleaved=self.latents.interleaved(fields))
         max_position_embeddings = max(max_position_embeddings, rope.extended_to)
-        sliding = [False] * num_layers if self.deltas is not None else self.windows.sliding(fields, self.name, num_layers)
         # layers that turn by frequencies of their own differ from the others even where they see as much
         keeps_all = self.rope.is_local or self.has_temperature
         windows = self.windows.by_layer(fields, sliding, max_position_embeddings, keeps_all)
@@ -135,10 +159,13 @@ class Decoder:
         if attention_bias is None:
             attention_bias = fields.boolean(self.attention_bias_key, self.attention_bias_default)
         sizes, any_size = cut_sizes(fields, hidden_size)
+        intermediate_size = fields.integer(self.intermediate_key, self.intermediate_size)
+        num_reading = self._reading_layers(fields, sliding) if self.may_read_kv else 0
+        is_double = num_reading > 0 and fields.boolean("use_double_wide_mlp")
         return ModelShape(
             architecture=self.name,
             hidden_size=hidden_size,
-            intermediate_size=fields.integer(self.intermediate_key, self.intermediate_size),
+            intermediate_size=intermediate_size,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -174,18 +201,26 @@ class Decoder:
             gated_attention=self.gated_attention,
             cut_sizes=sizes,
             any_cut_size=any_size,
+            full_heads=full_heads,
+            num_reading_layers=num_reading,
+            reading_intermediate_size=2 * intermediate_size if is_double else 0,
+            layer_inputs=self._layer_inputs(fields),
         )
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
         """Implements Architecture.tensor_groups."""
         names, hidden = self.decoder_of(shape).names, shape.hidden_size
-        groups = [one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden)]
-        before, behind = self._groups_around_mlp(shape)
+        groups = [one_tensor(f"{names.embedding}.weight", shape.vocab_size, hidden), *self._input_groups(shape)]
         of_delta = self._groups_before_mlp_of_delta(shape)
-        dense, sparse = self._mlp_groups(shape), self._expert_groups(shape)
+        sparse, last = self._expert_groups(shape), self._groups_at_the_end(shape)
+        kinds: dict[tuple[HeadShape, int], tuple[list[TensorGroup], list[TensorGroup], list[TensorGroup]]] = {}
         for layer in range(shape.num_layers):
+            kind = shape.heads_of(layer), shape.inner_size_of(layer)
+            if kind not in kinds:  # a list of each kind is made once: there may be many layers
+                kinds[kind] = (*self._groups_around_mlp(shape, kind[0]), self._mlp_groups(shape, kind[1]))
+            before, behind, dense = kinds[kind]
             prefix, first = names.layer.format(layer), of_delta if has_delta_rule(shape, layer) else before
-            own = [*first, *(sparse if has_experts(shape, layer) else dense), *behind]
+            own = [*first, *(sparse if has_experts(shape, layer) else dense), *behind, *last]
             groups += [group.in_layer(layer, prefix) for group in own]
         groups += self._norms(hidden, names.final_norm)
         if shape.pooling:  # no logits are computed
@@ -207,6 +242,8 @@ class Decoder:
             return True
         if shape.pooling and name in (f"{names.head}.weight", f"{names.head}.bias"):
             return True
+        if shape.num_reading_layers and self._is_of_unmade_kv(shape, name):
+            return True
         return name.endswith("rotary_emb.inv_freq") or (shape.tie_word_embeddings and name == f"{names.head}.weight")
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
@@ -223,21 +260,27 @@ class Decoder:
         """Returns the description with the names that the tensors have in the checkpoint."""
         return replace(self, names=_bare(self.names)) if shape.bare_names else self
 
-    def _groups_around_mlp(self, shape: ModelShape) -> tuple[list[TensorGroup], list[TensorGroup]]:
+    def _is_of_unmade_kv(self, shape: ModelShape, name: str) -> bool:
+        """Returns whether a tensor would make keys and values in a layer that reads those of another one."""
+        names, parts = self.decoder_of(shape).names, (*self.names.queries_keys_values[1:], self.names.key_norm)
+        reading = range(shape.num_writing_layers, shape.num_layers)
+        return name.startswith(tuple(f"{names.layer.format(layer)}{part}." for layer in reading for part in parts if part))
+
+    def _groups_around_mlp(self, shape: ModelShape, heads: HeadShape) -> tuple[list[TensorGroup], list[TensorGroup]]:
         """Returns the tensor groups that a layer has before those of its MLP, and behind them. Their names lack the layer's
         prefix."""
         names, hidden = self.names, shape.hidden_size
         if self.latents is not None and shape.latent is not None:
             attention = self.latents.tensor_groups(shape.latent, shape.num_heads, hidden, shape.attention_bias)
             return [*self._norms(hidden, names.attention_norm), *attention, *self._norms(hidden, names.mlp_norm)], []
-        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        made = 2 * query if self.gated_attention else query
-        query_norm, key_norm = (query, key) if self.whole_width_norms else (shape.head_dim, shape.head_dim)
+        query, key = shape.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        made = (2 * query if self.gated_attention else query, key, key)[: heads.num_projections]
+        query_norm, key_norm = (query, key) if self.whole_width_norms else (heads.head_dim, heads.head_dim)
         before = [
             *self._norms(hidden, names.attention_norm),
-            *_projections(names.queries_keys_values, (made, key, key), hidden, shape.attention_bias),
+            *_projections(names.of_heads(heads), made, hidden, shape.attention_bias),
             *(_weights(query_norm, names.query_norm) if shape.has_head_norms else []),
-            *(_weights(key_norm, names.key_norm) if shape.has_head_norms else []),
+            *(_weights(key_norm, names.key_norm) if shape.has_head_norms and not heads.reads_only else []),
             *_projections((names.attention_output,), (hidden,), query, shape.output_bias),
             *_sinks(names.sinks, shape.num_heads),
             *self._norms(hidden, names.attended_norm, names.mlp_norm),
@@ -258,8 +301,29 @@ class Decoder:
         own = self.deltas.tensor_groups(shape.delta, hidden)
         return [*self._norms(hidden, names.attention_norm), *own, *self._norms(hidden, names.attended_norm, names.mlp_norm)]
 
-    def _mlp_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        names, hidden, inner = self.names, shape.hidden_size, shape.intermediate_size
+    def _input_groups(self, shape: ModelShape) -> list[TensorGroup]:
+        """Returns the tensor groups of inputs that each layer has of its own, those for all layers."""
+        names, inputs = self.names, shape.layer_inputs
+        if inputs is None:
+            return []
+        width = shape.num_layers * inputs.width
+        return [
+            one_tensor(f"{names.input_embedding}.weight", inputs.vocab_size, width),
+            one_tensor(f"{names.input_projection}.weight", width, shape.hidden_size),
+            *_weights(inputs.width, names.input_norm),
+        ]
+
+    def _groups_at_the_end(self, shape: ModelShape) -> list[TensorGroup]:
+        """Returns the tensor groups of a layer behind its branches: those that add its own inputs, and its scalar."""
+        names, groups = self.names, []
+        if (inputs := shape.layer_inputs) is not None:
+            groups += _projections((names.input_gate,), (inputs.width,), shape.hidden_size, False)
+            groups += _projections((names.input_output,), (shape.hidden_size,), inputs.width, False)
+            groups += _weights(shape.hidden_size, names.input_output_norm)
+        return [*groups, one_tensor(names.layer_scalar, 1)] if names.layer_scalar else groups
+
+    def _mlp_groups(self, shape: ModelShape, inner: int) -> list[TensorGroup]:
+        names, hidden = self.names, shape.hidden_size
         return [
             *_projections(names.gate_up, (inner,) if self.activation == GELU_NEW else (inner, inner), hidden, shape.mlp_bias),
             *_projections((names.down,), (hidden,), inner, shape.mlp_bias),
@@ -281,8 +345,29 @@ class Decoder:
         for key, value in self.fixed:
             if fields.has(key) and fields.values[key] != value:
                 raise fields.unsupported(key, f"{self.name} is supported with {str(value).lower()} only")
-        if fields.boolean("use_bidirectional_attention"):
+        mode = fields.values.get("use_bidirectional_attention")
+        if mode not in self.causal_modes and (isinstance(mode, str) or fields.boolean("use_bidirectional_attention")):
             raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
+
+    def _reading_layers(self, fields: Fields, sliding: list[bool]) -> int:
+        """Returns how many layers, the last ones, read the KV of others. Raises CheckpointError where there is none to read."""
+        key, num_layers = "num_kv_shared_layers", len(sliding)
+        num = fields.integer(key, 0, at_least=0, at_most=MAX_LAYERS)
+        if num and not set(sliding[num_layers - num :]) <= set(sliding[: max(0, num_layers - num)]):
+            raise fields.fail(key, f"{num} of {num_layers} layers leave none, of some kind of layer, whose keys and values they read")
+        return num
+
+    def _layer_inputs(self, fields: Fields) -> LayerInputShape | None:
+        if self.layer_input_width is None:
+            return None
+        width = fields.integer("hidden_size_per_layer_input", self.layer_input_width, at_least=0)
+        if not width:
+            return None
+        key, vocab_size = "vocab_size_per_layer_input", fields.integer("vocab_size")
+        inputs = LayerInputShape(fields.integer(key, 262_144), width)
+        if inputs.vocab_size < vocab_size:
+            raise fields.unsupported(key, f"{inputs.vocab_size} is less than vocab_size {vocab_size}")
+        return inputs
 
     def _unrotated(self, fields: Fields, sliding: list[bool]) -> frozenset[int]:
         """Returns the layers without rotary embedding. sliding: by layer, whether it has a window."""

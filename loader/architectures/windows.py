@@ -85,6 +85,12 @@ def all_but_every_nth(nth: int, key: str = "") -> Rule:
     return rule
 
 
+def all_but_every_nth_and_the_last(nth: int) -> Rule:
+    """Returns the rule of all_but_every_nth, except that the last layer never has a window, whatever `layer_types` says."""
+    rule = all_but_every_nth(nth)
+    return lambda asked: [*rule(asked)[:-1], False]
+
+
 def where_rotated(asked: Asked) -> list[bool]:
     """The rule by which the layers that are rotated have a window. Raises UnsupportedModel if `layer_types` says otherwise."""
     rotated = rotated_layers(asked.fields, asked.num_layers)

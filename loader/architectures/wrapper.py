@@ -86,5 +86,8 @@ def _placed(names: TensorNames, prefix: str) -> TensorNames:
         embedding=prefix + names.embedding.removeprefix(_BODY),
         layer=prefix + names.layer.removeprefix(_BODY),
         final_norm=prefix + names.final_norm.removeprefix(_BODY),
+        input_embedding=prefix + names.input_embedding.removeprefix(_BODY),
+        input_projection=prefix + names.input_projection.removeprefix(_BODY),
+        input_norm=prefix + names.input_norm.removeprefix(_BODY),
         head=_PREFIXES[prefix] + names.head,
     )

@@ -51,6 +51,10 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama", "tie_word_embeddings": False},
     "llama-tied-llama3": {"kind": "llama", "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
@@ -107,6 +111,30 @@ CASES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
+    },
+    "gemma4": {
+        "kind": "gemma4",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 6,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 9.0,
+        "rope_parameters": GEMMA4_ROPE,
+    },
+    "gemma4-inputs": {
+        "kind": "gemma4",
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 6,
+        "global_head_dim": 40,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 220,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "rope_parameters": GEMMA4_ROPE,
     },
     "olmo2": {"kind": "olmo2", "tie_word_embeddings": False, "pad_token_id": 0},
     "glm4": {
@@ -323,6 +351,8 @@ RECORDED_CASES = [
     "phi3-partial-window",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-inputs",
     "olmo2",
     "glm4",
     "cohere2",
@@ -376,6 +406,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
         "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
     }[kind]
     torch.manual_seed(seed)
     config = config_class(**(COMMON | changes)) if "kv_lora_rank" not in changes else config_class(**_without_head_dim(changes))
@@ -385,7 +416,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-                if kind.startswith(("gemma", "qwen3_next", "qwen3_5")) and not name.endswith("linear_attn.norm.weight"):
+                if kind.startswith(("gemma2", "gemma3", "qwen3_next", "qwen3_5")) and not name.endswith("linear_attn.norm.weight"):
                     parameter -= 1.0  # factors are 1 + weight
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3)
@@ -398,6 +429,8 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model = model.to(dtype).eval()
     if kind == "gpt_oss":
         gpt_oss_checkpoint.save(model, folder, seed)

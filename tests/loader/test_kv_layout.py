@@ -55,7 +55,7 @@ def test_figures_of_llama_3_8b() -> None:
 def test_latents_of_deepseek_v3() -> None:
     """512 numbers of a latent and 64 that are rotated, for 128 heads: published, 70 KB a token in bfloat16."""
     deepseek = parse_config((PUBLISHED / "deepseek-v3.json").read_bytes())
-    assert kv_token_dims(deepseek) == (1, 1, 576)
+    assert kv_token_dims(deepseek, 0) == (1, 1, 576)
     assert kv_bytes_per_token(deepseek, "bfloat16") == 61 * 576 * 2 == 70_272
     assert kv_bytes_per_token(deepseek, KV_FP8) == 61 * 577
     (group,) = kv_groups(deepseek, "bfloat16", 16)

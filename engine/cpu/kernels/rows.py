@@ -191,7 +191,7 @@ def _layer_norm(x: Any, residual: Any, scale: float, weight: Any, bias: Any, eps
 
 def rope_and_store_signature(element: types.Type) -> Any:
     sizes = (int64,) * 6
-    norms = (element[::1], element[::1], boolean, float64)
+    norms = (element[::1], element[::1], element[::1], boolean, float64)
     return void(element[:, ::1], float32[:, ::1], *norms, element[::1], *sizes, int64[::1], boolean, int64)
 
 
@@ -244,7 +244,8 @@ def _rope_and_store(
     cos_sin: Any,  # [T, 2 P]: P cosines, then P sines; the first 2 P dimensions of a head are rotated, the others unchanged
     query_norm: Any,  # [D], or [0] for none
     key_norm: Any,
-    around_one: bool,
+    value_norm: Any,
+    around_one: bool,  # of queries and keys
     eps: float,
     kv: Any,  # the arena, flat
     layers: int,
@@ -277,6 +278,9 @@ def _rope_and_store(
                 _turn_neighbours(qkv, token, head * head_dim, cos_sin, turning // 2)
             else:
                 _turn(qkv, at, cos_sin, token * turning, turning // 2)
+        if value_norm.shape[0] > 0:
+            for head in range(heads + kv_heads, heads + 2 * kv_heads):
+                _norm_vector(qkv, own + head * head_dim, value_norm, False, eps, qkv)
         if slots[token] >= 0:
             to = _place_of(slots[token], layers, layer, kv_heads, block_tokens, head_dim)
             for head in range(2 * kv_heads):

@@ -131,6 +131,7 @@ def rope_and_store(
     qkv: Tensor,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
+    value_norm: Tensor | None,
     around_one: bool,
     eps: float,
     layer: int,
@@ -141,7 +142,22 @@ def rope_and_store(
 ) -> None:
     group, place = batch.group_of(layer)
     norms, kv = (query_norm, key_norm, around_one, eps), (group.kv, group.scales)
-    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, place, heads, group.kv_slots, interleaved, num_turned)
+    last = (group.kv_slots, interleaved, num_turned, value_norm)
+    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, place, heads, *last)
+
+
+def rope(
+    queries: Tensor,
+    norm: Tensor | None,
+    around_one: bool,
+    eps: float,
+    layer: int,
+    heads: int,
+    batch: DeviceBatch,
+    interleaved: bool,
+) -> None:
+    group, _ = batch.group_of(layer)
+    triton_rope.rope(queries, group.turns, norm, around_one, eps, heads, group.kv_slots, interleaved)
 
 
 def attention(
@@ -166,6 +182,7 @@ def attention(
             batch.slots,
             tiles.rows,
             tiles.firsts,
+            tiles.tokens,
             tiles.starts,
             tiles.num_new,
             batch.contexts,

@@ -121,7 +121,7 @@ def split_contexts(contexts: Tensor, reach: int, work: DecodeWork) -> None:
 # table_stride leads to single block numbers; block_stride is specialised, because it tells that keys are aligned to 16 bytes.
 @triton.jit(do_not_specialize=["layer", "table_stride"])
 def _piece_kernel(
-    qkv,  # [T, (H + 2 G) D]; row r's query is token r
+    qkv,  # [T, WIDTH], of which the first H D columns are queries; row r's query is token r
     kv,
     scales,  # the scales of fp8 KV
     block_table,  # [S, B] int32
@@ -139,6 +139,7 @@ def _piece_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     M: tl.constexpr,  # H / G, padded to a size that tensor cores take
     N: tl.constexpr,
@@ -157,7 +158,7 @@ def _piece_kernel(
     member, dim, place = tl.arange(0, M), tl.arange(0, PADDED_D), tl.arange(0, N)
     inside = (member < group)[:, None] & (dim < D)[None, :]
     head = kv_head * group + member
-    query = tl.load(qkv + row * ((H + 2 * G) * D) + head[:, None] * D + dim[None, :], mask=inside, other=0.0)
+    query = tl.load(qkv + row * WIDTH + head[:, None] * D + dim[None, :], mask=inside, other=0.0)
     if WIDEN:
         query = query.to(tl.float32)
     table = block_table + tl.load(table_rows + row).to(tl.int64) * table_stride
@@ -252,7 +253,7 @@ def decode_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes the attention of the rows' queries, which are the first R tokens of qkv [T, (H + 2 G) D], into out [T, H D]. Rows
+    """Computes the attention of the rows' queries, which are the first H D columns of the first R tokens of qkv, into out [T, H D]. Rows
     without a context get zeros.
 
     scales: of fp8 KV, which is widened to qkv's dtype for the products. block_table: [S, B] int32. table_rows: [R] int32, where
@@ -283,15 +284,16 @@ def decode_attention(
         H=heads,
         G=kv_heads,
         D=head_dim,
+        WIDTH=qkv.shape[1],
         BLOCK_TOKENS=block_tokens,
         M=max(16, triton.next_power_of_2(heads // kv_heads)),
-        N=32 if padded * qkv.element_size() > 256 else SPLIT_TOKENS,
+        N=16 if padded * qkv.element_size() > 1024 else 32 if padded * qkv.element_size() > 256 else SPLIT_TOKENS,
         PADDED_D=padded,
         SOFTCAP=softcap > 0,
         WIDEN=widen,
         FP8=scales is not None,
         num_warps=4,
-        num_stages=2 if wide_items else 3,
+        num_stages=2 if wide_items or padded > 256 else 3,
     )
     combine(partial, partial_log, work, sinks, out)
 

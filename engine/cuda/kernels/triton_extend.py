@@ -25,6 +25,13 @@ def tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
     return 128 if head_dim <= 128 else 64
 
 
+def _tile_positions(padded_dim: int, item_bytes: int) -> int:
+    """Returns the positions whose keys and values a program reads at a time, as many as shared memory has room for."""
+    if padded_dim > 256:
+        return 16 if item_bytes == 4 else 32
+    return 32 if item_bytes == 4 else 64
+
+
 @triton.jit
 def _attend(
     query, top, total, sums, kv, scales, table, position_of_query, lowest_of_query, low, begin, end,
@@ -77,7 +84,7 @@ def _attend(
 # Which strides are specialised: see triton_decode._piece_kernel.
 @triton.jit(do_not_specialize=["layer", "reach", "table_stride"])
 def _extend_kernel(
-    qkv,  # [T, (H + 2 G) D]
+    qkv,  # [T, WIDTH], of which the first H D columns are queries
     kv,
     scales,  # the scales of fp8 KV
     block_table,  # [S, B] int32
@@ -98,6 +105,7 @@ def _extend_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -118,7 +126,7 @@ def _extend_kernel(
     member, dim = first + tl.arange(0, M), tl.arange(0, PADDED_D)
     token = (tl.load(starts + row) + member).to(tl.int64)
     inside = (member < new)[:, None] & (dim < D)[None, :]
-    query = tl.load(qkv + token[:, None] * ((H + 2 * G) * D) + head * D + dim[None, :], mask=inside, other=0.0)
+    query = tl.load(qkv + token[:, None] * WIDTH + head * D + dim[None, :], mask=inside, other=0.0)
     if WIDEN:
         query = query.to(tl.float32)
     kv_head = head // (H // G)
@@ -169,6 +177,7 @@ def extend_attention(
     table_rows: Tensor,
     tile_rows: Tensor,
     tile_firsts: Tensor,
+    tokens: int,
     starts: Tensor,
     num_new: Tensor,
     contexts: Tensor,
@@ -179,13 +188,12 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes attention for tiles of `tile_tokens` queries. Only the rows of out [T, H D] of their tokens are written. A tile that
+    """Computes attention for tiles of `tokens` queries, as tile_tokens gives it for this head size or a larger one. Only the rows of out [T, H D] of their tokens are written. A tile that
     begins at or behind the end of its row's new tokens is padding, and computes nothing.
 
     scales, table_rows, sinks, widen: see triton_decode.decode_attention."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
-    tokens = tile_tokens(head_dim, qkv.dtype)
-    wide_items = qkv.element_size() == 4
+    wide_items, padded = qkv.element_size() == 4, max(16, triton.next_power_of_2(head_dim))
     _extend_kernel[(heads, len(tile_rows))](
         qkv,
         kv,
@@ -208,15 +216,16 @@ def extend_attention(
         H=heads,
         G=kv_heads,
         D=head_dim,
+        WIDTH=qkv.shape[1],
         BLOCK_TOKENS=block_tokens,
         M=tokens,
-        N=32 if wide_items else 64,
-        PADDED_D=max(16, triton.next_power_of_2(head_dim)),
+        N=_tile_positions(padded, qkv.element_size()),
+        PADDED_D=padded,
         WINDOW=reach != 0,
         SINKS=sinks is not None,
         SOFTCAP=softcap > 0,
         WIDEN=widen,
         FP8=scales is not None,
-        num_warps=8 if tokens == 128 or wide_items else 4,
-        num_stages=2 if wide_items else 3,
+        num_warps=8 if tokens == 128 or wide_items or padded > 256 else 4,
+        num_stages=(1 if wide_items else 2) if padded > 256 else 2 if wide_items else 3,
     )

@@ -65,12 +65,13 @@ def _normed(value, total, factor, AROUND_ONE: tl.constexpr, D: tl.constexpr, eps
 
 
 # The norms' weights are a head's; block_stride is specialised, because it tells that what is stored is aligned to 16 bytes.
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["query_norm", "key_norm"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["query_norm", "key_norm", "value_norm"])
 def _rope_and_store_kernel(
     qkv,  # [T, (H + 2 G) D]; queries are rotated in place
     cos_sin,  # [T, 2 P] float32
     query_norm,  # [D]
     key_norm,  # [D]
+    value_norm,  # [D]
     kv,  # the arena as one group sees it
     scales,  # the scales of fp8 KV
     slots,  # [T] int64; below 0: the token is not stored
@@ -90,6 +91,7 @@ def _rope_and_store_kernel(
     FP8: tl.constexpr,
     INTERLEAVED: tl.constexpr,  # pairs are neighbouring dimensions, else i and P + i
     TURNED: tl.constexpr,  # heads that are rotated, the first ones
+    VALUES: tl.constexpr,  # whether values have norms
 ):
     narrow: tl.constexpr = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -114,18 +116,30 @@ def _rope_and_store_kernel(
         for_key = tl.load(key_norm + first, mask=at < P, other=0.0).to(tl.float32)
         as_query = _normed(left, total, for_query, AROUND_ONE, D, eps, narrow)
         as_key = _normed(left, total, for_key, AROUND_ONE, D, eps, narrow)
-        left = tl.where(is_value[:, None], left, tl.where(is_query[:, None], as_query, as_key))
+        as_value = left
+        if VALUES:
+            for_value = tl.load(value_norm + first, mask=at < P, other=0.0).to(tl.float32)
+            as_value = _normed(left, total, for_value, False, D, eps, narrow)
+        left = tl.where(is_value[:, None], as_value, tl.where(is_query[:, None], as_query, as_key))
         for_query = tl.load(query_norm + second, mask=at < P, other=0.0).to(tl.float32)
         for_key = tl.load(key_norm + second, mask=at < P, other=0.0).to(tl.float32)
         as_query = _normed(right, total, for_query, AROUND_ONE, D, eps, narrow)
         as_key = _normed(right, total, for_key, AROUND_ONE, D, eps, narrow)
-        right = tl.where(is_value[:, None], right, tl.where(is_query[:, None], as_query, as_key))
+        as_value = right
+        if VALUES:
+            for_value = tl.load(value_norm + second, mask=at < P, other=0.0).to(tl.float32)
+            as_value = _normed(right, total, for_value, False, D, eps, narrow)
+        right = tl.where(is_value[:, None], as_value, tl.where(is_query[:, None], as_query, as_key))
         if REST > 0:
             for_query = tl.load(query_norm + beyond, mask=beyond < D, other=0.0).to(tl.float32)
             for_key = tl.load(key_norm + beyond, mask=beyond < D, other=0.0).to(tl.float32)
             as_query = _normed(rest, total, for_query, AROUND_ONE, D, eps, narrow)
             as_key = _normed(rest, total, for_key, AROUND_ONE, D, eps, narrow)
-            rest = tl.where(is_value[:, None], rest, tl.where(is_query[:, None], as_query, as_key))
+            as_value = rest
+            if VALUES:
+                for_value = tl.load(value_norm + beyond, mask=beyond < D, other=0.0).to(tl.float32)
+                as_value = _normed(rest, total, for_value, False, D, eps, narrow)
+            rest = tl.where(is_value[:, None], as_value, tl.where(is_query[:, None], as_query, as_key))
     cosine = tl.load(cos_sin + token * 2 * P + at, mask=at < P, other=0.0)[None, :]
     sine = tl.load(cos_sin + token * 2 * P + P + at, mask=at < P, other=0.0)[None, :]
     turns = (head < TURNED)[:, None]
@@ -178,9 +192,10 @@ def rope_and_store(
     slots: Tensor,
     interleaved: bool = False,
     num_turned: int | None = None,
+    value_norm: Tensor | None = None,
 ) -> None:
     """Normalises (if norms are given) and rotates the queries of qkv in place, and stores the rotated keys and the values at slots
-    [T]. num_turned: as in Ops.rope_and_store. Unlike reference.rope_and_store it leaves qkv's keys as they are."""
+    [T]. Values are normalised only beside queries and keys. num_turned: as in Ops.rope_and_store. Unlike reference.rope_and_store it leaves qkv's keys as they are."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     pairs = turns.shape[1] // 2
     padded = triton.next_power_of_2(pairs)
@@ -192,6 +207,7 @@ def rope_and_store(
         turns,
         qkv if query_norm is None else query_norm,
         qkv if key_norm is None else key_norm,
+        qkv if value_norm is None else value_norm,
         kv,
         kv if scales is None else scales,
         slots,
@@ -211,5 +227,50 @@ def rope_and_store(
         FP8=scales is not None,
         INTERLEAVED=interleaved,
         TURNED=heads + kv_heads if num_turned is None else num_turned,
+        VALUES=value_norm is not None,
+        num_warps=4,
+    )
+
+
+def rope(
+    queries: Tensor,
+    turns: Tensor,
+    norm: Tensor | None,
+    around_one: bool,
+    eps: float,
+    heads: int,
+    slots: Tensor,
+    interleaved: bool,
+) -> None:
+    """Normalises (if a norm is given) and rotates queries [T, H D] in place. slots [T] are read, but nothing is stored."""
+    head_dim, pairs = queries.shape[1] // heads, turns.shape[1] // 2
+    padded, beyond = triton.next_power_of_2(pairs), head_dim - 2 * pairs
+    per_program = max(1, min(triton.next_power_of_2(heads), 1024 // padded))
+    _rope_and_store_kernel[(len(queries), triton.cdiv(heads, per_program))](
+        queries,
+        turns,
+        queries if norm is None else norm,
+        queries if norm is None else norm,
+        queries,
+        queries,
+        queries,
+        slots,
+        eps,
+        0,
+        queries.stride(0),
+        H=heads,
+        G=0,
+        D=head_dim,
+        P=pairs,
+        BLOCK_TOKENS=1,
+        NORMS=norm is not None,
+        AROUND_ONE=around_one,
+        HEADS=per_program,
+        PAIRS=padded,
+        REST=triton.next_power_of_2(beyond) if beyond else 0,
+        FP8=False,
+        INTERLEAVED=interleaved,
+        TURNED=heads,
+        VALUES=False,
         num_warps=4,
     )

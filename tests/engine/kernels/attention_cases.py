@@ -102,6 +102,7 @@ def extend_attention(draw: Draw, fp8: bool = False) -> None:
         draw.on(case.table_rows),
         ints([row for row, _ in tiles]),
         ints([at for _, at in tiles]),
+        tokens,
         ints(starts),
         ints(new),
         ints(contexts),

@@ -197,7 +197,7 @@ def main(capability: int, listed: bool) -> None:
     ]:  # FP8_CAPABILITY of the backend
         triton_decode.decode_attention(qkv, *kv, 3, HEADS, table, ints, work, 0.1, 0.0, None, False, out)
         for window, softcap in ((0, 0.0), (4096, 50.0)):
-            columns = (table, ints, ints, ints, ints, ints, ints)
+            columns = (table, ints, ints, ints, triton_extend.tile_tokens(HEAD_DIM, dtype), ints, ints, ints)
             triton_extend.extend_attention(qkv, *kv, 3, HEADS, *columns, window, 0.1, softcap, None, False, out)
         for norms in ((None, None), (norm, norm)):
             triton_rope.rope_and_store(qkv, turns, *norms, False, 1e-6, *kv, 3, HEADS, longs)

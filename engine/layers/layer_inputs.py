@@ -1,0 +1,61 @@
+"""Inputs that each layer of a model has of its own: of each token, a row of an embedding table and a projection of its embedding."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from engine.layers.norms import Norm
+from engine.layers.weights import Weights
+from engine.ops.ops import BatchT, Ops
+from loader.architectures.decoder import Decoder
+from loader.model_shape import ModelShape
+
+MEAN_FACTOR = 2.0**-0.5  # of the sum of both parts
+
+
+class LayerInputs(Generic[BatchT]):
+    """Makes the inputs of all L layers, W numbers each, from a step's tokens and their embeddings [T, hidden]."""
+
+    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights) -> None:
+        assert shape.layer_inputs is not None
+        names, width = family.names, shape.layer_inputs.width
+        self.ops, self.width, self.num_layers = ops, width, shape.num_layers
+        self.table = weights.get(f"{names.input_embedding}.weight")
+        self.table_scale = torch.tensor(width**0.5, dtype=self.table.dtype).item()  # rounded as the table is
+        self.projection = weights.get(f"{names.input_projection}.weight")
+        self.projection_scale = shape.hidden_size**-0.5
+        self.norm = Norm(ops, family, shape, weights, names.input_norm)
+
+    def __call__(self, embedded: Tensor, batch: BatchT) -> Tensor:
+        """Returns the inputs [T L, W], those of a token's layers one after the other."""
+        ops, num_tokens = self.ops, len(embedded)
+        projected = ops.scaled(ops.linear(embedded, self.projection), self.projection_scale)
+        made = self.norm(projected.view(num_tokens * self.num_layers, self.width))
+        rows = ops.embedding(batch.input_ids, self.table, self.table_scale)
+        ops.add(rows.view(made.shape), made)
+        return ops.scaled(made, MEAN_FACTOR)
+
+
+class LayerInput(Generic[BatchT]):
+    """Adds to the residual what a layer makes of its own input: the norm of a projection of the input, which is gated by the
+    residual."""
+
+    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
+        assert shape.layer_inputs is not None
+        names, prefix = family.names, family.names.layer.format(layer)
+        self.ops, self.num_layers, self.first, self.width = ops, shape.num_layers, layer * shape.layer_inputs.width, shape.layer_inputs.width
+        self.gate = weights.matrix(prefix, (names.input_gate,))
+        self.output = weights.matrix(prefix, (names.input_output,))
+        self.norm = Norm(ops, family, shape, weights, prefix + names.input_output_norm)
+
+    def __call__(self, residual: Tensor, batch: BatchT) -> Tensor:
+        """Returns what is to be added to the residual [T, hidden]."""
+        inputs = batch.layer_inputs
+        assert inputs is not None
+        own = inputs.view(len(residual), self.num_layers * self.width)[:, self.first : self.first + self.width]
+        gated = self.ops.gelu(self.ops.linear(residual, self.gate))
+        self.ops.multiply(gated, own)
+        return self.norm(self.ops.linear(gated, self.output))

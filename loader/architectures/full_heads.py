@@ -1,0 +1,65 @@
+"""Heads of layers without windows that differ in number and size from those of layers with windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loader.config_fields import Fields
+from loader.model_shape import HeadShape
+
+_BY_LAYER, _NUM, _DIM, _TIED = "per_layer_config", "num_key_value_heads", "head_dim", "attention_k_eq_v"
+
+
+@dataclass(slots=True, frozen=True)
+class FullHeads:
+    """What applies to a family whose layers without windows have heads of their own. head_dim: if config.json has neither
+    `global_head_dim` nor `per_layer_config`."""
+
+    head_dim: int
+
+    def parse(self, fields: Fields, sliding: Sequence[bool], usual: HeadShape, num_heads: int) -> HeadShape | None:
+        """Returns the heads of layers without windows, None if they are the usual ones. sliding: by layer, whether it has a window.
+        Raises UnsupportedModel or CheckpointError.
+
+        The key `per_layer_config`, which later versions of transformers write, has an object for each layer that differs, by its number.
+        Files without it have `global_head_dim` and, which counts where keys are values, `num_global_key_value_heads`."""
+        tied = fields.boolean(_TIED)
+        if fields.has(_BY_LAYER):
+            key, heads = _BY_LAYER, _listed(fields, sliding, usual)
+        else:
+            key = "num_global_key_value_heads"
+            num = fields.integer(key, usual.num_kv_heads) if tied else usual.num_kv_heads
+            heads = HeadShape(num, fields.integer("global_head_dim", self.head_dim))
+        if num_heads % heads.num_kv_heads:
+            raise fields.fail(key, f"{heads.num_kv_heads} does not divide num_attention_heads {num_heads}")
+        if heads.head_dim % 2:
+            raise fields.fail("global_head_dim" if key != _BY_LAYER else key, f"{heads.head_dim} is odd; rotary embedding needs pairs")
+        heads = HeadShape(heads.num_kv_heads, heads.head_dim, keys_are_values=tied)
+        return None if heads == usual else heads
+
+
+def _listed(fields: Fields, sliding: Sequence[bool], usual: HeadShape) -> HeadShape:
+    """Returns the heads that `per_layer_config` gives all layers without windows."""
+    by_layer = fields.mapping(_BY_LAYER)
+    assert by_layer is not None
+    numbers = {str(layer): layer for layer in range(len(sliding))}
+    found: dict[int, HeadShape] = {}
+    for name in by_layer.values:
+        own = by_layer.mapping(name)
+        if name not in numbers or own is None:
+            raise by_layer.fail(name, f"is not an object for one of the layers from 0 to {len(sliding) - 1}")
+        _refuse_others(own)
+        found[numbers[name]] = HeadShape(own.integer(_NUM, usual.num_kv_heads), own.integer(_DIM, usual.head_dim))
+    kinds = {window: {found.get(layer, usual) for layer, slides in enumerate(sliding) if slides == window} for window in (True, False)}
+    if kinds[True] - {usual} or len(kinds[False]) > 1:
+        raise fields.unsupported(_BY_LAYER, "is supported where all layers without windows, and no others, have the same values")
+    return next(iter(kinds[False]), usual)
+
+
+def _refuse_others(own: Fields) -> None:
+    for key, value in own.values.items():
+        allowed: tuple[Any, ...] = (_NUM, _DIM)
+        if key not in allowed and value is not None:
+            raise own.unsupported(key, f"is not supported for a layer; supported: {', '.join(allowed)}")

@@ -1,0 +1,15 @@
+"""Gemma 4 12B (text): Gemma 4 without inputs of each layer's own, beside encoders that are part of the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loader.architectures.gemma4 import ARCHITECTURE as GEMMA4
+
+ARCHITECTURE = replace(
+    GEMMA4,
+    name="Gemma4UnifiedForCausalLM",
+    model_type="gemma4_unified_text",
+    windows=replace(GEMMA4.windows, default_tokens=1024),
+    layer_input_width=None,
+)

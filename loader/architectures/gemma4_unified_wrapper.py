@@ -1,0 +1,9 @@
+"""Gemma 4 12B: its text model beside embeddings of images and sound."""
+
+from __future__ import annotations
+
+from loader.architectures.gemma4_unified import ARCHITECTURE as TEXT
+from loader.architectures.gemma4_wrapper import ENCODERS
+from loader.architectures.wrapper import Wrapper
+
+ARCHITECTURE = Wrapper("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", TEXT, others=ENCODERS)

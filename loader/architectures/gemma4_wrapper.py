@@ -1,0 +1,10 @@
+"""Gemma 4: Gemma 4 (text) beside encoders of images and sound."""
+
+from __future__ import annotations
+
+from loader.architectures.gemma4 import ARCHITECTURE as TEXT
+from loader.architectures.wrapper import Wrapper
+
+ENCODERS = tuple(f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
+
+ARCHITECTURE = Wrapper("Gemma4ForConditionalGeneration", "gemma4", TEXT, others=ENCODERS)
