@@ -8,7 +8,7 @@ from loader import frame
 from loader.dtypes import ITEM_BYTES
 from loader.formats.registry import stored_format
 from loader.model_shape import ModelShape
-from loader.work_space import delta_bytes
+from loader.work_space import beside_values, delta_bytes, input_values, keys_as_values
 
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 # Contexts are cut into one piece a row and so many more, each with float32 results: some eight for each of 256 multiprocessors.
@@ -31,6 +31,7 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
     # residual, normed, a product's result; where branches are parallel, attention's beside the MLP's
     residual = tokens * hidden * (4 if shape.parallel_branches else 3) * item
+    residual += tokens * (3 * input_values(shape) + beside_values(shape)) * item
     num_pieces = max_sequences + -(-DECODE_PIECES // decode_programs(shape, shape.fewest_kv_heads))
     if (latent := shape.latent) is None:
         pieces = num_pieces * shape.num_heads * (shape.widest_head_dim + 1) * 4
@@ -44,6 +45,7 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
         attention = (tokens * by_token + absorbed) * item + pieces
     if shape.gated_attention:  # queries with their gates, and what these multiply
         attention += tokens * (2 * query + 2 * key + query) * item
+    attention += tokens * keys_as_values(shape) * item
     attention = max(attention, tokens * delta_bytes(shape, dtype))
     mlp = tokens * max(shape.widest_inner_size * 3 * item, _expert_bytes(shape, item))
     held = stored_format(shape)

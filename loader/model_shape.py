@@ -53,6 +53,7 @@ class ExpertShape:
     weighs_inputs: bool = False  # an expert's weight is the sigmoid of its score, and multiplies what the expert reads
     swiglu_limit: float = 0.0  # clamped SwiGLU (reference.clamped_swiglu): the clamp of gate and up; 0: SiLU instead
     swiglu_alpha: float = 0.0  # the factor of the gate within its sigmoid
+    beside: bool = False  # experts are beside a layer's MLP, not in its place
 
 
 @dataclass(slots=True, frozen=True)

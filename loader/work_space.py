@@ -57,10 +57,12 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
         attention = 2 * latent.query_rank + latent.token_values + query + shape.num_heads * latent.value_dim
     if shape.gated_attention:  # queries and keys with their gates, and without
         attention += 2 * query + 2 * key
+    attention += keys_as_values(shape)
     delta = delta_bytes(shape, dtype)
     layer = max(attention, 3 * shape.widest_inner_size, max(delta, expert_bytes(shape, dtype)) // ITEM_BYTES[dtype])
     # residual, update, normed, output, and as much for gaps between those that are taken and given back
     around = (10 if shape.parallel_branches else 8) * shape.hidden_size  # attention's result stays beside the MLP's
+    around += 3 * input_values(shape) + beside_values(shape)
     rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
     tokens = recorded_tokens(min(max_num_batched_tokens, MAX_RECORDED_TOKENS))
     return max(rows * (around + max(layer, shape.vocab_size)), tokens * (around + layer)) * ITEM_BYTES[dtype]
@@ -82,6 +84,24 @@ def expert_bytes(shape: ModelShape, dtype: str) -> int:
     if experts.sigmoid is not None:  # in float32, as is the router's input; the scores of what groups leave are sorted, too
         scores = experts.num_experts * 40 + hidden * 4
     return max(grouped, reference) + shared + hidden * item + scores
+
+
+def input_values(shape: ModelShape) -> int:
+    """Returns the numbers that layers with inputs of their own get of one token (engine/layers/layer_inputs.py). There are three
+    times as many while they are made."""
+    return 0 if shape.layer_inputs is None else shape.num_layers * shape.layer_inputs.width
+
+
+def beside_values(shape: ModelShape) -> int:
+    """Returns the numbers that a layer whose experts are beside its MLP takes for one token besides those of either: what the MLP
+    made, and the residual as the router and as the experts read it."""
+    return 4 * shape.hidden_size if shape.experts is not None and shape.experts.beside else 0
+
+
+def keys_as_values(shape: ModelShape) -> int:
+    """Returns the numbers that queries and keys of one token take once more where values are what made the keys."""
+    tied = [heads for heads in shape.kinds_of_heads if heads.keys_are_values]
+    return max((heads.head_dim * (shape.num_heads + heads.num_kv_heads) for heads in tied), default=0)
 
 
 def delta_bytes(shape: ModelShape, dtype: str) -> int:
@@ -123,6 +143,7 @@ def work_space_bytes(
     residual = tokens * hidden * (3 * item + 2 * 4)  # residual, normed, output; two float32 copies inside the norm
     if shape.parallel_branches:  # attention's result, beside the MLP's
         residual += tokens * hidden * item
+    residual += tokens * (3 * input_values(shape) + beside_values(shape)) * item
     attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.widest_head_dim * 2 * 4
     if shape.whole_width_norms:  # the queries, and their norms
         attention += tokens * 2 * query * item
@@ -135,6 +156,7 @@ def work_space_bytes(
         attention, gathered = _latent_bytes(shape, tokens, context, item)
     if shape.gated_attention:  # queries with their gates, and what these multiply
         attention += tokens * (2 * query + 2 * key + query) * item
+    attention += tokens * keys_as_values(shape) * item
     attention = max(attention, tokens * delta_bytes(shape, dtype))
     mlp = tokens * max(shape.widest_inner_size * 4 * item, expert_bytes(shape, dtype))
     logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item

@@ -54,6 +54,8 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
         groups = (rule.num_groups, rule.num_chosen_groups)
         own = (rule.correction.numpy(), *groups, matrices.normalised, rule.factor)
         call(kernels.route_by_sigmoid, scores.view(scores.shape).numpy(), slots, *own, *to)
+    if matrices.factors is not None:
+        call(_weigh_by_expert, *where, routing.firsts, slots, matrices.factors[:])
     rows = empty(x, len(x) * num_chosen, x.shape[1])
     call(kernels.gather_rows, routing.tokens, array(x), 1.0, array(rows))
     if matrices.weighs_inputs:
@@ -63,7 +65,7 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
     del rows  # recorded steps place the next result where it was
     activated = empty(x, len(gate_up), gate_up.shape[1] // 2)
     if (clamped := matrices.clamped) is None:
-        call(kernels.silu_and_mul, array(gate_up), array(activated))
+        call(kernels.gelu_and_mul if matrices.gelu else kernels.silu_and_mul, array(gate_up), array(activated))
     else:
         call(kernels.clamped_swiglu, array(gate_up), clamped.limit, clamped.alpha, array(activated))
     del gate_up
@@ -82,6 +84,12 @@ def _weigh_rows(rows: Tensor, weights: Any, places: Any, slots: Any) -> None:
     own = torch.from_numpy(places[there].ravel()).long()
     rows[own] = (rows[own].float() * torch.from_numpy(weights[there].reshape(-1, 1))).to(rows.dtype)
     weights[:] = 1.0
+
+
+def _weigh_by_expert(weights: Any, places: Any, firsts: Any, slots: Any, factors: Tensor) -> None:
+    """Multiplies the weight of each pair by its expert's factor. Arguments: see the kernel `route`."""
+    there, of_rows = slots >= 0, np.repeat(factors.float().numpy(), np.diff(firsts))
+    weights[there] *= of_rows[places[there]]
 
 
 def _grouped_product(

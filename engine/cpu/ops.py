@@ -317,8 +317,8 @@ class CpuOps:
         if not self._served(qkv) or group.scales is not None:
             slots = torch.from_numpy(group.slots)
             of_norms = (query_norm, key_norm, around_one, eps)
-            how = (slots, group.scales, interleaved, num_turned, value_norm)
-            reference.rope_and_store(qkv, group.cos_sin, *of_norms, kv, place, heads, *how)
+            how = (slots, group.scales, interleaved, num_turned)
+            reference.rope_and_store(qkv, group.cos_sin, *of_norms, kv, place, heads, *how, value_norm=value_norm)
             return
         columns = array(qkv)
         none = columns[0, :0]
@@ -347,7 +347,7 @@ class CpuOps:
         self, queries: Tensor, norms: HeadNorms | None, layer: int, heads: int, batch: HostBatch, interleaved: bool = False
     ) -> None:
         norm, around_one, eps = (None, False, 0.0) if norms is None else (norms.query, norms.around_one, norms.eps)
-        group, place = batch.group_of(layer)
+        group, _ = batch.group_of(layer)
         if not self._served(queries):
             reference.rope(queries, group.cos_sin, norm, around_one, eps, heads, interleaved)
             return

@@ -60,6 +60,9 @@ class LaunchOnlyOps(CudaOps):
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
         return torch.empty_like(x)
 
+    def add_and_scale(self, update: Tensor, residual: Tensor, factor: Tensor) -> None:
+        """Does nothing: the factor has no memory."""
+
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
         return weight.new_empty(x.shape[0], weight.shape[0])
 

@@ -130,9 +130,7 @@ class CudaModel:
         for group in self.kv_groups:
             dims = kv_layout.kv_token_dims(shape, group.layers[0])
             kv: tuple[Tensor, Tensor | None] = (
-                (state_view(arena, group), None)
-                if group.kind == "state"
-                else (kv_views(arena, group, dims, spec.kv_dtype))
+                (state_view(arena, group), None) if group.kind == "state" else (kv_views(arena, group, dims, spec.kv_dtype))
             )
             turning = local if group.window_tokens else rotary
             num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // decode_programs(shape, dims[1]))

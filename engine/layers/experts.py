@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.layers.mlp import MLP
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, ClampedSwiglu, ExpertMatrices, ExpertMatrix, Ops, SigmoidRouting
-from loader.architectures.decoder import Decoder
+from loader.architectures.decoder import GELU_TANH, Decoder
 from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, ModelShape
 
 
@@ -54,7 +54,16 @@ class MixtureOfExperts(Generic[BatchT]):
             correction = weights.get(prefix + names.correction)
             sigmoid = SigmoidRouting(correction, rule.num_groups, rule.num_chosen_groups, rule.factor)
         how = (sizes.num_chosen, sizes.normalised)
-        experts = ExpertMatrices(gate_up, down, *how, sigmoid=sigmoid, weighs_inputs=sizes.weighs_inputs)
+        beside = family.experts.beside
+        experts = ExpertMatrices(
+            gate_up,
+            down,
+            *how,
+            sigmoid=sigmoid,
+            weighs_inputs=sizes.weighs_inputs,
+            gelu=family.activation == GELU_TANH,
+            factors=None if beside is None else weights.get(prefix + beside.expert_scale),
+        )
         return cls(ops, router, experts, shared)
 
     def __call__(self, x: Tensor, batch: BatchT) -> Tensor:

@@ -1,4 +1,4 @@
-"""Inputs that each layer of a model has of its own: of each token, a row of an embedding table and a projection of its embedding."""
+"""Inputs that each layer of a model has of its own: of each token, a row of a table and a projection of its embedding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class LayerInput(Generic[BatchT]):
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert shape.layer_inputs is not None
         names, prefix = family.names, family.names.layer.format(layer)
-        self.ops, self.num_layers, self.first, self.width = ops, shape.num_layers, layer * shape.layer_inputs.width, shape.layer_inputs.width
+        width = shape.layer_inputs.width
+        self.ops, self.all_width, self.columns = ops, shape.num_layers * width, slice(layer * width, (layer + 1) * width)
         self.gate = weights.matrix(prefix, (names.input_gate,))
         self.output = weights.matrix(prefix, (names.input_output,))
         self.norm = Norm(ops, family, shape, weights, prefix + names.input_output_norm)
@@ -55,7 +56,7 @@ class LayerInput(Generic[BatchT]):
         """Returns what is to be added to the residual [T, hidden]."""
         inputs = batch.layer_inputs
         assert inputs is not None
-        own = inputs.view(len(residual), self.num_layers * self.width)[:, self.first : self.first + self.width]
+        own = inputs.view(len(residual), self.all_width)[:, self.columns]
         gated = self.ops.gelu(self.ops.linear(residual, self.gate))
         self.ops.multiply(gated, own)
         return self.norm(self.ops.linear(gated, self.output))

@@ -4,6 +4,8 @@ there (loader/layout.py), so the fused matrix is a view as well.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,11 @@ from loader.formats.relayout import INPUT_ORDER
 from loader.formats.weight_format import WeightFormat, WeightSlot
 from loader.layout import weight_layout
 from loader.model_shape import ModelShape
+
+
+@cache
+def _ones(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(width, dtype=dtype, device=device)
 
 
 class Weights:
@@ -37,8 +44,9 @@ class Weights:
         return dtype
 
     def ones(self, width: int) -> Tensor:
-        """Returns the weight [W] of a norm that has none."""
-        return torch.ones(width, dtype=self._dtype, device=self._memory.tensor(0, (0,), torch.uint8).device)
+        """Returns the weight [W] of a norm that has none. It is the same tensor each time a model is built, since graphs that were
+        captured before an eviction go on reading it."""
+        return _ones(width, self._dtype, self._memory.tensor(0, (0,), torch.uint8).device)
 
     def find(self, name: str) -> Tensor | None:
         """Returns the parameter, or None if the model has none of that name (biases)."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.attention import Attention
+from engine.layers.beside_experts import BesideExperts
 from engine.layers.experts import MixtureOfExperts
 from engine.layers.gated_delta import GatedDelta
 from engine.layers.latent_attention import LatentAttention
@@ -20,7 +21,7 @@ from engine.layers.mlp import MLP
 from engine.layers.norms import Norm
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, Ops
-from loader.architectures.decoder import Decoder, has_delta_rule, has_experts
+from loader.architectures.decoder import Decoder, has_delta_rule, has_experts, has_experts_beside
 from loader.model_shape import ModelShape
 
 
@@ -44,6 +45,7 @@ class DecoderLayer(Generic[BatchT]):
         self.mlp_norm = Norm.named(*of_norm, names.mlp_norm)
         mlp = MixtureOfExperts if has_experts(shape, layer) else MLP
         self.mlp: MLP | MixtureOfExperts[BatchT] = mlp.of_layer(ops, family, shape, weights, layer)
+        self.experts = BesideExperts(ops, family, shape, weights, layer) if has_experts_beside(shape) else None
         self.mlp_output_norm = Norm.named(*of_norm, names.mlp_output_norm)
         self.input = LayerInput(ops, family, shape, weights, layer) if shape.layer_inputs is not None else None
         self.scalar = weights.get(prefix + names.layer_scalar) if names.layer_scalar else None
@@ -60,6 +62,8 @@ class DecoderLayer(Generic[BatchT]):
             self.ops.add(attended, residual, self.scale)
         else:
             update = self.mlp(self._added(attended, residual, self.mlp_norm), batch)
+        if self.experts is not None:
+            update = self.experts(update, residual, batch)
         if self.mlp_output_norm is not None:
             update = self.mlp_output_norm(update)
         if self.input is not None:

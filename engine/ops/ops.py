@@ -120,8 +120,9 @@ class ExpertMatrices:
     has values [E, N, K] and scales [E, N, G], an Int4Matrix packed [E, N, K / 2]. gate_up_bias [E, 2 I], down_bias [E, W]: biases
     of the products. clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up.
     sigmoid: how experts are chosen and weighed, if not by the softmax of their scores. weighs_inputs: an expert's weight is the
-    sigmoid of its score, and what it reads is multiplied by it, not what it returns. Tensors may be contiguous along their outputs
-    instead of their inputs."""
+    sigmoid of its score, and what it reads is multiplied by it, not what it returns. gelu: the activation is gelu(gate) * up, gelu
+    in its form with tanh. factors [E]: of the experts' weights, after these were made to add up to 1. Tensors may be contiguous
+    along their outputs instead of their inputs."""
 
     gate_up: ExpertMatrix
     down: ExpertMatrix
@@ -132,6 +133,8 @@ class ExpertMatrices:
     clamped: ClampedSwiglu | None = None
     sigmoid: SigmoidRouting | None = None
     weighs_inputs: bool = False
+    gelu: bool = False
+    factors: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -230,7 +233,7 @@ class Rotary:
 class StepBatch(Protocol):
     """The inputs of one step. Models read the tokens, and hand the rest to the operations of the same device."""
 
-    layer_inputs: Tensor | None  # [T L, W]: what the L layers of a model whose layers have inputs of their own get, set by the model
+    layer_inputs: Tensor | None  # [T L, W]: the inputs of L layers that have inputs of their own, set by the model
 
     @property
     def input_ids(self) -> Tensor:
@@ -352,9 +355,9 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         num_turned: int | None = None,
     ) -> None:
         """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, does the same to the keys,
-        normalises the values if they have a norm, and stores keys and values in the KV blocks. The keys in qkv are undefined afterwards. interleaved: pairs are neighbouring
-        dimensions, else dimension i and dimension P + i. num_turned: so many heads are rotated, from the first query on; None: all
-        queries and keys."""
+        normalises the values if they have a norm, and stores keys and values in the KV blocks. The keys in qkv are undefined
+        afterwards, and so are the values. interleaved: pairs are neighbouring dimensions, else dimension i and dimension P + i.
+        num_turned: so many heads are rotated, from the first query on; None: all queries and keys."""
         ...
 
     def rope(
@@ -374,8 +377,8 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns causal attention [T, H D] of every token over its row's KV blocks in the layer's window. Runs after
-        rope_and_store. Of qkv only the first H D columns are read. softcap: scores become softcap * tanh(score / softcap); 0: they are
-        unchanged. sinks: [H] float32, one more score for each head, which takes weight and gives no value."""
+        rope_and_store. Of qkv only the first H D columns are read. softcap: scores become softcap * tanh(score / softcap); 0: they
+        are unchanged. sinks: [H] float32, one more score for each head, which takes weight and gives no value."""
         ...
 
     def normed_columns(self, x: Tensor, first: int, weight: Tensor, eps: float) -> Tensor:

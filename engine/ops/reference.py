@@ -674,15 +674,22 @@ def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, numbe
     return functional.linear(x, matrices[number], own_bias)
 
 
-def gated(gate_up: Tensor, clamped: ClampedSwiglu | None) -> Tensor:
+def gated(gate_up: Tensor, clamped: ClampedSwiglu | None, gelu: bool = False) -> Tensor:
     """Returns the activation of a layer's experts."""
+    if gelu:
+        return gelu_and_mul(gate_up)
     return silu_and_mul(gate_up) if clamped is None else clamped_swiglu(gate_up, clamped.limit, clamped.alpha)
 
 
-def route(scores: Tensor, num_chosen: int, normalised: bool, by_sigmoid: bool = False) -> tuple[Tensor, Tensor]:
+def route(
+    scores: Tensor, num_chosen: int, normalised: bool, by_sigmoid: bool = False, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns the experts [T, C] int64 that each token passes through, the one with the highest of its scores [T, E] first, and
     their weights [T, C] float32: the softmax of the scores, or (normalised) that divided by its sum over the C experts, or
-    (by_sigmoid) the sigmoids of their scores. Of equal scores the lower expert is chosen."""
+    (by_sigmoid) the sigmoids of their scores. Of equal scores the lower expert is chosen. factors [E]: of the weights."""
+    if factors is not None:
+        chosen, weights = route(scores, num_chosen, normalised, by_sigmoid)
+        return chosen, weights * factors.float()[chosen]
     wide = scores.float()
     ordered, chosen = torch.sort(wide, dim=-1, descending=True, stable=True)
     if by_sigmoid:
@@ -722,7 +729,7 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Ten
     num_experts = matrices.num_experts
     how = (scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
     if matrices.sigmoid is None:
-        chosen, weights = route(*how, matrices.weighs_inputs)
+        chosen, weights = route(*how, matrices.weighs_inputs, matrices.factors)
     else:
         chosen, weights = route_by_sigmoid(*how, matrices.sigmoid)
     chosen = chosen.masked_fill(is_padding.unsqueeze(1), num_experts)
@@ -734,7 +741,7 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Ten
             if matrices.weighs_inputs:
                 rows, own = (rows.float() * own).to(x.dtype), torch.ones_like(own)
             gate_up = _expert_linear(rows, matrices.gate_up, matrices.gate_up_bias, expert)
-            made = _expert_linear(gated(gate_up, matrices.clamped), matrices.down, matrices.down_bias, expert)
+            made = _expert_linear(gated(gate_up, matrices.clamped, matrices.gelu), matrices.down, matrices.down_bias, expert)
             total.index_add_(0, tokens, made.float() * own)
     if shared is not None:
         is_gated = scores.shape[1] > num_experts

@@ -220,7 +220,8 @@ class Decoder:
                 kinds[kind] = (*self._groups_around_mlp(shape, kind[0]), self._mlp_groups(shape, kind[1]))
             before, behind, dense = kinds[kind]
             prefix, first = names.layer.format(layer), of_delta if has_delta_rule(shape, layer) else before
-            own = [*first, *(sparse if has_experts(shape, layer) else dense), *behind, *last]
+            inner = [*dense, *sparse] if has_experts_beside(shape) else sparse if has_experts(shape, layer) else dense
+            own = [*first, *inner, *behind, *last]
             groups += [group.in_layer(layer, prefix) for group in own]
         groups += self._norms(hidden, names.final_norm)
         if shape.pooling:  # no logits are computed
@@ -354,7 +355,7 @@ class Decoder:
         key, num_layers = "num_kv_shared_layers", len(sliding)
         num = fields.integer(key, 0, at_least=0, at_most=MAX_LAYERS)
         if num and not set(sliding[num_layers - num :]) <= set(sliding[: max(0, num_layers - num)]):
-            raise fields.fail(key, f"{num} of {num_layers} layers leave none, of some kind of layer, whose keys and values they read")
+            raise fields.fail(key, f"{num} of {num_layers} layers leave no layer of the same kind whose keys and values they read")
         return num
 
     def _layer_inputs(self, fields: Fields) -> LayerInputShape | None:
@@ -399,8 +400,13 @@ def _bare(names: TensorNames) -> TensorNames:
 
 
 def has_experts(shape: ModelShape, layer: int) -> bool:
-    """Returns whether the layer is a mixture of experts."""
-    return shape.experts is not None and layer not in shape.experts.dense_layers
+    """Returns whether the layer is a mixture of experts, in the place of an MLP."""
+    return shape.experts is not None and not shape.experts.beside and layer not in shape.experts.dense_layers
+
+
+def has_experts_beside(shape: ModelShape) -> bool:
+    """Returns whether each layer has experts beside its MLP."""
+    return shape.experts is not None and shape.experts.beside
 
 
 def has_delta_rule(shape: ModelShape, layer: int) -> bool:

@@ -55,6 +55,21 @@ class ExpertNames:
 
 
 @dataclass(slots=True, frozen=True)
+class BesideNames:
+    """Names of what a layer has whose experts are beside its MLP (engine/layers/beside_experts.py), without `.weight` except
+    router_scale and expert_scale, which are whole names. Like those of TensorNames they follow the layer's prefix.
+
+    router_scale: factors of the router's normalised input. expert_scale: of each expert's weight. norm: of what experts read.
+    mlp_output_norm, output_norm: of what the MLP and the experts make."""
+
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    mlp_output_norm: str = "post_feedforward_layernorm_1"
+    norm: str = "pre_feedforward_layernorm_2"
+    output_norm: str = "post_feedforward_layernorm_2"
+
+
+@dataclass(slots=True, frozen=True)
 class SigmoidRule:
     """What applies to a router whose scores pass through a sigmoid if config.json leaves a key out: n_group, topk_group and
     routed_scaling_factor."""
@@ -86,9 +101,10 @@ class SigmoidRule:
 class Experts:
     """What config.json may say about a family's experts, and what applies if it leaves a key out."""
 
-    num_experts: int
-    num_chosen: int
+    num_experts: int | None  # None: config.json must have the number, as for num_chosen
+    num_chosen: int | None
     names: ExpertNames = ExpertNames()
+    enabled_key: str = ""  # the key that says whether layers have experts, false if it is absent; "": they have
     num_keys: tuple[str, str] = NUM_KEYS  # either has the number of experts
     size_key: str = "moe_intermediate_size"
     size: int | None = None  # None: config.json must have size_key
@@ -106,18 +122,22 @@ class Experts:
     swiglu_alpha: float = 0.0  # default of the key swiglu_alpha, likewise
     stack: str = ""  # of families whose names have stacked_gate_up: how such tensors are ordered (loader/model_shape.py)
     weighs_inputs: bool = False  # the sigmoid of an expert's score multiplies what it reads
+    beside: BesideNames | None = None  # None: experts are in the place of the MLP
+    chosen_keys: tuple[str, str] = _CHOSEN_KEYS  # either has the number of experts of a token
     has_sparse_layers: bool = False  # whether the keys moe_layers and interleave_moe_layer_step name the layers with experts
 
-    def parse(self, fields: Fields, num_layers: int) -> ExpertShape:
-        """Reads config.json. Raises CheckpointError, which names a key with a wrong value, and UnsupportedModel for a variant that
-        is not served."""
+    def parse(self, fields: Fields, num_layers: int) -> ExpertShape | None:
+        """Reads config.json. Returns None if it asks for no experts. Raises CheckpointError, which names a key with a wrong value,
+        and UnsupportedModel for a variant that is not served."""
+        if self.enabled_key and not fields.boolean(self.enabled_key):
+            return None
         for key, value in self.fixed:
             if fields.has(key) and fields.values[key] != value:
                 raise fields.unsupported(key, f"{fields.values[key]!r} is not supported; supported: {value!r}")
         num_experts = _same_of(fields, self.num_keys, self.num_experts, MAX_EXPERTS)
-        num_chosen = _same_of(fields, _CHOSEN_KEYS, self.num_chosen, 1 << 40)
+        num_chosen = _same_of(fields, self.chosen_keys, self.num_chosen, 1 << 40)
         if num_chosen > num_experts:
-            raise fields.fail(_CHOSEN_KEY, f"{num_chosen} is more than there are experts ({num_experts})")
+            raise fields.fail(self.chosen_keys[0], f"{num_chosen} is more than there are experts ({num_experts})")
         size = fields.integer(self.size_key, self.size)
         sigmoid = None if self.sigmoid is None else self.sigmoid.parse(fields, self.num_keys[0], num_experts, num_chosen)
         normalised = fields.boolean("norm_topk_prob", self.normalised_default) if self.normalised is None else self.normalised
@@ -134,6 +154,7 @@ class Experts:
             weighs_inputs=self.weighs_inputs,
             swiglu_limit=fields.positive("swiglu_limit", self.swiglu_limit) if self.swiglu_limit else 0.0,
             swiglu_alpha=fields.positive("swiglu_alpha", self.swiglu_alpha) if self.swiglu_alpha else 0.0,
+            beside=self.beside is not None,
         )
 
     def tensor_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
@@ -147,6 +168,10 @@ class Experts:
             *(self._float32_router(router, num) if experts.sigmoid is not None else [router]),
             *self._expert_matrices(experts, hidden),
         ]
+        if (beside := self.beside) is not None:
+            groups += [one_tensor(beside.router_scale, hidden), one_tensor(beside.expert_scale, num)]
+            norms = (beside.mlp_output_norm, beside.norm, beside.output_norm)
+            groups += [one_tensor(f"{name}.weight", hidden) for name in norms]
         if names.shared:
             gate_up = tuple(names.shared + name for name in names.gate_up)
             for own, shapes in ((gate_up, ((shared, hidden),) * 2), ((names.shared + names.down,), ((hidden, shared),))):
@@ -208,12 +233,15 @@ class Experts:
         return groups
 
 
-def _same_of(fields: Fields, keys: tuple[str, str], default: int, at_most: int) -> int:
+def _same_of(fields: Fields, keys: tuple[str, str], default: int | None, at_most: int) -> int:
     """Returns the number that two keys are names of. Raises CheckpointError if they contradict each other."""
     given = {key: fields.integer(key, at_most=at_most) for key in keys if fields.has(key)}
     if len(set(given.values())) > 1:
         raise fields.fail(keys[0], f"{given[keys[0]]} contradicts {keys[1]} {given[keys[1]]}")
-    return next(iter(given.values()), default)
+    found = next(iter(given.values()), default)
+    if found is None:
+        raise fields.fail(keys[0], "missing")
+    return found
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from loader.config_fields import Fields
 from loader.model_shape import HeadShape
@@ -23,19 +22,20 @@ class FullHeads:
         """Returns the heads of layers without windows, None if they are the usual ones. sliding: by layer, whether it has a window.
         Raises UnsupportedModel or CheckpointError.
 
-        The key `per_layer_config`, which later versions of transformers write, has an object for each layer that differs, by its number.
-        Files without it have `global_head_dim` and, which counts where keys are values, `num_global_key_value_heads`."""
+        The key `per_layer_config`, which later versions of transformers write, has an object for each layer that differs, by its
+        number. Files without it have `global_head_dim` and `num_global_key_value_heads`, which counts where keys are values."""
         tied = fields.boolean(_TIED)
         if fields.has(_BY_LAYER):
-            key, heads = _BY_LAYER, _listed(fields, sliding, usual)
+            num_key = dim_key = _BY_LAYER
+            heads = _listed(fields, sliding, usual)
         else:
-            key = "num_global_key_value_heads"
-            num = fields.integer(key, usual.num_kv_heads) if tied else usual.num_kv_heads
-            heads = HeadShape(num, fields.integer("global_head_dim", self.head_dim))
+            num_key, dim_key = "num_global_key_value_heads", "global_head_dim"
+            num = fields.integer(num_key, usual.num_kv_heads) if tied else usual.num_kv_heads
+            heads = HeadShape(num, fields.integer(dim_key, self.head_dim))
         if num_heads % heads.num_kv_heads:
-            raise fields.fail(key, f"{heads.num_kv_heads} does not divide num_attention_heads {num_heads}")
+            raise fields.fail(num_key, f"{heads.num_kv_heads} heads do not divide num_attention_heads {num_heads}")
         if heads.head_dim % 2:
-            raise fields.fail("global_head_dim" if key != _BY_LAYER else key, f"{heads.head_dim} is odd; rotary embedding needs pairs")
+            raise fields.fail(dim_key, f"head size {heads.head_dim} is odd; rotary embedding needs pairs")
         heads = HeadShape(heads.num_kv_heads, heads.head_dim, keys_are_values=tied)
         return None if heads == usual else heads
 
@@ -52,14 +52,14 @@ def _listed(fields: Fields, sliding: Sequence[bool], usual: HeadShape) -> HeadSh
             raise by_layer.fail(name, f"is not an object for one of the layers from 0 to {len(sliding) - 1}")
         _refuse_others(own)
         found[numbers[name]] = HeadShape(own.integer(_NUM, usual.num_kv_heads), own.integer(_DIM, usual.head_dim))
-    kinds = {window: {found.get(layer, usual) for layer, slides in enumerate(sliding) if slides == window} for window in (True, False)}
-    if kinds[True] - {usual} or len(kinds[False]) > 1:
+    windowed = {found.get(layer, usual) for layer, slides in enumerate(sliding) if slides}
+    full = {found.get(layer, usual) for layer, slides in enumerate(sliding) if not slides}
+    if windowed - {usual} or len(full) > 1:
         raise fields.unsupported(_BY_LAYER, "is supported where all layers without windows, and no others, have the same values")
-    return next(iter(kinds[False]), usual)
+    return next(iter(full), usual)
 
 
 def _refuse_others(own: Fields) -> None:
     for key, value in own.values.items():
-        allowed: tuple[Any, ...] = (_NUM, _DIM)
-        if key not in allowed and value is not None:
-            raise own.unsupported(key, f"is not supported for a layer; supported: {', '.join(allowed)}")
+        if key not in (_NUM, _DIM) and value is not None:
+            raise own.unsupported(key, f"is not supported for single layers; supported: {_NUM}, {_DIM}")

@@ -12,4 +12,6 @@ ARCHITECTURE = replace(
     model_type="gemma4_unified_text",
     windows=replace(GEMMA4.windows, default_tokens=1024),
     layer_input_width=None,
+    experts=None,
+    fixed=(("enable_moe_block", False),),
 )

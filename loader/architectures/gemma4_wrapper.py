@@ -5,6 +5,7 @@ from __future__ import annotations
 from loader.architectures.gemma4 import ARCHITECTURE as TEXT
 from loader.architectures.wrapper import Wrapper
 
-ENCODERS = tuple(f"{model}{part}." for model in ("", "model.") for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
+_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
+ENCODERS = tuple(f"{model}{part}." for model in ("", "model.") for part in _PARTS)
 
 ARCHITECTURE = Wrapper("Gemma4ForConditionalGeneration", "gemma4", TEXT, others=ENCODERS)

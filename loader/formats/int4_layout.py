@@ -94,7 +94,13 @@ def place(
 def check(group_inputs: int, fields: Fields, shape: ModelShape) -> None:
     """Raises UnsupportedModel for a model whose widths are not made of whole groups."""
     refuse_stacked_experts(fields, shape)
-    inner = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
-    for key, width in (("hidden_size", shape.hidden_size), ("intermediate_size", inner)):
+    widths = [("hidden_size", shape.hidden_size)]
+    if shape.experts is not None:
+        widths.append(("intermediate_size", shape.experts.intermediate_size))
+    if shape.experts is None or shape.experts.beside:
+        widths.append(("intermediate_size", shape.intermediate_size))
+    if shape.layer_inputs is not None:
+        widths.append(("hidden_size_per_layer_input", shape.layer_inputs.width))
+    for key, width in widths:
         if width % (group_inputs or STEP):
             raise fields.unsupported(key, f"{width} is no multiple of {group_inputs or STEP}, which INT4 needs")

@@ -30,6 +30,8 @@ KINDS = [
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4-inputs",
     "phi3-partial-window",
     "olmo2",
     "cohere2",

@@ -121,6 +121,10 @@ CASES: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 7,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 24,
         "final_logit_softcapping": 9.0,
         "rope_parameters": GEMMA4_ROPE,
     },
@@ -414,7 +418,7 @@ def make_checkpoint(folder: Path, kind: str = "llama", dtype: torch.dtype = torc
     model = model_class(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or (kind == "gemma4" and name.endswith("scale")):
                 parameter.uniform_(0.5, 1.5)
                 if kind.startswith(("gemma2", "gemma3", "qwen3_next", "qwen3_5")) and not name.endswith("linear_attn.norm.weight"):
                     parameter -= 1.0  # factors are 1 + weight

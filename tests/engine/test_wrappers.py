@@ -54,6 +54,16 @@ QWEN35_VISION: dict[str, Any] = {
     "num_heads": 2,
     "out_hidden_size": COMMON["hidden_size"],
 }
+GEMMA4_TEXT: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 6,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "attention_bias": True,
+    "use_bidirectional_attention": "vision",
+}
 LLAMA4_VISION: dict[str, Any] = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
 NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.", "": "model."}
 
@@ -66,6 +76,15 @@ def make_wrapper(folder: Path, kind: str) -> Any:
         text = COMMON | {"num_hidden_layers": 7, "sliding_window": 6, "query_pre_attn_scalar": 24}
         config: Any = transformers.Gemma3Config(text_config=text, vision_config=TINY_VISION, mm_tokens_per_image=1)
         model: Any = transformers.Gemma3ForConditionalGeneration(config)
+    elif kind == "gemma4":
+        text = COMMON | GEMMA4_TEXT | {"hidden_size_per_layer_input": 0}
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+        config = transformers.Gemma4Config(text_config=text, vision_config=vision | {"num_key_value_heads": 2})
+        model = transformers.Gemma4ForConditionalGeneration(config)
+    elif kind == "gemma4_unified":
+        vision = {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 16}
+        config = transformers.Gemma4UnifiedConfig(text_config=COMMON | GEMMA4_TEXT, vision_config=vision)
+        model = transformers.Gemma4UnifiedForConditionalGeneration(config)
     elif kind == "llama4":
         vision = {key: value for key, value in TINY_VISION.items() if key != "intermediate_size"}
         config = transformers.Llama4Config(
@@ -92,6 +111,9 @@ def make_wrapper(folder: Path, kind: str) -> Any:
             parameter.normal_(0.0, 0.2)
             if "norm" in name and kind not in ("gemma3", "qwen3_5", "qwen3_5_moe"):  # whose factors are 1 + weight
                 parameter += 1.0
+        for name, buffer in text_model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         if kind == "mistral3":
             model.lm_head.weight.normal_(0.0, 0.2)
     model.eval().save_pretrained(folder)
@@ -128,7 +150,7 @@ def part_experts(source: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "llama4", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4_unified", "mistral3", "llama4", "qwen3_5", "qwen3_5_moe"])
 def test_logits(tmp_path: Path, kind: str) -> None:
     theirs = make_wrapper(tmp_path / "first", kind)
     if kind == "llama4":  # transformers' wrapper fails without images
@@ -137,7 +159,7 @@ def test_logits(tmp_path: Path, kind: str) -> None:
         wanted = theirs(torch.tensor([PROMPT])).logits[0].numpy()
     assert np.abs(wanted).max() > 1.0
     folders = [tmp_path / "first"]
-    if kind != "qwen3_5":  # whose tensors have one name
+    if kind not in ("qwen3_5", "gemma4", "gemma4_unified"):  # whose tensors have one name
         folders.append((part_experts if kind in ("llama4", "qwen3_5_moe") else rename)(folders[0], tmp_path / "second"))
     runner = make_runner(make_memory())
     for folder in folders:

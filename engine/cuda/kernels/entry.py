@@ -109,7 +109,9 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
     num_experts, num_chosen, kv_slots = experts.num_experts, experts.num_chosen, batch.groups[0].kv_slots
     chosen, weights, firsts, pairs = triton_experts.empty_routing(len(x), num_chosen, num_experts, x.device)
     if experts.sigmoid is None:
-        triton_experts.route(scores, kv_slots, num_experts, experts.normalised, chosen, weights, experts.weighs_inputs)
+        triton_experts.route(
+            scores, kv_slots, num_experts, experts.normalised, chosen, weights, experts.weighs_inputs, experts.factors
+        )
     else:
         triton_experts.route_by_sigmoid(scores, kv_slots, experts.sigmoid, experts.normalised, chosen, weights)
     triton_experts.sort(chosen, firsts, pairs)
@@ -119,7 +121,9 @@ def experts(x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor |
         how = (firsts, pairs, num_chosen)
         last = (tile, INTERPRETED)
         factors, gate_bias = weights if experts.weighs_inputs else None, experts.gate_up_bias
-        triton_experts.grouped_linear(x, experts.gate_up, *how, True, *last, inner, gate_bias, experts.clamped, factors)
+        triton_experts.grouped_linear(
+            x, experts.gate_up, *how, True, *last, inner, gate_bias, experts.clamped, factors, experts.gelu
+        )
         triton_experts.grouped_linear(inner, experts.down, *how, False, *last, made, experts.down_bias)
     out = torch.empty_like(x)
     gates = scores if scores.shape[1] > num_experts else None
@@ -142,8 +146,8 @@ def rope_and_store(
 ) -> None:
     group, place = batch.group_of(layer)
     norms, kv = (query_norm, key_norm, around_one, eps), (group.kv, group.scales)
-    last = (group.kv_slots, interleaved, num_turned, value_norm)
-    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, place, heads, *last)
+    how = (place, heads, group.kv_slots, interleaved, num_turned, value_norm)
+    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, *how)
 
 
 def rope(

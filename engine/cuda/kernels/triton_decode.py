@@ -253,8 +253,8 @@ def decode_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes the attention of the rows' queries, which are the first H D columns of the first R tokens of qkv, into out [T, H D]. Rows
-    without a context get zeros.
+    """Computes the attention of the rows' queries, which are the first H D columns of the first R tokens of qkv, into out [T, H D].
+    Rows without a context get zeros.
 
     scales: of fp8 KV, which is widened to qkv's dtype for the products. block_table: [S, B] int32. table_rows: [R] int32, where
     each row's blocks are in block_table. sinks: [H] float32, a score that takes weight and gives no value. widen: see

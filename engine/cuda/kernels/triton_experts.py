@@ -35,17 +35,19 @@ def _padded_experts(num_experts: int) -> int:
     return max(16, triton.next_power_of_2(num_experts))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["expert_factors"])
 def _route_kernel(
     scores,  # [T, COLUMNS]; the first E columns are the router's
     kv_slots,  # [T] int64: below 0 for padding
     chosen,  # [T, C] int32: E for padding
     weights,  # [T, C] float32
+    expert_factors,  # [E]: of the weights, if SCALED
     COLUMNS: tl.constexpr,
     E: tl.constexpr,
     C: tl.constexpr,
     NORMALISED: tl.constexpr,
     BY_SIGMOID: tl.constexpr,
+    SCALED: tl.constexpr,
     PADDED_E: tl.constexpr,
     PADDED_C: tl.constexpr,
 ):
@@ -68,6 +70,8 @@ def _route_kernel(
         left = tl.where(at == expert, float("-inf"), left)
     if NORMALISED:
         total = tl.sum(factors, axis=0)
+    if SCALED:
+        factors *= tl.load(expert_factors + experts).to(tl.float32)
     experts = tl.where(tl.load(kv_slots + token) < 0, E, experts)
     tl.store(chosen + token * C + number, experts, mask=number < C)
     tl.store(weights + token * C + number, factors / total, mask=number < C)
@@ -81,19 +85,23 @@ def route(
     chosen: Tensor,
     weights: Tensor,
     by_sigmoid: bool = False,
+    factors: Tensor | None = None,
 ) -> None:
-    """Fills chosen [T, C] int32 and weights [T, C] float32 as reference.route returns them; padding chooses expert E."""
+    """Fills chosen [T, C] int32 and weights [T, C] float32 as reference.route returns them; padding chooses expert E.
+    factors: [E]."""
     num_tokens, num_chosen = chosen.shape
     _route_kernel[(num_tokens,)](
         scores,
         kv_slots,
         chosen,
         weights,
+        scores if factors is None else factors,
         COLUMNS=scores.shape[1],
         E=num_experts,
         C=num_chosen,
         NORMALISED=normalised and not by_sigmoid,
         BY_SIGMOID=by_sigmoid,
+        SCALED=factors is not None,
         PADDED_E=_padded_experts(num_experts),
         PADDED_C=triton.next_power_of_2(num_chosen),
         num_warps=1,
@@ -212,12 +220,14 @@ def sort(chosen: Tensor, firsts: Tensor, pairs: Tensor, block: int = _SORT_BLOCK
 
 
 @triton.jit
-def _activated(gate, up, limit, alpha, narrow: tl.constexpr, CLAMPED: tl.constexpr):
+def _activated(gate, up, limit, alpha, narrow: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr):
     """Returns the activation, in float32, of gate and up as products give them in `narrow`."""
     gate, up = gate.to(narrow).to(tl.float32), up.to(narrow).to(tl.float32)
     if CLAMPED:
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
         return (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+    if GELU:  # its form with tanh, as a sigmoid
+        return (gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))).to(narrow).to(tl.float32) * up
     return (gate / (1.0 + tl.exp(-gate))).to(narrow).to(tl.float32) * up
 
 
@@ -240,6 +250,7 @@ def _grouped_kernel(
     N: tl.constexpr,
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
+    GELU: tl.constexpr,
     BIASED: tl.constexpr,
     FOUR_BITS: tl.constexpr,  # weights are MXFP4 or INT4
     INT4: tl.constexpr,
@@ -323,7 +334,7 @@ def _grouped_kernel(
         if GATED:
             total_up += tl.load(biases_at + to_up, mask=output < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        total = _activated(total, total_up, limit, alpha, narrow, CLAMPED)
+        total = _activated(total, total_up, limit, alpha, narrow, CLAMPED, GELU)
     place = out + out_row.to(tl.int64)[:, None] * N + output[None, :]
     tl.store(place, total.to(narrow), mask=there[:, None] & (output < N)[None, :])
 
@@ -353,6 +364,7 @@ def grouped_linear(
     bias: Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
     weights: Tensor | None = None,
+    gelu: bool = False,
 ) -> None:
     """Multiplies sorted pairs (see `sort`) with their experts' weights. Rows of out [P, N] that belong to no pair are undefined.
 
@@ -360,7 +372,7 @@ def grouped_linear(
     out becomes silu(gate) * up, in the order of the sorted pairs. Otherwise x [P, K] is in that order, weight is [E, N, K], and out
     in the order of the pairs' numbers. tile: one of TILE_ROWS. widen: products are of float32 (where kernels are interpreted).
     bias: [E, 2 N] or [E, N]. clamped: the activation if gated, of gates and ups that alternate. weights: [T, C] float32, if gated:
-    factors of what each pair reads."""
+    factors of what each pair reads. gelu: the activation is gelu(gate) * up, gelu in its form with tanh."""
     num_experts, num_pairs = len(firsts) - 1, len(pairs)
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
@@ -390,6 +402,7 @@ def grouped_linear(
         N=num_outputs,
         GATED=gated,
         CLAMPED=clamped is not None,
+        GELU=gelu,
         BIASED=bias is not None,
         FOUR_BITS=of_four_bits,
         INT4=of_int4,

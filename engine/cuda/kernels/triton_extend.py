@@ -188,8 +188,9 @@ def extend_attention(
     widen: bool,
     out: Tensor,
 ) -> None:
-    """Computes attention for tiles of `tokens` queries, as tile_tokens gives it for this head size or a larger one. Only the rows of out [T, H D] of their tokens are written. A tile that
-    begins at or behind the end of its row's new tokens is padding, and computes nothing.
+    """Computes attention for tiles of `tokens` queries, as tile_tokens gives it for this head size or a larger one. Only the rows
+    of out [T, H D] of their tokens are written. A tile that begins at or behind the end of its row's new tokens is padding, and
+    computes nothing.
 
     scales, table_rows, sinks, widen: see triton_decode.decode_attention."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]

@@ -195,7 +195,8 @@ def rope_and_store(
     value_norm: Tensor | None = None,
 ) -> None:
     """Normalises (if norms are given) and rotates the queries of qkv in place, and stores the rotated keys and the values at slots
-    [T]. Values are normalised only beside queries and keys. num_turned: as in Ops.rope_and_store. Unlike reference.rope_and_store it leaves qkv's keys as they are."""
+    [T]. Values may have a norm where queries and keys have them. num_turned: as in Ops.rope_and_store. Unlike
+    reference.rope_and_store it leaves qkv's keys as they are."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     pairs = turns.shape[1] // 2
     padded = triton.next_power_of_2(pairs)

@@ -49,6 +49,7 @@ from loader.model_shape import DeltaShape
 BLOCK_TOKENS = 16
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, VOCAB, ROWS = 32, 8, 128, 4096, 14336, 128256, 8
 EXPERTS, CHOSEN, EXPERT_INNER = 64, 8, 768
+WIDE_DIM = 512
 LATENT_HEADS, RANK, PLAIN, ROPE, VALUE = (16, 128), 512, 128, 64, 128  # of DeepSeek-V2-Lite and V3
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -115,6 +116,7 @@ def compile_instead_of_running(capability: int, listed: bool) -> None:
             ptx = made.asm["ptx"]
             line = {
                 "kernel": self.fn.__name__,
+                "head_dim": options.get("D", 0),
                 "fp8": bool(options.get("FP8")),
                 "mxfp4": bool(options.get("FOUR_BITS") and not options["INT4"]),
                 "int4": bool(options.get("INT4")) or "int4" in self.fn.__name__,
@@ -165,6 +167,18 @@ def launch_latents(heads: int, kv_dtype: str, table: torch.Tensor, ints: torch.T
         triton_latent.product_by_head(own[..., :RANK], of_heads, True, False, values)
 
 
+def launch_wide_heads(table: torch.Tensor, ints: torch.Tensor, longs: torch.Tensor) -> None:
+    """Launches the kernels of attention with Gemma 4's widest heads: 32 of queries and 4 of keys and values, of 512 numbers."""
+    heads, dtype, kv, work = 32, torch.bfloat16, kept_as("bfloat16", (2, 4, WIDE_DIM)), entry.split_contexts(ints, 0, 132)
+    qkv, out = torch.zeros(ROWS, (heads + 2 * 4) * WIDE_DIM, dtype=dtype), torch.zeros(ROWS, heads * WIDE_DIM, dtype=dtype)
+    turns, norm = torch.zeros(ROWS, WIDE_DIM), qkv[0, :WIDE_DIM]
+    triton_rope.rope_and_store(qkv, turns, norm, norm, False, 1e-6, *kv, 3, heads, longs, value_norm=norm)
+    triton_rope.rope(out, turns, norm, False, 1e-6, heads, longs, False)
+    triton_decode.decode_attention(qkv, *kv, 3, heads, table, ints, work, 1.0, 0.0, None, False, out)
+    columns = (table, ints, ints, ints, triton_extend.tile_tokens(WIDE_DIM, dtype), ints, ints, ints)
+    triton_extend.extend_attention(qkv, *kv, 3, heads, *columns, 0, 1.0, 0.0, None, False, out)
+
+
 def launch_delta(table: torch.Tensor, ints: torch.Tensor) -> None:
     """Launches the kernels of the gated delta rule with Qwen3-Next's sizes."""
     shape = DeltaShape(frozenset((0, 1, 2)), 16, 32, 128, 128, 4, by_head=True)
@@ -204,6 +218,7 @@ def main(capability: int, listed: bool) -> None:
         triton_rope.rope_and_store(qkv, turns, None, None, False, 1e-6, *kv, 3, HEADS, longs, True)
         for heads in LATENT_HEADS:
             launch_latents(heads, KV_FP8 if kv[1] is not None else "bfloat16", table, ints, longs)
+    launch_wide_heads(table, ints, longs)
     launch_delta(table, ints)
     x = torch.zeros(ROWS, WIDTH, dtype=dtype)
     routing = triton_experts.empty_routing(ROWS, CHOSEN, EXPERTS, x.device)

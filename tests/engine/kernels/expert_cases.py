@@ -13,10 +13,16 @@ from tests.engine.kernels.row_cases import int4_matrix, int4_on_device
 
 
 def routed(
-    scores: Tensor, kv_slots: Tensor, num_experts: int, num_chosen: int, normalised: bool, by_sigmoid: bool = False
+    scores: Tensor,
+    kv_slots: Tensor,
+    num_experts: int,
+    num_chosen: int,
+    normalised: bool,
+    by_sigmoid: bool = False,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns, made with torch, what `route` and `sort` should fill in: chosen, weights, firsts and pairs (-7 behind the last)."""
-    return arranged(*reference.route(scores[:, :num_experts], num_chosen, normalised, by_sigmoid), kv_slots, num_experts)
+    return arranged(*reference.route(scores[:, :num_experts], num_chosen, normalised, by_sigmoid, factors), kv_slots, num_experts)
 
 
 def arranged(chosen: Tensor, weights: Tensor, kv_slots: Tensor, num_experts: int) -> tuple[Tensor, ...]:
@@ -46,9 +52,11 @@ def routing(draw: Draw) -> None:
     if draw.one_of(False, True):
         scores = scores.round()  # many are equal
     kv_slots, by_sigmoid = some_padding(draw, num_tokens), draw.one_of(False, False, True)
-    wanted = routed(scores, kv_slots, num_experts, num_chosen, normalised, by_sigmoid)
+    factors = draw.normal(num_experts) if draw.one_of(False, True) else None
+    wanted = routed(scores, kv_slots, num_experts, num_chosen, normalised, by_sigmoid, factors)
     chosen, weights, firsts, pairs = (draw.like(one) for one in wanted)
-    triton_experts.route(draw.on(scores), draw.on(kv_slots), num_experts, normalised, chosen, weights, by_sigmoid)
+    on_device = None if factors is None else draw.on(factors)
+    triton_experts.route(draw.on(scores), draw.on(kv_slots), num_experts, normalised, chosen, weights, by_sigmoid, on_device)
     triton_experts.sort(chosen, firsts, pairs, draw.one_of(16, 64))
     close(weights, wanted[1], torch.float32)
     for one, other in ((chosen, wanted[0]), (firsts, wanted[2]), (pairs, wanted[3])):
@@ -122,7 +130,8 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
         scores[:] = scores[:1].clone()
     kv_slots = some_padding(draw, num_tokens)
     how = (num_chosen, normalised)
-    matrices = ExpertMatrices(on_cpu(gate_up), on_cpu(down), *how, *biases, clamped, weighs_inputs=weighs_inputs)
+    gelu = clamped is None and draw.one_of(False, True)
+    matrices = ExpertMatrices(on_cpu(gate_up), on_cpu(down), *how, *biases, clamped, weighs_inputs=weighs_inputs, gelu=gelu)
     wanted = reference.experts(x, scores, matrices, kv_slots < 0, shared)
     _, weights, firsts, pairs = (draw.on(one) for one in routed(scores, kv_slots, num_experts, *how, weighs_inputs))
     between, made = (draw.like(torch.empty(len(pairs), columns, dtype=draw.dtype)) for columns in (inner, width))
@@ -130,7 +139,8 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
     gate_bias, down_bias = (None if bias is None else draw.on(bias) for bias in biases)
     own = [one if isinstance(one, Mxfp4Matrix) else placed(draw, one) for one in (gate_up, down)]
     factors = weights if weighs_inputs else None
-    triton_experts.grouped_linear(draw.on(x), own[0], *where, True, tile, draw.interpreted, between, gate_bias, clamped, factors)
+    activation = (gate_bias, clamped, factors, gelu)
+    triton_experts.grouped_linear(draw.on(x), own[0], *where, True, tile, draw.interpreted, between, *activation)
     triton_experts.grouped_linear(between, own[1], *where, False, tile, draw.interpreted, made, down_bias)
     also = None if shared is None else draw.on(shared)
     triton_experts.combine(made, weights, draw.on(kv_slots), draw.on(scores) if is_gated else None, also, out, not weighs_inputs)

@@ -80,6 +80,7 @@ DEEPSEEK_V3, DEEPSEEK_V2_LITE, LLAMA4_SCOUT, QWEN3_NEXT, COMMAND_R7B, PHI_2 = (
     json.loads((PUBLISHED / f"{name}.json").read_text())
     for name in ("deepseek-v3", "deepseek-v2-lite", "llama-4-scout", "qwen3-next-80b-a3b", "command-r7b", "phi-2")
 )
+GEMMA4_26B = json.loads((PUBLISHED / "gemma-4-26b-a4b.json").read_text())["text_config"]
 LLAMA4_TEXT = LLAMA4_SCOUT["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
 FP8_WEIGHTS = {"quantization_config": FINE_GRAINED}
 GPTQ_WEIGHTS = {"quantization_config": gptq(sym=False, desc_act=True)}
@@ -97,6 +98,24 @@ CASES = [
     KeyCase("qwen3 embedder", QWEN3, pooling=LAST_TOKEN, max_rows=17, more={"vocab_size": 1000}),
     KeyCase("gemma2", GEMMA2_2B, block_offset=16, more={"vocab_size": 4096}),
     KeyCase("gemma3 fp8", GEMMA3_1B, kv_cache_dtype="fp8", more={"num_hidden_layers": 7, "vocab_size": 1000}),
+    KeyCase(
+        "gemma4 at odd places",
+        GEMMA4_26B,
+        block_offset=8,
+        max_rows=17,
+        more={
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 512,
+            "num_global_key_value_heads": 1,
+            "sliding_window": 96,
+            "vocab_size": 1024,
+            "num_experts": 8,
+            "hidden_size_per_layer_input": 64,
+            "vocab_size_per_layer_input": 1024,
+            "num_kv_shared_layers": 2,
+        },
+    ),
     KeyCase("phi3", PHI3_MINI_4K, block_offset=8, more={"head_dim": 96, "sliding_window": 64}),
     KeyCase(
         "olmo2 float32 gptq",
@@ -167,6 +186,7 @@ COVERING = (
     "qwen3 norms at odd places",
     "qwen3 embedder",
     "gemma2",
+    "gemma4 at odd places",
     "olmo2 float32 gptq",
     "command r7b fp8",
     "phi-2 at odd places",

@@ -54,6 +54,8 @@ def test_any_sizes_and_any_routing(monkeypatch: pytest.MonkeyPatch, dtype: torch
     num_experts, num_tokens = draw.choice([1, 2, 5, 16, 60, 128]), draw.choice([1, 2, 3, 7, 16, 33, 90])
     width, inner = draw.choice([16, 48, 77, 130]), draw.choice([1, 4, 24, 50, 64])
     experts = layer(dtype, num_experts, width, inner, draw.randint(1, min(8, num_experts)), draw.random() < 0.5)
+    if draw.random() < 0.3:
+        experts = replace(experts, gelu=True, factors=random(num_experts, dtype=dtype).abs())
     has_shared = draw.random() < 0.4
     scores = random(num_tokens, num_experts + has_shared, dtype=dtype, scale=draw.choice([0.3, 3.0])).clone()
     if draw.random() < 0.3:  # all tokens pass through the same experts

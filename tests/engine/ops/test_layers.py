@@ -83,18 +83,21 @@ def test_gated_activations(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("pairs", [HEAD_DIM // 2, 6, 3])
-@pytest.mark.parametrize("kind", ["no norms", "norms", "norms around one", "norms, neighbours"])
+@pytest.mark.parametrize("kind", ["no norms", "norms", "norms around one", "norms, neighbours", "norms of values"])
 def test_rope_and_store(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str, pairs: int, threads: int) -> None:
     ops.set_num_threads(threads)
     share_everything(monkeypatch)
     weights = random(HEAD_DIM, dtype=dtype), random(HEAD_DIM, dtype=dtype) + 1
-    norms = None if kind == "no norms" else HeadNorms(*weights, 1e-5, kind == "norms around one")
+    of_values = random(HEAD_DIM, dtype=dtype) if kind == "norms of values" else None
+    norms = None if kind == "no norms" else HeadNorms(*weights, 1e-5, kind == "norms around one", of_values)
 
     def call() -> Tensor:
         batch = make_batch(dtype, [(0, 17, 1), (1, 5, 4), (3, 0, 9)], padded=True, pairs=pairs)
         qkv = random(len(batch.input_ids), (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype).clone()
         ops.rope_and_store(qkv, norms, 1, HEADS, batch, kind == "norms, neighbours")
-        return torch.cat((qkv[: batch.num_tokens].flatten(), batch.groups[0].kv.flatten()))
+        queries = random(len(batch.input_ids), HEADS * HEAD_DIM, dtype=dtype).clone()
+        ops.rope(queries, norms, 1, HEADS, batch, kind == "norms, neighbours")
+        return torch.cat((qkv[: batch.num_tokens].flatten(), queries.flatten(), batch.groups[0].kv.flatten()))
 
     same(*both(monkeypatch, call))
 

@@ -1,0 +1,42 @@
+"""Experts beside the MLP of a layer: both read the residual before either is added, each through a norm of its own."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from torch import Tensor
+
+from engine.layers.experts import MixtureOfExperts
+from engine.layers.norms import Norm
+from engine.layers.weights import Weights
+from engine.ops.ops import BatchT, Ops
+from loader.architectures.decoder import Decoder
+from loader.model_shape import ModelShape
+
+
+class BesideExperts(Generic[BatchT]):
+    """Adds what a layer's experts make of the residual to what its MLP made of it. The router reads the residual, normalised,
+    times a factor for each dimension and 1 / sqrt(hidden)."""
+
+    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
+        assert family.experts is not None
+        assert family.experts.beside is not None
+        names, prefix = family.experts.beside, family.names.layer.format(layer)
+        self.ops, self.eps, self.score_scale = ops, shape.rms_norm_eps, shape.hidden_size**-0.5
+        self.mixture = MixtureOfExperts.of_layer(ops, family, shape, weights, layer)
+        self.router_scale = weights.get(prefix + names.router_scale)
+        of_norm = (ops, family, shape, weights)
+        self.mlp_output_norm = Norm(*of_norm, prefix + names.mlp_output_norm)
+        self.norm = Norm(*of_norm, prefix + names.norm)
+        self.output_norm = Norm(*of_norm, prefix + names.output_norm)
+
+    def __call__(self, update: Tensor, residual: Tensor, batch: BatchT) -> Tensor:
+        """Returns the sum of both [T, hidden]. update: what the MLP made. residual [T, hidden]: what both read, which stays as it
+        is."""
+        ops, mixture = self.ops, self.mixture
+        of_mlp = self.mlp_output_norm(update)
+        normed = ops.rms_norm(residual, self.router_scale, self.eps)
+        scores = ops.scaled(ops.linear(normed, mixture.router), self.score_scale)
+        made = self.output_norm(ops.experts(self.norm(residual), scores, mixture.experts, None, batch))
+        ops.add(of_mlp, made)
+        return made
