@@ -146,8 +146,9 @@ def rope_and_store(
 ) -> None:
     group, place = batch.group_of(layer)
     norms, kv = (query_norm, key_norm, around_one, eps), (group.kv, group.scales)
-    how = (place, heads, group.kv_slots, interleaved, num_turned, value_norm)
-    triton_rope.rope_and_store(qkv, group.turns, *norms, *kv, *how)
+    triton_rope.rope_and_store(
+        qkv, group.turns, *norms, *kv, place, heads, group.kv_slots, interleaved, num_turned, value_norm=value_norm
+    )
 
 
 def rope(
