@@ -31,7 +31,6 @@ KINDS = [
     "gemma2",
     "gemma3",
     "gemma4",
-    "gemma4-inputs",
     "phi3-partial-window",
     "olmo2",
     "cohere2",

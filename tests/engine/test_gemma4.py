@@ -25,8 +25,8 @@ from tests.engine.test_states import MAX_TOKENS, PROMPT, Served, text_after
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("gemma4-inputs")
-    return folder, make_checkpoint(folder, **CASES["gemma4-inputs"])
+    folder = tmp_path_factory.mktemp("gemma4")
+    return folder, make_checkpoint(folder, **CASES["gemma4"])
 
 
 @pytest.fixture

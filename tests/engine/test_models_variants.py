@@ -142,7 +142,7 @@ def test_dynamic_rope(runner: TorchRunner, tmp_path: Path, max_len: int) -> None
         "phi3-partial-window",
         "gemma2",
         "gemma3",
-        "gemma4-inputs",
+        "gemma4",
         "olmo2",
         "cohere2",
         "mixtral",

@@ -72,9 +72,7 @@ class Node:
             memory.kv[group.pool._stack[: group.pool.num_free].astype(np.int64)] = torch.nan
 
 
-@pytest.fixture(
-    scope="module", params=["mistral-window", "qwen3-windows", "phi3-partial-window", "gemma2", "gemma3", "gemma4", "gemma4-inputs"]
-)
+@pytest.fixture(scope="module", params=["mistral-window", "qwen3-windows", "phi3-partial-window", "gemma2", "gemma3", "gemma4"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return folder, make_checkpoint(folder, **CASES[request.param])

@@ -77,7 +77,7 @@ def make_wrapper(folder: Path, kind: str) -> Any:
         config: Any = transformers.Gemma3Config(text_config=text, vision_config=TINY_VISION, mm_tokens_per_image=1)
         model: Any = transformers.Gemma3ForConditionalGeneration(config)
     elif kind == "gemma4":
-        text = COMMON | GEMMA4_TEXT | {"hidden_size_per_layer_input": 0}
+        text = COMMON | GEMMA4_TEXT | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": False}
         vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
         config = transformers.Gemma4Config(text_config=text, vision_config=vision | {"num_key_value_heads": 2})
         model = transformers.Gemma4ForConditionalGeneration(config)
