@@ -22,7 +22,7 @@ class BesideExperts(Generic[BatchT]):
         assert family.experts is not None
         assert family.experts.beside is not None
         names, prefix = family.experts.beside, family.names.layer.format(layer)
-        self.ops, self.eps, self.score_scale = ops, shape.rms_norm_eps, shape.hidden_size**-0.5
+        self.ops, self.eps, self.input_scale = ops, shape.rms_norm_eps, shape.hidden_size**-0.5
         self.mixture = MixtureOfExperts.of_layer(ops, family, shape, weights, layer)
         self.router_scale = weights.get(prefix + names.router_scale)
         of_norm = (ops, family, shape, weights)
@@ -35,8 +35,9 @@ class BesideExperts(Generic[BatchT]):
         is."""
         ops, mixture = self.ops, self.mixture
         of_mlp = self.mlp_output_norm(update)
-        normed = ops.rms_norm(residual, self.router_scale, self.eps)
-        scores = ops.scaled(ops.linear(normed, mixture.router), self.score_scale)
+        # scaled before the product, as in transformers: to round scores once more would have other experts chosen
+        normed = ops.scaled(ops.rms_norm(residual, self.router_scale, self.eps), self.input_scale)
+        scores = ops.linear(normed, mixture.router)
         made = self.output_norm(ops.experts(self.norm(residual), scores, mixture.experts, None, batch))
         ops.add(of_mlp, made)
         return made
