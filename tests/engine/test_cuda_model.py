@@ -51,11 +51,22 @@ pytestmark = INTERPRETED
 # what they have the others have, too; on a GPU all are computed
 SLOW = {"llama", "qwen3", "olmo2", "gemma3", "phi3-partial-window"}
 
+# what takes long to interpret, with a layer of each kind
+SMALLER: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "num_experts": 4,
+        "top_k_experts": 2,
+    }
+}
+
 
 @pytest.fixture(scope="module", params=[kind for kind in KINDS if kind not in SLOW])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
-    return folder, make_checkpoint(folder, **CASES[request.param])
+    return folder, make_checkpoint(folder, **(CASES[request.param] | SMALLER.get(request.param, {})))
 
 
 def test_prefill_in_chunks_then_a_mixed_batch(made: tuple[Path, Any]) -> None:
