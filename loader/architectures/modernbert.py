@@ -89,7 +89,7 @@ class ModernEncoder:
         if fields.has("rope_scaling"):
             raise fields.unsupported("rope_scaling", f"{self.name} is supported without it")
         named = Fields(fields.values | {"rope_theta": wide, "rope_local_base_freq": near}, fields.file)
-        ropes = parse_rope(named, self.name, _ROPE, head_dim, max_position_embeddings)
+        ropes = parse_rope(named, self.name, _ROPE, head_dim, head_dim, max_position_embeddings)
         if any(rope is not None and rope.kind != "default" for rope in ropes):
             raise fields.unsupported("rope_parameters", f"{self.name} is supported with rope_type default only")
         return ropes
