@@ -12,11 +12,12 @@ SIGMOID, IDENTITY = "sigmoid", "identity"
 
 @dataclass(slots=True, frozen=True)
 class SigmoidShape:
-    """Sizes of a router whose scores pass through a sigmoid (reference.route_by_sigmoid)."""
+    """Sizes of a router whose scores pass through a sigmoid, or through a softmax but with groups (reference.route_by_sigmoid)."""
 
     num_groups: int  # equal parts of a layer's experts
     num_chosen_groups: int  # whose experts a token may pass through
     factor: float  # of the weights
+    by_softmax: bool = False
 
 
 @dataclass(slots=True, frozen=True)

@@ -52,7 +52,7 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
         call(kernels.route, array(scores), slots, num_experts, matrices.normalised, matrices.weighs_inputs, *to)
     else:
         groups = (rule.num_groups, rule.num_chosen_groups)
-        own = (rule.correction.numpy(), *groups, matrices.normalised, rule.factor)
+        own = (rule.correction.numpy(), *groups, matrices.normalised, rule.factor, rule.by_softmax)
         call(kernels.route_by_sigmoid, scores.view(scores.shape).numpy(), slots, *own, *to)
     if matrices.factors is not None:
         call(_weigh_by_expert, *where, routing.firsts, slots, matrices.factors[:])

@@ -16,7 +16,7 @@ from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, ModelShape
 class MixtureOfExperts(Generic[BatchT]):
     """The feed-forward part of one layer: x [T, hidden] -> [T, hidden]. router [E, hidden], or [E + 1, hidden] where the gate of an
     expert for all tokens (shared) lies behind the router's matrix, so that one product gives the scores and the gate. It is float32
-    where scores pass through a sigmoid. router_bias: [E]."""
+    where ExpertMatrices.sigmoid says how experts are chosen. router_bias: [E]."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class MixtureOfExperts(Generic[BatchT]):
         shared = MLP(ops, weights, prefix + names.shared, names.gate_up, names.down) if names.shared else None
         sigmoid = None
         if (rule := sizes.sigmoid) is not None:
-            correction = weights.get(prefix + names.correction)
-            sigmoid = SigmoidRouting(correction, rule.num_groups, rule.num_chosen_groups, rule.factor)
+            correction = weights.get(prefix + names.correction) if names.correction else router.new_zeros(len(router))
+            sigmoid = SigmoidRouting(correction, rule.num_groups, rule.num_chosen_groups, rule.factor, rule.by_softmax)
         how = (sizes.num_chosen, sizes.normalised)
         beside = family.experts.beside
         experts = ExpertMatrices(

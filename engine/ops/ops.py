@@ -105,12 +105,14 @@ class ClampedSwiglu:
 @dataclass(slots=True, frozen=True, eq=False)
 class SigmoidRouting:
     """A rule by which experts are chosen (reference.route_by_sigmoid). correction [E] float32: added to a score where experts are
-    chosen by it. num_groups: the parts of experts, of num_chosen_groups of which a token's experts are. factor: of the weights."""
+    chosen by it. num_groups: the parts of experts, of num_chosen_groups of which a token's experts are. factor: of the weights.
+    by_softmax: scores are a softmax, and a group counts by its best expert."""
 
     correction: Tensor
     num_groups: int
     num_chosen_groups: int
     factor: float
+    by_softmax: bool = False
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -708,11 +708,13 @@ def route_by_sigmoid(logits: Tensor, num_chosen: int, normalised: bool, rule: Si
     """Returns experts [T, C] int64 and weights [T, C] float32, as `route` does, by the rule of DeepSeek-V3
     (https://arxiv.org/abs/2412.19437). The scores are the sigmoids of logits [T, E] float32. Experts are chosen by their scores
     plus the correction: first the groups whose two best experts have the highest sums, then the best experts of these. The weights
-    are the scores alone, divided (normalised) by their sum over the C experts, times the factor."""
-    scores = torch.sigmoid(logits)
+    are the scores alone, divided (normalised) by their sum over the C experts, times the factor. By DeepSeek-V2's rule
+    (by_softmax; https://arxiv.org/abs/2405.04434) the scores are the softmax of the logits, and groups are chosen by their best
+    expert."""
+    scores = torch.softmax(logits, dim=-1) if rule.by_softmax else torch.sigmoid(logits)
     merits = scores + rule.correction
     grouped = merits.view(len(merits), rule.num_groups, -1)
-    of_groups = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    of_groups = grouped.topk(1 if rule.by_softmax else 2, dim=-1).values.sum(dim=-1)
     others = torch.sort(of_groups, dim=-1, descending=True, stable=True).indices[:, rule.num_chosen_groups :]
     is_other = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, others, True)
     merits = grouped.masked_fill(is_other.unsqueeze(-1), float("-inf")).view(merits.shape)

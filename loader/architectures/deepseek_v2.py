@@ -1,13 +1,12 @@
-"""DeepSeek-V2-Lite and Coder-V2-Lite: latent attention, and a mixture of experts with experts for all tokens. The first layers
-have one MLP.
-
-The larger DeepSeek-V2 is refused: it chooses experts in groups, by the softmax of their scores.
+"""DeepSeek-V2 and Coder-V2, and their Lite models: latent attention, and a mixture of experts with experts for all tokens. The
+first layers have one MLP. The larger models choose experts in groups, by the softmax of their scores in float32
+(`topk_method: "group_limited_greedy"`), and multiply their weights by a factor.
 """
 
 from __future__ import annotations
 
 from loader.architectures.decoder import Decoder
-from loader.architectures.experts import ROUTED_NUM_KEYS, ExpertNames, Experts
+from loader.architectures.experts import ROUTED_NUM_KEYS, ExpertNames, Experts, SigmoidRule
 from loader.architectures.latent import Latents
 
 ARCHITECTURE = Decoder(
@@ -22,6 +21,7 @@ ARCHITECTURE = Decoder(
         size=1407,
         num_shared=2,
         num_dense_first=0,
+        in_groups=SigmoidRule(by_softmax=True),
         fixed=(
             ("topk_method", "greedy"),
             ("scoring_func", "softmax"),

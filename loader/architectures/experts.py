@@ -17,6 +17,7 @@ MAX_EXPERTS = 4096  # of a layer; the largest models have 512
 # transformers 5 writes the second for families that published the first
 NUM_KEYS, ROUTED_NUM_KEYS = ("num_experts", "num_local_experts"), ("n_routed_experts", "num_local_experts")
 _GROUP_BEST = 2  # experts whose scores make a group's
+_METHOD_KEY, _FACTOR_KEY, _IN_GROUPS = "topk_method", "routed_scaling_factor", "group_limited_greedy"
 _TYPES_KEY, _LAYER_TYPES = "mlp_layer_types", ("dense", "sparse")
 _CHOSEN_KEY, _CHOSEN_KEYS = "num_experts_per_tok", ("num_experts_per_tok", "experts_per_token")  # gpt-oss has both
 
@@ -72,11 +73,12 @@ class BesideNames:
 @dataclass(slots=True, frozen=True)
 class SigmoidRule:
     """What applies to a router whose scores pass through a sigmoid if config.json leaves a key out: n_group, topk_group and
-    routed_scaling_factor."""
+    routed_scaling_factor. by_softmax: the scores are a softmax, and a group counts by its best expert."""
 
     num_groups: int = 1
     num_chosen_groups: int = 1
     factor: float = 1.0
+    by_softmax: bool = False
 
     def parse(self, fields: Fields, num_key: str, num_experts: int, num_chosen: int) -> SigmoidShape:
         """Reads config.json. num_key: the key of num_experts. Raises CheckpointError, which names a key with a wrong value."""
@@ -94,7 +96,7 @@ class SigmoidRule:
         if num_chosen > num_chosen_groups * size:
             held = f"{num_chosen_groups} groups of {size} experts (topk_group, n_group) hold"
             raise fields.fail(_CHOSEN_KEY, f"{num_chosen} is more than {held}")
-        return SigmoidShape(num_groups, num_chosen_groups, fields.positive("routed_scaling_factor", self.factor))
+        return SigmoidShape(num_groups, num_chosen_groups, fields.positive(_FACTOR_KEY, self.factor), self.by_softmax)
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,6 +115,7 @@ class Experts:
     normalised: bool | None = None  # whether a token's weights are made to add up to 1; None: the key norm_topk_prob says
     normalised_default: bool = False  # if that key is absent
     sigmoid: SigmoidRule | None = None  # None: the weights are a softmax of the router's scores
+    in_groups: SigmoidRule | None = None  # the rule that the key topk_method may ask for instead
     has_dense_layers: bool = False  # whether the keys decoder_sparse_step and mlp_only_layers name layers with an MLP instead
     num_dense_first: int | None = None  # default of the key first_k_dense_replace: so many layers have an MLP; None: no such key
     has_layer_types: bool = False  # whether the key mlp_layer_types may list the layers with an MLP instead
@@ -131,7 +134,12 @@ class Experts:
         and UnsupportedModel for a variant that is not served."""
         if self.enabled_key and not fields.boolean(self.enabled_key):
             return None
-        for key, value in self.fixed:
+        rule, fixed = self.sigmoid, dict(self.fixed)
+        if self.in_groups is not None and fields.values.get(_METHOD_KEY) == _IN_GROUPS:
+            rule = self.in_groups
+            fixed = {key: value for key, value in fixed.items() if key not in (_METHOD_KEY, _FACTOR_KEY)}
+            fixed["norm_topk_prob"] = False
+        for key, value in fixed.items():
             if fields.has(key) and fields.values[key] != value:
                 raise fields.unsupported(key, f"{fields.values[key]!r} is not supported; supported: {value!r}")
         num_experts = _same_of(fields, self.num_keys, self.num_experts, MAX_EXPERTS)
@@ -139,7 +147,7 @@ class Experts:
         if num_chosen > num_experts:
             raise fields.fail(self.chosen_keys[0], f"{num_chosen} is more than there are experts ({num_experts})")
         size = fields.integer(self.size_key, self.size)
-        sigmoid = None if self.sigmoid is None else self.sigmoid.parse(fields, self.num_keys[0], num_experts, num_chosen)
+        sigmoid = None if rule is None else rule.parse(fields, self.num_keys[0], num_experts, num_chosen)
         normalised = fields.boolean("norm_topk_prob", self.normalised_default) if self.normalised is None else self.normalised
         return ExpertShape(
             num_experts=num_experts,
@@ -217,8 +225,10 @@ class Experts:
 
     def _float32_router(self, router: TensorGroup, num_experts: int) -> list[TensorGroup]:
         """Returns the tensors of a router whose scores are computed in float32: in less, other experts would be chosen."""
-        correction = TensorGroup(((self.names.correction, (num_experts,)),), held_as="float32")
-        return [router._replace(held_as="float32"), correction]
+        own = router._replace(held_as="float32")
+        if not self.names.correction:
+            return [own]
+        return [own, TensorGroup(((self.names.correction, (num_experts,)),), held_as="float32")]
 
     def _stacked_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
         """Returns the groups of a layer whose experts' matrices are one tensor. Rows of gate and up alternate."""

@@ -13,7 +13,7 @@ import pytest
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.hf_config import parse_config
 from loader.layout import is_ignored_tensor, num_parameters, parameter_shapes
-from loader.model_shape import LatentShape, ModelShape
+from loader.model_shape import LatentShape, ModelShape, SigmoidShape
 
 PUBLISHED = Path(__file__).parents[1] / "published"
 
@@ -40,6 +40,18 @@ def test_published_models(name: str, num: int, latent: LatentShape, factor: floa
     assert shape.query_scale == pytest.approx((latent.plain_dim + latent.rope_dim) ** -0.5 * factor**2)
     assert shape.rope.interleaved
     assert shape.rope.attention_factor == 1.0, "of cosines and sines: mscale and mscale_all_dim are the same"
+
+
+def test_the_larger_deepseek_v2_chooses_experts_in_groups() -> None:
+    """Published: 236 B parameters."""
+    sizes = {"hidden_size": 5120, "intermediate_size": 12288, "num_hidden_layers": 60, "num_attention_heads": 128}
+    sizes |= {"num_key_value_heads": 128, "q_lora_rank": 1536, "n_routed_experts": 160, "moe_intermediate_size": 1536}
+    routing = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0}
+    shape = parse("deepseek-v2-lite", **sizes, **routing)
+    assert num_parameters(shape) == 235_741_434_880
+    assert shape.experts is not None
+    assert shape.experts.sigmoid == SigmoidShape(8, 3, 16.0, by_softmax=True)
+    assert not [name for name in parameter_shapes(shape) if "correction" in name]
 
 
 def test_the_dialect_of_transformers_5() -> None:
@@ -93,7 +105,12 @@ def test_bad_values_name_the_key(name: str, changes: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("deepseek-v2-lite", {"topk_method": "group_limited_greedy"}, "topk_method: 'group_limited_greedy' is not supported"),
+        ("deepseek-v2-lite", {"topk_method": "noaux_tc"}, "topk_method: 'noaux_tc' is not supported; supported: 'greedy'"),
+        (
+            "deepseek-v2-lite",
+            {"topk_method": "group_limited_greedy", "norm_topk_prob": True},
+            "norm_topk_prob: True is not supported; supported: False",
+        ),
         ("deepseek-v2-lite", {"routed_scaling_factor": 16.0}, "routed_scaling_factor: 16.0 is not supported; supported: 1.0"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported; supported: 'sigmoid'"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq: 2 is not supported; supported: 1"),

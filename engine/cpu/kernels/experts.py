@@ -25,7 +25,7 @@ def route_signature(element: types.Type) -> Any:
 
 
 ROUTE_BY_SIGMOID = void(
-    *(float32[:, ::1], int64[::1], float32[::1], int64, int64, boolean, float64),
+    *(float32[:, ::1], int64[::1], float32[::1], int64, int64, boolean, float64, boolean),
     *(float32[:, ::1], int32[:, ::1], int32[::1], int64[::1]),
 )
 
@@ -125,8 +125,9 @@ def _route(
 
 
 @njit(**_HELPER)
-def _choose_groups(merits: Any, chosen: Any, best: Any) -> None:
-    """Writes the groups whose two highest merits have the highest sums to chosen [C], these sums to best [C]. merits [G, E / G]."""
+def _choose_groups(merits: Any, by_best: bool, chosen: Any, best: Any) -> None:
+    """Writes the groups whose two highest merits have the highest sums to chosen [C], these sums to best [C]. merits [G, E / G].
+    by_best: the highest merit of a group counts alone."""
     found = 0
     for group in range(merits.shape[0]):
         first, second = merits[group, 0], merits[group, 1]
@@ -138,7 +139,24 @@ def _choose_groups(merits: Any, chosen: Any, best: Any) -> None:
                 first, second = merit, first
             elif merit > second:
                 second = merit
-        found = _insert(first + second, group, found, chosen, best)
+        found = _insert(first if by_best else first + second, group, found, chosen, best)
+
+
+@njit(**_HELPER)
+def _score(logits: Any, by_softmax: bool, scores: Any) -> None:
+    """Writes the sigmoids of logits [E], or their softmax, to scores [E]."""
+    if not by_softmax:
+        for expert in range(scores.shape[0]):
+            scores[expert] = float32(1.0) / (float32(1.0) + np.exp(-logits[expert]))
+        return
+    top, total = logits[0], float32(0.0)
+    for expert in range(scores.shape[0]):
+        top = max(top, logits[expert])
+    for expert in range(scores.shape[0]):
+        scores[expert] = np.exp(logits[expert] - top)
+        total += scores[expert]
+    for expert in range(scores.shape[0]):
+        scores[expert] /= total
 
 
 def _route_by_sigmoid(
@@ -149,6 +167,7 @@ def _route_by_sigmoid(
     num_chosen_groups: int,
     normalised: bool,
     factor: float,
+    by_softmax: bool,
     weights: Any,
     places: Any,
     firsts: Any,
@@ -164,11 +183,11 @@ def _route_by_sigmoid(
     for token in range(num_tokens):
         if slots[token] < 0:
             continue
+        _score(logits[token], by_softmax, scores)
         for expert in range(num_experts):
-            scores[expert] = float32(1.0) / (float32(1.0) + np.exp(-logits[token, expert]))
             merits[expert // size, expert % size] = scores[expert] + correction[expert]
         if num_chosen_groups < num_groups:
-            _choose_groups(merits, groups, best_groups)
+            _choose_groups(merits, by_softmax, groups, best_groups)
             allowed[:] = False
             for group in groups:
                 allowed[group] = True

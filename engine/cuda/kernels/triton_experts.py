@@ -121,13 +121,19 @@ def _sigmoid_route_kernel(
     G: tl.constexpr,
     CHOSEN_G: tl.constexpr,
     NORMALISED: tl.constexpr,
+    BY_SOFTMAX: tl.constexpr,
     PADDED_E: tl.constexpr,
     PADDED_C: tl.constexpr,
     PADDED_G: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     at, number = tl.arange(0, PADDED_E), tl.arange(0, PADDED_C)
-    scores = 1.0 / (1.0 + tl.exp(-tl.load(logits + token * E + at, mask=at < E, other=0.0)))
+    if BY_SOFTMAX:
+        own_logits = tl.load(logits + token * E + at, mask=at < E, other=float("-inf"))
+        shares = tl.exp(own_logits - tl.max(own_logits, axis=0))
+        scores = shares / tl.sum(shares, axis=0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-tl.load(logits + token * E + at, mask=at < E, other=0.0)))
     left = tl.where(at < E, scores + tl.load(correction + at, mask=at < E, other=0.0), float("-inf"))
     if CHOSEN_G < G:
         own_group, group_at = at // (E // G), tl.arange(0, PADDED_G)
@@ -135,9 +141,11 @@ def _sigmoid_route_kernel(
         for group in range(G):
             own = tl.where(own_group == group, left, float("-inf"))
             first = tl.max(own, axis=0)
-            first_at = tl.min(tl.where(own == first, at, E - 1), axis=0)
-            second = tl.max(tl.where(at == first_at, float("-inf"), own), axis=0)
-            of_groups = tl.where(group_at == group, first + second, of_groups)
+            merit = first
+            if not BY_SOFTMAX:
+                first_at = tl.min(tl.where(own == first, at, E - 1), axis=0)
+                merit += tl.max(tl.where(at == first_at, float("-inf"), own), axis=0)
+            of_groups = tl.where(group_at == group, merit, of_groups)
         allowed = tl.zeros([PADDED_E], tl.int32)
         for _turn in range(CHOSEN_G):
             highest = tl.max(of_groups, axis=0)
@@ -178,6 +186,7 @@ def route_by_sigmoid(
         G=rule.num_groups,
         CHOSEN_G=rule.num_chosen_groups,
         NORMALISED=normalised,
+        BY_SOFTMAX=rule.by_softmax,
         PADDED_E=_padded_experts(num_experts),
         PADDED_C=triton.next_power_of_2(num_chosen),
         PADDED_G=triton.next_power_of_2(rule.num_groups),

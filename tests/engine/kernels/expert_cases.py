@@ -71,7 +71,8 @@ def routing_by_sigmoid(draw: Draw) -> None:
     correction = draw.normal(num_experts, scale=0.3)
     if draw.one_of(False, True):  # many are equal
         logits, correction = logits.round(), torch.zeros(num_experts)
-    kv_slots, sizes = some_padding(draw, num_tokens), (num_groups, num_chosen_groups, draw.one_of(1.0, 2.5))
+    kv_slots = some_padding(draw, num_tokens)
+    sizes = (num_groups, num_chosen_groups, draw.one_of(1.0, 2.5), draw.one_of(False, True))
     routed_so = reference.route_by_sigmoid(logits, num_chosen, normalised, SigmoidRouting(correction, *sizes))
     wanted = arranged(*routed_so, kv_slots, num_experts)
     chosen, weights = draw.like(wanted[0]), draw.like(wanted[1])

@@ -72,7 +72,7 @@ def test_any_sizes_and_any_routing(monkeypatch: pytest.MonkeyPatch, dtype: torch
 def draw_rule(draw: draws.Random, num_groups: int, size: int) -> SigmoidRouting:
     """Returns a rule for num_groups groups of `size` experts, whose correction changes the choice of many tokens."""
     correction = random(num_groups * size, dtype=torch.float32, scale=0.3)
-    return SigmoidRouting(correction, num_groups, draw.randint(1, num_groups), draw.choice([1.0, 2.5]))
+    return SigmoidRouting(correction, num_groups, draw.randint(1, num_groups), draw.choice([1.0, 2.5]), draw.random() < 0.4)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -122,6 +122,34 @@ def test_routing_by_sigmoid_is_that_of_transformers(num_groups: int, num_chosen_
     torch.testing.assert_close(torch.zeros(200, 32).scatter_(1, chosen, found), wanted)
     plain = reference.route_by_sigmoid(logits, 6, normalised, SigmoidRouting(torch.zeros(32), 1, 1, 2.5))[0]
     assert (plain.sort().values != chosen.sort().values).any(dim=1).float().mean() > 0.3, "correction and groups change the choice"
+
+
+@pytest.mark.parametrize(("num_groups", "num_chosen_groups"), [(1, 1), (4, 2), (8, 3)])
+def test_routing_by_softmax_in_groups_is_that_of_transformers(num_groups: int, num_chosen_groups: int) -> None:
+    from transformers import DeepseekV2Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
+    config = DeepseekV2Config(
+        hidden_size=16,
+        num_attention_heads=4,
+        n_routed_experts=32,
+        num_experts_per_tok=6,
+        topk_method="group_limited_greedy",
+        n_group=num_groups,
+        topk_group=num_chosen_groups,
+        routed_scaling_factor=16.0,
+    )
+    router, x = DeepseekV2TopkRouter(config), random(200, 16, dtype=torch.float32)
+    with torch.no_grad():
+        router.weight.copy_(random(32, 16, dtype=torch.float32, scale=0.5))
+        logits, weights, experts = router(x)
+    rule = SigmoidRouting(torch.zeros(32), num_groups, num_chosen_groups, 16.0, by_softmax=True)
+    chosen, found = reference.route_by_sigmoid(logits, 6, False, rule)
+    wanted = torch.zeros(200, 32).scatter_(1, experts, weights)
+    torch.testing.assert_close(torch.zeros(200, 32).scatter_(1, chosen, found), wanted)
+    if num_chosen_groups < num_groups:
+        plain = reference.route_by_sigmoid(logits, 6, False, replace(rule, num_groups=1, num_chosen_groups=1))[0]
+        assert (plain.sort().values != chosen.sort().values).any(dim=1).float().mean() > 0.3, "groups change the choice"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
