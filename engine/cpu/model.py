@@ -85,7 +85,8 @@ class CpuModel:
         recording would go on calling the old ones."""
         max_rows = 0 if self._awaits_kernels else self._max_rows
         max_decodes = min(max_rows, self._logits_rows)
-        return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, max_decodes, max_rows, MAX_RECORDED_TOKENS)
+        sizes = (max_decodes, max_rows, MAX_RECORDED_TOKENS)
+        return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, *sizes, f"{self.name} in {self._dtype}")
 
     def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
         if group.kind == "state":

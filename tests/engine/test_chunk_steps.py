@@ -203,11 +203,17 @@ def test_results_find_room_where_they_are_said_to(runner: TorchRunner, folder: P
     model.release()
 
 
-def test_a_step_behind_a_gate_or_of_a_dtype_without_kernels_is_not_recorded(runner: TorchRunner, tmp_path: Path) -> None:
+def test_a_step_behind_a_gate_or_of_a_dtype_without_kernels_is_not_recorded(
+    runner: TorchRunner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says of which model steps take longer, and why."""
     make_checkpoint(tmp_path)
     model = load(runner, tmp_path, "float16", max_sequences=SLOTS, max_len=LENGTH)
-    steps = list(logits(model, new_table(model)))
+    with caplog.at_level("INFO", "engine"):
+        steps = list(logits(model, new_table(model)))
     assert not model._steps.chunks
+    why = "steps take longer, because the cpu device has no kernels for some of their operations (the first is torch's embedding)"
+    assert f"{model.name} in float16: {why}" in caplog.text
     assert all(np.isfinite(step).all() for step in steps)
     model.release()
 

@@ -45,9 +45,11 @@ class RecordedSteps:
         max_decodes: int,
         max_rows: int,
         max_tokens: int,
+        title: str,
     ) -> None:
         """Starts without programs. max_decodes: the most rows that may sample in a step. max_rows, max_tokens: the largest step
-        with chunks. With 0, steps of that kind are not recorded."""
+        with chunks. With 0, steps of that kind are not recorded. title: of the model and its dtype, for the log."""
+        self._title = title
         self._ops, self._model, self._inputs, self._scratch = ops, model, inputs, scratch
         self._max_decodes, self._max_rows, self._max_tokens = max_decodes, max_rows, max_tokens
         self._draws = True  # False once sampling was found to be more than kernel calls
@@ -179,7 +181,8 @@ class RecordedSteps:
     def _may_repeat(self, recorder: Recorder) -> bool:
         """Returns whether the recorded calls are the whole step. If not, no further steps are recorded."""
         if recorder.missed:
-            log.info("steps are not recorded: %s is no operation of engine/cpu/ops.py", recorder.missed)
+            why = "the cpu device has no kernels for some of their operations"
+            log.info("%s: steps take longer, because %s (the first is torch's %s)", self._title, why, recorder.missed)
             self._max_decodes = self._max_rows = 0
         return not recorder.missed
 
