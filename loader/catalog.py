@@ -18,7 +18,14 @@ from loader import hub_cache, layout, open_files
 from loader.dtypes import DTYPES
 from loader.errors import CheckpointError, FileTooShort, shortened
 from loader.formats.registry import stored_format
-from loader.hf_config import CONFIG_NAME, GENERATION_CONFIG_NAME, GenerationDefaults, parse_config, parse_generation
+from loader.hf_config import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    QUANT_CONFIG_NAME,
+    GenerationDefaults,
+    parse_config,
+    parse_generation,
+)
 from loader.model_shape import ModelShape
 from loader.pooling import MODULES_NAME, POOLING_NAME, pooled
 from loader.regular_file import read_regular
@@ -39,7 +46,7 @@ TOKENIZER_NAMES = (
     "chat_template.json",
 )
 # all files that are read here, other than the weights
-SIDE_FILES = (CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_NAMES, MODULES_NAME, POOLING_NAME)
+SIDE_FILES = (CONFIG_NAME, QUANT_CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_NAMES, MODULES_NAME, POOLING_NAME)
 
 
 @dataclass(slots=True)
@@ -299,9 +306,10 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     checkpoint.created = stats[CONFIG_NAME][1] // 1_000_000_000
     config_text = _read_text(folder, CONFIG_NAME, stats)
     generation_text = _read_text(folder, GENERATION_CONFIG_NAME, stats) if GENERATION_CONFIG_NAME in stats else None
+    quant_text = _read_text(folder, QUANT_CONFIG_NAME, stats) if QUANT_CONFIG_NAME in stats else None
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(config_text + b"\0" + (generation_text or b"") + b"\0")
-    shape = parse_config(config_text)
+    digest.update(config_text + b"\0" + (generation_text or b"") + b"\0" + (b"" if quant_text is None else quant_text + b"\0"))
+    shape = parse_config(config_text, quant_text=quant_text)
     checkpoint.generation = parse_generation(config_text, generation_text)
     pooling_text = _read_text(folder, POOLING_NAME, stats) if POOLING_NAME in stats else None
     checkpoint.shape = pooled(shape, pooling_text, _read_text(folder, MODULES_NAME, stats) if MODULES_NAME in stats else None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loader import catalog, layout
 from loader.errors import CheckpointError
-from loader.hf_config import CONFIG_NAME, parse_config, plain_modules
+from loader.hf_config import CONFIG_NAME, QUANT_CONFIG_NAME, parse_config, plain_modules
 from loader.model_shape import ModelShape
 from loader.pooling import MODULES_NAME, POOLING_NAME, pooled
 from loader.regular_file import read_regular
@@ -20,7 +20,7 @@ HEADERS, INDEX, CONFIG = "headers", "index", "config"
 @dataclass(slots=True, frozen=True)
 class DescribedModel:
     """A model, and what its sizes follow from: HEADERS, INDEX or CONFIG. With CONFIG, those matrices of a quantised checkpoint
-    count as plain that config.json lists."""
+    count as plain that the configuration lists."""
 
     shape: ModelShape
     source: str
@@ -29,7 +29,9 @@ class DescribedModel:
 def described_model(folder: Path) -> DescribedModel:
     """Reads the folder. Raises CheckpointError, which names file and key or tensor, UnsupportedModel, and OSError."""
     config = read_regular(folder / CONFIG_NAME, catalog.MAX_CONFIG_BYTES)
-    shape = pooled(parse_config(config), _text(folder / POOLING_NAME), _text(folder / MODULES_NAME))
+    beside = folder / QUANT_CONFIG_NAME
+    quant_config = read_regular(beside, catalog.MAX_CONFIG_BYTES) if beside.is_file() else None
+    shape = pooled(parse_config(config, quant_text=quant_config), _text(folder / POOLING_NAME), _text(folder / MODULES_NAME))
     checkpoint = catalog.scan_one(folder)
     if checkpoint.failure is not None:
         raise checkpoint.failure
@@ -42,7 +44,8 @@ def described_model(folder: Path) -> DescribedModel:
     except FileNotFoundError:
         _check_count(shape)
         if shape.stored_format:
-            shape = replace(shape, plain_groups=layout.plain_groups_of_modules(shape, plain_modules(config)))
+            is_plain = plain_modules(config, quant_text=quant_config)
+            shape = replace(shape, plain_groups=layout.plain_groups_of_modules(shape, is_plain))
         return DescribedModel(shape, CONFIG)
     catalog.check_counts(shape, len(names))
     shape = layout.as_stored(shape, names)

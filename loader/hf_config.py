@@ -1,6 +1,6 @@
 """Reads config.json and generation_config.json of a Hugging Face folder, in both forms: `rope_parameters` and `dtype`
 (transformers 5), or `rope_theta`, `rope_scaling` and `torch_dtype` (before). What each family reads from config.json is in
-loader/architectures.
+loader/architectures. hf_quant_config.json, if it is there, says how matrices are quantised where config.json does not.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from loader.architectures.registry import named_architecture
 from loader.architectures.wrapper import TEXT_KEY, Wrapper
 from loader.config_fields import Fields, json_fields
+from loader.formats import modelopt
 from loader.formats.left_plain import left_plain
-from loader.formats.registry import FORMATS, recognised_format
+from loader.formats.registry import CONFIG_KEY, FORMATS, recognised_format
 from loader.model_shape import OPTIONAL_STACKS, ModelShape
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
+QUANT_CONFIG_NAME = modelopt.QUANT_CONFIG_NAME
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,20 +34,20 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
 
 
-def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
-    """Returns the model's shape. Raises UnsupportedModel (architecture, activation, kind of rotary embedding or of layers, weight
-    format), or CheckpointError, which names the key."""
+def parse_config(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None = None) -> ModelShape:
+    """Returns the model's shape. quant_text: that of hf_quant_config.json; None: there is none. Raises UnsupportedModel
+    (architecture, activation, kind of rotary embedding or of layers, weight format), or CheckpointError, which names the key."""
     fields = json_fields(text, file)
     architecture, headless = named_architecture(fields)
     shape = architecture.parse(fields)
     if headless:
         shape = replace(shape, named_headless=True)
     fields = _quantised(fields, isinstance(architecture, Wrapper))
-    stored = recognised_format(fields)
+    stored = recognised_format(*_said_by(fields, quant_text))
     if stored and shape.is_encoder and not FORMATS[stored].runs_encoders:
-        raise fields.unsupported("quantization_config", "quantised encoders are not served")
+        raise fields.unsupported(CONFIG_KEY, "quantised encoders are not served")
     if stored and shape.experts is not None and not FORMATS[stored].runs_experts:
-        raise fields.unsupported("quantization_config", f"mixtures of experts are not served as {FORMATS[stored].title}")
+        raise fields.unsupported(CONFIG_KEY, f"mixtures of experts are not served as {FORMATS[stored].title}")
     FORMATS[stored].check(fields, shape)
     if stored and shape.experts is not None and shape.experts.stack in OPTIONAL_STACKS:  # quantised experts are stored one by one
         shape = replace(shape, experts=replace(shape.experts, stacked=False))
@@ -54,17 +56,25 @@ def parse_config(text: bytes, file: str = CONFIG_NAME) -> ModelShape:
 
 def _quantised(fields: Fields, is_wrapper: bool) -> Fields:
     """Returns the object that may hold `quantization_config`: in a wrapper text_config, if only that has the key."""
-    if not is_wrapper or fields.has("quantization_config"):
+    if not is_wrapper or fields.has(CONFIG_KEY):
         return fields
     return fields.mapping(TEXT_KEY) or fields
 
 
-def plain_modules(text: bytes, file: str = CONFIG_NAME) -> Callable[[str], bool]:
-    """Returns what tells whether config.json of a quantised checkpoint says that a module of this name is plain. Raises
-    CheckpointError, which names the key."""
+def _said_by(fields: Fields, quant_text: bytes | None) -> tuple[Fields, str]:
+    """Returns the object that says how matrices are quantised, and the key under which it does."""
+    if quant_text is None or fields.has(CONFIG_KEY):
+        return fields, CONFIG_KEY
+    return modelopt.quant_config(quant_text), modelopt.QUANT_CONFIG_KEY
+
+
+def plain_modules(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None = None) -> Callable[[str], bool]:
+    """Returns what tells whether the configuration of a quantised checkpoint says that a module of this name is plain. quant_text:
+    as in parse_config. Raises CheckpointError, which names the key."""
     fields = json_fields(text, file)
     fields = _quantised(fields, isinstance(named_architecture(fields)[0], Wrapper))
-    return left_plain(fields.mapping("quantization_config") or Fields({}, file))
+    own, key = _said_by(fields, quant_text)
+    return left_plain(own.mapping(key) or Fields({}, file))
 
 
 def parse_generation(config_text: bytes, generation_text: bytes | None) -> GenerationDefaults:

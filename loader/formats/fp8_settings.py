@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from loader.formats import modelopt
 from loader.formats.compressed_tensors import first_other, read_groups
 from loader.formats.refused import Refused, not_served
 
@@ -74,11 +75,11 @@ def _fbgemm(config: Mapping[str, Any]) -> Found:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Found:
-    units = {"FP8": MATRIX, "FP8_PER_CHANNEL_PER_TOKEN": OUTPUT}
-    algorithm = config.get("quant_algo")
-    if not isinstance(algorithm, str) or algorithm not in units:
-        return not_served("quant_algo", algorithm, ", ".join(units))
-    return Fp8Scales(SCALE, units[algorithm])
+    algorithm = modelopt.algorithm_of(config)
+    if isinstance(algorithm, Refused):
+        return algorithm
+    unit = {modelopt.FP8: MATRIX, modelopt.FP8_BY_OUTPUT: OUTPUT}.get(algorithm or "")
+    return None if unit is None else Fp8Scales(SCALE, unit)
 
 
 def _quark(config: Mapping[str, Any]) -> Found:

@@ -1,20 +1,23 @@
 """Tells by a `quantization_config` which matrices of a quantised checkpoint are stored plain. Where files are there their tensors
 decide; a plan made of config.json alone has nothing else.
 
-compressed-tensors lists modules under `ignore`: whole names, or regular expressions (`re:`) that match a name's beginning.
+compressed-tensors lists modules under `ignore`: whole names, or regular expressions (`re:`) that match a name's beginning. ModelOpt
+lists names with wildcards there, or under `exclude_modules`.
 Transformers' own formats, and AWQ, list them under `modules_to_not_convert`: names, or parts of names. GPTQ has regular expressions
 for them among the rules of `dynamic` (`-:`).
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable
 
 from loader.config_fields import Fields
+from loader.formats.modelopt import EXCLUDED
 
 IGNORE, NOT_CONVERTED, DYNAMIC = "ignore", "modules_to_not_convert", "dynamic"
-_EXPRESSION, LEFT_OUT = "re:", "-:"
+_EXPRESSION, LEFT_OUT, _WILDCARD = "re:", "-:", "*"
 
 
 def left_plain(config: Fields) -> Callable[[str], bool]:
@@ -23,17 +26,19 @@ def left_plain(config: Fields) -> Callable[[str], bool]:
     names: set[str] = set()
     parts: list[str] = []
     patterns: list[re.Pattern[str]] = []
-    for key in (IGNORE, NOT_CONVERTED):
+    for key in (IGNORE, EXCLUDED, NOT_CONVERTED):
         listed = config.values.get(key) or []
         if not isinstance(listed, list) or not all(isinstance(one, str) and one for one in listed):
             raise config.fail(key, "not a list of names")
         for one in listed:
             if one.startswith(_EXPRESSION):
                 patterns.append(_expression(config, key, one.removeprefix(_EXPRESSION)))
-            elif key == IGNORE:
-                names.add(one)
-            else:
+            elif key == NOT_CONVERTED:
                 parts.append(one)
+            elif _WILDCARD in one:
+                patterns.append(re.compile(fnmatch.translate(one)))
+            else:
+                names.add(one)
     rules = config.values.get(DYNAMIC) or {}
     if isinstance(rules, dict):  # what else it may be is refused by gptq_settings.py
         left_out = [rule.removeprefix(LEFT_OUT) for rule in rules if rule.startswith(LEFT_OUT)]

@@ -14,7 +14,10 @@ from loader.formats.stored_int8 import STORED_INT8
 from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 
-FORMATS = {one.name: one for one in (PLAIN, INT8, STORED_INT8, *STORED_FP8, *STORED_INT4, *STORED_GPTQ, *STORED_AWQ, MXFP4)}
+FORMATS = {
+    one.name: one for one in (PLAIN, INT8, STORED_INT8, *STORED_FP8, *STORED_INT4, *STORED_GPTQ, *STORED_AWQ, MXFP4)
+}
+CONFIG_KEY = "quantization_config"
 
 
 def asked_format(quantize: str | None) -> WeightFormat:
@@ -35,9 +38,9 @@ def stored_format(shape: ModelShape) -> WeightFormat:
     return FORMATS[shape.stored_format]
 
 
-def recognised_format(fields: Fields) -> str:
-    """Returns the name of the format that config.json says its matrices are stored in; "": plain. Raises UnsupportedModel."""
-    key = "quantization_config"
+def recognised_format(fields: Fields, key: str = CONFIG_KEY) -> str:
+    """Returns the name of the format that a configuration says matrices are stored in; "": plain. key: that of the object which
+    says so. Raises UnsupportedModel."""
     config = fields.values.get(key)
     if config is None or config == {}:
         return PLAIN.name

@@ -80,7 +80,7 @@ def _without_weight(config: dict[str, Any]) -> dict[str, Any]:
             ),
             "config_groups: groups whose scales are stored differently",
         ),
-        (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo: 'NVFP4' is not served; served: FP8, FP8_PER_CHANNEL_PER_TOKEN"),
+        (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "quant_algo: 'NVFP4_AWQ' is not served; served: FP8, FP8_PER_CHANNEL_PER_TOKEN"),
         (quark("per_group"), "global_quant_config.weight.qscheme: 'per_group' is not served; served: per_tensor, per_channel"),
         (_without_weight(quark()), "global_quant_config.weight: missing"),
         (quark(export={"weight_format": "fake_quantized"}), "export.weight_format: 'fake_quantized' is not served"),

@@ -100,7 +100,7 @@ def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
     only two small files. Raises CommandError."""
     from daemon.cli.pull import plan
     from loader.errors import CheckpointError
-    from loader.hf_config import CONFIG_NAME, parse_config
+    from loader.hf_config import CONFIG_NAME, QUANT_CONFIG_NAME, parse_config
     from loader.safetensors import INDEX_NAME, parse_index
 
     weight_map = None
@@ -110,7 +110,8 @@ def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
         files = plan.needed(repo, weight_map)
         if CONFIG_NAME not in repo.files:
             raise plan.refused(repo, f"it has no {CONFIG_NAME}")
-        parse_config(hub.text(repo, repo.files[CONFIG_NAME]))
+        quantised = repo.files.get(QUANT_CONFIG_NAME)
+        parse_config(hub.text(repo, repo.files[CONFIG_NAME]), quant_text=None if quantised is None else hub.text(repo, quantised))
     except CheckpointError as error:
         raise plan.refused(repo, str(error)) from None
     return files

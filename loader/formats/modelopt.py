@@ -1,0 +1,40 @@
+"""Reads what NVIDIA's ModelOpt says about a checkpoint: the `quantization_config` of config.json, or hf_quant_config.json beside
+it, which earlier versions wrote alone. Source: https://github.com/NVIDIA/Model-Optimizer (modelopt/torch/export).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from loader.config_fields import Fields, json_fields
+from loader.formats.refused import Refused, not_served
+
+QUANT_CONFIG_NAME = "hf_quant_config.json"
+QUANT_CONFIG_KEY = "quantization"
+EXCLUDED = "exclude_modules"  # in that file; config.json calls the same list `ignore`
+FP8, FP8_BY_OUTPUT, NVFP4, NVFP4_WEIGHTS = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"
+_METHODS = {"modelopt": (FP8, FP8_BY_OUTPUT, NVFP4, NVFP4_WEIGHTS), "modelopt_fp4": (NVFP4, NVFP4_WEIGHTS)}
+
+
+def algorithm_of(config: Mapping[str, Any]) -> str | Refused | None:
+    """Returns the algorithm that a `quantization_config` names, or a refusal of one that is not served; None if ModelOpt did not
+    write it."""
+    served = _METHODS.get(str(config.get("quant_method")))
+    if served is None:
+        return None
+    algorithm = config.get("quant_algo")
+    if not isinstance(algorithm, str) or algorithm not in served:
+        return not_served("quant_algo", algorithm, ", ".join(served))
+    return algorithm
+
+
+def quant_config(text: bytes) -> Fields:
+    """Returns hf_quant_config.json as an object whose key QUANT_CONFIG_KEY has what a `quantization_config` would. The key is
+    missing if no matrix is quantised, as in checkpoints whose KV alone is. Raises CheckpointError."""
+    fields = json_fields(text, QUANT_CONFIG_NAME)
+    own = fields.mapping(QUANT_CONFIG_KEY)
+    if own is None:
+        raise fields.fail(QUANT_CONFIG_KEY, "missing")
+    values = {QUANT_CONFIG_KEY: {"quant_method": "modelopt"} | own.values} if own.has("quant_algo") else {}
+    return Fields(values, QUANT_CONFIG_NAME)
