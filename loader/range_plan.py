@@ -31,12 +31,13 @@ class Segment:
     """Consecutive whole elements of one tensor: bytes [begin, end) of its file, which belong at place_bytes of the weight range.
 
     target: the engine's dtype if it differs from the stored one, else "". It is "int8" for whole rows to be quantised, whose scales
-    belong at scales_at_bytes of the weight range; "scales" for all scales of an FP8 matrix, each row of which fills `repeats` rows
-    of memory, in float32, held_bytes bytes in all; FP8 for codes, which stay as they are but must be checked; and a value of
-    SCALES_IN for scales of INT4 weights, or the name of a Relayout. stage: see `stages`. frame: in a packed file the frame that the
-    segment consists of, else None. content: the segment that this frame decodes to, with begin and end counted as though the file
-    held the tensor unpacked. whole: the place of the whole tensor whose numbers are rearranged (loader/formats/relayout.py), else
-    None. What a segment of such a tensor fills is scattered in this place; place_bytes counts as though it were not."""
+    belong at scales_at_bytes of the weight range; "scales" for all scales of a matrix, each row of which fills `repeats` rows of
+    memory, in float32, held_bytes bytes in all (their inverses, if `inverse`); FP8 for codes, which stay as they are but must be
+    checked; and a value of SCALES_IN for scales of INT4 weights, or the name of a Relayout. stage: see `stages`. frame: in a packed
+    file the frame that the segment consists of, else None. content: the segment that this frame decodes to, with begin and end
+    counted as though the file held the tensor unpacked. whole: the place of the whole tensor whose numbers are rearranged
+    (loader/formats/relayout.py), else None. What a segment of such a tensor fills is scattered in this place; place_bytes counts as
+    though it were not."""
 
     tensor: TensorRef
     begin: int
@@ -50,6 +51,7 @@ class Segment:
     frame: Frame | None = None
     content: Segment | None = None
     whole: WeightSlot | None = None
+    inverse: bool = False
 
     @property
     def width(self) -> int:
@@ -168,6 +170,8 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
             whole = Segment(tensor, begin, begin + num_bytes, slot.offset_bytes, target, slot.scales_at_bytes, stage, *held)
             if slot.relayout is not None:
                 whole = replace(whole, whole=slot)
+            if slot.inverse:
+                whole = replace(whole, inverse=True)
             if whole.unit_bytes[0] > read_bytes - BLOCK_BYTES:
                 what = "too many scales for a read" if slot.repeats else "too long to be converted"
                 raise CheckpointError(file, tensor.name, f"has rows of {whole.unit_bytes[0]} bytes: {what}")

@@ -162,14 +162,14 @@ class HostSink:
             quantize_rows(rows, values.view(torch.int8).view(rows.shape), scales.view(torch.float32))
 
     def _fill_scales(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """Writes the scales of an FP8 matrix, a whole segment, into their place. Raises CheckpointError for scales that are not
+        """Writes the scales of a matrix, a whole segment, into their place. Raises CheckpointError for scales that are not
         finite."""
         segment = span.segment
         stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
         place = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + segment.held_bytes])
         rows = len(stored) if len(segment.tensor.shape) < 2 else segment.tensor.shape[0]
         try:
-            fill_scales(stored.view(rows, -1), segment.repeats, place.view(torch.float32))
+            fill_scales(stored.view(rows, -1), segment.repeats, place.view(torch.float32), segment.inverse)
         except ValueError as error:
             raise CheckpointError(segment.tensor.file, segment.tensor.name, str(error)) from None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.cpu.products import array, four_bits, four_bits_in_parts, fp8_in_parts, write_product
 from engine.cpu.recording.program import call, empty
-from engine.ops.ops import ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix
+from engine.ops.ops import ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,7 +98,7 @@ def _grouped_product(
     """Returns each row of x [P, K] times its expert's matrix of weight [E, N, K], plus its bias [E, N]. num_tokens: the most rows
     an expert may have."""
     out = empty(x, len(x), weight.shape[1])
-    if isinstance(weight, Mxfp4Matrix | Int4Matrix):
+    if isinstance(weight, Mxfp4Matrix | Int4Matrix | Nvfp4Matrix):
         _grouped_four_bits_linear(kernels, x, weight, bias, routing, num_tokens, out)
     elif isinstance(weight, Fp8Matrix):
         _grouped_fp8_linear(kernels, x, weight, bias, routing, num_tokens, out)
@@ -127,7 +127,13 @@ def _grouped_linear(
 
 
 def _grouped_four_bits_linear(
-    kernels: Any, x: Tensor, weight: Mxfp4Matrix | Int4Matrix, bias: Tensor | None, routing: _Routing, num_tokens: int, out: Tensor
+    kernels: Any,
+    x: Tensor,
+    weight: Mxfp4Matrix | Int4Matrix | Nvfp4Matrix,
+    bias: Tensor | None,
+    routing: _Routing,
+    num_tokens: int,
+    out: Tensor,
 ) -> None:
     matrices = four_bits(weight)
     most_rows = kernels.grouped_four_bits_rows(weight.shape[1], "bfloat16" if x.dtype is torch.bfloat16 else "float32")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import reference
-from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Matrix
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Matrix, Nvfp4Matrix
 from loader.formats.int8 import WIDENED_BYTES
 from loader.work_space import ABSORBED_TOKENS, PREFILL_TILE_TOKENS
 
@@ -135,11 +135,13 @@ def _parts(heads: LatentHeads) -> Iterator[tuple[slice, Tensor]]:
 
 def _widened(matrix: Matrix, some: slice) -> Tensor:
     """Returns some rows of a matrix as float32."""
-    if isinstance(matrix, Fp8Matrix | Int4Matrix):
+    if isinstance(matrix, Fp8Matrix | Int4Matrix | Nvfp4Matrix):
         wide = torch.empty(some.stop - some.start, matrix.shape[1])
         own = matrix[some]
         if isinstance(own, Fp8Matrix):
             reference.fp8_rows(own.values, own.scales, own.group_inputs, wide)
+        elif isinstance(own, Nvfp4Matrix):
+            reference.nvfp4_rows(own.packed, own.scales, own.factors, wide)
         else:
             reference.int4_rows(own.packed, own.scales, own.zeros, own.group_inputs, wide)
         return wide

@@ -33,6 +33,7 @@ from engine.ops.ops import (
     LatentHeads,
     Matrix,
     Mxfp4Matrix,
+    Nvfp4Matrix,
     Rotary,
 )
 from loader.formats.int8 import WIDENED_BYTES
@@ -155,7 +156,10 @@ class CpuOps:
                 x = self._ordered(x, weight.order)
             matrix = (weight.packed, weight.scales, weight.zeros, weight.group_inputs)
             kernels = _format_of_int4(weight)
-            return self._widened_linear(kernels, products.int4_linear, reference.int4_linear, x, weight, matrix, bias)
+            return self._widened_linear(kernels, products.four_bits_linear, reference.int4_linear, x, weight, matrix, bias)
+        if isinstance(weight, Nvfp4Matrix):
+            matrix = (weight.packed, weight.scales, weight.factors)
+            return self._widened_linear("nvfp4", products.four_bits_linear, reference.nvfp4_linear, x, weight, matrix, bias)
         if self._served(x) and (product := products.linear(self.kernels, x, weight, bias)) is not None:
             return product
         if is_recording():  # the functions that torch's linear calls
@@ -193,7 +197,7 @@ class CpuOps:
         product: Callable[[Any, Tensor, Any, Tensor | None], Tensor | None],
         twin: Callable[..., Tensor],
         x: Tensor,
-        weight: Fp8Matrix | Int4Matrix,
+        weight: Fp8Matrix | Int4Matrix | Nvfp4Matrix,
         matrix: tuple[Any, ...],
         bias: Tensor | None,
     ) -> Tensor:
@@ -522,6 +526,8 @@ def _format_of_experts(experts: ExpertMatrices) -> str:
             return "fp8"
         if isinstance(matrices, Int4Matrix):
             return _format_of_int4(matrices)
+        if isinstance(matrices, Nvfp4Matrix):
+            return "nvfp4"
     return ""
 
 

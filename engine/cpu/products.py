@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.cpu.recording.program import call, empty
-from engine.ops.ops import Fp8Matrix, Int4Matrix, Mxfp4Matrix
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.mxfp4 import GROUP
 
@@ -88,7 +88,7 @@ def fp8_in_parts(kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs
         write_product(kernels, x, part, None if bias is None else bias[some], out[:, some])
 
 
-def int4_linear(kernels: Any, x: Tensor, weight: Int4Matrix, bias: Tensor | None) -> Tensor | None:
+def four_bits_linear(kernels: Any, x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None) -> Tensor | None:
     """Returns x [R, K] @ the transposed matrix, plus bias [N]; None if x is not contiguous. Many rows are multiplied with weights
     that are widened a part at a time."""
     if not x.is_contiguous():
@@ -103,11 +103,14 @@ def int4_linear(kernels: Any, x: Tensor, weight: Int4Matrix, bias: Tensor | None
     return out
 
 
-def four_bits(weight: Mxfp4Matrix | Int4Matrix) -> tuple[Any, Any, Any, int, bool]:
-    """Returns what kernels take of weights of four bits: all scales, all bytes, all zero points, how many inputs share a scale, and
-    whether scales of 16 bits are float16."""
+def four_bits(weight: Mxfp4Matrix | Int4Matrix | Nvfp4Matrix) -> tuple[Any, Any, Any, int, bool]:
+    """Returns what kernels take of weights of four bits: all scales, all bytes, all zero points or NVFP4's factors of outputs, how
+    many inputs share a scale, and whether scales of 16 bits are float16. The types tell the format (four_bits_tiles.py)."""
     if isinstance(weight, Mxfp4Matrix):
         return weight.scales.view(-1).numpy(), weight.blocks.view(-1).numpy(), _NO_ZEROS, GROUP, False
+    if isinstance(weight, Nvfp4Matrix):
+        codes, factors = weight.scales.view(torch.int8).view(-1).numpy(), weight.factors.view(-1).numpy()
+        return codes, weight.packed.view(-1).numpy(), factors, weight.group_inputs, False
     scales = weight.scales.view(torch.uint16).view(-1).numpy()
     zeros = _NO_ZEROS if weight.zeros is None else weight.zeros.view(-1).numpy()
     return scales, weight.packed.view(-1).numpy(), zeros, weight.group_inputs, weight.scales.dtype is torch.float16

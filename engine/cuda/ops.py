@@ -16,7 +16,17 @@ from torch import Tensor
 from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import entry
 from engine.ops import reference
-from engine.ops.ops import DeltaRule, ExpertMatrices, Fp8Matrix, HeadNorms, Int4Matrix, Int8Matrix, LatentHeads, Matrix
+from engine.ops.ops import (
+    DeltaRule,
+    ExpertMatrices,
+    Fp8Matrix,
+    HeadNorms,
+    Int4Matrix,
+    Int8Matrix,
+    LatentHeads,
+    Matrix,
+    Nvfp4Matrix,
+)
 from loader.gpu_sizing import LATENT_HEADS, LATENT_TOKENS
 
 
@@ -34,7 +44,9 @@ class CudaOps:
         if isinstance(weight, Fp8Matrix):
             return entry.fp8_linear(x, weight, bias)
         if isinstance(weight, Int4Matrix):
-            return entry.int4_linear(x if weight.order is None else self._ordered(x, weight.order), weight, bias)
+            return entry.four_bits_linear(x if weight.order is None else self._ordered(x, weight.order), weight, bias)
+        if isinstance(weight, Nvfp4Matrix):
+            return entry.four_bits_linear(x, weight, bias)
         if isinstance(weight, Int8Matrix):
             raise TypeError("there is no kernel for int8 weights on a GPU")
         return entry.linear(x, weight, bias)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
-from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix, Nvfp4Matrix
 from loader.dtypes import FLOAT_OF
-from loader.formats import mxfp4
+from loader.formats import mxfp4, nvfp4_settings, stored_nvfp4
 from loader.formats.int4_layout import BY_INPUT, COMPRESSED, IN_WORD, Names
 from loader.formats.plain import PLAIN
 from loader.formats.relayout import INPUT_ORDER
@@ -62,6 +62,10 @@ class Weights:
         """Returns the weights of projections that one matrix product reads together: a tensor, or a quantised matrix if they are
         held so."""
         weights = [f"{prefix}{name}.weight" for name in names]
+        for names_of in (nvfp4_settings.MODELOPT, nvfp4_settings.COMPRESSED):
+            first = self._slots.get(names_of.of(weights[0], names_of.numbers))
+            if first is not None and first.held_as == stored_nvfp4.HELD_AS:
+                return self._nvfp4(names_of, weights)
         for stored in (COMPRESSED, BY_INPUT):
             if stored.of(weights[0], stored.words) in self._slots:
                 return self._int4(stored, weights)
@@ -92,7 +96,18 @@ class Weights:
             order = self._memory.tensor(place.offset_bytes, (num_inputs,), torch.int32)  # that of all of them
         return Int4Matrix(packed, scales, first.group_inputs, zeros, order)
 
-    def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix:
+    def _nvfp4(self, names: nvfp4_settings.Nvfp4, weights: list[str]) -> Nvfp4Matrix:
+        """Returns the joined NVFP4 matrices of these names."""
+        slots = [self._slots[names.of(name, names.numbers)] for name in weights]
+        numbers, scales, whole = (self._slots[names.of(weights[0], part)] for part in (names.numbers, names.scales, names.whole))
+        num_outputs = sum(slot.shape[0] for slot in slots)
+        return Nvfp4Matrix(
+            self._memory.tensor(numbers.offset_bytes, (num_outputs, numbers.shape[1]), torch.uint8),
+            self._memory.tensor(scales.offset_bytes, (num_outputs, scales.shape[1]), torch.uint8),
+            self._memory.tensor(whole.offset_bytes, (num_outputs,), torch.float32),
+        )
+
+    def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix | Nvfp4Matrix:
         """Returns the matrices prefix + name of all names, joined as `matrix` does, as `num` equal parts [num, N, K]."""
         joined = self.matrix(prefix, names)
         assert not isinstance(joined, Int8Matrix)  # loader/formats keeps int8 from mixtures of experts
@@ -100,10 +115,12 @@ class Weights:
             return joined.view(num, len(joined) // num, joined.shape[1])
 
         def parts(whole: Tensor) -> Tensor:
-            return whole.view(num, len(whole) // num, whole.shape[1])
+            return whole.view(num, len(whole) // num, *whole.shape[1:])
 
         if isinstance(joined, Fp8Matrix):
             return Fp8Matrix(parts(joined.values), parts(joined.scales), joined.group_inputs)
+        if isinstance(joined, Nvfp4Matrix):
+            return Nvfp4Matrix(parts(joined.packed), parts(joined.scales), parts(joined.factors))
         zeros = None if joined.zeros is None else parts(joined.zeros)
         return Int4Matrix(parts(joined.packed), parts(joined.scales), joined.group_inputs, zeros)
 

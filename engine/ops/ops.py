@@ -73,7 +73,35 @@ class Int4Matrix:
         return Int4Matrix(self.packed[number], self.scales[number], self.group_inputs, zeros)
 
 
-Matrix = Tensor | Int8Matrix | Fp8Matrix | Int4Matrix  # the weights of a product
+@dataclass(slots=True, frozen=True)
+class Nvfp4Matrix:
+    """A matrix in NVFP4, or several: packed [..., N, K / 2] uint8, two numbers (e2m1) a byte with the first in the low four bits;
+    times scales [..., N, K / 16] uint8, codes of float8_e4m3fn, of which none is NaN; times factors [..., N] float32, one for each
+    output (loader/formats/stored_nvfp4.py)."""
+
+    packed: Tensor
+    scales: Tensor
+    factors: Tensor
+
+    @property
+    def group_inputs(self) -> int:
+        """The inputs that share a scale."""
+        return 2 * self.packed.shape[-1] // self.scales.shape[-1]
+
+    @property
+    def shape(self) -> torch.Size:
+        *outer, row_bytes = self.packed.shape
+        return torch.Size((*outer, 2 * row_bytes))
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, number: int | slice) -> Nvfp4Matrix:
+        """Returns the matrix of one expert, or some outputs of a single matrix."""
+        return Nvfp4Matrix(self.packed[number], self.scales[number], self.factors[number])
+
+
+Matrix = Tensor | Int8Matrix | Fp8Matrix | Int4Matrix | Nvfp4Matrix  # the weights of a product
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -90,7 +118,7 @@ class Mxfp4Matrix:
         return num, outputs, groups * block_bytes * 2
 
 
-ExpertMatrix = Tensor | Fp8Matrix | Int4Matrix | Mxfp4Matrix  # [E, N, K]: one matrix for each expert
+ExpertMatrix = Tensor | Fp8Matrix | Int4Matrix | Mxfp4Matrix | Nvfp4Matrix  # [E, N, K]: one matrix for each expert
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,8 +147,8 @@ class SigmoidRouting:
 class ExpertMatrices:
     """The experts of one layer: gate_up [E, 2 I, W] with each expert's gate before its up, down [E, W, I]. num_chosen: how many
     of them each token passes through. normalised: the weights of a token's experts are made to add up to 1. An Fp8Matrix of experts
-    has values [E, N, K] and scales [E, N, G], an Int4Matrix packed [E, N, K / 2]. gate_up_bias [E, 2 I], down_bias [E, W]: biases
-    of the products. clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up.
+    has values [E, N, K] and scales [E, N, G], one of four bits packed [E, N, K / 2]. gate_up_bias [E, 2 I], down_bias [E, W]: the
+    products' biases. clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up.
     sigmoid: how experts are chosen and weighed, if not by the softmax of their scores. weighs_inputs: an expert's weight is the
     sigmoid of its score, and what it reads is multiplied by it, not what it returns. gelu: the activation is gelu(gate) * up, gelu
     in its form with tanh. factors [E]: of the experts' weights, after these were made to add up to 1. Tensors may be contiguous

@@ -23,6 +23,7 @@ from engine.ops.ops import (
     Fp8Matrix,
     Int4Matrix,
     Mxfp4Matrix,
+    Nvfp4Matrix,
     SigmoidRouting,
 )
 from loader.formats.int8 import WIDENED_BYTES
@@ -642,10 +643,33 @@ def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
 def mxfp4_values(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the numbers [..., K] of MXFP4 blocks [..., K / 32, 16] and scales [..., K / 32], which are exact in float32 and
     bfloat16."""
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    values = torch.cat((magnitudes, -magnitudes))[torch.stack((blocks & 15, blocks >> 4), dim=-1).long()]
-    wide = torch.ldexp(values.flatten(-2), scales.int().unsqueeze(-1) - 127)
+    wide = torch.ldexp(e2m1_numbers(blocks), scales.int().unsqueeze(-1) - 127)
     return wide.flatten(-2).to(dtype)
+
+
+def e2m1_numbers(packed: Tensor) -> Tensor:
+    """Returns the numbers [..., K] float32 that bytes [..., K / 2] stand for, two each, the first in the low four bits: a sign, an
+    exponent of two bits and a digit."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return torch.cat((magnitudes, -magnitudes))[torch.stack((packed & 15, packed >> 4), dim=-1).long()].flatten(-2)
+
+
+def nvfp4_rows(packed: Tensor, scales: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Writes the weights that an Nvfp4Matrix's packed [N, K / 2], scales [N, K / 16] and factors [N] stand for to out [N, K]. The
+    scale of 16 inputs is a code's value times the output's factor, rounded to float32. A weight is a number times that, rounded to
+    float32, and if out is shorter, once more."""
+    of_groups = scales.view(torch.float8_e4m3fn).float().mul_(factors.unsqueeze(1))
+    numbers = e2m1_numbers(packed).unflatten(1, (of_groups.shape[1], -1))
+    out.copy_(numbers.mul_(of_groups.unsqueeze(2)).flatten(1))
+
+
+def nvfp4_linear(x: Tensor, packed: Tensor, scales: Tensor, factors: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
+    """Multiplies x [T, K] with the transposed matrix that nvfp4_rows writes, as fp8_linear does."""
+
+    def write(some: slice, part: Tensor) -> None:
+        nvfp4_rows(packed[some], scales[some], factors[some], part)
+
+    return _written_linear(x, torch.Size((len(packed), x.shape[1])), write, bias, held_bytes)
 
 
 def mxfp4_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
@@ -668,6 +692,9 @@ def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, numbe
     if isinstance(matrices, Fp8Matrix):
         own = matrices[number]
         return fp8_linear(x, own.values, own.scales, own.group_inputs, own_bias, WIDENED_BYTES)
+    if isinstance(matrices, Nvfp4Matrix):
+        part = matrices[number]
+        return nvfp4_linear(x, part.packed, part.scales, part.factors, own_bias, WIDENED_BYTES)
     if isinstance(matrices, Int4Matrix):
         one = matrices[number]
         return int4_linear(x, one.packed, one.scales, one.zeros, one.group_inputs, own_bias, WIDENED_BYTES)

@@ -40,8 +40,9 @@ def read_groups(
 
 
 def first_other(key: str, weights: Mapping[str, Any], served: Mapping[str, object]) -> Refused | None:
-    """Returns a refusal of the first setting that has another value than the only one that is served; None if there is none."""
+    """Returns a refusal of the first setting that has another value than the only one that is served; None if there is none. key:
+    that of the settings; "": they are the whole configuration."""
     for name, value in served.items():
         if weights.get(name) != value:
-            return not_served(f"{key}.{name}", weights.get(name), str(value))
+            return not_served(f"{key}.{name}" if key else name, weights.get(name), str(value))
     return None

@@ -22,10 +22,15 @@ def nan_at(codes: npt.NDArray[np.uint8]) -> int:
     return -1
 
 
-def fill_scales(stored: Tensor, repeats: int, held: Tensor) -> None:
+def fill_scales(stored: Tensor, repeats: int, held: Tensor, inverse: bool = False) -> None:
     """Writes stored scales [S, G] (float32, bfloat16 or float16) to held [N * G] float32: each row `repeats` times, the last as
-    often as there is room. Raises ValueError for scales that are NaN or infinite."""
+    often as there is room. inverse: their inverses. Raises ValueError for scales that are NaN or infinite, and for divisors whose
+    inverse float32 does not have."""
     wide = stored.float()
+    if inverse:
+        wide = wide.reciprocal()
+        if not bool((torch.isfinite(wide) & (wide != 0)).all()):
+            raise ValueError("holds a number by which scales cannot be divided: 0, NaN, or too large or small")
     if not bool(torch.isfinite(wide).all()):
         raise ValueError("holds NaN or an infinity: no scale")
     rows = held.view(-1, wide.shape[1])

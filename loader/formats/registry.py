@@ -11,11 +11,12 @@ from loader.formats.stored_fp8 import STORED_FP8
 from loader.formats.stored_gptq import STORED_GPTQ
 from loader.formats.stored_int4 import STORED_INT4
 from loader.formats.stored_int8 import STORED_INT8
+from loader.formats.stored_nvfp4 import STORED_NVFP4
 from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 
 FORMATS = {
-    one.name: one for one in (PLAIN, INT8, STORED_INT8, *STORED_FP8, *STORED_INT4, *STORED_GPTQ, *STORED_AWQ, MXFP4)
+    one.name: one for one in (PLAIN, INT8, STORED_INT8, *STORED_FP8, *STORED_INT4, *STORED_GPTQ, *STORED_AWQ, MXFP4, *STORED_NVFP4)
 }
 CONFIG_KEY = "quantization_config"
 

@@ -36,11 +36,11 @@ class WeightSlot(NamedTuple):
     scales_at_bytes: where the scales of a quantised matrix begin; -1: the parameter is no quantised matrix. stage: the
     part of a forward pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers.
     held_as: the dtype that it has in memory as it has in the checkpoint or is converted to; "": the model's, or int8 that a load
-    rounds to. group_inputs: of an FP8 or INT4 matrix, and of the groups of its inputs, how many inputs of a row share a scale;
-    0: it is none. repeats: of an FP8 matrix's scales, how many rows of memory each stored row fills (the last as many as there are
-    left); 0: the parameter is no such. relayout: how its numbers are rearranged; None: they lie as they are stored. joint: the name
-    of the parameters that are in place only once all of them are, because the inputs of their weights are put in order then; "": it
-    is none of such."""
+    rounds to. group_inputs: of an FP8, INT4 or NVFP4 matrix, and of the groups of its inputs, how many inputs of a row share a
+    scale; 0: it is none. repeats: of scales of FP8 and NVFP4 matrices, how many rows of memory each stored row fills (the last as
+    many as there are left); 0: the parameter is no such. relayout: how its numbers are rearranged; None: they lie as they are
+    stored. joint: the name of the parameters that are in place only once all of them are, because the inputs of their weights are
+    put in order then; "": it is none of such. inverse: of scales that repeat, whether what is held are their inverses."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,6 +53,7 @@ class WeightSlot(NamedTuple):
     repeats: int = 0
     relayout: Relayout | None = None
     joint: str = ""
+    inverse: bool = False
 
     @property
     def held_shape(self) -> tuple[int, ...]:

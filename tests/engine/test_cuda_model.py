@@ -42,7 +42,7 @@ from tests.engine.model_bench import (
     plan,
     put,
 )
-from tests.loader import fp8, gptq, int4
+from tests.loader import fp8, gptq, int4, nvfp4
 
 pytest.importorskip("triton")
 pytestmark = INTERPRETED
@@ -100,6 +100,8 @@ def test_fp8_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path) -> N
 LATENT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "moe_intermediate_size": 32, "q_lora_rank": 32}
 LATENT |= {"kv_lora_rank": 32, "v_head_dim": 32}
 DENSE = {"hidden_size": 96, "intermediate_size": 32, "num_hidden_layers": 1}
+SPARSE = {"hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16, "decoder_sparse_step": 1}
+SPARSE |= {"num_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
@@ -107,19 +109,20 @@ DENSE = {"hidden_size": 96, "intermediate_size": 32, "num_hidden_layers": 1}
     [
         ("deepseek-v3", LATENT, partial(int4.quantize, config=int4.compressed())),
         ("llama", DENSE, partial(gptq.quantize, config=gptq.gptq(sym=False, desc_act=True))),
+        ("qwen3-moe", SPARSE, partial(nvfp4.quantize, config=nvfp4.compressed())),
     ],
-    ids=["compressed", "gptq"],
+    ids=["compressed", "gptq", "nvfp4"],
 )
-def test_int4_weights_give_the_logits_of_what_they_stand_for(
+def test_weights_of_four_bits_give_the_logits_of_what_they_stand_for(
     tmp_path: Path, case: str, changes: dict[str, Any], quantize: Callable[[Path, Path], Any]
 ) -> None:
     """In dense layers, experts and latent attention, against the plain checkpoint with the weights of the definition."""
     make_checkpoint(tmp_path / "plain", **CASES[case] | changes)
-    meant = quantize(tmp_path / "plain", tmp_path / "int4")
+    meant = quantize(tmp_path / "plain", tmp_path / "small")
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     save_file(tensors | meant, tmp_path / "plain" / "model.safetensors")
     found = []
-    for folder in ("plain", "int4"):
+    for folder in ("plain", "small"):
         model = load_cuda_model(tmp_path / folder)
         table = make_table(groups=model.kv_groups)
         for slot in (0, 1):

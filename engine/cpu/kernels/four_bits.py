@@ -1,11 +1,11 @@
-"""Products with weights of four bits, MXFP4 or INT4 (Numba): of rows that are sorted by expert with the matrices of their experts,
-for few rows of each; and the widening of matrices for many rows, which other kernels then multiply. A matrix that is no expert's is
-that of the only one.
+"""Products with weights of four bits, MXFP4, NVFP4 or INT4 (Numba): of rows that are sorted by expert with the matrices of their
+experts, for few rows of each; and the widening of matrices for many rows, which other kernels then multiply. A matrix that is no
+expert's is that of the only one.
 
 Weights are read once, as they are stored, and widened in registers (four_bits_tiles.py). Work is shared as in grouped_linear.py.
 
 Shapes: P rows, E experts, K inputs (a multiple of 32), N outputs (4 at least), G scales of an output.
-Reference implementations: reference.experts, reference.mxfp4_values, reference.int4_rows.
+Reference implementations: reference.experts, reference.mxfp4_values, reference.nvfp4_rows, reference.int4_rows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from engine.cpu.kernels.four_bits_tiles import (
     OUTPUTS,
     ROWS,
     four_bits_tile,
+    is_nvfp4,
     spread_group,
     takes_pairs,
     widen_group,
@@ -64,10 +65,33 @@ def _rows_for_tiles_of(x: Any) -> Any:
     return spread
 
 
+def _weigh(factors: Any, num: int, scales: Any, zeros: Any, output: int) -> None:
+    """Multiplies the factors of OUTPUTS outputs, `num` of each, with what NVFP4 has for all scales of an output. output: the index
+    of the first."""
+
+
+@overload(_weigh, jit_options=_HELPER)
+def _weigh_of(factors: Any, num: int, scales: Any, zeros: Any, output: int) -> Any:
+    if not is_nvfp4(scales):
+
+        def leave(factors: Any, num: int, scales: Any, zeros: Any, output: int) -> None:
+            return
+
+        return leave
+
+    def multiply(factors: Any, num: int, scales: Any, zeros: Any, output: int) -> None:
+        for n in range(factors.shape[0] // num):
+            own = zeros[output + n]
+            for k in range(num):
+                factors[n * num + k] *= own
+
+    return multiply
+
+
 @njit(**_HELPER)
 def _shift(group: int, num_inputs: int) -> int:
     """Returns by how many bits the number of a group of 32 inputs is shifted to that of its scale. group: the inputs that share
-    one, a power of two from 32 on, or all of a row."""
+    one, a power of two from 32 on, or all of a row; 16, of NVFP4, is not shifted."""
     if group >= num_inputs:
         return 63
     shift = 0
@@ -131,6 +155,7 @@ def _stripe(
         output = min(panel, out.shape[1] - OUTPUTS)  # the last outputs may overlap those before
         scales_at = (at + output) * num_factors
         write_factors(scales, scales_at, OUTPUTS * num_factors, halves, factors, 0)
+        _weigh(factors, num_factors, scales, zeros, at + output)
         of_weights = (factors, num_factors, shift, groups, panel_bytes, folded)
         row = 0
         while row < num_rows:
@@ -182,10 +207,10 @@ def grouped_four_bits_linear_signature(element: types.Type, scale: types.Type, z
 
 def _grouped_four_bits_linear(
     x: Any,  # [P, K]
-    scales: Any,  # [E * N * G]: uint8 of MXFP4, uint16 of INT4
+    scales: Any,  # [E * N * G]: uint8 of MXFP4, int8 of NVFP4, uint16 of INT4
     blocks: Any,  # [E * N * K / 2]
-    zeros: Any,  # [E * N * G] uint8: zero points; int8: there are none, and all are 8
-    group: int,  # inputs that share a scale: a power of two from 32 on, or K
+    zeros: Any,  # [E * N * G] uint8: zero points; int8: there are none, and all are 8; [E * N] float32: factors of NVFP4
+    group: int,  # inputs that share a scale: 16 of NVFP4, else a power of two from 32 on, or K
     halves: bool,  # scales of 16 bits are float16, else bfloat16
     bias: Any,  # [E, N], or [E, 0] for none
     firsts: Any,  # [E + 1] int32: the first row of each expert
@@ -202,9 +227,9 @@ def widen_four_bits_signature(element: types.Type, scale: types.Type, zero: type
 
 
 def _widen_four_bits(
-    scales: Any,  # [N * G]: uint8 of MXFP4, uint16 of INT4
+    scales: Any,  # [N * G]: uint8 of MXFP4, int8 of NVFP4, uint16 of INT4
     blocks: Any,  # [N * K / 2]
-    zeros: Any,  # [N * G], as above
+    zeros: Any,  # [N * G] or [N], as above
     group: int,  # inputs that share a scale, as above
     halves: bool,  # scales of 16 bits are float16, else bfloat16
     out: Any,  # [N, K]
@@ -214,9 +239,10 @@ def _widen_four_bits(
     for output in prange(num_outputs):
         factors = np.empty(num_factors, np.float32)
         write_factors(scales, output * num_factors, num_factors, halves, factors, 0)
+        _weigh(factors, num_factors, scales, zeros, output)
         for number in range(groups):
-            place, own = output * groups + number, number >> shift
-            of_scale = (zeros, output * num_factors + own, factors[own])
+            place, own = output * groups + number, number >> shift if group >= GROUP else number * (GROUP // group)
+            of_scale = (zeros, output * num_factors + own, factors, own)
             widen_group(blocks, place * GROUP_BYTES, scales, *of_scale, out, place * GROUP)
 
 

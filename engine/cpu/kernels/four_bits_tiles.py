@@ -1,12 +1,13 @@
 """Products with weights of four bits, which are widened in registers, and the widening of whole matrices. The type of their scales
-tells what they are: MXFP4 (uint8; loader/formats/mxfp4.py), or INT4 (16 bits; loader/formats/int4_layout.py). The type of zero
-points tells whether INT4 has any: they are uint8, and int8 where there are none, which is not read.
+tells what they are: MXFP4 (uint8; loader/formats/mxfp4.py), INT4 (16 bits; loader/formats/int4_layout.py), or NVFP4 (int8, codes of
+e4m3; loader/formats/stored_nvfp4.py). The type of zero points tells whether INT4 has any: they are uint8, and int8 where there are
+none, which is not read. In their place NVFP4 has an output's factor, float32.
 
-A group of 32 weights is 16 bytes: those of even index in the low halves, those of odd index in the high ones. Half a byte becomes
-its number by a table of 16 float32 or 32 bfloat16 with AVX-512, of which there is one for each zero point. Elsewhere INT4's is a
-subtraction, and MXFP4's a table of 16 bytes with AVX2 and NEON, or comparisons. Tables hold twice the numbers of MXFP4, which are
-whole, and its factors are half of the scales.
-The dot product of a group is multiplied with the factor of its scale.
+A group of 32 weights is 16 bytes: those of even index in the low halves, those of odd index in the high ones. In NVFP4, which has a
+scale for each 16, the first scale is that of the first 8 bytes. Half a byte becomes its number by a table of 16 float32 or 32
+bfloat16 with AVX-512, of which there is one for each zero point. Elsewhere INT4's is a subtraction, and that of the others a table
+of 16 bytes with AVX2 and NEON, or comparisons. Tables hold twice the numbers of MXFP4 and NVFP4, which are whole, and their factors
+are half of the scales. The dot product of a group is multiplied with the factor of its scale, in NVFP4 each half with its own.
 
 They are generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see vectors.py).
 """
@@ -57,6 +58,10 @@ def _is_int4(scales: types.Array) -> bool:
     return bool(scales.dtype == types.uint16)
 
 
+def is_nvfp4(scales: types.Array) -> bool:
+    return bool(scales.dtype == types.int8)
+
+
 def _has_zeros(zeros: types.Array) -> bool:
     return bool(zeros.dtype == types.uint8)
 
@@ -83,8 +88,8 @@ def _load_zero(builder: ir.IRBuilder, zeros: Any, at: Any) -> Any:
 
 
 def _pairs(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero: Any) -> Any:
-    """Returns the numbers of 16 bytes, twice those of MXFP4, as 16 pairs of bfloat16. tables, zero: None where there are no zero
-    points."""
+    """Returns the numbers of 16 bytes, twice those of MXFP4 and NVFP4, as 16 pairs of bfloat16. tables and zero are None where
+    there are no zero points."""
     words = builder.zext(packed, PAIRS)
     index = builder.bitcast(builder.or_(words, builder.shl(words, vector(PAIRS, 12))), _WORDS)
     # of an index the lowest five bits count, of which the fifth is another number's
@@ -97,8 +102,8 @@ def _pairs(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero:
 
 
 def _floats(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero: Any) -> tuple[Any, Any]:
-    """Returns the numbers of 16 bytes, twice those of MXFP4, as float32: those of even index, then those of odd index. tables and
-    zero are None where there are no zero points."""
+    """Returns the numbers of 16 bytes, twice those of MXFP4 and NVFP4, as float32: those of even index, then those of odd index.
+    tables and zero are None where there are no zero points."""
     if _HAS_WIDE_TABLES:
         table = ir.Constant(SUMS, [float(value) for value in (_INT4 if is_int4 else _DOUBLED)])
         if zero is not None:
@@ -118,7 +123,7 @@ def _floats(builder: ir.IRBuilder, packed: Any, is_int4: bool, tables: Any, zero
 
 
 def _doubled_bytes(builder: ir.IRBuilder, index: Any) -> Any:
-    """Returns twice the numbers that 16 bytes from 0 to 15 stand for in MXFP4, as signed bytes."""
+    """Returns twice the numbers that 16 bytes from 0 to 15 stand for in MXFP4 and NVFP4, as signed bytes."""
     table = ir.Constant(_BYTES, list(_DOUBLED))
     kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
     for kernel, name in (
@@ -146,6 +151,15 @@ def _halved_powers(builder: ir.IRBuilder, words: Any, floats: ir.VectorType) -> 
     return builder.fmul(builder.bitcast(bits, floats), vector(floats, 0.5))
 
 
+def _halved_codes(builder: ir.IRBuilder, words: Any, floats: ir.VectorType) -> Any:
+    """Returns half of the numbers that words stand for, codes of e4m3 that are not NaN."""
+    # the bias of float32's exponent is 120 more; numbers without a leading one follow the same rule
+    size = builder.bitcast(builder.shl(builder.and_(words, vector(words.type, 0x7F)), vector(words.type, 20)), floats)
+    sign = builder.shl(builder.and_(words, vector(words.type, 0x80)), vector(words.type, 24))
+    bits = builder.or_(builder.bitcast(builder.fmul(size, vector(floats, 2.0**119)), words.type), sign)
+    return builder.bitcast(bits, floats)
+
+
 def _short_floats(builder: ir.IRBuilder, words: Any, halves: Any, floats: ir.VectorType) -> Any:
     """Returns numbers that are neither NaN nor infinite as float32. words: their bits, of float16 if `halves`, else of bfloat16."""
     longer = builder.bitcast(builder.shl(words, vector(words.type, 16)), floats)
@@ -156,10 +170,19 @@ def _short_floats(builder: ir.IRBuilder, words: Any, halves: Any, floats: ir.Vec
     return builder.select(halves, builder.bitcast(bits, floats), longer)
 
 
+def _group_factors(builder: ir.IRBuilder, factors: Any, at: Any, scales: types.Array) -> Any:
+    """Returns what the lanes of a group are multiplied with: the factor at this index, or of NVFP4 that and the next one, for the
+    first half of the lanes and for the others."""
+    if not is_nvfp4(scales):
+        return splat(builder, builder.load(builder.gep(factors, [at])), SUMS)
+    both = builder.load(_pointer(builder, factors, at, ir.VectorType(FLOAT, 2)), align=4)
+    return shuffle(builder, both, both, [lane // (LANES // 2) for lane in range(LANES)])
+
+
 @intrinsic
 def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves: Any, factors: Any, to: Any) -> Any:
-    """Writes the factors of `count` scales from index `at` on to factors from index `to` on. halves: scales of 16 bits are float16,
-    else bfloat16."""
+    """Writes the factors of `count` scales from index `at` on to factors from index `to` on, those of NVFP4 without their output's.
+    halves: scales of 16 bits are float16, else bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 4))
@@ -170,7 +193,10 @@ def write_factors(typing_context: Any, scales: Any, at: Any, count: Any, halves:
             raw = ir.VectorType(ir.IntType(16) if is_int4 else _BYTE, lanes)
             some = builder.load(_pointer(builder, source, builder.add(begin, k), raw), align=2 if is_int4 else 1)
             words, floats = builder.zext(some, ir.VectorType(I32, lanes)), ir.VectorType(FLOAT, lanes)
-            made = _short_floats(builder, words, are_halves, floats) if is_int4 else _halved_powers(builder, words, floats)
+            if is_int4:
+                made = _short_floats(builder, words, are_halves, floats)
+            else:
+                made = (_halved_codes if is_nvfp4(scales) else _halved_powers)(builder, words, floats)
             builder.store(made, _pointer(builder, target, builder.add(to_begin, k), floats), align=4)
 
         whole = builder.sub(num, builder.urem(num, I64(LANES)))
@@ -191,8 +217,8 @@ def four_bits_tile(num_rows: int) -> Any:
 
     x: the rows lie end to end from index x_at on, num_groups * 32 elements each; bfloat16 bits, or float32 as spread_rows leaves
     them. blocks: bytes, those of the outputs end to end from index blocks_at on. scales: not read; their type tells the weights'.
-    factors: [OUTPUTS, num_factors], of which group g of 32 weights has number g >> shift. zeros: likewise, from index zeros_at on.
-    As many bytes as the weights take that lie `ahead` after them are prefetched meanwhile."""
+    factors: [OUTPUTS, num_factors], of which group g of 32 weights has number g >> shift, or in NVFP4 2 g and the next one. zeros:
+    likewise, from index zeros_at on. As many bytes as the weights take that lie `ahead` after them are prefetched meanwhile."""
 
     @intrinsic
     def tile(
@@ -237,7 +263,7 @@ def four_bits_tile(num_rows: int) -> Any:
                     else:
                         parts = (at, builder.add(at, I64(LANES)))
                         inputs.append([builder.load(_pointer(builder, rows, part, SUMS), align=4) for part in parts])
-                number = builder.lshr(group, shift_by)
+                number = builder.shl(group, I64(1)) if is_nvfp4(scales) else builder.lshr(group, shift_by)
                 for n in range(OUTPUTS):
                     place = builder.add(builder.add(begin, builder.mul(output_bytes, I64(n))), builder.mul(group, I64(GROUP_BYTES)))
                     packed = _load_bytes(builder, weights, place)
@@ -246,8 +272,7 @@ def four_bits_tile(num_rows: int) -> Any:
                         zero = _load_zero(builder, zero_points, builder.add(zeros_begin, of_group))
                     numbers = (builder, packed, is_int4, tables, zero)
                     columns = [_pairs(*numbers)] if paired else _floats(*numbers)
-                    factor_at = builder.gep(factors_data, [of_group])
-                    factor = splat(builder, builder.load(factor_at), SUMS)
+                    factor = _group_factors(builder, factors_data, of_group, scales)
                     for r, parts in enumerate(inputs):
                         if paired:
                             product = add_products(builder, vector(SUMS, 0.0), parts[0], columns[0], True)
@@ -290,23 +315,35 @@ def spread_group(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any) -> A
 
 @intrinsic
 def widen_group(
-    typing_context: Any, blocks: Any, at: Any, scales: Any, zeros: Any, zero_at: Any, factor: Any, out: Any, to: Any
+    typing_context: Any,
+    blocks: Any,
+    at: Any,
+    scales: Any,
+    zeros: Any,
+    zero_at: Any,
+    factors: Any,
+    factor_at: Any,
+    out: Any,
+    to: Any,
 ) -> Any:
     """Writes the 32 weights of a group, whose bytes begin at index `at`, to out from index `to` on. scales, zeros: as in
-    four_bits_tile. zero_at: the index of their zero point. factor: that of their scale."""
+    four_bits_tile. zero_at: the index of their zero point. factor_at: that of their factor, or of the first of them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, zero_points, target = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 3, 6))
-        _, begin, _, _, own_zero_at, one_factor, _, to_begin = args
-        factors, is_int4 = splat(builder, one_factor, SUMS), _is_int4(scales)
+        source, zero_points, made, target = (
+            context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 3, 5, 7)
+        )
+        _, begin, _, _, own_zero_at, _, first_factor, _, to_begin = args
+        is_int4, of_group = _is_int4(scales), _group_factors(builder, made, first_factor, scales)
         tables = zero = None
         if _has_zeros(zeros):
             zero = _load_zero(builder, zero_points, own_zero_at)
             tables = _tables(builder, False) if _HAS_WIDE_TABLES else None
         numbers = _floats(builder, _load_bytes(builder, source, begin), is_int4, tables, zero)
-        even, odd = (builder.fmul(part, factors) for part in numbers)
+        even, odd = (builder.fmul(part, of_group) for part in numbers)
         if out.dtype == types.uint16:
-            builder.store(_alternating(builder, even, odd, is_int4), _pointer(builder, target, to_begin, PAIRS), align=2)
+            rounds = is_int4 or is_nvfp4(scales)
+            builder.store(_alternating(builder, even, odd, rounds), _pointer(builder, target, to_begin, PAIRS), align=2)
             return context.get_dummy_value()
         for part in range(2):
             lanes = [lane // 2 + lane % 2 * LANES for lane in range(part * LANES, (part + 1) * LANES)]
@@ -315,12 +352,12 @@ def widen_group(
         return context.get_dummy_value()
 
     one = types.int64
-    return types.void(blocks, one, scales, zeros, one, types.float32, out, one), generate
+    return types.void(blocks, one, scales, zeros, one, factors, one, out, one), generate
 
 
-def _alternating(builder: ir.IRBuilder, even: Any, odd: Any, is_int4: bool) -> Any:
-    """Returns float32 of even and of odd index as pairs of bfloat16."""
-    if is_int4:
+def _alternating(builder: ir.IRBuilder, even: Any, odd: Any, rounds: bool) -> Any:
+    """Returns float32 of even and of odd index as pairs of bfloat16. rounds: they may have more digits."""
+    if rounds:
         low, high = (builder.zext(narrow_bits(builder, part), PAIRS) for part in (even, odd))
         return builder.or_(low, builder.shl(high, vector(PAIRS, 16)))
     # numbers of MXFP4 have few digits, so the lower half of their bits is 0

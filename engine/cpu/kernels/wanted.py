@@ -61,6 +61,13 @@ _SECONDS = {
     entry.delta_rule.serial: 1.5,
 }
 SHORT_S = 0.7
+# formats of four bits: what scales and zero points are, as four_bits_tiles.py says
+_OF_FOUR_BITS = {
+    "mxfp4": (numba.uint8, numba.int8),
+    "nvfp4": (numba.int8, numba.float32),
+    "int4": (numba.uint16, numba.int8),
+    "int4_zeros": (numba.uint16, numba.uint8),
+}
 _preparing = threading.Lock()  # loads of two models may ask at the same time
 
 
@@ -198,8 +205,7 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         wanted.append(_both(entry.fp8_linear, fp8_linear.fp8_linear_signature(element)))
         wanted.append(_both(entry.grouped_fp8_linear, grouped_linear.grouped_fp8_linear_signature(element)))
         wanted.append(_both(entry.fp8_rows, fp8_linear.fp8_rows_signature(element)))
-    if quantize in ("mxfp4", "int4", "int4_zeros"):
-        of_groups = (numba.uint8 if quantize == "mxfp4" else numba.uint16, numba.uint8 if quantize == "int4_zeros" else numba.int8)
+    if (of_groups := _OF_FOUR_BITS.get(quantize)) is not None:
         products = four_bits.grouped_four_bits_linear_signature(element, *of_groups)
         wanted.append(_both(entry.grouped_four_bits_linear, products))
         wanted.append(_both(entry.widen_four_bits, four_bits.widen_four_bits_signature(element, *of_groups)))

@@ -21,9 +21,9 @@ from engine.cuda.kernels import (
     triton_delta,
     triton_experts,
     triton_extend,
+    triton_four_bits_linear,
     triton_fp8_linear,
     triton_inputs,
-    triton_int4_linear,
     triton_latent,
     triton_latent_attention,
     triton_rope,
@@ -31,7 +31,7 @@ from engine.cuda.kernels import (
     triton_sampling,
 )
 from engine.host import compiled
-from engine.ops.ops import DeltaRule, ExpertMatrices, Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Rotary
+from engine.ops.ops import DeltaRule, ExpertMatrices, Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Nvfp4Matrix, Rotary
 
 tile_tokens = triton_extend.tile_tokens
 MANY_ROWS = triton_decode.MANY_ROWS
@@ -52,17 +52,17 @@ def configure(cache_dir: str) -> None:
 
 def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
     """Returns x [T, K] @ the transposed matrix, plus bias, in x's dtype. Within both_kernels tiles of all sizes are launched."""
-    return _quantised_linear(triton_fp8_linear, x, (weight.values, weight.scales, weight.group_inputs, bias))
+    return _quantised_linear(triton_fp8_linear, x, len(weight), (weight.values, weight.scales, weight.group_inputs, bias))
 
 
-def int4_linear(x: Tensor, weight: Int4Matrix, bias: Tensor | None) -> Tensor:
-    """Does what fp8_linear does with INT4 weights. x: its columns are in the order of the weights' inputs."""
-    return _quantised_linear(triton_int4_linear, x, (weight.packed, weight.scales, weight.zeros, weight.group_inputs, bias))
+def four_bits_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None) -> Tensor:
+    """Does what fp8_linear does with weights of four bits. x: its columns are in the order of the weights' inputs."""
+    return _quantised_linear(triton_four_bits_linear, x, len(weight), (weight, bias))
 
 
-def _quantised_linear(kernels: Any, x: Tensor, matrix: tuple[Any, ...]) -> Tensor:
+def _quantised_linear(kernels: Any, x: Tensor, num_outputs: int, matrix: tuple[Any, ...]) -> Tensor:
     """Returns x times the transposed matrix, by a module that has few_rows_linear and tile_linear."""
-    out = x.new_empty(x.shape[0], len(matrix[0]))
+    out = x.new_empty(x.shape[0], num_outputs)
     launches_all = linear_choice.launches_both()
     if x.shape[0] <= triton_fp8_linear.MAX_ROWS:
         kernels.few_rows_linear(x, *matrix, out)
@@ -268,7 +268,7 @@ def _product_by_head(
     x: Tensor, heads: LatentHeads, of_values: bool, out: Tensor, product: Callable[[Tensor, Tensor, Tensor], None]
 ) -> None:
     """Multiplies each head of x with its part of heads.up, as triton_latent.product_by_head says. product: of plain weights."""
-    if isinstance(heads.up, Fp8Matrix | Int4Matrix):
+    if isinstance(heads.up, Fp8Matrix | Int4Matrix | Nvfp4Matrix):
         triton_latent.product_by_head(x, heads, of_values, INTERPRETED, out)
         return
     if isinstance(heads.up, Int8Matrix):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.cuda.kernels.triton_four_bits import add_four_bits
 from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
-from engine.ops.ops import ClampedSwiglu, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, SigmoidRouting
+from engine.ops.ops import ClampedSwiglu, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix, SigmoidRouting
 
 TILE_ROWS = (16, 64)  # rows that a program of a product multiplies: for few rows an expert, and for many
 _FEW_ROWS = 16  # an expert, on average: up to here tiles are of the first size
@@ -247,6 +247,7 @@ def _grouped_kernel(
     weights,  # [P] float32 by pair: factors of what is read, if WEIGHED
     scales,  # [E, 2 N, G] or [E, N, G]; not read if there are none
     zeros,  # likewise, read if ZEROS
+    factors,  # [E, 2 N] or [E, N] float32: of outputs, read if E4M3
     bias,  # [E, 2 N] or [E, N], read if BIASED
     firsts,  # [E + 1] int32
     pairs,  # [P] int32
@@ -261,9 +262,10 @@ def _grouped_kernel(
     CLAMPED: tl.constexpr,
     GELU: tl.constexpr,
     BIASED: tl.constexpr,
-    FOUR_BITS: tl.constexpr,  # weights are MXFP4 or INT4
+    FOUR_BITS: tl.constexpr,  # weights are MXFP4, NVFP4 or INT4
     INT4: tl.constexpr,
     ZEROS: tl.constexpr,
+    E4M3: tl.constexpr,  # scales are codes: weights are NVFP4
     WEIGHED: tl.constexpr,
     PER_OUTPUT: tl.constexpr,  # elements from an output's weights to the next one's, of plain weights
     PER_INPUT: tl.constexpr,
@@ -305,13 +307,13 @@ def _grouped_kernel(
             own, seen = first_output + output * step, output < N
             total = add_four_bits(
                 rows_at, weight, scales, zeros, own, there, seen, start, total,
-                K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, INT4, ZEROS,
+                K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, INT4, ZEROS, E4M3,
             )  # fmt: skip
             if GATED:
                 own += to_up
                 total_up = add_four_bits(
                     rows_at, weight, scales, zeros, own, there, seen, start, total_up,
-                    K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, INT4, ZEROS,
+                    K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, INT4, ZEROS, E4M3,
                 )  # fmt: skip
         else:
             at_k = start + inner
@@ -333,6 +335,11 @@ def _grouped_kernel(
                 else:
                     total_up = tl.dot(rows, columns.to(rows.dtype), total_up, input_precision="ieee")
     narrow: tl.constexpr = out.dtype.element_ty
+    if E4M3:
+        of_outputs = factors + first_output + output * step
+        total *= tl.load(of_outputs, mask=output < N, other=0.0)[None, :]
+        if GATED:
+            total_up *= tl.load(of_outputs + to_up, mask=output < N, other=0.0)[None, :]
     if WEIGHED:
         factors_of_rows = tl.load(weights + pair, mask=there, other=0.0)[:, None]
         total *= factors_of_rows
@@ -356,7 +363,7 @@ def _parts(weight: ExpertMatrix) -> tuple[Tensor, Tensor, int, int]:
     num_scales = weight.scales.shape[2]
     if isinstance(weight, Mxfp4Matrix):
         return weight.blocks, weight.scales, num_scales, 2 * weight.blocks.shape[3]  # two a byte
-    values = weight.packed if isinstance(weight, Int4Matrix) else weight.values
+    values = weight.values if isinstance(weight, Fp8Matrix) else weight.packed
     return values, weight.scales, num_scales, weight.group_inputs
 
 
@@ -387,9 +394,13 @@ def grouped_linear(
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (64, 32 if wide_items else 64)
     of_int4, of_fp8 = isinstance(weight, Int4Matrix), isinstance(weight, Fp8Matrix)
-    of_four_bits, two_of_int4 = of_int4 or isinstance(weight, Mxfp4Matrix), of_int4 and gated
-    if two_of_int4 and not wide_items:  # registers do not hold more inputs of two matrices that are widened at once
-        block_n, block_k = (64 if few else 128), 64
+    of_nvfp4 = isinstance(weight, Nvfp4Matrix)
+    of_four_bits = of_int4 or of_nvfp4 or isinstance(weight, Mxfp4Matrix)
+    two_at_once = (of_int4 or of_nvfp4) and gated
+    if two_at_once and not wide_items:  # registers do not hold more inputs of two matrices that are widened at once
+        block_n, block_k = (64 if few or of_nvfp4 else 128), 64
+    if of_nvfp4 and not few:  # likewise, of more scales
+        block_k = 32
     values, scales, num_scales, group = _parts(weight)
     zeros = weight.zeros if isinstance(weight, Int4Matrix) else None
     most_tiles = min(num_experts, num_pairs) + num_pairs // tile
@@ -399,6 +410,7 @@ def grouped_linear(
         x if weights is None else weights,
         scales,
         values if zeros is None else zeros,
+        weight.factors if isinstance(weight, Nvfp4Matrix) else scales,
         x if bias is None else bias,
         firsts,
         pairs,
@@ -416,6 +428,7 @@ def grouped_linear(
         FOUR_BITS=of_four_bits,
         INT4=of_int4,
         ZEROS=zeros is not None,
+        E4M3=of_nvfp4,
         WEIGHED=weights is not None,
         PER_OUTPUT=weight.stride(1) if isinstance(weight, Tensor) else num_inputs,
         PER_INPUT=weight.stride(2) if isinstance(weight, Tensor) else 1,
@@ -426,7 +439,7 @@ def grouped_linear(
         WIDEN=widen,
         G=num_scales,
         GROUP=group,
-        num_warps=8 if not few and (of_fp8 or two_of_int4) else 4,  # more threads, since codes take registers to widen
+        num_warps=8 if not few and (of_fp8 or two_at_once) else 4,  # more threads, since codes take registers to widen
         num_stages=2 if wide_items else 3,
     )
 

@@ -1,5 +1,8 @@
-"""Weights of four bits on the GPU (Triton), MXFP4 or INT4: widened in registers, a tile at a time. Reference implementations:
-reference.mxfp4_values, reference.int4_rows.
+"""Weights of four bits on the GPU (Triton), MXFP4, NVFP4 or INT4: widened in registers, a tile at a time. Reference
+implementations: reference.mxfp4_values, reference.nvfp4_rows, reference.int4_rows.
+
+What NVFP4 has for all scales of an output is left out here: sums are multiplied with it. A number times a scale without it has six
+digits at most, which bfloat16 and float16 hold.
 
 Shapes: M rows, K inputs, B bytes of a tile's inputs, two weights each, S scales of a tile's inputs, N outputs of a tile, G scales
 of an output.
@@ -9,6 +12,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
 
 
 @triton.jit
@@ -25,16 +30,18 @@ def four_bit_numbers(code, zero, INT4: tl.constexpr):
 @triton.jit
 def _widened(
     blocks, scales, zeros, at, scales_at, seen, seen_scales,
-    B: tl.constexpr, S: tl.constexpr, N: tl.constexpr, INT4: tl.constexpr, ZEROS: tl.constexpr,
+    B: tl.constexpr, S: tl.constexpr, N: tl.constexpr, INT4: tl.constexpr, ZEROS: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Returns the weights of even inputs and those of odd inputs, each [B, N] float32.
 
     at: [B, N], where the bytes are in blocks. scales_at: [S, N], where their scales are in scales, and zero points in zeros, which
-    are read if ZEROS. seen, seen_scales: which of these are there; the others' weights are 0."""
+    are read if ZEROS. seen, seen_scales: which of these are there; the others' weights are 0. E4M3: scales are codes (NVFP4)."""
     packed = tl.load(blocks + at, mask=seen, other=0x88 if INT4 else 0).to(tl.int32)
     scale = tl.load(scales + scales_at, mask=seen_scales, other=0)
     if INT4:
         factor = scale.to(tl.float32)
+    elif E4M3:
+        factor = codes_as(scale, tl.float32) * CODE_FACTOR
     else:
         exponent = scale.to(tl.int32)
         # 2**-127 has no exponent of its own
@@ -52,11 +59,12 @@ def _widened(
 def add_four_bits(
     rows_at, blocks, scales, zeros, output, there, seen_output, inputs, total,
     K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-    INT4: tl.constexpr, ZEROS: tl.constexpr,
+    INT4: tl.constexpr, ZEROS: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Returns total [M, N] plus the products of rows [M, K] with the weights of the outputs [N], for BLOCK_K inputs from `inputs`
     on. Weights are rounded to the rows' dtype. output: the index of each among all outputs of the matrices. GROUP: the inputs that
-    share a scale, a power of two from 32 on, or K. zeros: read if ZEROS, else all zero points of INT4 are 8."""
+    share a scale, a power of two from 16 on, or K. zeros: read if ZEROS, else all zero points of INT4 are 8. E4M3: scales are codes
+    (NVFP4), and weights lack the factors of their outputs."""
     SCALES: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
     place = inputs // 2 + tl.arange(0, BLOCK_K // 2)
     group = inputs // GROUP + tl.arange(0, SCALES)
@@ -73,6 +81,7 @@ def add_four_bits(
         BLOCK_N,
         INT4,
         ZEROS,
+        E4M3,
     )
     seen = there[:, None] & (place < K // 2)[None, :]
     even = tl.load(rows_at + 2 * place[None, :], mask=seen, other=0.0)

@@ -1,6 +1,6 @@
 """Multi-head latent attention on the GPU (Triton), all but the attention itself: norm, rotation and store of latents, and the
-products of each head's queries and sums with its own part of an FP8 matrix. Reference implementations:
-reference.rope_and_store_latents, reference.fp8_rows.
+products of each head's queries and sums with its own part of an FP8 matrix or one of four bits. Reference implementations:
+reference.rope_and_store_latents, reference.fp8_rows, reference.int4_rows, reference.nvfp4_rows.
 
 Shapes: T tokens, H heads, K plain and R rotated dimensions of queries, V dimensions of values, L numbers of a latent, P pairs of
 rotated dimensions, 2 P = R.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.cuda.kernels.triton_four_bits import four_bit_numbers
 from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as, e4m3_of, scale_of, shared_scale
-from engine.ops.ops import Fp8Matrix, Int4Matrix, LatentHeads
+from engine.ops.ops import Fp8Matrix, Int4Matrix, LatentHeads, Nvfp4Matrix
 
 _FEW_TOKENS = 32  # up to so many, products are computed in tiles of 16 tokens
 
@@ -138,9 +138,10 @@ def rope_and_store_latents(
 @triton.jit(do_not_specialize=["num_tokens", "x_stride", "x_head_stride", "out_stride", "out_head_stride"])
 def _by_head_kernel(
     x,  # [T, H, INNER]
-    codes,  # [H HEIGHT, L]; [H HEIGHT, L / 2] if INT4
+    codes,  # [H HEIGHT, L]; [H HEIGHT, L / 2] if FOUR_BITS
     scales,  # [H HEIGHT, G]
     zeros,  # [H HEIGHT, G], read if ZEROS
+    factors,  # [H HEIGHT] float32, read if E4M3
     out,  # [T, H, OUTER]
     num_tokens,
     x_stride,
@@ -155,8 +156,9 @@ def _by_head_kernel(
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
     SUMS_ROWS: tl.constexpr,  # the products are summed over rows of the matrix, else over its columns
-    INT4: tl.constexpr,  # weights are INT4, else FP8
+    FOUR_BITS: tl.constexpr,  # weights are INT4 or NVFP4, else FP8
     ZEROS: tl.constexpr,
+    E4M3: tl.constexpr,  # scales are codes: weights are NVFP4
     WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -177,13 +179,18 @@ def _by_head_kernel(
             row, column = (begin + at)[:, None], output[None, :]
         else:
             row, column = (begin + output)[None, :], at[:, None]
-        scale = tl.load(scales + row * G + column // GROUP, mask=seen, other=0.0).to(tl.float32)
-        if INT4:
+        scale = tl.load(scales + row * G + column // GROUP, mask=seen, other=0)
+        if E4M3:
+            factor = tl.load(factors + row + column * 0, mask=seen, other=0.0)
+            scale = codes_as(scale, tl.float32) * (factor * CODE_FACTOR)
+        else:
+            scale = scale.to(tl.float32)
+        if FOUR_BITS:
             packed = tl.load(codes + row * (L // 2) + column // 2, mask=seen, other=0).to(tl.int32)
             zero = 8
             if ZEROS:
                 zero = tl.load(zeros + row * G + column // GROUP, mask=seen, other=8).to(tl.int32)
-            weights = four_bit_numbers((packed >> (column % 2 * 4)) & 15, zero, True) * scale
+            weights = four_bit_numbers((packed >> (column % 2 * 4)) & 15, zero, not E4M3) * scale
         else:
             code = tl.load(codes + row * L + column, mask=seen, other=0)
             weights = codes_as(code, tl.float32) * (scale * CODE_FACTOR)
@@ -195,21 +202,22 @@ def _by_head_kernel(
 
 
 def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool, out: Tensor) -> None:
-    """Multiplies each head of x with its part of heads.up, an Fp8Matrix or Int4Matrix. of_values: x [T, H, L] gives out [T, H, V];
+    """Multiplies each head of x with its part of heads.up, a quantised matrix. of_values: x [T, H, L] gives out [T, H, V];
     else x [T, H, K] gives out [T, H, L]. Weights are rounded to x's dtype. The last dimension of x and out is contiguous. widen:
     products are of float32 (where kernels are interpreted)."""
     up = heads.up
-    assert isinstance(up, Fp8Matrix | Int4Matrix)
+    assert isinstance(up, Fp8Matrix | Int4Matrix | Nvfp4Matrix)
     inner, outer = (heads.rank, heads.value_dim) if of_values else (heads.plain_dim, heads.rank)
-    wide_items, in_int4 = x.element_size() == 4, isinstance(up, Int4Matrix)
+    wide_items, in_four_bits = x.element_size() == 4, not isinstance(up, Fp8Matrix)
     zeros = up.zeros if isinstance(up, Int4Matrix) else None
     block_m, block_k = 16 if len(x) <= _FEW_TOKENS else 64, 32 if wide_items else 64
     block_n = min(64, max(16, triton.next_power_of_2(outer)))
     _by_head_kernel[(triton.cdiv(len(x), block_m), triton.cdiv(outer, block_n), heads.num_heads)](
         x,
-        up.packed if isinstance(up, Int4Matrix) else up.values,
+        up.values if isinstance(up, Fp8Matrix) else up.packed,
         up.scales,
         up.scales if zeros is None else zeros,
+        up.factors if isinstance(up, Nvfp4Matrix) else up.scales,
         out,
         len(x),
         x.stride(0),
@@ -224,12 +232,13 @@ def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool,
         INNER=inner,
         OUTER=outer,
         SUMS_ROWS=not of_values,
-        INT4=in_int4,
+        FOUR_BITS=in_four_bits,
         ZEROS=zeros is not None,
+        E4M3=isinstance(up, Nvfp4Matrix),
         WIDEN=widen,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=min(block_k, max(16, triton.next_power_of_2(inner))),
-        num_warps=8 if in_int4 and block_m == 64 else 4,  # more threads, since weights take registers to widen
+        num_warps=8 if in_four_bits and block_m == 64 else 4,  # more threads, since weights take registers to widen
         num_stages=2,
     )

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from engine.cuda.kernels import (
     triton_delta,
     triton_experts,
     triton_extend,
+    triton_four_bits_linear,
     triton_fp8_linear,
     triton_inputs,
-    triton_int4_linear,
     triton_latent,
     triton_latent_attention,
     triton_rope,
@@ -41,7 +42,17 @@ from engine.cuda.kernels import (
 )
 from engine.layers.gated_delta import columns_of
 from engine.memory.arena import kv_views
-from engine.ops.ops import ClampedSwiglu, DeltaRule, Fp8Matrix, Int4Matrix, LatentHeads, Mxfp4Matrix, Rotary, SigmoidRouting
+from engine.ops.ops import (
+    ClampedSwiglu,
+    DeltaRule,
+    Fp8Matrix,
+    Int4Matrix,
+    LatentHeads,
+    Mxfp4Matrix,
+    Nvfp4Matrix,
+    Rotary,
+    SigmoidRouting,
+)
 from loader.frame import FRAME_VALUES
 from loader.kv_layout import KV_FP8, KVGroupSpec, kv_head_bytes
 from loader.model_shape import DeltaShape
@@ -118,8 +129,9 @@ def compile_instead_of_running(capability: int, listed: bool) -> None:
                 "kernel": self.fn.__name__,
                 "head_dim": options.get("D", 0),
                 "fp8": bool(options.get("FP8")),
-                "mxfp4": bool(options.get("FOUR_BITS") and not options["INT4"]),
-                "int4": bool(options.get("INT4")) or "int4" in self.fn.__name__,
+                "mxfp4": bool(options.get("FOUR_BITS")) and not options.get("INT4") and not options["E4M3"],
+                "int4": bool(options.get("INT4")),
+                "nvfp4": bool(options.get("E4M3")) or ("four_bits" in self.fn.__name__ and not options["INT4"]),
                 "zeros": bool(options.get("ZEROS")),
                 "warps": made.metadata.num_warps,
                 "shared_bytes": made.metadata.shared,
@@ -158,10 +170,12 @@ def launch_latents(heads: int, kv_dtype: str, table: torch.Tensor, ints: torch.T
     if kv_dtype == KV_FP8:
         return
     height = heads * (PLAIN + VALUE)
-    up = Fp8Matrix(torch.zeros(height, RANK, dtype=torch.uint8), torch.zeros(height, RANK // 128), 128)
-    of_heads, values = LatentHeads(up, heads, PLAIN, ROPE, VALUE), torch.zeros(ROWS, heads, VALUE, dtype=dtype)
+    codes, values = torch.zeros(height, RANK, dtype=torch.uint8), torch.zeros(ROWS, heads, VALUE, dtype=dtype)
+    fp8 = Fp8Matrix(codes, torch.zeros(height, RANK // 128), 128)
+    nvfp4 = Nvfp4Matrix(codes[:, : RANK // 2], codes[:, : RANK // 16], torch.zeros(height))
     many = 64  # tokens, which take larger tiles than ROWS do
-    for rows in (ROWS, many):
+    for up, rows in product((fp8, nvfp4), (ROWS, many)):
+        of_heads = LatentHeads(up, heads, PLAIN, ROPE, VALUE)
         own = absorbed.expand(rows // ROWS, -1, -1, -1).reshape(rows, heads, -1)
         triton_latent.product_by_head(own[..., :PLAIN], of_heads, False, False, own[..., :RANK])
         triton_latent.product_by_head(own[..., :RANK], of_heads, True, False, values)
@@ -247,6 +261,10 @@ def main(capability: int, listed: bool) -> None:
         in_int4 = Int4Matrix(blocks.flatten(2), torch.zeros(EXPERTS, 1, WIDTH // 32, dtype=dtype), 32, zeros)
         for tile in triton_experts.TILE_ROWS:
             triton_experts.grouped_linear(x, in_int4, *routing[2:], CHOSEN, True, tile, False, inner)
+    in_nvfp4 = Nvfp4Matrix(blocks.flatten(2), blocks.flatten(2)[..., : WIDTH // 16], torch.zeros(EXPERTS, 1))
+    for tile in triton_experts.TILE_ROWS:
+        triton_experts.grouped_linear(x, in_nvfp4, *routing[2:], CHOSEN, True, tile, False, inner)
+        triton_experts.grouped_linear(inner, in_nvfp4, *routing[2:], CHOSEN, False, tile, False, made)
     triton_experts.combine(made, routing[1], longs, scores, x, x)
     triton_experts.combine(made, routing[1], longs, None, x, x)
     entry.rms_norm(x, x[0], 1e-5, False)
@@ -268,13 +286,15 @@ def main(capability: int, listed: bool) -> None:
             triton_fp8_linear.few_rows_linear(x[:num_rows], *matrix, weight)
         for tile in triton_fp8_linear.TILE_ROWS:
             triton_fp8_linear.tile_linear(x, *matrix, tile, False, weight)
-    for num_groups, group, has_zeros in ((1, WIDTH, False), (WIDTH // 128, 128, False), (WIDTH // 128, 128, True)):
-        int4 = (codes[:, : WIDTH // 2], torch.zeros(1, num_groups, dtype=dtype).expand(2 * INNER, -1))
-        matrix = (*int4, codes if has_zeros else None, group, None)
+    packed, in_four_bits = codes[:, : WIDTH // 2], list[Int4Matrix | Nvfp4Matrix]()
+    for num_groups, group, zeros in ((1, WIDTH, None), (WIDTH // 128, 128, None), (WIDTH // 128, 128, codes)):
+        in_four_bits.append(Int4Matrix(packed, torch.zeros(1, num_groups, dtype=dtype).expand(2 * INNER, -1), group, zeros))
+    in_four_bits.append(Nvfp4Matrix(packed, codes[:, : WIDTH // 16], torch.zeros(2 * INNER)))
+    for four_bits in in_four_bits:
         for num_rows in (1, 4):
-            triton_int4_linear.few_rows_linear(x[:num_rows], *matrix, weight)
+            triton_four_bits_linear.few_rows_linear(x[:num_rows], four_bits, None, weight)
         for tile in triton_fp8_linear.TILE_ROWS:
-            triton_int4_linear.tile_linear(x, *matrix, tile, False, weight)
+            triton_four_bits_linear.tile_linear(x, four_bits, None, tile, False, weight)
     logits = torch.zeros(ROWS, VOCAB, dtype=dtype)
     entry.sample(logits, floats, floats, ints, floats, ints, ints)
     triton_sampling.penalise(logits.float(), table, ints, ints, floats, floats, floats)

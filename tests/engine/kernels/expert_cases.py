@@ -7,9 +7,18 @@ from torch import Tensor
 
 from engine.cuda.kernels import triton_experts
 from engine.ops import reference
-from engine.ops.ops import ClampedSwiglu, ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, SigmoidRouting
+from engine.ops.ops import (
+    ClampedSwiglu,
+    ExpertMatrices,
+    ExpertMatrix,
+    Fp8Matrix,
+    Int4Matrix,
+    Mxfp4Matrix,
+    Nvfp4Matrix,
+    SigmoidRouting,
+)
 from tests.engine.kernels.draw import Draw, close
-from tests.engine.kernels.row_cases import int4_matrix, int4_on_device
+from tests.engine.kernels.row_cases import int4_matrix, int4_on_device, nvfp4_matrix, nvfp4_on_device
 
 
 def routed(
@@ -32,12 +41,16 @@ def arranged(chosen: Tensor, weights: Tensor, kv_slots: Tensor, num_experts: int
     return chosen.int(), weights, firsts.int(), pairs.masked_fill(experts == num_experts, -7).int()
 
 
-def placed(draw: Draw, weight: Tensor | Fp8Matrix | Int4Matrix) -> Tensor | Fp8Matrix | Int4Matrix:
+def placed(draw: Draw, weight: ExpertMatrix) -> ExpertMatrix:
     """Returns a copy of experts' weights on the device."""
     if isinstance(weight, Tensor):
         return draw.on(weight)
     if isinstance(weight, Int4Matrix):
         return int4_on_device(draw, weight)
+    if isinstance(weight, Nvfp4Matrix):
+        return nvfp4_on_device(draw, weight)
+    if isinstance(weight, Mxfp4Matrix):
+        return Mxfp4Matrix(draw.on(weight.blocks), draw.on(weight.scales))
     return Fp8Matrix(draw.on(weight.values), draw.on(weight.scales), weight.group_inputs)
 
 
@@ -87,11 +100,7 @@ def mxfp4(draw: Draw, *shape: int) -> Mxfp4Matrix:
     *outer, inputs = shape
     blocks = torch.randint(0, 256, (*outer, inputs // 32, 16), generator=draw.generator).to(torch.uint8)
     scales = torch.randint(120, 125, (*outer, inputs // 32), generator=draw.generator)
-    return Mxfp4Matrix(draw.on(blocks), draw.on(scales.to(torch.uint8)))
-
-
-def on_cpu(matrices: ExpertMatrix) -> ExpertMatrix:
-    return Mxfp4Matrix(matrices.blocks.cpu(), matrices.scales.cpu()) if isinstance(matrices, Mxfp4Matrix) else matrices
+    return Mxfp4Matrix(blocks, scales.to(torch.uint8))
 
 
 def fp8_experts(draw: Draw, num_experts: int, outputs: int, inputs: int) -> Fp8Matrix:
@@ -101,10 +110,10 @@ def fp8_experts(draw: Draw, num_experts: int, outputs: int, inputs: int) -> Fp8M
     return Fp8Matrix((codes + (codes >= 0x7F)).to(torch.uint8), scales, group)
 
 
-def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = False) -> None:
+def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = False, nvfp4: bool = False) -> None:
     num_tokens, num_experts = draw.one_of(1, 2, 5, 17), draw.one_of(1, 3, 6)
     width, inner = draw.one_of(16, 40, 140 if fp8 else 70), draw.one_of(8, 33)
-    if in_mxfp4 or int4:
+    if in_mxfp4 or int4 or nvfp4:
         num_tokens, num_experts, width, inner = draw.one_of(1, 5), draw.one_of(1, 3), draw.one_of(32, 96), 32
     num_chosen, normalised = draw.between(1, min(4, num_experts)), draw.one_of(False, True)
     x = draw.normal(num_tokens, width)
@@ -118,7 +127,9 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
         gate_up, down = fp8_experts(draw, num_experts, 2 * inner, width), fp8_experts(draw, num_experts, width, inner)
     if int4:
         gate_up, down = int4_matrix(draw, num_experts, 2 * inner, width), int4_matrix(draw, num_experts, width, inner)
-    if in_mxfp4 or (not fp8 and not int4 and draw.one_of(False, True)):
+    if nvfp4:
+        gate_up, down = nvfp4_matrix(draw, num_experts, 2 * inner, width), nvfp4_matrix(draw, num_experts, width, inner)
+    if in_mxfp4 or (not fp8 and not int4 and not nvfp4 and draw.one_of(False, True)):
         biases = draw.normal(num_experts, 2 * inner), draw.normal(num_experts, width)
         clamped = ClampedSwiglu(draw.one_of(0.7, 7.0), 1.702)
     weighs_inputs = clamped is None and draw.one_of(False, True)
@@ -132,13 +143,13 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
     kv_slots = some_padding(draw, num_tokens)
     how = (num_chosen, normalised)
     gelu = clamped is None and draw.one_of(False, True)
-    matrices = ExpertMatrices(on_cpu(gate_up), on_cpu(down), *how, *biases, clamped, weighs_inputs=weighs_inputs, gelu=gelu)
+    matrices = ExpertMatrices(gate_up, down, *how, *biases, clamped, weighs_inputs=weighs_inputs, gelu=gelu)
     wanted = reference.experts(x, scores, matrices, kv_slots < 0, shared)
     _, weights, firsts, pairs = (draw.on(one) for one in routed(scores, kv_slots, num_experts, *how, weighs_inputs))
     between, made = (draw.like(torch.empty(len(pairs), columns, dtype=draw.dtype)) for columns in (inner, width))
     tile, where, out = draw.one_of(*triton_experts.TILE_ROWS), (firsts, pairs, num_chosen), draw.like(x)
     gate_bias, down_bias = (None if bias is None else draw.on(bias) for bias in biases)
-    own = [one if isinstance(one, Mxfp4Matrix) else placed(draw, one) for one in (gate_up, down)]
+    own = [placed(draw, one) for one in (gate_up, down)]
     factors = weights if weighs_inputs else None
     activation = (gate_bias, clamped, factors, gelu)
     triton_experts.grouped_linear(draw.on(x), own[0], *where, True, tile, draw.interpreted, between, *activation)

@@ -17,7 +17,7 @@ from tests.engine.kernels.expert_cases import experts, routing, routing_by_sigmo
 from tests.engine.kernels.kv_write_cases import fp8_rounding, rope
 from tests.engine.kernels.latent_cases import decode_latents, extend_latents, products_by_head, store_latents
 from tests.engine.kernels.memory_cases import checksums, inputs, packed_weights
-from tests.engine.kernels.row_cases import few_rows_linear, fp8_linear, gates, gathers, int4_linear, norms
+from tests.engine.kernels.row_cases import few_rows_linear, fp8_linear, gates, gathers, int4_linear, norms, nvfp4_linear
 from tests.engine.kernels.sampling_cases import logprobs, penalties, sampling
 
 # cases whose numbers are integers, or float32 whatever the model's dtype
@@ -31,6 +31,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         few_rows_linear,
         fp8_linear,
         int4_linear,
+        nvfp4_linear,
         gathers,
         routing,
         routing_by_sigmoid,
@@ -57,6 +58,7 @@ _IN_FP8 = (rope, decode_attention, extend_attention, store_latents, decode_laten
 CASES |= {f"{case.__name__}_fp8": partial(case, fp8=True) for case in _IN_FP8}
 CASES["experts_mxfp4"] = partial(experts, in_mxfp4=True)
 CASES |= {f"{case.__name__}_int4": partial(case, int4=True) for case in (experts, products_by_head)}
+CASES |= {f"{case.__name__}_nvfp4": partial(case, nvfp4=True) for case in (experts, products_by_head)}
 
 
 def of_dtypes(*dtypes: torch.dtype) -> list[object]:

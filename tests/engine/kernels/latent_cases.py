@@ -8,10 +8,10 @@ from torch import Tensor
 
 from engine.cuda.kernels import triton_decode, triton_extend, triton_latent, triton_latent_attention
 from engine.ops import reference
-from engine.ops.ops import Fp8Matrix, Int4Matrix, LatentHeads
+from engine.ops.ops import Fp8Matrix, LatentHeads, Matrix
 from tests.engine.kernels.draw import Draw, close
 from tests.engine.kernels.paged_kv import Paged, paged
-from tests.engine.kernels.row_cases import fp8_matrix, int4_matrix, int4_on_device
+from tests.engine.kernels.row_cases import fp8_matrix, int4_matrix, int4_on_device, nvfp4_matrix, nvfp4_on_device
 
 SIZES = ((24, 8), (40, 16), (64, 32), (136, 64))  # numbers of a latent, rotated dimensions
 
@@ -50,17 +50,21 @@ def store_latents(draw: Draw, fp8: bool = False) -> None:
     torch.testing.assert_close(found.nan_to_num(0.0), wanted.nan_to_num(0.0), rtol=1 / 8, atol=4e-3)
 
 
-def products_by_head(draw: Draw, int4: bool = False) -> None:
+def products_by_head(draw: Draw, int4: bool = False, nvfp4: bool = False) -> None:
     """Weights are rounded once to the inputs' dtype, which is allowed for."""
     num_tokens, heads = draw.one_of(1, 3, 17, 40), draw.between(1, 3)
-    rank = draw.one_of(32, 96, 256) if int4 else draw.one_of(24, 136, 256)
+    rank = draw.one_of(32, 96, 256) if int4 or nvfp4 else draw.one_of(24, 136, 256)
     plain_dim, value_dim, rope_dim = draw.one_of(12, 16, 128), draw.one_of(16, 20, 72), 8
     height = plain_dim + value_dim
     wide = torch.empty(heads * height, rank)
     if int4:
         packed = int4_matrix(draw, heads * height, rank)
         reference.int4_rows(packed.packed, packed.scales, packed.zeros, packed.group_inputs, wide)
-        placed: Fp8Matrix | Int4Matrix = int4_on_device(draw, packed)
+        placed: Matrix = int4_on_device(draw, packed)
+    elif nvfp4:
+        own = nvfp4_matrix(draw, heads * height, rank)
+        reference.nvfp4_rows(own.packed, own.scales, own.factors, wide)
+        placed = nvfp4_on_device(draw, own)
     else:
         up = fp8_matrix(draw, heads * height, rank, draw.one_of(rank, 128))
         reference.fp8_rows(up.values, up.scales, up.group_inputs, wide)

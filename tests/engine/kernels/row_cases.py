@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.cuda.kernels import triton_fp8_linear, triton_int4_linear, triton_linear, triton_rows
+from engine.cuda.kernels import triton_four_bits_linear, triton_fp8_linear, triton_linear, triton_rows
 from engine.ops import reference
-from engine.ops.ops import Fp8Matrix, Int4Matrix
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Nvfp4Matrix
 from tests.engine.kernels.draw import Draw, close
 
 
@@ -105,9 +105,34 @@ def int4_linear(draw: Draw) -> None:
     dense = torch.empty(outputs, inputs)
     reference.int4_rows(matrix.packed, matrix.scales, matrix.zeros, matrix.group_inputs, dense)
     wanted = torch.nn.functional.linear(x.double(), dense.double(), None if bias is None else bias.double())
-    own = int4_on_device(draw, matrix)
-    given = (draw.on(x), own.packed, own.scales, own.zeros, own.group_inputs, None if bias is None else draw.on(bias))
-    check_quantised_linear(draw, triton_int4_linear, given, wanted)
+    given = (draw.on(x), int4_on_device(draw, matrix), None if bias is None else draw.on(bias))
+    check_quantised_linear(draw, triton_four_bits_linear, given, wanted)
+
+
+def nvfp4_matrix(draw: Draw, *shape: int) -> Nvfp4Matrix:
+    """Returns matrices [..., N, K] of any numbers with any scales, of either sign and without a leading one too, and with products
+    of about the size of what they are given."""
+    *outer, inputs = shape
+    packed = torch.randint(0, 256, (*outer, inputs // 2), generator=draw.generator).to(torch.uint8)
+    codes = torch.randint(0, 254, (*outer, inputs // 16), generator=draw.generator)
+    factors = torch.rand(*outer, generator=draw.generator) * 0.005 * inputs**-0.5
+    return Nvfp4Matrix(packed, (codes + (codes >= 0x7F)).to(torch.uint8), factors)
+
+
+def nvfp4_on_device(draw: Draw, matrix: Nvfp4Matrix) -> Nvfp4Matrix:
+    return Nvfp4Matrix(draw.on(matrix.packed), draw.on(matrix.scales), draw.on(matrix.factors))
+
+
+def nvfp4_linear(draw: Draw) -> None:
+    """Few rows and tiles of both sizes."""
+    rows, outputs, inputs = draw.one_of(1, 2, 3, 4, 17, 70), draw.one_of(1, 5, 40), draw.one_of(32, 96, 128, 704, 2176)
+    matrix = nvfp4_matrix(draw, outputs, inputs)
+    x, bias = draw.normal(rows, inputs), draw.normal(outputs) if draw.one_of(False, True) else None
+    dense = torch.empty(outputs, inputs)
+    reference.nvfp4_rows(matrix.packed, matrix.scales, matrix.factors, dense)
+    wanted = torch.nn.functional.linear(x.double(), dense.double(), None if bias is None else bias.double())
+    given = (draw.on(x), nvfp4_on_device(draw, matrix), None if bias is None else draw.on(bias))
+    check_quantised_linear(draw, triton_four_bits_linear, given, wanted)
 
 
 def check_quantised_linear(draw: Draw, kernels: Any, given: tuple[Any, ...], wanted: Tensor) -> None:

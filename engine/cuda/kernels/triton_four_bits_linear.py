@@ -1,5 +1,6 @@
-"""Matrix products with INT4 weights on the GPU (Triton). Weights are read once and widened in registers. Sums are float32.
-Reference implementation: reference.int4_linear.
+"""Matrix products with INT4 and NVFP4 weights on the GPU (Triton). Weights are read once and widened in registers. Sums are
+float32, and those of NVFP4 are multiplied with the factor of their output. Reference implementations: reference.int4_linear,
+reference.nvfp4_linear.
 
 Up to MAX_ROWS rows a program adds products up across lanes, in float32, as triton_fp8_linear does; more rows are multiplied in
 tiles by tensor cores. Grids and tiles depend on shapes alone, so that graphs can hold the launches.
@@ -14,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels.triton_four_bits import add_four_bits, four_bit_numbers
+from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
 from engine.cuda.kernels.triton_fp8_linear import TILE_ROWS, store_sums, store_tile
+from engine.ops.ops import Int4Matrix, Nvfp4Matrix
 
 
 @triton.jit
@@ -26,11 +29,12 @@ def _products(x, at, inside, low, high):
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["bias"])
-def _int4_few_rows_kernel(
+def _four_bits_few_rows_kernel(
     x,  # [M, K]
     packed,  # [N, K / 2]
-    scales,  # [N, G]
+    scales,  # [N, G]; codes of e4m3 if not INT4
     zeros,  # [N, G], read if ZEROS
+    factors,  # [N] float32, read if not INT4
     bias,  # [N]
     out,  # [M, N]
     N,
@@ -38,6 +42,7 @@ def _int4_few_rows_kernel(
     G: tl.constexpr,
     GROUP: tl.constexpr,
     M: tl.constexpr,
+    INT4: tl.constexpr,  # else NVFP4
     ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -57,8 +62,11 @@ def _int4_few_rows_kernel(
         codes = tl.load(rows + at[None, :], mask=seen, other=0, eviction_policy="evict_first").to(tl.int32)
         group = groups + (2 * at // GROUP)[None, :]
         own_zero = tl.load(zeros + group, mask=seen, other=8).to(tl.int32) if ZEROS and G > 1 else zero
-        low, high = four_bit_numbers(codes & 15, own_zero, True), four_bit_numbers(codes >> 4, own_zero, True)
-        if G > 1:
+        low, high = four_bit_numbers(codes & 15, own_zero, INT4), four_bit_numbers(codes >> 4, own_zero, INT4)
+        if not INT4:
+            factor = codes_as(tl.load(scales + group, mask=seen, other=0), tl.float32)
+            low, high = low * factor, high * factor
+        elif G > 1:
             factor = tl.load(scales + group, mask=seen, other=0.0).to(tl.float32)
             low, high = low * factor, high * factor
         sums0 += _products(x, at, inside, low, high)
@@ -69,17 +77,20 @@ def _int4_few_rows_kernel(
         if M > 3:
             sums3 += _products(x + 3 * K, at, inside, low, high)
     scale = tl.full([BLOCK_N], 1.0, tl.float32)
-    if G == 1:
+    if not INT4:
+        scale = tl.load(factors + output, mask=there, other=0.0) * CODE_FACTOR
+    elif G == 1:
         scale = tl.load(scales + output, mask=there, other=0.0).to(tl.float32)
     store_sums(sums0, sums1, sums2, sums3, scale, bias, output, there, out, N, M, BIAS)
 
 
 @triton.jit(do_not_specialize=["M", "N"], do_not_specialize_on_alignment=["bias"])
-def _int4_tile_kernel(
+def _four_bits_tile_kernel(
     x,  # [M, K]
     packed,  # [N, K / 2]
-    scales,  # [N, G]
+    scales,  # [N, G]; codes of e4m3 if not INT4
     zeros,  # [N, G], read if ZEROS
+    factors,  # [N] float32, read if not INT4
     bias,  # [N]
     out,  # [M, N]
     M,
@@ -87,6 +98,7 @@ def _int4_tile_kernel(
     K: tl.constexpr,
     G: tl.constexpr,
     GROUP: tl.constexpr,
+    INT4: tl.constexpr,  # else NVFP4
     ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -100,66 +112,65 @@ def _int4_tile_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         total = add_four_bits(
-            rows_at, packed, scales, zeros, own, is_row, there, start, total, K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, True, ZEROS
-        )
+            rows_at, packed, scales, zeros, own, is_row, there, start, total,
+            K, G, GROUP, BLOCK_N, BLOCK_K, WIDEN, INT4, ZEROS, not INT4,
+        )  # fmt: skip
+    if not INT4:
+        total *= tl.load(factors + output, mask=there, other=0.0)[None, :]
     store_tile(total, bias, row, output, is_row, there, out, N, BIAS)
 
 
-def few_rows_linear(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bias: Tensor | None, out: Tensor
-) -> None:
-    """Writes x [M, K] @ the transposed weights, packed [N, K / 2], scales [N, G] and zeros [N, G] (None: all are 8), plus bias [N],
-    to out [M, N]. M is at most triton_fp8_linear.MAX_ROWS. group: the inputs that share a scale."""
-    (rows, inputs), outputs, block_n = x.shape, len(packed), 4
-    _int4_few_rows_kernel[(triton.cdiv(outputs, block_n),)](
+def _tensors(weight: Int4Matrix | Nvfp4Matrix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns packed, scales, zeros and factors as the kernels take them; others stand for those that they do not read."""
+    if isinstance(weight, Nvfp4Matrix):
+        return weight.packed, weight.scales, weight.packed, weight.factors
+    return weight.packed, weight.scales, weight.packed if weight.zeros is None else weight.zeros, weight.scales
+
+
+def few_rows_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None, out: Tensor) -> None:
+    """Writes x [M, K] @ the transposed matrix [N, K], plus bias [N], to out [M, N]. M is at most triton_fp8_linear.MAX_ROWS. x: its
+    columns are in the order of the weights' inputs."""
+    (rows, inputs), outputs, block_n = x.shape, len(weight), 4
+    of_nvfp4 = isinstance(weight, Nvfp4Matrix)  # more bytes at a time would take most registers
+    _four_bits_few_rows_kernel[(triton.cdiv(outputs, block_n),)](
         x,
-        packed,
-        scales,
-        packed if zeros is None else zeros,
+        *_tensors(weight),
         x if bias is None else bias,
         out,
         outputs,
         K=inputs,
-        G=scales.shape[1],
-        GROUP=group,
+        G=weight.scales.shape[1],
+        GROUP=weight.group_inputs,
         M=rows,
-        ZEROS=zeros is not None,
+        INT4=isinstance(weight, Int4Matrix),
+        ZEROS=isinstance(weight, Int4Matrix) and weight.zeros is not None,
         BIAS=bias is not None,
         BLOCK_N=block_n,
-        BLOCK_B=min(triton.next_power_of_2(inputs // 2), 1024 if rows == 1 else 256 if rows > 2 else 512),
+        BLOCK_B=min(triton.next_power_of_2(inputs // 2), 1024 if rows == 1 and not of_nvfp4 else 256 if rows > 2 else 512),
         num_warps=4,
     )
 
 
-def tile_linear(
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    group: int,
-    bias: Tensor | None,
-    tile: int,
-    widen: bool,
-    out: Tensor,
-) -> None:
-    """Does the same for any number of rows, with weights rounded to x's dtype. tile: one of TILE_ROWS. widen: products are of
-    float32 (where kernels are interpreted)."""
-    (rows, inputs), outputs = x.shape, len(packed)
+def tile_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None, tile: int, widen: bool, out: Tensor) -> None:
+    """Does the same for any number of rows, with weights of INT4 rounded to x's dtype. tile: one of TILE_ROWS. widen: products are
+    of float32 (where kernels are interpreted)."""
+    (rows, inputs), outputs = x.shape, len(weight)
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (32 if wide_items else 64, 32 if wide_items else 64)
-    _int4_tile_kernel[(triton.cdiv(outputs, block_n), triton.cdiv(rows, tile))](
+    if isinstance(weight, Nvfp4Matrix) and not few:  # registers do not hold more scales, on 8.0
+        block_k = 32
+    _four_bits_tile_kernel[(triton.cdiv(outputs, block_n), triton.cdiv(rows, tile))](
         x,
-        packed,
-        scales,
-        packed if zeros is None else zeros,
+        *_tensors(weight),
         x if bias is None else bias,
         out,
         rows,
         outputs,
         K=inputs,
-        G=scales.shape[1],
-        GROUP=group,
-        ZEROS=zeros is not None,
+        G=weight.scales.shape[1],
+        GROUP=weight.group_inputs,
+        INT4=isinstance(weight, Int4Matrix),
+        ZEROS=isinstance(weight, Int4Matrix) and weight.zeros is not None,
         BIAS=bias is not None,
         WIDEN=widen,
         BLOCK_M=tile,

@@ -1,0 +1,65 @@
+"""Reads what a `quantization_config` says about matrices in NVFP4: under which names the tensors of a matrix are stored.
+
+Two producers are known: NVIDIA's ModelOpt (`NVFP4`), and compressed-tensors (`nvfp4-pack-quantized`, with quantised activations or
+without). What they say about activations and KV is not used: products have activations of the model's dtype.
+Sources: https://github.com/NVIDIA/Model-Optimizer, https://github.com/vllm-project/compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from loader.formats import modelopt
+from loader.formats.compressed_tensors import first_other, read_groups
+from loader.formats.refused import Refused
+
+GROUP = 16  # inputs that share a scale
+_NUMBERS: dict[str, object] = {"num_bits": 4, "type": "float", "group_size": GROUP}
+
+
+class Nvfp4(NamedTuple):
+    """What follows a matrix's name, which lacks `.weight`, in the names of its tensors. whole: that of the scale of all its
+    scales. divides: what it stands for divides them, else it multiplies them."""
+
+    numbers: str
+    scales: str
+    whole: str
+    divides: bool
+
+    def of(self, matrix: str, part: str) -> str:
+        """Returns the name of a tensor. matrix: its name with `.weight`."""
+        return matrix.removesuffix(".weight") + part
+
+
+MODELOPT = Nvfp4(".weight", ".weight_scale", ".weight_scale_2", divides=False)
+COMPRESSED = Nvfp4(".weight_packed", ".weight_scale", ".weight_global_scale", divides=True)
+
+
+def read(config: Mapping[str, Any]) -> Nvfp4 | Refused | None:
+    """Returns None if the configuration is not about NVFP4."""
+    if config.get("quant_method") == "compressed-tensors":
+        return read_groups(config, "nvfp4-pack-quantized", _compressed_group)
+    algorithm = modelopt.algorithm_of(config)
+    if isinstance(algorithm, Refused):
+        return algorithm
+    return _modelopt(config) if algorithm in (modelopt.NVFP4, modelopt.NVFP4_WEIGHTS) else None
+
+
+def _compressed_group(key: str, weights: Mapping[str, Any]) -> Nvfp4 | Refused:
+    served = _NUMBERS | {"symmetric": True, "strategy": "tensor_group"}
+    return first_other(key, weights, served) or COMPRESSED
+
+
+def _modelopt(config: Mapping[str, Any]) -> Nvfp4 | Refused:
+    """Reads both forms: hf_quant_config.json has `group_size` alone, config.json also groups of modules."""
+    if config.get("group_size") is not None and (refused := first_other("", config, {"group_size": GROUP})) is not None:
+        return refused
+    groups = config.get("config_groups") or {}
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        key, weights = f"config_groups.{str(name)[:64]}.weights", group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            return Refused(key, "missing")
+        if (refused := first_other(key, weights, _NUMBERS)) is not None:
+            return refused
+    return MODELOPT

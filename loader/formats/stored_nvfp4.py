@@ -1,0 +1,99 @@
+"""The weight formats of checkpoints in NVFP4 (loader/formats/nvfp4_settings.py): numbers of four bits (e2m1), a scale in FP8 (e4m3)
+for each 16 inputs of an output, and a float32 for the whole matrix, which all its scales are multiplied with, or divided by.
+
+A matrix NAME [N, K] is stored as numbers [N, K / 2] uint8, two a byte with the first in the low four bits, scales [N, K / 16], and
+the float32. Numbers stay as they are stored, and may be read straight into place. Matrices that one product reads together lie end
+to end; behind them are their scales, and then a float32 factor for each output, because the matrices' own may differ. A divisor is
+held as its inverse, which float32 rounds. Source: https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from loader.architectures.architecture import TensorGroup
+from loader.config_fields import Fields
+from loader.dtypes import FP8
+from loader.errors import CheckpointError
+from loader.formats.int8 import WIDENED_BYTES
+from loader.formats.nvfp4_settings import COMPRESSED, GROUP, MODELOPT, Nvfp4, read
+from loader.formats.refused import is_read_as, refusal_of
+from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned, refuse_stacked_experts
+from loader.model_shape import ModelShape
+
+HELD_AS = "uint8"
+STEP = 32  # kernels take so many inputs at a time
+FACTOR_BYTES = 4  # float32
+# what a checkpoint may hold for activations and for KV
+_UNUSED = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale")
+
+
+def _parts(names: Nvfp4, name: str, dims: tuple[int, ...]) -> tuple[StoredTensor, StoredTensor, StoredTensor]:
+    num_outputs, num_inputs = dims
+    return (
+        StoredTensor(names.of(name, names.numbers), (num_outputs, -(-num_inputs // 2)), ("U8",)),
+        StoredTensor(names.of(name, names.scales), (num_outputs, -(-num_inputs // GROUP)), ("F8_E4M3",)),
+        StoredTensor(names.of(name, names.whole), (1,), ("F32",), is_scale=True),
+    )
+
+
+def _stored(names: Nvfp4, group: TensorGroup) -> list[StoredTensor]:
+    return [part for name, dims in group.tensors for part in _parts(names, name, dims)]
+
+
+def _place(names: Nvfp4, group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
+    """Lays out a group of matrices. Raises CheckpointError for one that has not whole groups, which its kernels need."""
+    for name, (_, num_inputs) in group.tensors:
+        if num_inputs % STEP:
+            raise CheckpointError("config.json", name, f"has {num_inputs} inputs, no multiple of {STEP}, which NVFP4 needs")
+    num_weights = sum(math.prod(dims) for _, dims in group.tensors)
+    numbers_at = space.begin_bytes
+    scales_at = first_scale = aligned(numbers_at + num_weights // 2)
+    factors_at = aligned(scales_at + num_weights // GROUP)
+    slots = []
+    for name, dims in group.tensors:
+        numbers, scales, whole = _parts(names, name, dims)
+        sizes = (math.prod(numbers.shape), math.prod(scales.shape), dims[0] * FACTOR_BYTES)
+        slots += [
+            WeightSlot(numbers.name, numbers.shape, numbers_at, sizes[0], first_scale, space.stage, HELD_AS, GROUP),
+            WeightSlot(scales.name, scales.shape, scales_at, sizes[1], stage=space.stage, held_as=FP8),
+            WeightSlot(
+                whole.name, whole.shape, factors_at, sizes[2], -1, space.stage, "float32", 0, dims[0], inverse=names.divides
+            ),
+        ]
+        numbers_at, scales_at, factors_at = (at + size for at, size in zip((numbers_at, scales_at, factors_at), sizes, strict=True))
+    return slots, factors_at
+
+
+def _check(fields: Fields, shape: ModelShape) -> None:
+    """Raises UnsupportedModel for a model whose widths its kernels do not take."""
+    refuse_stacked_experts(fields, shape)
+    inner = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
+    for key, width in (("hidden_size", shape.hidden_size), ("intermediate_size", inner)):
+        if width % STEP:
+            raise fields.unsupported(key, f"{width} is no multiple of {STEP}, which NVFP4 needs")
+
+
+def _format(name: str, names: Nvfp4, title: str) -> WeightFormat:
+    return WeightFormat(
+        name,
+        (),
+        partial(_place, names),
+        stored=partial(_stored, names),
+        recognises=partial(is_read_as, read, names),
+        title=title,
+        refuses=partial(refusal_of, read),
+        ignores=lambda tensor: tensor.rpartition(".")[2] in _UNUSED,
+        kernels="nvfp4",
+        widened_bytes=WIDENED_BYTES,
+        runs_encoders=False,
+        check=_check,
+        held_as=lambda group: HELD_AS,
+    )
+
+
+STORED_NVFP4 = (
+    _format("nvfp4", MODELOPT, "NVFP4 as ModelOpt writes it"),
+    _format("nvfp4 (compressed-tensors)", COMPRESSED, "compressed-tensors' nvfp4-pack-quantized"),
+)
