@@ -1,6 +1,6 @@
 """What products with quantised weights take beside those with bfloat16 ones of the same shape: int8 with a scale an output, FP8
 with a scale an output and with a scale a block of 128 x 128, INT4 with a scale for each 128 inputs of an output, with zero points
-and without, and with one for each 32.
+and without, and with one for each 32, NVFP4.
 
 Matrices lie in huge pages, as in an engine, several of each so that no cache holds them. The formats take turns, and each call is
 timed, with one thread by the processor's time for it; a figure is the median of the fastest quarter, so that other processes
@@ -30,7 +30,7 @@ from benchmarks.huge_pages import placed  # noqa: E402
 from benchmarks.run import machine, table  # noqa: E402
 from benchmarks.server import ROOT  # noqa: E402
 from engine.cpu.ops import CpuOps  # noqa: E402
-from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix  # noqa: E402
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Nvfp4Matrix  # noqa: E402
 
 # outputs and inputs of products, by model
 SHAPES = {"8b": ((4096, 4096), (14336, 4096)), "one-b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))}
@@ -69,6 +69,8 @@ def _matrices(num_outputs: int, num_inputs: int) -> dict[str, list[Matrix]]:
             zeros = [torch.randint(0, 17, own.shape, dtype=torch.uint8) for own in scales]
             matrices = zip(packed, scales, zeros, strict=True)
             found[f"int4 by {group}, zero points"] = [Int4Matrix(one, own, group, zero) for one, own, zero in matrices]
+    of_groups = [torch.randint(0x30, 0x40, (num_outputs, num_inputs // 16), dtype=torch.uint8) for _ in packed]
+    found["nvfp4"] = [Nvfp4Matrix(one, own, one_each.view(-1)) for one, own in zip(packed, of_groups, strict=True)]
     return found
 
 
@@ -106,7 +108,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="8b")
     options = parser.parse_args()
     torch.manual_seed(1)
-    for quantize in ("int8", "fp8", "int4", "int4_zeros"):
+    for quantize in ("int8", "fp8", "int4", "int4_zeros", "nvfp4"):
         ops.prepare("bfloat16", options.threads, quantize)
     ops.set_num_threads(options.threads)
     clock = time.thread_time if options.threads == 1 else time.perf_counter

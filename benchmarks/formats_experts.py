@@ -1,4 +1,5 @@
-"""How fast the cpu device multiplies rows with the experts of a layer whose weights are in MXFP4, against the same in bfloat16.
+"""How fast the cpu device multiplies rows with the experts of a layer whose weights are in MXFP4 or NVFP4, against the same in
+bfloat16.
 
 The matrices are those of gate and up in gpt-oss 20B (2880 inputs, 5760 outputs), of 16 experts, so that no cache holds them. Each
 call multiplies the given number of rows with each of four experts, in turn with others of the 16. With one row, as a decode step of
@@ -23,7 +24,7 @@ from torch import Tensor
 from benchmarks.run import machine
 from engine.cpu import experts
 from engine.cpu.ops import CpuOps
-from engine.ops.ops import Mxfp4Matrix
+from engine.ops.ops import Mxfp4Matrix, Nvfp4Matrix
 
 EXPERTS, CHOSEN, INPUTS, OUTPUTS = 16, 4, 2880, 5760
 ROWS = (1, 2, 4, 8, 16, 64)
@@ -37,7 +38,7 @@ def routing(turn: int, rows: int) -> experts._Routing:
     return experts._Routing(torch.empty(0), None, None, firsts, None)
 
 
-def seconds(ops: CpuOps, x: Tensor, weight: Tensor | Mxfp4Matrix, rows: int, rounds: int, clock: Any) -> float:
+def seconds(ops: CpuOps, x: Tensor, weight: Tensor | Mxfp4Matrix | Nvfp4Matrix, rows: int, rounds: int, clock: Any) -> float:
     """Returns the median time of a call."""
     taken = []
     for turn in range(rounds + 2):
@@ -59,13 +60,15 @@ def main() -> None:
     options = parser.parse_args()
     clock = time.process_time if options.cpu_time else time.perf_counter
     ops = CpuOps(options.cache_dir)
-    ops.prepare("bfloat16", options.threads, "mxfp4")
+    for quantize in ("mxfp4", "nvfp4"):
+        ops.prepare("bfloat16", options.threads, quantize)
     ops.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(1)
     plain = torch.randn(EXPERTS, OUTPUTS, INPUTS, generator=generator).to(torch.bfloat16)
     blocks = torch.randint(0, 256, (EXPERTS, OUTPUTS, INPUTS // 32, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(118, 124, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
-    packed = Mxfp4Matrix(blocks, scales)
+    codes = torch.randint(0x30, 0x40, (EXPERTS, OUTPUTS, INPUTS // 16), generator=generator, dtype=torch.uint8)
+    in_mxfp4, in_nvfp4 = Mxfp4Matrix(blocks, scales), Nvfp4Matrix(blocks.flatten(2), codes, torch.ones(EXPERTS, OUTPUTS))
     told: dict[str, Any] = {
         "benchmark": "formats_experts",
         "threads": options.threads,
@@ -74,13 +77,16 @@ def main() -> None:
     for rows in ROWS:
         x = torch.randn(CHOSEN * rows, INPUTS, generator=generator).to(torch.bfloat16)
         with torch.inference_mode():
-            taken = [seconds(ops, x, weight, rows, options.rounds, clock) for weight in (plain, packed) * 2]
-        plain_s, packed_s = min(taken[::2]), min(taken[1::2])
+            taken = [seconds(ops, x, weight, rows, options.rounds, clock) for weight in (plain, in_mxfp4, in_nvfp4) * 2]
+        plain_s, mxfp4_s, nvfp4_s = (min(taken[at::3]) for at in range(3))
         told[f"rows_{rows}"] = {
             "bfloat16_ms": round(plain_s * 1e3, 3),
-            "mxfp4_ms": round(packed_s * 1e3, 3),
-            "times_as_fast": round(plain_s / packed_s, 2),
-            "mxfp4_gb_s": round(CHOSEN * OUTPUTS * INPUTS * 17 / 32 / packed_s / 1e9, 2),
+            "mxfp4_ms": round(mxfp4_s * 1e3, 3),
+            "nvfp4_ms": round(nvfp4_s * 1e3, 3),
+            "times_as_fast": round(plain_s / mxfp4_s, 2),
+            "nvfp4_times_as_fast": round(plain_s / nvfp4_s, 2),
+            "mxfp4_gb_s": round(CHOSEN * OUTPUTS * INPUTS * 17 / 32 / mxfp4_s / 1e9, 2),
+            "nvfp4_gb_s": round(CHOSEN * OUTPUTS * INPUTS * 18 / 32 / nvfp4_s / 1e9, 2),
         }
     print(json.dumps(told | machine()), flush=True)
 
