@@ -1,4 +1,4 @@
-"""What Nsight Compute says of the three kernels that count: decode attention, prompt attention and sampling, at sizes of an 8B
+"""What Nsight Compute says of the kernels that count: decode attention, prompt attention and sampling, at sizes of an 8B
 model. One JSON line a launch. Where there is no ncu it says so and ends well.
 
 usage: python -m benchmarks.gpu_ncu [--tiny]: the launches without ncu, interpreted on the CPU.
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.gpu_watched import watched
 
-KERNELS = "regex:_piece_kernel|_extend_kernel|_sample_kernel"
+KERNELS = "regex:_piece_kernel|_extend_kernel|_survey_kernel|_propose_kernel|_weigh_kernel|_choose_kernel"
 METRICS = {
     "gpu__time_duration.sum": "us",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "dram_percent",

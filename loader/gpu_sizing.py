@@ -15,6 +15,8 @@ LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 DECODE_PIECES = 2048
 # Of latent attention: heads that read a tile of latents together, and tokens whose queries are in the latents' space at a time.
 LATENT_HEADS, LATENT_TOKENS = 32, 1024
+# Of sampling: logits of a row that have a program of their own, and what it writes down of them; each row has as much once more.
+SAMPLING_TOKENS, SAMPLING_BYTES = 4096, 1024
 # cuBLAS's work space, 32 MiB for each stream and thread: of steps, of captures, and of two loads at a time
 LIBRARY_BYTES = 128 << 20
 # Buffers that packed weights pass through, and as many again while their speed is measured (engine/cuda/frames.py).
@@ -54,11 +56,16 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
         mlp += tokens * max(hidden, shape.widest_inner_size) * item
     rows = min(LOGITS_ROWS, max(1, max_sequences))
     # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them
-    logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item)
+    logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item) + sampling_bytes(rows, shape.vocab_size)
     if shape.pooling:  # no logits, but the vectors of all rows, in float32 and scaled
         logits = max_sequences * hidden * (item + 2 * 4)
     # a quarter more for what an allocator of blocks cannot use
     return (residual + max(attention, mlp, logits) + tokens * 64) * 5 // 4 + LIBRARY_BYTES + PACKED_BYTES + held.load_bytes
+
+
+def sampling_bytes(rows: int, vocab_size: int) -> int:
+    """Returns what sampling from so many rows of logits takes besides them."""
+    return rows * (-(-vocab_size // SAMPLING_TOKENS) + 1) * SAMPLING_BYTES
 
 
 def decode_programs(shape: ModelShape, num_kv_heads: int) -> int:

@@ -41,7 +41,7 @@ from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
 from engine.cuda.model import CudaModel
 from engine.cuda.work_space import KEPT_BYTES
 from loader import codec
-from loader.gpu_sizing import LIBRARY_BYTES, PACKED_BYTES, gpu_work_space_bytes
+from loader.gpu_sizing import LIBRARY_BYTES, PACKED_BYTES, gpu_work_space_bytes, sampling_bytes
 from tests.counted_memory import CountedMemory
 
 CARDS_GIB = (78, 139)  # usable, of 80 GB and of 141 GB
@@ -164,6 +164,12 @@ def test_the_default_budget_leaves_room_for_all_that_is_outside_of_it() -> None:
     decode = {graph_rows(num) for num in range(1, MAX_GRAPH_ROWS + 1)}
     executables_bytes = (4 * len(decode) + MOST_GRAPHS) * (2 << 20)
     assert KEPT_BYTES + context_bytes + modules_bytes + executables_bytes <= CUDA_LEFT_BYTES
+
+
+@pytest.mark.parametrize("vocab", [1, 4096, 32001, 128256, 262144])
+def test_what_sampling_writes_down_is_work_space(vocab: int) -> None:
+    records = triton_sampling.empty_records(256, vocab, "meta")
+    assert sum(each.nbytes for each in records) == sampling_bytes(256, vocab)
 
 
 def test_what_graphs_keep_fits_beside_the_work_space() -> None:

@@ -88,16 +88,16 @@ def test_metrics_are_read_from_the_csv_of_ncu() -> None:
     rows = [
         ("0", "_piece_kernel(…)", "gpu__time_duration.sum", "nsecond", "81,920"),
         ("0", "_piece_kernel(…)", "launch__registers_per_thread", "register/thread", "128"),
-        ("1", "_sample_kernel", "gpu__time_duration.sum", "us", "12.5"),
-        ("1", "_sample_kernel", "lts__t_sector_hit_rate.pct", "%", "(!) n/a"),
-        ("1", "_sample_kernel", "another.metric", "", "1"),
+        ("1", "_survey_kernel", "gpu__time_duration.sum", "us", "12.5"),
+        ("1", "_survey_kernel", "lts__t_sector_hit_rate.pct", "%", "(!) n/a"),
+        ("1", "_survey_kernel", "another.metric", "", "1"),
     ]
     lines = [
         f'"{number}","7","{kernel}","(64, 1, 1)","{metric}","{unit}","{value}"' for number, kernel, metric, unit, value in rows
     ]
     assert gpu_ncu.read(["==PROF== Connected to process 7", head, *lines]) == [
         {"kernel": "_piece_kernel", "grid": "(64, 1, 1)", "us": 81.92, "registers": 128.0},
-        {"kernel": "_sample_kernel", "grid": "(64, 1, 1)", "us": 12.5},
+        {"kernel": "_survey_kernel", "grid": "(64, 1, 1)", "us": 12.5},
     ]
 
 

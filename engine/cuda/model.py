@@ -48,6 +48,7 @@ from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 DECODE_PIECES_PER_CORE = 8  # contexts are cut into this many pieces per multiprocessor
 MEASURE_TRIES = 3  # captures before which sizes are measured that earlier measurements left undecided
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")  # columns of a row that is sampled
 CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are interpreted
 
 
@@ -257,7 +258,7 @@ class CudaModel:
         entry.top_logprobs(logits, zero, zero, 1)
         edited = logits.float()
         entry.penalise(edited[0], zero, 0, 0.0, 0.0, 1.0)
-        entry.greedy(edited)
+        entry.sample(edited, *(sent[name] for name in SETTINGS))
 
     @torch.inference_mode()
     def capture(self, num_rows: int) -> int:
@@ -439,11 +440,10 @@ class CudaModel:
         if self.embeds:
             return StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), scaled_vectors(hidden))
         drawn = torch.empty(2, len(hidden), dtype=torch.int32, device=self._device)
-        names = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")
         for first in range(0, len(hidden), LOGITS_ROWS):
             part = slice(first, first + LOGITS_ROWS)
             logits = self._loaded().logits(hidden[part])
-            drawn[0, part], drawn[1, part] = entry.sample(logits, *(columns[name][part] for name in names))
+            drawn[0, part], drawn[1, part] = entry.sample(logits, *(columns[name][part] for name in SETTINGS))
         entry.set_entries(self._sequences.last_ids, slots, drawn[0])
         return StepOutputs(drawn, hidden)
 

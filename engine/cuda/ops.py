@@ -184,7 +184,8 @@ class CudaOps:
 
     def sample(self, logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
         arrays = (temperature, top_p, top_k, min_p, key0.view(np.int32), key1.view(np.int32))
-        return _on_host(*entry.sample(logits, *(entry.column(x, logits.device) for x in arrays)))
+        is_cut = bool(((top_p < 1.0) | (top_k > 0) | (min_p > 0.0)).any())
+        return _on_host(*entry.sample(logits, *(entry.column(x, logits.device) for x in arrays), is_cut=is_cut))
 
     def top_logprobs(self, logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
         own, tokens = entry.column(rows, logits.device), entry.column(chosen, logits.device)

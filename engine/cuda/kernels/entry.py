@@ -26,6 +26,7 @@ from engine.cuda.kernels import (
     triton_inputs,
     triton_latent,
     triton_latent_attention,
+    triton_logits,
     triton_rope,
     triton_rows,
     triton_sampling,
@@ -302,14 +303,23 @@ def gated_delta(x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: De
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, key0: Tensor, key1: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    top_k: Tensor,
+    min_p: Tensor,
+    key0: Tensor,
+    key1: Tensor,
+    *,
+    is_cut: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Samples a token for each row, see reference.sample. Returns (ids [N] int32, bad [N] int8) on the device.
 
-    The settings [N] are on the device; keys are int64, or int32 bits. Rows of temperature 0 take their largest logit."""
+    The settings [N] are on the device; keys are int64, or int32 bits. Rows of temperature 0 take their largest logit. is_cut: as in
+    triton_sampling.sample."""
     ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     bad = torch.empty(len(logits), dtype=torch.int8, device=logits.device)
-    triton_sampling.sample(logits, temperature, top_p, top_k, min_p, key0, key1, ids, bad)
+    triton_sampling.sample(logits, temperature, top_p, top_k, min_p, key0, key1, ids, bad, is_cut=is_cut)
     return ids, bad
 
 
@@ -318,7 +328,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     of temperature 0."""
     zeros = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     nothing = zeros.to(torch.int32)
-    return sample(logits, zeros, zeros, nothing, zeros, nothing, nothing)
+    return sample(logits, zeros, zeros, nothing, zeros, nothing, nothing, is_cut=False)
 
 
 def top_logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,7 +337,7 @@ def top_logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, num_top: int) -> 
     picked = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     top_ids = torch.empty(len(rows), num_top, dtype=torch.int32, device=logits.device)
     top = torch.empty(len(rows), num_top, dtype=torch.float32, device=logits.device)
-    triton_sampling.top_logprobs(logits, rows, chosen, picked, top_ids, top)
+    triton_logits.top_logprobs(logits, rows, chosen, picked, top_ids, top)
     return picked, top_ids, top
 
 
@@ -339,7 +349,7 @@ def penalise(row: Tensor, tokens: Tensor, num_prompt: int, presence: float, freq
 
     counts = torch.tensor([len(tokens), num_prompt], dtype=torch.int32, device=row.device)
     columns = column(presence), column(frequency), column(repetition)
-    triton_sampling.penalise(row.unsqueeze(0), tokens.unsqueeze(0), counts[:1], counts[1:], *columns)
+    triton_logits.penalise(row.unsqueeze(0), tokens.unsqueeze(0), counts[:1], counts[1:], *columns)
 
 
 def column(values: np.ndarray, device: torch.device) -> Tensor:

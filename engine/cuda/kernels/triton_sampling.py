@@ -1,12 +1,24 @@
-"""Samples tokens from logits on the GPU (Triton), without a sort. Reference implementations: reference.{greedy, sample, hash32,
-penalise}.
+"""Samples tokens from logits on the GPU (Triton), without a sort. Reference implementations: reference.{greedy, sample, hash32}.
 
-The exponential race of reference.sample is run over all tokens that top_k and min_p leave. Its winner is the answer if it lies
-within top_p, which one pass over the row tells. If it does not, no token that is as light does either, and the race is repeated
-over the heavier ones. After any number of rounds (nearly always one) the winner is the token that would win the race over top_p's
-set alone.
+A row is cut into tiles, and each tile has a program of its own. How it is cut depends on the vocabulary alone, so a row gets the
+same token, to the last bit of every sum, alone or among others.
 
-Shapes: N rows, V vocabulary.
+The tokens that top_k, top_p and min_p keep are the heaviest ones. So a token that is both lighter and later in the exponential race
+of reference.sample than another can never be drawn. What is left, in the order of the race, is the row's front: each token of it
+is heavier than the one before. The token that is drawn is the first of the front that is kept, and whether one is kept is told by
+what is heavier: fewer than k tokens, or less than top_p of the mass.
+
+1. `_survey_kernel` reads all logits once and finds each tile's largest logit, mass and front. A tile's front has some ten tokens.
+2. `_propose_kernel` merges what a row's tiles found. Greedy rows, and rows that only temperature or min_p shape, are done.
+3. `_weigh_kernel` finds what is heavier than each token of the front, in tiles that have heavier tokens at all.
+4. `_choose_kernel` takes the first token that is kept.
+
+Where top_k and top_p come together, the mass is that of the k heaviest tokens. The second step then searches for the k-th weight,
+among the stripes of the row whose largest token is among the k heaviest stripes' own. A front that is longer than what is stored of
+it (MOST_FRONT in a tile, MOST_PIVOTS in a row) and has no kept token up to there is rare; the fourth step then goes on alone, with
+two passes for each further token of the front.
+
+Shapes: N rows, V vocabulary, S tiles of a row.
 """
 
 from __future__ import annotations
@@ -16,8 +28,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ONE_BITS = tl.constexpr(0x3F800000)  # the bits of 1.0; weights are between 0 and 1, so their bits sort as they do
-SEEN = tl.constexpr(1 << 30)  # bit of a token's count: the token occurs in the prompt or the output
+TILE_TOKENS = 4096
+MOST_FRONT, MOST_PIVOTS = 32, 31  # at most LANES, and one less
+# Each tile has a record of numbers and one of integers, and so has each row, behind its tiles'. A record has four parts of LANES.
+LANES = 32
+RECORD = 4 * LANES
+# The first part holds what has a number below, the second the front, the third largest logits of stripes (of integers: stripes
+# that a search looks at), the fourth the sums above each pivot, of which the last is the mass that is kept.
+FRONT_PART, STRIPES_PART, SUMS_PART = tl.constexpr(LANES), tl.constexpr(2 * LANES), tl.constexpr(3 * LANES)
+LANE, RECORD_SIZE = tl.constexpr(LANES), tl.constexpr(RECORD)
+TOP, MASS, CUTOFF = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # numbers
+TOP_AT, IS_BAD, NUM_FRONT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # integers of a tile
+IS_OPEN, NUM_PIVOTS = tl.constexpr(0), tl.constexpr(1)  # integers of a row
+NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -42,54 +65,21 @@ def exponential(bits):
 
 
 @triton.jit
-def _weights(logits, start, V, top, factor, BLOCK: tl.constexpr):
-    """Returns the weights of BLOCK tokens from `start` on (0 beyond the vocabulary V), and the tokens' indices."""
-    at = start + tl.arange(0, BLOCK)
-    logit = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
-    return tl.exp((logit - top) * factor), at
+def _weights(logits, at, inside, top, factor):
+    """Returns the weights of the tokens `at`, 0 where not inside. top: the logit whose weight is 1."""
+    logit = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.exp((logit - top) * factor)
 
 
 @triton.jit
-def _mass_above(logits, V, top, factor, cutoff, weight, BLOCK: tl.constexpr):
-    """Returns the sum of the weights that are at least `cutoff` and more than `weight`."""
-    mass = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        own, _ = _weights(logits, start, V, top, factor, BLOCK)
-        mass += tl.where((own >= cutoff) & (own > weight), own, 0.0)
-    return tl.sum(mass, axis=0)
+def _times(at, own, first, second):
+    """Returns when the tokens `at` finish the race. own: their weights; first, second: the row's keys."""
+    return exponential(hash32(at.to(tl.uint32), first, second)) / own
 
 
+# V is specialised: a multiple of 16 tells that every row is aligned.
 @triton.jit
-def _top_k_cutoff(logits, V, top, factor, k, BLOCK: tl.constexpr):
-    """Returns the k-th largest weight; tokens of equal weight are thus kept. Each pass over the row finds three of its bits."""
-    low = tl.zeros([BLOCK], tl.int32)
-    unit = 1 << 27
-    for _ in range(0, 10):
-        count1 = tl.zeros([BLOCK], tl.int32)
-        count2, count3, count4, count5, count6, count7 = count1, count1, count1, count1, count1, count1
-        for start in range(0, V, BLOCK):
-            own, at = _weights(logits, start, V, top, factor, BLOCK)
-            above = tl.where(at < V, own.to(tl.int32, bitcast=True), -1) - low
-            count1 += (above >= unit).to(tl.int32)
-            count2 += (above >= 2 * unit).to(tl.int32)
-            count3 += (above >= 3 * unit).to(tl.int32)
-            count4 += (above >= 4 * unit).to(tl.int32)
-            count5 += (above >= 5 * unit).to(tl.int32)
-            count6 += (above >= 6 * unit).to(tl.int32)
-            count7 += (above >= 7 * unit).to(tl.int32)
-        digit = (tl.sum(count1, axis=0) >= k).to(tl.int32) + (tl.sum(count2, axis=0) >= k).to(tl.int32)
-        digit += (tl.sum(count3, axis=0) >= k).to(tl.int32) + (tl.sum(count4, axis=0) >= k).to(tl.int32)
-        digit += (tl.sum(count5, axis=0) >= k).to(tl.int32) + (tl.sum(count6, axis=0) >= k).to(tl.int32)
-        digit += (tl.sum(count7, axis=0) >= k).to(tl.int32)
-        low += digit * unit
-        unit = unit >> 3
-    return tl.max(low, axis=0).to(tl.float32, bitcast=True)
-
-
-# V is specialised, here and for log-probabilities: a multiple of 16 tells that every row is aligned, and these kernels pass over
-# rows many times.
-@triton.jit
-def _sample_kernel(
+def _survey_kernel(
     logits,  # [N, V]
     temperature,  # [N] float32; 0 and below: the largest logit wins
     top_p,  # [N] float32
@@ -97,59 +87,344 @@ def _sample_kernel(
     min_p,  # [N] float32
     key0,  # [N] int64 below 2**32
     key1,
+    numbers,  # [N, S + 1, RECORD] float32
+    integers,  # [N, S + 1, RECORD] int32
+    V,
+    TILE: tl.constexpr,
+    STRIPE: tl.constexpr,
+    FRONT: tl.constexpr,
+):
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = (row * (tl.num_programs(1) + 1) + tile) * RECORD_SIZE
+    numbers += place
+    integers += place
+    at = tile * TILE + tl.arange(0, TILE)
+    logit = tl.load(logits + row * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    finite = (logit == logit) & (tl.abs(logit) != float("inf"))
+    is_bad = tl.max(((at < V) & ~finite).to(tl.int32), axis=0)
+    logit = tl.where(finite, logit, float("-inf"))
+    top = tl.max(logit, axis=0)
+    tl.store(numbers + TOP, top)
+    tl.store(integers + TOP_AT, tl.min(tl.where(logit == top, at, NOWHERE), axis=0))
+    tl.store(integers + IS_BAD, is_bad)
+    warmth = tl.load(temperature + row)
+    if (warmth > 0.0) & (is_bad == 0):
+        k, p = tl.load(top_k + row), tl.load(top_p + row)
+        is_cut = (k > 0) & (k < V)
+        if is_cut & (p < 1.0):
+            stripes = tl.max(tl.reshape(logit, [TILE // STRIPE, STRIPE]), axis=1)
+            tl.store(numbers + STRIPES_PART + tl.arange(0, TILE // STRIPE), stripes)
+        own = tl.exp((logit - top) * (1.0 / warmth))
+        tl.store(numbers + MASS, tl.sum(own, axis=0))
+        times = _times(at, own, tl.load(key0 + row).to(tl.uint32), tl.load(key1 + row).to(tl.uint32))
+        most = tl.where(is_cut | (p < 1.0) | (tl.load(min_p + row) > 0.0), FRONT, 1)
+        num, floor, running = 0, float("-inf"), 1
+        while running > 0:
+            open_times = tl.where(logit > floor, times, float("inf"))
+            earliest = tl.min(open_times, axis=0)  # finite, as the tile's heaviest token is among them
+            winner = tl.min(tl.where(open_times == earliest, at, NOWHERE), axis=0)
+            floor = tl.max(tl.where(at == winner, logit, float("-inf")), axis=0)
+            tl.store(numbers + FRONT_PART + num, floor)
+            tl.store(integers + FRONT_PART + num, winner)
+            num += 1
+            running = ((num < most) & (floor < top)).to(tl.int32)
+        tl.store(integers + NUM_FRONT, num)
+
+
+@triton.jit
+def _added(above, unit, count1, count2, count3, count4, count5, count6, count7):
+    """Returns the counters with one more each where `above` is at least 1 to 7 units."""
+    count1 += (above >= unit).to(tl.int32)
+    count2 += (above >= 2 * unit).to(tl.int32)
+    count3 += (above >= 3 * unit).to(tl.int32)
+    count4 += (above >= 4 * unit).to(tl.int32)
+    count5 += (above >= 5 * unit).to(tl.int32)
+    count6 += (above >= 6 * unit).to(tl.int32)
+    count7 += (above >= 7 * unit).to(tl.int32)
+    return count1, count2, count3, count4, count5, count6, count7
+
+
+@triton.jit
+def _digit(k, count1, count2, count3, count4, count5, count6, count7):
+    """Returns how many of the counters are k or more."""
+    digit = (tl.sum(count1) >= k).to(tl.int32) + (tl.sum(count2) >= k).to(tl.int32) + (tl.sum(count3) >= k).to(tl.int32)
+    digit += (tl.sum(count4) >= k).to(tl.int32) + (tl.sum(count5) >= k).to(tl.int32) + (tl.sum(count6) >= k).to(tl.int32)
+    return digit + (tl.sum(count7) >= k).to(tl.int32)
+
+
+@triton.jit
+def _stripe_bits(numbers, start, num_stripes, top, factor, PER_TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the bits of the largest weights of BLOCK stripes from `start` on, -1 behind the last."""
+    stripe = start + tl.arange(0, BLOCK)
+    at = stripe // PER_TILE * RECORD_SIZE + STRIPES_PART + stripe % PER_TILE
+    return tl.where(stripe < num_stripes, _weights(numbers, at, stripe < num_stripes, top, factor).to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def _kth_weight(
+    logits, V, top, factor, k, numbers, integers, num_stripes, STRIPE: tl.constexpr, PER_TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Returns the k-th largest weight of a row; tokens of equal weight are thus kept. Each round finds three of its bits, as
+    weights are between 0 and 1 and their bits sort as they do.
+
+    The k-th largest of the stripes' largest weights is a first bound: so many tokens are at least as heavy. Fewer than k stripes
+    have a token that is heavier, and only these are searched."""
+    bound = 0
+    unit = 1 << 27
+    for _ in range(0, 10):
+        c1 = tl.zeros([BLOCK], tl.int32)
+        c2, c3, c4, c5, c6, c7 = c1, c1, c1, c1, c1, c1
+        for start in range(0, num_stripes, BLOCK):
+            bits = _stripe_bits(numbers, start, num_stripes, top, factor, PER_TILE, BLOCK)
+            c1, c2, c3, c4, c5, c6, c7 = _added(bits - bound, unit, c1, c2, c3, c4, c5, c6, c7)
+        bound += _digit(k, c1, c2, c3, c4, c5, c6, c7) * unit
+        unit = unit >> 3
+    num = 0
+    for start in range(0, num_stripes, BLOCK):
+        found = (_stripe_bits(numbers, start, num_stripes, top, factor, PER_TILE, BLOCK) > bound).to(tl.int32)
+        place = num + tl.cumsum(found, axis=0) - found
+        listed = integers + place // LANE * RECORD_SIZE + STRIPES_PART + place % LANE
+        tl.store(listed, start + tl.arange(0, BLOCK), mask=found > 0)
+        num += tl.sum(found, axis=0)
+    tl.debug_barrier()  # other threads than those that listed the stripes read them
+    GROUP: tl.constexpr = BLOCK // STRIPE if BLOCK > STRIPE else 1
+    low = 0
+    unit = 1 << 27
+    for _ in range(0, 10):
+        c1 = tl.zeros([GROUP, STRIPE], tl.int32)
+        c2, c3, c4, c5, c6, c7 = c1, c1, c1, c1, c1, c1
+        for start in range(0, num, GROUP):
+            place = start + tl.arange(0, GROUP)
+            listed = integers + place // LANE * RECORD_SIZE + STRIPES_PART + place % LANE
+            at = tl.load(listed, mask=place < num, other=0)[:, None] * STRIPE + tl.arange(0, STRIPE)[None, :]
+            inside = (place < num)[:, None] & (at < V)
+            bits = tl.where(inside, _weights(logits, at, inside, top, factor).to(tl.int32, bitcast=True), -1)
+            c1, c2, c3, c4, c5, c6, c7 = _added(bits - low, unit, c1, c2, c3, c4, c5, c6, c7)
+        low += _digit(k, c1, c2, c3, c4, c5, c6, c7) * unit
+        unit = unit >> 3
+    return tl.maximum(low, bound).to(tl.float32, bitcast=True)
+
+
+# The number of tiles is V's.
+@triton.jit(do_not_specialize=["num_tiles"])
+def _propose_kernel(
+    logits,  # [N, V]
+    temperature,  # [N], as of _survey_kernel
+    top_p,
+    top_k,
+    min_p,
+    key0,
+    key1,
+    numbers,  # [N, S + 1, RECORD] float32
+    integers,  # [N, S + 1, RECORD] int32
     ids,  # [N] int32
     bad,  # [N] int8
     V,
+    num_tiles,
+    STRIPE: tl.constexpr,
+    PER_TILE: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    TILES: tl.constexpr,  # that are looked at together
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * V
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    largest_at = tl.zeros([BLOCK], tl.int32)
-    odd = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, V, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        logit = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
-        odd |= ((at < V) & ((logit != logit) | (tl.abs(logit) == float("inf")))).to(tl.int32)
-        better = logit > largest
-        largest = tl.where(better, logit, largest)
-        largest_at = tl.where(better, at, largest_at)
-    is_bad = tl.max(odd, axis=0)
-    top = tl.max(largest, axis=0)
-    winner = tl.min(tl.where(largest == top, largest_at, 0x7FFFFFFF), axis=0)
+    place = row * (num_tiles + 1) * RECORD_SIZE
+    numbers += place
+    integers += place
+    own_numbers, own_integers = numbers + num_tiles * RECORD_SIZE, integers + num_tiles * RECORD_SIZE
+    largest = tl.full([TILES], float("-inf"), tl.float32)
+    largest_at = tl.full([TILES], 0, tl.int32)
+    odd = tl.zeros([TILES], tl.int32)
+    for start in range(0, num_tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        logit = tl.load(numbers + tile * RECORD_SIZE + TOP, mask=tile < num_tiles, other=float("-inf"))
+        odd |= tl.load(integers + tile * RECORD_SIZE + IS_BAD, mask=tile < num_tiles, other=0)
+        at = tl.load(integers + tile * RECORD_SIZE + TOP_AT, mask=tile < num_tiles, other=NOWHERE)
+        largest_at = tl.where(logit > largest, at, largest_at)
+        largest = tl.maximum(largest, logit)
+    top, is_bad = tl.max(largest, axis=0), tl.max(odd, axis=0)
+    drawn = tl.min(tl.where(largest == top, largest_at, NOWHERE), axis=0)
+    is_open = 0
     warmth = tl.load(temperature + row)
     if (warmth > 0.0) & (is_bad == 0):
         factor = 1.0 / warmth
-        k, p = tl.load(top_k + row), tl.load(top_p + row)
-        cutoff = tl.minimum(tl.load(min_p + row), 1.0)
-        if (k > 0) & (k < V):
-            cutoff = tl.maximum(cutoff, _top_k_cutoff(logits, V, top, factor, k, BLOCK))
-        target = p
-        if p < 1.0:
-            target *= _mass_above(logits, V, top, factor, cutoff, -1.0, BLOCK)
+        k, p, cutoff = tl.load(top_k + row), tl.load(top_p + row), tl.minimum(tl.load(min_p + row), 1.0)
         first, second = tl.load(key0 + row).to(tl.uint32), tl.load(key1 + row).to(tl.uint32)
-        floor = -1.0  # tokens of this weight or less are excluded
+        is_cut = (k > 0) & (k < V)
+        if is_cut & (p < 1.0):
+            num_stripes = num_tiles * PER_TILE
+            kth = _kth_weight(logits + row * V, V, top, factor, k, numbers, integers, num_stripes, STRIPE, PER_TILE, BLOCK)
+            cutoff = tl.maximum(cutoff, kth)
+        mass = tl.zeros([TILES], tl.float32)
+        for start in range(0, num_tiles, TILES):
+            tile = start + tl.arange(0, TILES)
+            own = _weights(numbers, tile * RECORD_SIZE + TOP, tile < num_tiles, top, factor)
+            mass += own * tl.load(numbers + tile * RECORD_SIZE + MASS, mask=tile < num_tiles, other=0.0)
+        num, floor, running = 0, float("-inf"), 1
+        while running > 0:
+            least = tl.full([BLOCK], float("inf"), tl.float32)
+            least_at = tl.full([BLOCK], NOWHERE, tl.int32)
+            height = tl.full([BLOCK], float("-inf"), tl.float32)
+            known_until = tl.full([BLOCK], float("inf"), tl.float32)  # until when no token is missing
+            for start in range(0, num_tiles * LANE, BLOCK):
+                entry = start + tl.arange(0, BLOCK)
+                tile, number = entry // LANE * RECORD_SIZE, entry % LANE
+                length = tl.load(integers + tile + NUM_FRONT, mask=entry < num_tiles * LANE, other=0)
+                inside = number < length
+                logit = tl.load(numbers + tile + FRONT_PART + number, mask=inside, other=float("-inf"))
+                at = tl.load(integers + tile + FRONT_PART + number, mask=inside, other=NOWHERE)
+                own = tl.exp((logit - top) * factor)
+                time = _times(at, own, first, second)
+                ends = inside & (number + 1 == length) & (logit < tl.load(numbers + tile + TOP, mask=inside, other=0.0))
+                known_until = tl.where(ends, tl.minimum(known_until, time), known_until)
+                faster = inside & (logit > floor) & (own >= cutoff) & ((time < least) | ((time == least) & (at < least_at)))
+                faster &= time < float("inf")
+                least = tl.where(faster, time, least)
+                least_at = tl.where(faster, at, least_at)
+                height = tl.where(faster, logit, height)
+            best = tl.min(least, axis=0)
+            winner = tl.min(tl.where(least == best, least_at, NOWHERE), axis=0)
+            is_cut_short = is_cut | (p < 1.0) | (cutoff > 0.0)
+            if (winner == NOWHERE) | (is_cut_short & (best > tl.min(known_until, axis=0))):
+                running, is_open = 0, 1  # tiles have not stored what comes next
+            else:
+                floor = tl.max(tl.where(least_at == winner, height, float("-inf")), axis=0)
+                weight = tl.exp((floor - top) * factor)
+                tl.store(own_numbers + FRONT_PART + num, weight)
+                tl.store(own_integers + FRONT_PART + num, winner)
+                num += 1
+                if (num == 1) & ((weight >= 1.0) | ~(is_cut | (p < 1.0))):
+                    drawn, running = winner, 0
+                else:
+                    is_open = 1
+                    running = ((num < PIVOTS) & (weight < 1.0)).to(tl.int32)
+        tl.store(own_numbers + TOP, top)
+        tl.store(own_numbers + MASS, tl.sum(mass, axis=0))
+        tl.store(own_numbers + CUTOFF, cutoff)
+        tl.store(own_integers + NUM_PIVOTS, num)
+    tl.store(own_integers + IS_OPEN, is_open)
+    tl.store(ids + row, drawn)
+    tl.store(bad + row, is_bad.to(tl.int8))
+
+
+@triton.jit
+def _weigh_kernel(
+    logits,  # [N, V]
+    temperature,  # [N], as of _survey_kernel
+    top_p,
+    numbers,  # [N, S + 1, RECORD] float32
+    integers,  # [N, S + 1, RECORD] int32
+    V,
+    TILE: tl.constexpr,
+):
+    row, tile, num_tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    place = row * (num_tiles + 1) * RECORD_SIZE
+    own_numbers, own_integers = numbers + place + num_tiles * RECORD_SIZE, integers + place + num_tiles * RECORD_SIZE
+    if tl.load(own_integers + IS_OPEN) == 0:
+        return
+    sums = numbers + place + tile * RECORD_SIZE + SUMS_PART
+    num = tl.load(own_integers + NUM_PIVOTS)
+    top, cutoff = tl.load(own_numbers + TOP), tl.load(own_numbers + CUTOFF)
+    factor, by_mass = 1.0 / tl.load(temperature + row), tl.load(top_p + row) < 1.0
+    heaviest = tl.exp((tl.load(numbers + place + tile * RECORD_SIZE + TOP) - top) * factor)
+    lightest = tl.load(own_numbers + FRONT_PART, mask=num > 0, other=1.0)
+    if (heaviest > lightest) | (by_mass & (cutoff > 0.0) & (heaviest >= cutoff)):
+        at = tile * TILE + tl.arange(0, TILE)
+        own = _weights(logits + row * V, at, at < V, top, factor)
+        value = tl.where(by_mass, own, 1.0)
+        for pivot in range(0, num):
+            weight = tl.load(own_numbers + FRONT_PART + pivot)
+            tl.store(sums + pivot, tl.sum(tl.where(own > weight, value, 0.0), axis=0))
+        tl.store(sums + LANE - 1, tl.sum(tl.where(own >= cutoff, own, 0.0), axis=0))
+    else:
+        tl.store(sums + tl.arange(0, LANE), tl.zeros([LANE], tl.float32))
+
+
+@triton.jit
+def _above(logits, V, top, factor, floor, by_mass, BLOCK: tl.constexpr):
+    """Returns the mass, or the number, of the tokens of a row that are heavier than `floor`."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        own = _weights(logits, at, at < V, top, factor)
+        total += tl.where(own > floor, tl.where(by_mass, own, 1.0), 0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _choose_kernel(
+    logits,  # [N, V]
+    temperature,  # [N], as of _survey_kernel
+    top_p,
+    top_k,
+    key0,
+    key1,
+    numbers,  # [N, S + 1, RECORD] float32
+    integers,  # [N, S + 1, RECORD] int32
+    ids,  # [N] int32
+    V,
+    num_tiles,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = row * (num_tiles + 1) * RECORD_SIZE
+    own_numbers, own_integers = numbers + place + num_tiles * RECORD_SIZE, integers + place + num_tiles * RECORD_SIZE
+    if tl.load(own_integers + IS_OPEN) == 0:
+        return
+    logits += row * V
+    num = tl.load(own_integers + NUM_PIVOTS)
+    top, cutoff = tl.load(own_numbers + TOP), tl.load(own_numbers + CUTOFF)
+    k, p, factor = tl.load(top_k + row), tl.load(top_p + row), 1.0 / tl.load(temperature + row)
+    by_mass, is_cut = p < 1.0, (k > 0) & (k < V)
+    lane = tl.arange(0, LANE)
+    above = tl.zeros([LANE], tl.float32)
+    for start in range(0, num_tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        at = (tile * RECORD_SIZE + SUMS_PART)[:, None] + lane[None, :]
+        there = (tile < num_tiles)[:, None] & ((lane < num) | (lane == LANE - 1))[None, :]
+        above += tl.sum(tl.load(numbers + place + at, mask=there, other=0.0), axis=0)
+    kept = tl.where(cutoff > 0.0, tl.sum(tl.where(lane == LANE - 1, above, 0.0), axis=0), tl.load(own_numbers + MASS))
+    target = tl.where(by_mass, p * kept, tl.where(is_cut, k.to(tl.float32), float("inf")))
+    weight = tl.load(own_numbers + FRONT_PART + lane, mask=lane < num, other=0.0)
+    is_kept = (lane < num) & ((above < target) | (weight >= 1.0))
+    chosen = tl.min(tl.where(is_kept, lane, LANE), axis=0)
+    if chosen < LANE:
+        tl.store(ids + row, tl.load(own_integers + FRONT_PART + chosen))
+    else:
+        first, second = tl.load(key0 + row).to(tl.uint32), tl.load(key1 + row).to(tl.uint32)
+        floor = tl.max(tl.where(lane < num, weight, -1.0), axis=0)  # tokens of this weight or less are not kept
+        winner = 0
         running = 1
         while running > 0:
             least = tl.full([BLOCK], float("inf"), tl.float32)
             least_at = tl.zeros([BLOCK], tl.int32)
             least_weight = tl.zeros([BLOCK], tl.float32)
             for start in range(0, V, BLOCK):
-                own, at = _weights(logits, start, V, top, factor, BLOCK)
-                time = exponential(hash32(at.to(tl.uint32), first, second)) / own
+                at = start + tl.arange(0, BLOCK)
+                own = _weights(logits, at, at < V, top, factor)
+                time = _times(at, own, first, second)
                 faster = (own >= cutoff) & (own > floor) & (time < least)
                 least = tl.where(faster, time, least)
                 least_at = tl.where(faster, at, least_at)
                 least_weight = tl.where(faster, own, least_weight)
             best = tl.min(least, axis=0)
-            winner = tl.min(tl.where(least == best, least_at, 0x7FFFFFFF), axis=0)
+            winner = tl.min(tl.where(least == best, least_at, NOWHERE), axis=0)
             floor = tl.max(tl.where((least == best) & (least_at == winner), least_weight, 0.0), axis=0)
             running = 0
-            if (p < 1.0) & (floor < 1.0):  # noqa: SIM102  (`&` would not spare the pass)
-                if _mass_above(logits, V, top, factor, cutoff, floor, BLOCK) >= target:
-                    running = 1
-    tl.store(ids + row, winner)
-    tl.store(bad + row, is_bad.to(tl.int8))
+            if floor < 1.0:
+                running = (_above(logits, V, top, factor, floor, by_mass, BLOCK) >= target).to(tl.int32)
+        tl.store(ids + row, winner)
+
+
+def empty_records(rows: int, vocab: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Allocates what is written down of `rows` rows between the kernels: numbers and integers [N, S + 1, RECORD]."""
+    shape = (rows, triton.cdiv(vocab, _tile_tokens(vocab)) + 1, RECORD)
+    return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
+
+
+def _tile_tokens(vocab: int) -> int:
+    return min(TILE_TOKENS, max(16, triton.next_power_of_2(vocab)))
 
 
 def sample(
@@ -162,123 +437,36 @@ def sample(
     key1: Tensor,
     ids: Tensor,
     bad: Tensor,
+    *,
+    is_cut: bool = True,
 ) -> None:
     """Samples a token for each row, see reference.sample. Writes ids [N] int32 and bad [N] int8. Rows of temperature 0 take their
-    largest logit."""
+    largest logit. is_cut: False promises that no row has a top_k, top_p or min_p, and spares two launches."""
     rows, vocab = logits.shape
-    block = min(4096, max(16, triton.next_power_of_2(vocab)))
-    _sample_kernel[(rows,)](
-        logits, temperature, top_p, top_k, min_p, key0, key1, ids, bad, vocab, BLOCK=block, num_warps=16 if block == 4096 else 4
+    tile = _tile_tokens(vocab)
+    num_tiles = triton.cdiv(vocab, tile)
+    stripe, per_tile = max(1, tile // LANES), min(tile, LANES)
+    settings, found = (temperature, top_p, top_k, min_p, key0, key1), empty_records(rows, vocab, logits.device)
+    warps = 16 if tile == 4096 else 4
+    _survey_kernel[(rows, num_tiles)](logits, *settings, *found, vocab, TILE=tile, STRIPE=stripe, FRONT=MOST_FRONT, num_warps=warps)
+    _propose_kernel[(rows,)](
+        logits,
+        *settings,
+        *found,
+        ids,
+        bad,
+        vocab,
+        num_tiles,
+        STRIPE=stripe,
+        PER_TILE=per_tile,
+        PIVOTS=MOST_PIVOTS,
+        TILES=64,
+        BLOCK=2048,
+        num_warps=16,
     )
-
-
-@triton.jit(do_not_specialize=["tokens_stride", "V"])
-def _count_kernel(
-    tokens,  # [N, L] int32
-    lengths,  # [N] int32
-    num_prompt,  # [N] int32
-    counts,  # [N, V] int32
-    tokens_stride,
-    V,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.load(lengths + row)
-    token = tl.load(tokens + row * tokens_stride + at, mask=inside, other=0)
-    tl.atomic_or(counts + row * V + token, SEEN, mask=inside)
-    tl.atomic_add(counts + row * V + token, 1, mask=inside & (at >= tl.load(num_prompt + row)))
-
-
-# A row of a vocabulary of any size begins at any float32, and one pass over one row takes no time that matters.
-@triton.jit(do_not_specialize=["V"], do_not_specialize_on_alignment=["logits"])
-def _penalise_kernel(
-    logits,  # [N, V] float32
-    counts,  # [N, V] int32
-    presence,  # [N] float32
-    frequency,
-    repetition,
-    V,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < V
-    count = tl.load(counts + row * V + at, mask=inside, other=0)
-    old = tl.load(logits + row * V + at, mask=inside, other=0.0)
-    output = (count & (SEEN - 1)).to(tl.float32)
-    factor = tl.load(repetition + row)
-    new = tl.where(old > 0.0, old / factor, old * factor) - tl.load(frequency + row) * output
-    new -= tl.where(output > 0.0, tl.load(presence + row), 0.0)
-    new = tl.minimum(tl.maximum(new, -1e30), 1e30)
-    finite = (old == old) & (tl.abs(old) != float("inf"))
-    tl.store(logits + row * V + at, tl.where(finite & (count > 0), new, old), mask=inside)
-
-
-def penalise(
-    logits: Tensor, tokens: Tensor, lengths: Tensor, num_prompt: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
-) -> None:
-    """Applies penalties to each row of logits [N, V] float32 in place, see reference.penalise. tokens: [N, L] int32, prompts, then
-    outputs, of which only the first lengths [N] are used."""
-    rows, vocab = logits.shape
-    counts = torch.zeros(rows, vocab, dtype=torch.int32, device=logits.device)
-    block = 1024
-    _count_kernel[(rows, triton.cdiv(tokens.shape[1], block))](
-        tokens, lengths, num_prompt, counts, tokens.stride(0), vocab, BLOCK=block, num_warps=4
-    )
-    _penalise_kernel[(rows, triton.cdiv(vocab, block))](
-        logits, counts, presence, frequency, repetition, vocab, BLOCK=block, num_warps=4
-    )
-
-
-@triton.jit(do_not_specialize=["K"])
-def _logprobs_kernel(
-    logits,  # [N, V]
-    rows,  # [M] int32
-    chosen,  # [M] int32
-    picked,  # [M] float32
-    top_ids,  # [M, K] int32
-    top,  # [M, K] float32
-    V,
-    K,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    logits += tl.load(rows + row).to(tl.int64) * V
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, V, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32))
-    highest = tl.max(largest, axis=0)
-    mass = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        weight, _ = _weights(logits, start, V, highest, 1.0, BLOCK)
-        mass += weight
-    base = highest + tl.log(tl.sum(mass, axis=0))
-    tl.store(picked + row, tl.load(logits + tl.load(chosen + row)).to(tl.float32) - base)
-    last, last_at = float("inf"), -1
-    for k in range(0, K):  # finds the next after the last one found: a lower logit, or an equal one at a higher index
-        best = tl.full([BLOCK], float("-inf"), tl.float32)
-        best_at = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
-        for start in range(0, V, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            logit = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
-            better = (at < V) & ((logit < last) | ((logit == last) & (at > last_at))) & (logit > best)
-            best = tl.where(better, logit, best)
-            best_at = tl.where(better, at, best_at)
-        last = tl.max(best, axis=0)
-        last_at = tl.min(tl.where(best == last, best_at, 0x7FFFFFFF), axis=0)
-        tl.store(top_ids + row * K + k, last_at)
-        tl.store(top + row * K + k, last - base)
-
-
-def top_logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, picked: Tensor, top_ids: Tensor, top: Tensor) -> None:
-    """Computes the log-probabilities of the chosen and of the most likely tokens, see ops.top_logprobs. The rows' logits must be
-    finite.
-
-    rows, chosen: [M]. Writes picked [M], and top_ids and top [M, K]."""
-    vocab = logits.shape[1]
-    block = min(4096, max(16, triton.next_power_of_2(vocab)))
-    _logprobs_kernel[(len(rows),)](
-        logits, rows, chosen, picked, top_ids, top, vocab, top.shape[1], BLOCK=block, num_warps=16 if block == 4096 else 4
+    if not is_cut:
+        return
+    _weigh_kernel[(rows, num_tiles)](logits, temperature, top_p, *found, vocab, TILE=tile, num_warps=warps)
+    _choose_kernel[(rows,)](
+        logits, temperature, top_p, top_k, key0, key1, *found, ids, vocab, num_tiles, TILES=64, BLOCK=2048, num_warps=8
     )

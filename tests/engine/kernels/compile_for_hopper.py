@@ -35,9 +35,9 @@ from engine.cuda.kernels import (
     triton_inputs,
     triton_latent,
     triton_latent_attention,
+    triton_logits,
     triton_rope,
     triton_rows,
-    triton_sampling,
     triton_unpack,
 )
 from engine.layers.gated_delta import columns_of
@@ -297,7 +297,7 @@ def main(capability: int, listed: bool) -> None:
             triton_four_bits_linear.tile_linear(x, four_bits, None, tile, False, weight)
     logits = torch.zeros(ROWS, VOCAB, dtype=dtype)
     entry.sample(logits, floats, floats, ints, floats, ints, ints)
-    triton_sampling.penalise(logits.float(), table, ints, ints, floats, floats, floats)
+    triton_logits.penalise(logits.float(), table, ints, ints, floats, floats, floats)
     entry.top_logprobs(logits, ints, ints, 20)
     triton_unpack.unpack(torch.zeros(64, dtype=torch.uint8), longs, FRAME_VALUES, x, ints[:1])
 

@@ -1,0 +1,72 @@
+"""What the sampling kernels promise beside the reference implementation's tokens (sampling_cases.py has these)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from engine.cuda.kernels import triton_sampling
+from engine.ops import reference
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the kernels"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of infinities, a GPU does not
+]
+
+
+def drawn(logits: Tensor, settings: tuple[Tensor, ...], **how: Any) -> list[int]:
+    ids, bad = torch.full((len(logits),), -7, dtype=torch.int32), torch.full((len(logits),), -7, dtype=torch.int8)
+    triton_sampling.sample(logits, *settings, ids, bad, **how)
+    assert bad.tolist() == [0] * len(logits)
+    return ids.tolist()
+
+
+def settings_of(rows: int, top_p: float, top_k: int) -> tuple[Tensor, ...]:
+    ones, keys = torch.ones(rows), torch.arange(rows)
+    return ones, ones * top_p, torch.full((rows,), top_k, dtype=torch.int32), ones * 0.0, keys, keys * 77 + 1
+
+
+def test_a_row_gets_the_same_token_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It depends on sums, whose order must therefore not depend on the other rows."""
+    monkeypatch.setattr(triton_sampling, "TILE_TOKENS", 128)
+    logits = torch.randn(5, 301, generator=torch.Generator().manual_seed(1))
+    settings, written = settings_of(5, 0.9, 0), []
+    empty_records = triton_sampling.empty_records
+    monkeypatch.setattr(triton_sampling, "empty_records", lambda *a: written.append(empty_records(*a)) or written[-1])
+    together = drawn(logits, settings)
+    assert len(set(together)) > 2
+    for row in (0, 4):
+        own = slice(row, row + 1)
+        assert drawn(logits[own], tuple(column[own] for column in settings)) == [together[row]]
+        masses = [numbers[at, :-1, triton_sampling.MASS.value] for (numbers, _), at in ((written[0], row), (written[-1], 0))]
+        assert torch.equal(*masses)
+
+
+def test_a_front_longer_than_what_is_stored_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nearly equal logits the front leads over many tokens to one of the 20 largest."""
+    written: list[tuple[Tensor, Tensor]] = []
+    empty_records = triton_sampling.empty_records
+    monkeypatch.setattr(triton_sampling, "empty_records", lambda *a: written.append(empty_records(*a)) or written[-1])
+    for name, value in (("TILE_TOKENS", 128), ("MOST_FRONT", 2), ("MOST_PIVOTS", 2)):
+        monkeypatch.setattr(triton_sampling, name, value)
+    logits = torch.randn(4, 200, generator=torch.Generator().manual_seed(2)) * 0.01
+    settings = settings_of(4, 1.0, 20)
+    ids = drawn(logits, settings)
+    assert ids == reference.sample(logits, *settings)[0].tolist()
+    (_, integers), first = written[0], triton_sampling.FRONT_PART.value
+    stored = [integers[row, -1, first : first + integers[row, -1, triton_sampling.NUM_PIVOTS.value]].tolist() for row in range(4)]
+    assert all(stored)
+    assert any(ids[row] not in stored[row] for row in range(4))
+
+
+def test_rows_without_a_cut_take_half_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_sampling, "_weigh_kernel", None)
+    monkeypatch.setattr(triton_sampling, "_choose_kernel", None)
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(3))
+    settings = settings_of(4, 1.0, 0)
+    assert drawn(logits, settings, is_cut=False) == reference.sample(logits, *settings)[0].tolist()
