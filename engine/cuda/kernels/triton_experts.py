@@ -398,9 +398,7 @@ def grouped_linear(
     of_four_bits = of_int4 or of_nvfp4 or isinstance(weight, Mxfp4Matrix)
     two_at_once = (of_int4 or of_nvfp4) and gated
     if two_at_once and not wide_items:  # registers do not hold more inputs of two matrices that are widened at once
-        block_n, block_k = (64 if few or of_nvfp4 else 128), 64
-    if of_nvfp4 and not few:  # likewise, of more scales
-        block_k = 32
+        block_n, block_k = (64 if few else 128), 64
     values, scales, num_scales, group = _parts(weight)
     zeros = weight.zeros if isinstance(weight, Int4Matrix) else None
     most_tiles = min(num_experts, num_pairs) + num_pairs // tile

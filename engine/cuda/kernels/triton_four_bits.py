@@ -21,10 +21,9 @@ def four_bit_numbers(code, zero, INT4: tl.constexpr):
     """Returns the numbers that four bits stand for, as float32. code: int32 from 0 to 15. zero: the zero points of INT4, int32."""
     if INT4:
         return (code - zero).to(tl.float32)
-    low = code & 7
-    # an exponent of two bits and one digit, which from 2 on lie as those of a float32 do
-    magnitude = tl.where(low < 2, low.to(tl.float32) * 0.5, ((low << 22) + (126 << 23)).to(tl.float32, bitcast=True))
-    return tl.where(code < 8, magnitude, -magnitude)
+    # a sign, an exponent of two bits and one digit: as a float16, whose bias is 14 higher, they follow the same rule
+    halves = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
+    return halves.to(tl.float32) * 16384.0
 
 
 @triton.jit

@@ -157,8 +157,6 @@ def tile_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None
     (rows, inputs), outputs = x.shape, len(weight)
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (32 if wide_items else 64, 32 if wide_items else 64)
-    if isinstance(weight, Nvfp4Matrix) and not few:  # registers do not hold more scales, on 8.0
-        block_k = 32
     _four_bits_tile_kernel[(triton.cdiv(outputs, block_n), triton.cdiv(rows, tile))](
         x,
         *_tensors(weight),
