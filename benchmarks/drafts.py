@@ -1,4 +1,5 @@
-"""What drafted tokens gain: `python -m benchmarks.drafts --model DIR [--streams 1 32] [--tokens 160] [--passes 3]`.
+"""What drafted tokens gain: `python -m benchmarks.drafts --model DIR [--streams 1 32] [--tokens 160] [--passes 3] [--adaptive]
+[--kinds known wrong nothing]`.
 
 The engine's own model and batch scheduler, driven by hand. First the sequences run without drafts; then a drafter that knows their
 texts drafts for them and errs at each token with a set rate, so a draft's acceptance is known. Runs alternate, and each is compared
@@ -118,13 +119,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--adaptive", action="store_true", help="only the cases in which the scheduler chooses how many")
+    parser.add_argument("--kinds", nargs="+", default=["known", "wrong", "nothing"], choices=("known", "wrong", "nothing"))
     options = parser.parse_args()
     for num in options.streams:
         model, shape, _ = load_model(options.model, options.dtype, max(32, 2 * num), PROMPT + options.tokens + 24)
         texts, limits = Texts(num, shape.vocab_size), StepLimits(turn_s=0.01, stretch=2.0)
         rows: list[tuple[str, float, int, float, float]] = []
         for kind, acceptance, depth in cases():
-            if options.adaptive and depth:
+            if (options.adaptive and depth) or kind not in options.kinds:
                 continue
             temperature = 1.0 if kind == "nothing" else 0.0
             ratios, held = [], []
