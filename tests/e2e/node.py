@@ -233,6 +233,11 @@ class Node:
         raise AssertionError(f"no {what} within {SAFETY_S} s:\n{self.log_text()}")
 
 
+def without_drafts(*models: str) -> str:
+    """Returns configuration by which streams of these models take a step for each token, whatever they say, so that they last."""
+    return "".join(f'[models."{model}"]\nspeculator = "none"\n' for model in models)
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 

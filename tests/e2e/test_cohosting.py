@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
-from tests.e2e.node import Node
+from tests.e2e.node import Node, without_drafts
 
 MIB = 1 << 20
 SIZE: dict[str, Any] = {"hidden_size": 128, "num_layers": 8, "weights_bytes": 24 * MIB}
@@ -27,7 +27,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         make_model(folder / "models" / name, seed=seed, **SIZE)
     make_model(folder / "models" / "giant", **{**SIZE, "weights_bytes": 80 * MIB})
     flags = ["--dtype", "float32", "--overdue-after-s", "2", "--threads", "1", "--max-num-batched-tokens", "128"]
-    with Node(folder, devices=["cpu:0=56MiB", "cpu:1=56MiB"], runner="torch", flags=flags) as running:
+    config = without_drafts("ash", "birch", "cedar", "org/dogwood")
+    with Node(folder, devices=["cpu:0=56MiB", "cpu:1=56MiB"], runner="torch", config=config, flags=flags) as running:
         yield running
 
 

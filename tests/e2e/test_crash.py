@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
-from tests.e2e.node import Node
+from tests.e2e.node import Node, without_drafts
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     make_model(folder / "models" / "oak", seed=1, max_position_embeddings=16384)
     make_model(folder / "models" / "elm", seed=2, architecture="Qwen3ForCausalLM")
     # one model a device, by config, so that a test knows which engine it kills
-    config = '[models.oak]\ndevices = ["cpu:0"]\n[models.elm]\ndevices = ["cpu:1"]\n'
+    config = "".join(f'{without_drafts(name)}devices = ["cpu:{at}"]\n' for at, name in enumerate(("oak", "elm")))
     flags = ["--dtype", "float32", "--threads", "1"]
     devices = ["cpu:0=48MiB", "cpu:1=48MiB"]
     with Node(folder, devices=devices, runner="torch", config=config, flags=flags) as running:

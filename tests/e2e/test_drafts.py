@@ -45,10 +45,17 @@ def test_texts_are_those_of_a_model_without_drafts(tmp_path: Path) -> None:
     make_model(tmp_path / "models" / "plain", max_position_embeddings=512)
     shutil.copytree(tmp_path / "models" / "plain", tmp_path / "models" / "m")
     with Node(tmp_path, devices=["cpu=64MiB"], runner="torch", config=CONFIG, flags=["--dtype", "float32"]) as node:
-        assert answers(node, "m") == answers(node, "plain")
+        expected = answers(node, "plain")
+
+        def same_with_drafts() -> bool:
+            assert answers(node, "m") == expected
+            return drafted(node, "m").get("accepted", 0) > 0
+
+        # where other work makes steps of more rows look dear, nothing is drafted until their costs are learned anew
+        node.wait_for(same_with_drafts, "drafted tokens that hold")
         told = drafted(node, "m")
-        assert 0 < told["accepted"] <= told["drafted"]
-        assert told["generated"] == drafted(node, "plain")["generated"]
+        assert told["accepted"] <= told["drafted"]
+        assert told["generated"] % drafted(node, "plain")["generated"] == 0
         assert drafted(node, "plain").keys() == {"generated"}
         letters = {str(ord(letter)): 30 for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}  # each of them is a token
         chat: dict[str, Any] = {"messages": [{"role": "user", "content": "one two"}], "temperature": 0, "max_tokens": 80}
@@ -56,11 +63,15 @@ def test_texts_are_those_of_a_model_without_drafts(tmp_path: Path) -> None:
         reply = node.openai().chat.completions.create(model="plain", **chat)
         assert reply.usage.completion_tokens_details is None
         chat["prediction"] = {"type": "content", "content": [{"type": "text", "text": reply.choices[0].message.content}]}
-        again = node.openai().chat.completions.create(model="m", **chat)
-        assert again.choices[0].message == reply.choices[0].message
-        details = again.usage.completion_tokens_details
-        assert details.accepted_prediction_tokens > 30
-        assert details.rejected_prediction_tokens >= 0
+
+        def predicted() -> bool:
+            again = node.openai().chat.completions.create(model="m", **chat)
+            assert again.choices[0].message == reply.choices[0].message
+            details = again.usage.completion_tokens_details
+            assert details.rejected_prediction_tokens >= 0
+            return bool(details.accepted_prediction_tokens > 30)
+
+        node.wait_for(predicted, "a prediction that holds")
         chat["prediction"]["content"][0] = {"type": "image_url"}
         with pytest.raises(openai.BadRequestError, match=r"prediction.content\[0\].type: only text parts"):
             node.openai().chat.completions.create(model="m", **chat)

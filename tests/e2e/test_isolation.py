@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
-from tests.e2e.node import Node
+from tests.e2e.node import Node, without_drafts
 
 OWN, SHARED = "cpu:0/oak", "cpu:0"
 
@@ -21,7 +21,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("isolation")
     for seed, name in enumerate(("oak", "elm", "ash")):
         make_model(folder / "models" / name, seed=seed, max_position_embeddings=8192)
-    config = "[models.oak]\nisolate = true\n[models.ash]\nisolate = true\nisolate_bytes = '1GiB'\n"
+    config = f"{without_drafts('oak')}isolate = true\n{without_drafts('ash')}isolate = true\nisolate_bytes = '1GiB'\n"
+    config += without_drafts("elm")
     flags = ["--dtype", "float32", "--threads", "1"]
     with Node(folder, devices=["cpu=96MiB"], runner="torch", config=config, flags=flags) as running:
         yield running

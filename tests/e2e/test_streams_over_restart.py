@@ -19,7 +19,7 @@ import pytest
 
 from tests.daemon.service_manager import NotifySocket
 from tests.e2e.checkpoints import make_model
-from tests.e2e.node import SAFETY_S, Node
+from tests.e2e.node import SAFETY_S, Node, without_drafts
 from tests.e2e.raw_stream import Event, RawStream
 from tests.e2e.service_node import ServiceNode
 
@@ -152,7 +152,9 @@ def test_every_kind_of_stream_goes_on(node: ServiceNode) -> None:
 def test_texts_are_the_ones_a_model_would_have_made(tmp_path: Path, notify: NotifySocket) -> None:
     """In float32, greedy and sampled, with a grammar and without: the KV is computed anew from the tokens that were made."""
     flags = ["--dtype", "float32", "--threads", "1", "--load-deadline-s", "80", "--max-wait-s", "80"]
-    with started(tmp_path, notify, 12 << 20, devices=["cpu:0=96MiB"], runner="torch", flags=flags) as node:
+    with started(
+        tmp_path, notify, 12 << 20, devices=["cpu:0=96MiB"], runner="torch", config=without_drafts("ash"), flags=flags
+    ) as node:
         requests = {
             name: (path, {**body, "temperature": 0.7 * (at % 2)}) for at, (name, (path, body)) in enumerate(STREAMS.items())
         }
