@@ -205,7 +205,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         models = models_folder(folder, make(STORE, options.checkpoint), names)
         config = folder / "node.toml"
         tables = [
-            f'[models."{name}"]\nmax_model_len = {facts.max_model_len}\nmax_sequences = {facts.max_sequences}\n'
+            f'[models."{name}"]\nspeculator = "none"\nmax_model_len = {facts.max_model_len}\n'
+            f"max_sequences = {facts.max_sequences}\n"
             for name, facts in known.models.items()
         ]
         config.write_text("max_queued_per_model = 100000\n" + "".join(tables))

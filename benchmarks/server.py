@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -27,9 +28,22 @@ def compile_kernels() -> None:
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
+def _without_drafts(models: pathlib.Path, file: pathlib.Path) -> pathlib.Path:
+    """Writes and returns a configuration by which every model takes a step for each token."""
+    names = []
+    for folder, below, files in os.walk(models, followlinks=True):
+        if "config.json" in files:
+            names.append(os.path.relpath(folder, models))
+            below.clear()
+    file.write_text("".join(f'[models."{name}"]\nspeculator = "none"\n' for name in sorted(names)))
+    return file
+
+
 class Server:
     """`with Server(models, ["cpu=2GiB"]) as server:`; ready when the block begins. `ready_s` is process start to /readyz.
 
+    Unless flags name a configuration, nothing is drafted for its models: greedy texts of random weights repeat themselves, and
+    drafts would make them faster than any text that means something (benchmarks/drafts.py measures what drafts give).
     cache_dir: of compiled kernels; None: the checkout's, with all kernels in it before the daemon starts."""
 
     def __init__(
@@ -59,6 +73,8 @@ class Server:
         command += ["--state-dir", str(folder / "state"), "--cache-dir", str(self._cache_dir)]
         for device in self._devices:
             command += ["--device", device]
+        if "--config" not in self._flags:
+            command += ["--config", str(_without_drafts(self._models, folder / "node.toml"))]
         start = time.perf_counter()
         self._process = subprocess.Popen(command + self._flags, cwd=ROOT, stderr=self.log.open("wb"), stdout=subprocess.DEVNULL)
         self.pid = self._process.pid
