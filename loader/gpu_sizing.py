@@ -15,7 +15,7 @@ LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 DECODE_PIECES = 2048
 # Of latent attention: heads that read a tile of latents together, and tokens whose queries are in the latents' space at a time.
 LATENT_HEADS, LATENT_TOKENS = 32, 1024
-# Of sampling: logits of a row that have a program of their own, and what it writes down of them; each row has as much once more.
+# Sampling has a program for each SAMPLING_TOKENS logits of a row, which writes SAMPLING_BYTES; each row has as many bytes again.
 SAMPLING_TOKENS, SAMPLING_BYTES = 4096, 1024
 # cuBLAS's work space, 32 MiB for each stream and thread: of steps, of captures, and of two loads at a time
 LIBRARY_BYTES = 128 << 20

@@ -232,6 +232,9 @@ class BatchScheduler:
         """Returns a plan of decode rows with drafted tokens, where these are worth their rows. Raises TokensNeeded as `plan`
         does."""
         slots, first = plan.slots, plan.num_computed
+        drafts.count_plan()
+        if len(slots) >= self.limits.max_sequences:  # no row is left for a drafted token
+            return plan
         if self._ahead:
             if drafts.wanted(slots):
                 raise TokensNeeded

@@ -70,19 +70,22 @@ class Drafts:
     def leave(self, slot: int) -> None:
         self._predictions.pop(slot, None)
 
+    def count_plan(self) -> None:
+        """Begins a plan that may draft. Pauses are counted in plans, those of steps that start ahead included."""
+        self._num_plans += 1
+
     def wanted(self, slots: IntArray) -> bool:
-        """Returns whether the next plan may draft for any of the slots, which needs all their tokens."""
-        return bool((self._next_plan[slots] <= self._num_plans + 1).any())
+        """Returns whether this plan may draft for any of the slots, which needs all their tokens."""
+        return bool((self._next_plan[slots] <= self._num_plans).any())
 
     def draft(self, slots: IntArray, computed: IntArray, capacity: IntArray, most_rows: int, room: StepRoom) -> IntArray | None:
         """Writes drafts behind the tokens of sequences that decode. Returns how many each of `slots` got [R]; None: there are none.
 
         computed [R]: positions stored of each. capacity [R]: positions that its blocks can hold. most_rows: bound on the step's
-        rows. room: tells what rows cost."""
-        self._num_plans += 1
+        rows, more than R. room: tells what rows cost."""
         spare = most_rows - len(slots)
         due = np.flatnonzero(self._next_plan[slots] <= self._num_plans)
-        if spare <= 0 or not len(due):
+        if not len(due):
             return None
         table, found = self._table, []
         for row in due.tolist():
@@ -96,7 +99,7 @@ class Drafts:
             chance = float(self._chance[slot])
             found += [Drafted(row, chance**number) for number in range(1, len(drafted) + 1)]
         found.sort(key=lambda one: -one.worth)  # stable: a sequence's own drafts stay in order
-        num = room.worth_drafting(computed[: len(slots)], [one.worth for one in found[:spare]]) if found else 0
+        num = room.worth_drafting(computed, [one.worth for one in found[:spare]]) if found else 0
         counts = np.bincount([one.row for one in found[:num]], minlength=len(slots)).astype(np.int32)
         for row in {one.row for one in found[num:]}:
             if not counts[row]:

@@ -67,8 +67,9 @@ async def answer(
     generations = await _generations(form, head, call, model, prompts, public_id, bad_words)
     if head.prediction and model.speculator != "none":
         (expected,) = await context.text.encode(model, head.prediction, False, "prediction")
+        prediction = expected.tolist()
         for generation in generations:
-            generation.prediction = expected.tolist()
+            generation.prediction = prediction
     written = written_prompts(head, prompt)
     shown, marks = (table, {}) if reply is None else (reply.table, reply.harmony_marks)
     texts = texts_of(head, model, shown, generations, written, form.shows_end_token, marks)

@@ -48,7 +48,7 @@ def test_a_row_gets_the_same_token_alone_and_among_others(monkeypatch: pytest.Mo
 
 
 def test_a_front_longer_than_what_is_stored_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of nearly equal logits the front leads over many tokens to one of the 20 largest."""
+    """The front of nearly equal logits leads over many tokens to one of the 20 largest."""
     written: list[tuple[Tensor, Tensor]] = []
     empty_records = triton_sampling.empty_records
     monkeypatch.setattr(triton_sampling, "empty_records", lambda *a: written.append(empty_records(*a)) or written[-1])

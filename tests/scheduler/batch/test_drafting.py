@@ -68,6 +68,29 @@ def test_texts_are_those_without_drafts_where_steps_start_ahead(accuracy: float)
     assert harness.num_waits > 0
 
 
+def test_drafts_are_tried_again_while_steps_start_ahead() -> None:
+    known, asked = knowing(1.0), []
+
+    def late(tokens: IntArray, num: int) -> IntArray:
+        asked.append(len(tokens))
+        return known(tokens, num if len(asked) > 4 else 0)
+
+    harness = AheadHarness(1, drafter=late)
+    harness.submit(1, prompt_of(5), Params(ignore_eos=True, max_tokens=55))
+    harness.run()
+    assert harness.output[1] == expected_output(prompt_of(5), Params(ignore_eos=True, max_tokens=55), 64)
+    assert len(asked) > 4
+    assert harness.num_steps < 40
+
+
+def test_no_step_waits_for_drafts_where_no_row_is_left_for_them() -> None:
+    harness = AheadHarness(1, max_sequences=2, drafter=knowing(1.0))
+    for request_id in (1, 2):
+        harness.submit(request_id, prompt_of(5, request_id), Params(ignore_eos=True, max_tokens=30))
+    harness.run()
+    assert harness.num_waits == 0
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_texts_under_preemption_aborts_and_short_memory(data: Any) -> None:
