@@ -15,7 +15,7 @@ import msgspec
 
 from loader.kv_layout import kv_dtype_of
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 # How a sequence ended, in `TokensOut.finish`; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -129,6 +129,14 @@ class SetLease(Message, frozen=True):
     lease_chunks: int
 
 
+class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter's files. fingerprint: as loader.catalog.Checkpoint has it."""
+
+    name: str
+    path: str
+    fingerprint: str
+
+
 class Submit(Message, frozen=True):
     """A request, or a request again after its engine died: `output` is what the client has already received."""
 
@@ -145,6 +153,7 @@ class Submit(Message, frozen=True):
     tenant_weight: float = 1.0  # the tenant's share among those that want this model
     prediction: list[int] = []  # tokens that the output may repeat in parts; empty: none are known
     second_at: int = 0  # of a score: index of the first token of the second text's segment (token type 1); 0: there is one segment
+    adapter: AdapterSource | None = None  # of the model; None: the request is for the model itself
 
 
 class Abort(Message, frozen=True):

@@ -101,6 +101,15 @@ class Nvfp4Matrix:
         return Nvfp4Matrix(self.packed[number], self.scales[number], self.factors[number])
 
 
+@dataclass(slots=True, frozen=True)
+class AdaptedProduct:
+    """A matrix product that LoRA adapters may change. number: its index in loader.adapters.matrices.adapted_matrices. parts: the
+    outputs of each of the matrices that the product reads together."""
+
+    number: int
+    parts: tuple[int, ...]
+
+
 Matrix = Tensor | Int8Matrix | Fp8Matrix | Int4Matrix | Nvfp4Matrix  # the weights of a product
 
 

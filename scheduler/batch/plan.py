@@ -94,6 +94,7 @@ class SequenceTable:
     constrained: BoolArray  # after each of its tokens the row is held until what may follow is known
     limited: BoolArray  # tokens are ruled out by name: what may follow depends on the row's tokens alone
     params: list[object | None]  # engine.protocol.SamplingParams of the row
+    adapter: IntArray  # number of the row's LoRA adapter among the model's resident ones; -1: none
 
 
 def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_groups: int = 1) -> SequenceTable:
@@ -121,6 +122,7 @@ def make_sequence_table(num_slots: int, max_tokens: int, max_blocks: int, num_gr
         constrained=np.zeros(num_slots, np.bool_),
         limited=np.zeros(num_slots, np.bool_),
         params=[None] * num_slots,
+        adapter=np.full(num_slots, -1, np.int32),
     )
 
 
