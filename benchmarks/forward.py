@@ -63,6 +63,7 @@ def make_table(num_rows: int, length: int, vocab_size: int) -> SequenceTable:
         constrained=np.zeros(num_rows, np.bool_),
         limited=np.zeros(num_rows, np.bool_),
         params=[None] * num_rows,
+        adapter=ints - 1,
     )
 
 
