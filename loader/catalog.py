@@ -2,7 +2,7 @@
 torch.
 
 A folder is a model if it has config.json and every file its index names, each of the length its header says. Until then it is
-listed as incomplete, with the reason.
+listed as incomplete, with the reason. A folder with adapter_config.json is a LoRA adapter; it may also lie in a model's folder.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from loader import hub_cache, layout, open_files
+from loader.adapters import adapter as lora
+from loader.adapters.adapter import Adapter
 from loader.dtypes import DTYPES
-from loader.errors import CheckpointError, FileTooShort, shortened
+from loader.errors import CheckpointError, FileTooShort, UnsupportedModel, shortened
 from loader.formats.registry import stored_format
 from loader.hf_config import (
     CONFIG_NAME,
@@ -28,9 +30,18 @@ from loader.hf_config import (
 )
 from loader.model_shape import ModelShape
 from loader.pooling import MODULES_NAME, POOLING_NAME, pooled
-from loader.regular_file import read_regular
-from loader.safetensors import INDEX_NAME, Header
-from loader.weight_files import PACKED_DIR, FileInfo, MissingFile, is_packed_only, packed_files, read_headers, read_packed
+from loader.regular_file import open_regular, read_regular
+from loader.safetensors import INDEX_NAME, SINGLE_NAME, Header, read_header
+from loader.weight_files import (
+    OTHER_FORMATS,
+    PACKED_DIR,
+    FileInfo,
+    MissingFile,
+    is_packed_only,
+    packed_files,
+    read_headers,
+    read_packed,
+)
 
 log = logging.getLogger("hearthd.models")
 MAX_DEPTH = 8  # folders below the models folder; also ends link cycles
@@ -45,18 +56,21 @@ TOKENIZER_NAMES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# all files that are read here, other than the weights
+_INNER = (PACKED_DIR, os.path.dirname(POOLING_NAME))  # folders in a model's folder that belong to the model
+# all files of models that are read here, other than the weights
 SIDE_FILES = (CONFIG_NAME, QUANT_CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_NAMES, MODULES_NAME, POOLING_NAME)
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A model's folder. complete: whether the model can be loaded. If not, `reason` says what is missing (it may still arrive),
-    or `error` what is wrong (it stays wrong until the files change). shape: None where config.json can't be used.
+    """The folder of a model, or of a LoRA adapter. complete: whether it can be loaded. If not, `reason` says what is missing (it
+    may still arrive), or `error` what is wrong (it stays wrong until the files change). shape: None where config.json can't be
+    used.
 
     weights_bytes: the bytes of weights that an engine holds, by dtype. fingerprint: a hash of names, sizes, times, configuration
     texts and headers. packed_files: the same weights in packed form, where `files` are plain. packed_reason: why existing packed
-    files can't be used."""
+    files can't be used. is_adapter: whether it is an adapter's folder, which has no shape; adapter: what its files say, None
+    unless it is complete."""
 
     name: str
     path: str
@@ -71,9 +85,11 @@ class Checkpoint:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     weights_bytes: dict[str, int] = field(default_factory=dict)
     fingerprint: str = ""
-    created: int = 0  # Unix seconds: mtime of config.json
+    created: int = 0  # Unix seconds: mtime of config.json or adapter_config.json
     tokenizer_files: tuple[str, ...] = ()
     signature: str = ""  # hash of the name, size and mtime_ns of every file that matters, which rescans compare
+    is_adapter: bool = False
+    adapter: Adapter | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -147,14 +163,18 @@ def walk(
             elif _is_dir(entry):
                 below.append(entry)
         if depth and _looks_like_model({entry.name for entry in entries} - {entry.name for entry in below}):
+            unanswered = [entry for entry in unanswered if entry.name in _INNER or not _is_real_dir(entry)]
             if unanswered:
                 yield Seen(Checkpoint(name, str(folder), reason=f"{unanswered[0].name} {silent[unanswered[0].path]}"), in_cache)
                 continue
             looking(str(folder))
-            for inner in (PACKED_DIR, os.path.dirname(POOLING_NAME)):
+            for inner in _INNER:
                 if any(entry.name == inner for entry in below):
                     watched(os.path.join(folder, inner))
             yield Seen(_scan_folder(folder, name, files, (previous or {}).get(name)), in_cache)
+            if not _is_adapter({entry.name for entry in files}):
+                within = [entry for entry in below if _holds_adapter(entry, looking, watched)]
+                folders += [(Path(entry.path), f"{name}/{entry.name}", MAX_DEPTH, in_cache) for entry in within]
         elif depth < MAX_DEPTH:
             for entry in unanswered:
                 inner = hub_cache.repo_name(entry.name) or entry.name
@@ -235,7 +255,31 @@ def holds_model(folder: str | Path) -> bool:
 
 
 def _looks_like_model(names: set[str]) -> bool:
-    return CONFIG_NAME in names or INDEX_NAME in names or any(name.endswith(".safetensors") for name in names)
+    known = (CONFIG_NAME, INDEX_NAME, lora.CONFIG_NAME)
+    return any(name in names for name in known) or any(name.endswith(".safetensors") for name in names)
+
+
+def _is_adapter(names: Collection[str]) -> bool:
+    """Returns whether a folder with these files is an adapter's. Some adapters come with their base's config.json."""
+    if CONFIG_NAME not in names:
+        return lora.CONFIG_NAME in names
+    own = lora.CONFIG_NAME in names and lora.WEIGHTS_NAME in names
+    return own and SINGLE_NAME not in names and INDEX_NAME not in names
+
+
+def _holds_adapter(entry: os.DirEntry[str], looking: Callable[[str], None], watched: Callable[[str], None]) -> bool:
+    """Returns whether a folder in a model's folder is an adapter's. Links are not followed: they may lead anywhere."""
+    if entry.name in _INNER or not _is_real_dir(entry) or not entry.name.isprintable():
+        return False
+    looking(entry.path)
+    watched(entry.path)
+    try:
+        with os.scandir(entry.path) as inner:
+            return _is_adapter({one.name for one in inner if _is_file(one)})
+    except OSError as error:
+        if open_files.are_used_up(error):
+            raise
+        return False  # removed or made unreadable meanwhile
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
@@ -252,6 +296,14 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
         return False
 
 
+def _is_real_dir(entry: os.DirEntry[str]) -> bool:
+    """Returns whether the entry is a folder itself, not a link to one."""
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False
+
+
 def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], previous: Checkpoint | None) -> Checkpoint:
     checkpoint = Checkpoint(name, str(folder))
     try:
@@ -260,7 +312,9 @@ def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], p
         checkpoint.signature = hashlib.blake2b(repr(files).encode(errors="surrogateescape"), digest_size=16).hexdigest()
         if previous is not None and previous.path == checkpoint.path and previous.signature == checkpoint.signature:
             return previous
-        _fill(checkpoint, folder, {name: (size, mtime) for name, size, mtime in files})
+        stats = {name: (size, mtime) for name, size, mtime in files}
+        checkpoint.is_adapter = _is_adapter(stats)
+        (_fill_adapter if checkpoint.is_adapter else _fill)(checkpoint, folder, stats)
         checkpoint.complete = True
     except FileTooShort as error:
         checkpoint.reason = str(error)
@@ -336,6 +390,29 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     if beside:
         checkpoint.packed_reason = read_packed(folder, headers, {info.name: info for info in files})
         checkpoint.packed_files = () if checkpoint.packed_reason else tuple(beside)
+
+
+def _fill_adapter(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, int]]) -> None:
+    checkpoint.created = stats[lora.CONFIG_NAME][1] // 1_000_000_000
+    config_text = _read_text(folder, lora.CONFIG_NAME, stats)
+    try:
+        fd = open_regular(folder / lora.WEIGHTS_NAME)
+    except FileNotFoundError:
+        stem = lora.WEIGHTS_NAME.removesuffix(".safetensors")
+        other = next((stem + ending for ending in OTHER_FORMATS if (folder / (stem + ending)).exists()), "")
+        if other:
+            raise UnsupportedModel(other, None, "weights are read from safetensors alone: convert them") from None
+        raise MissingFile(f"{lora.WEIGHTS_NAME} is missing") from None
+    try:
+        header = read_header(fd, lora.WEIGHTS_NAME)
+    finally:
+        os.close(fd)
+    size, mtime = stats[lora.WEIGHTS_NAME] if lora.WEIGHTS_NAME in stats else _stat(folder / lora.WEIGHTS_NAME)
+    checkpoint.adapter = lora.parse_adapter(config_text, header)
+    checkpoint.files = (FileInfo(lora.WEIGHTS_NAME, size, mtime),)
+    digest = hashlib.blake2b(config_text + b"\0" + f"{lora.WEIGHTS_NAME}\0{size}\0{mtime}\0".encode(), digest_size=16)
+    digest.update(header.raw)
+    checkpoint.fingerprint = digest.hexdigest()
 
 
 def _read_text(folder: Path, name: str, stats: Mapping[str, tuple[int, int]]) -> bytes:

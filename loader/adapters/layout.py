@@ -1,0 +1,152 @@
+"""Computes where an adapter's matrices go in the memory of its base, and says why an adapter does not fit a base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from loader.adapters.adapter import Adapter, AdapterModule
+from loader.adapters.matrices import AdaptedMatrix, adapted_matrices, decoder_of
+from loader.architectures.registry import architecture_of
+from loader.errors import CheckpointError
+from loader.layout import parameter_shapes
+from loader.model_shape import ModelShape
+
+RANK_STEP = 8  # kernels take so many ranks at once
+ALIGN_BYTES = 64
+# What the names of a decoder's layers begin with. Adapters are made of models in memory, which call a module otherwise than a
+# checkpoint of a wrapper, or of a decoder without its head, calls its tensor; the rest of the name is the same.
+_BODIES = ("model.language_model.", "language_model.model.", "model.", "")
+_LAYERS = "layers."
+
+
+@dataclass(slots=True, frozen=True)
+class AdapterPlace:
+    """What an adapter adds to the product of one matrix number.
+
+    rank: r, that of all P parts, a multiple of RANK_STEP. offset: in elements from the adapter's first byte; there lies "down",
+    [P * r, inputs], of which part p has the rows from p * r, and behind it, part by part, "up" [r, outputs of the part]. inputs,
+    outputs: of the matrix (AdaptedMatrix). parts: what the adapter has of each part; None: nothing, so that zeros lie there."""
+
+    number: int
+    rank: int
+    offset: int
+    inputs: int
+    outputs: tuple[int, ...]
+    parts: tuple[AdapterModule | None, ...]
+
+    def down_at(self, part: int) -> int:
+        """Returns where the part's rows of down [r, inputs] begin, in elements from the adapter's first byte."""
+        return self.offset + part * self.rank * self.inputs
+
+    def up_at(self, part: int) -> int:
+        """Returns where the part's up [r, outputs[part]] begins, likewise."""
+        return self.offset + self.rank * (len(self.parts) * self.inputs + sum(self.outputs[:part]))
+
+    @property
+    def num_elements(self) -> int:
+        return self.rank * (len(self.parts) * self.inputs + sum(self.outputs))
+
+
+@dataclass(slots=True, frozen=True)
+class AdapterLayout:
+    """Where everything of an adapter lies. places: by ascending matrix number. num_bytes: a multiple of ALIGN_BYTES."""
+
+    places: tuple[AdapterPlace, ...]
+    num_bytes: int
+
+
+class _Part(NamedTuple):
+    number: int
+    part: int
+
+
+def adapter_layout(adapter: Adapter, shape: ModelShape, item_bytes: int) -> AdapterLayout:
+    """Returns the layout for a base of this shape. item_bytes: of an element, 4 or 2. Raises CheckpointError, which names a tensor,
+    where the adapter does not fit the base."""
+    matrices = adapted_matrices(shape)
+    places = []
+    offset, step = 0, ALIGN_BYTES // item_bytes
+    for number, found in sorted(_modules_by_number(adapter, shape).items()):
+        matrix = matrices[number]
+        rank = -(-max(module.rank for module in found.values()) // RANK_STEP) * RANK_STEP
+        parts = tuple(found.get(part) for part in range(len(matrix.names)))
+        place = AdapterPlace(number, rank, offset, matrix.inputs, matrix.outputs, parts)
+        places.append(place)
+        offset += -(-place.num_elements // step) * step
+    return AdapterLayout(tuple(places), offset * item_bytes)
+
+
+def misfit(adapter: Adapter, shape: ModelShape) -> str:
+    """Returns why a base of this shape cannot have the adapter, naming the tensor, or ""."""
+    if not adapted_matrices(shape):
+        return f"{shape.architecture} is an encoder; adapters of encoders are not served"
+    try:
+        _modules_by_number(adapter, shape)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _modules_by_number(adapter: Adapter, shape: ModelShape) -> dict[int, dict[int, AdapterModule]]:
+    """Returns the adapter's modules by matrix number and part. Modules of the base that are not read, such as those of an encoder
+    of images, have none. Raises CheckpointError."""
+    known, matrices = _parts(shape), adapted_matrices(shape)
+    found: dict[int, dict[int, AdapterModule]] = {}
+    for module in adapter.modules:
+        place = known.get(_plain(module.name))
+        if place is None:
+            if _is_unread(module.name, shape):
+                continue
+            raise CheckpointError(module.down.file, module.down.name, _why_not(module.name, shape))
+        _check_shape(module, matrices[place.number], place.part)
+        others = found.setdefault(place.number, {})
+        if place.part in others:
+            raise CheckpointError(module.down.file, module.down.name, f"adapts the same matrix as {others[place.part].down.name}")
+        others[place.part] = module
+    return found
+
+
+@lru_cache(maxsize=64)
+def _parts(shape: ModelShape) -> Mapping[str, _Part]:
+    return {
+        _plain(matrix.prefix + name): _Part(number, part)
+        for number, matrix in enumerate(adapted_matrices(shape))
+        for part, name in enumerate(matrix.names)
+    }
+
+
+def _plain(module: str) -> str:
+    """Returns the name of a layer's module without what the names of all layers begin with."""
+    for body in _BODIES:
+        if module.startswith(body + _LAYERS):
+            return module.removeprefix(body)
+    return module
+
+
+def _check_shape(module: AdapterModule, matrix: AdaptedMatrix, part: int) -> None:
+    for tensor, axis, wanted in ((module.down, 1, matrix.inputs), (module.up, 0, matrix.outputs[part])):
+        if tensor.shape[axis] != wanted:
+            of_base = f"{matrix.prefix}{matrix.names[part]}.weight is [{matrix.outputs[part]}, {matrix.inputs}]"
+            raise CheckpointError(tensor.file, tensor.name, f"has shape {list(tensor.shape)}, and the base's {of_base}")
+
+
+def _is_unread(module: str, shape: ModelShape) -> bool:
+    """Returns whether the base does not read the module's matrix, so that no output depends on it. A tied head is read."""
+    names, plain = decoder_of(shape).names, _plain(module)
+    if plain.startswith(_LAYERS):
+        module = names.layer.partition(_LAYERS)[0] + plain
+    return module != names.head and architecture_of(shape).ignores(shape, f"{module}.weight")
+
+
+def _why_not(module: str, shape: ModelShape) -> str:
+    if ".experts." in module:
+        return "adapters of experts are not served"
+    names = {name.removesuffix(".weight") for name in parameter_shapes(shape)}
+    if module in names or _plain(module) in map(_plain, names):
+        return "adapters of this matrix are not served: served are those of attention's, the delta rule's and MLPs' projections"
+    if module.endswith(("lm_head", "embed_tokens")):
+        return "adapters of embeddings and of the head are not served"
+    return f"the base, {shape.architecture} with {shape.num_layers} layers, has no module {module}"

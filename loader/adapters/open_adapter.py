@@ -1,0 +1,80 @@
+"""Opens an adapter's folder, to read its tensors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loader.adapters.adapter import WEIGHTS_NAME, Adapter
+from loader.catalog import scan_one
+from loader.errors import CheckpointChanged, ReadFailed
+from loader.regular_file import open_regular
+from loader.safetensors import Header, TensorRef, read_header
+
+_READ_BYTES = 1 << 30  # one system call reads less than 2 GiB
+
+
+class OpenAdapter:
+    """A checked adapter whose weights are open. It is closed by `close`, or at the end of a `with`."""
+
+    def __init__(self, adapter: Adapter, header: Header, fd: int) -> None:
+        self.adapter, self.header, self._fd = adapter, header, fd
+
+    def read(self, tensor: TensorRef) -> NDArray[np.uint8]:
+        """Returns the bytes of a tensor of the adapter, as they are in the file (little-endian, row by row). Raises ReadFailed,
+        and CheckpointChanged where the file has become shorter."""
+        data = np.empty(tensor.num_bytes, np.uint8)
+        left, offset = data.data, tensor.offset_bytes
+        while left:
+            try:
+                done = os.preadv(self._fd, [left[:_READ_BYTES]], offset)
+            except OSError as error:
+                raise ReadFailed(tensor.file, tensor.name, f"reading at offset {offset}: {error.strerror}") from None
+            if not done:
+                raise CheckpointChanged(f"{tensor.file}: cut off at {offset} while tensor {tensor.name} was read")
+            left, offset = left[done:], offset + done
+        return data
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> OpenAdapter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def open_adapter(path: str | Path, fingerprint: str) -> OpenAdapter:
+    """Checks the folder again and opens its weights. fingerprint: that of the registered adapter, "" to accept any.
+
+    Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again)."""
+    try:
+        checkpoint = scan_one(path)
+    except OSError as error:
+        raise CheckpointChanged(f"{path}: {error.strerror}") from None
+    if checkpoint.failure is not None:
+        raise checkpoint.failure
+    if not checkpoint.complete:
+        raise CheckpointChanged(f"{path}: incomplete: {checkpoint.reason or checkpoint.error}")
+    if checkpoint.adapter is None:
+        raise CheckpointChanged(f"{path}: is no adapter any more")
+    if fingerprint and checkpoint.fingerprint != fingerprint:
+        raise CheckpointChanged(f"{path}: files changed since the adapter was registered")
+    try:
+        fd = open_regular(Path(path) / WEIGHTS_NAME)
+    except OSError as error:
+        raise CheckpointChanged(f"{WEIGHTS_NAME}: {error.strerror}") from None
+    try:
+        stat, info = os.fstat(fd), checkpoint.files[0]
+        if (stat.st_size, stat.st_mtime_ns) != (info.size_bytes, info.mtime_ns):
+            raise CheckpointChanged(f"{WEIGHTS_NAME}: changed since the adapter was registered")
+        header = read_header(fd, WEIGHTS_NAME)
+    except BaseException:
+        os.close(fd)
+        raise
+    return OpenAdapter(checkpoint.adapter, header, fd)
