@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from config import locate, names, origins, otel_environment, paths, trace_endpoint, units, upstream, warm
+from config import adapters, locate, names, origins, otel_environment, paths, trace_endpoint, units, upstream, warm
 from config.nearest import nearest
 from config.schema import ModelConfig, NodeConfig, SamplingDefaults, TracesConfig
 from config.settings_files import present_files, settings_files
@@ -517,6 +517,7 @@ def _check_across(source: str, config: NodeConfig) -> None:
         if model.isolate_bytes is not None and not model.isolate:
             raise ConfigError(source, f"{where}.isolate_bytes", f"{model.isolate_bytes!r} needs isolate = true beside it")
         _check_upstream(source, where, config, model)
+        _check_base(source, where, name, model)
         for alias in model.aliases:
             if alias in owners:
                 raise ConfigError(source, f"{where}.aliases", f'{alias!r} is already an alias of "{owners[alias]}"')
@@ -553,6 +554,17 @@ def _check_upstream(source: str, where: str, config: NodeConfig, model: ModelCon
         raise ConfigError(
             source, f"{where}.upstream_model", "'' must be the model's name on that server; leave it out for the same"
         )
+
+
+def _check_base(source: str, where: str, name: str, model: ModelConfig) -> None:
+    """Checks the settings of a LoRA adapter. Raises ConfigError."""
+    if model.base is None:
+        return
+    if model.base in ("", name):
+        raise ConfigError(source, f"{where}.base", f"{model.base!r} must be the name of the model that the adapter is for")
+    for key, default in msgspec.structs.asdict(ModelConfig()).items():
+        if key not in adapters.ALLOWED_FOR_ADAPTERS and getattr(model, key) != default:
+            raise ConfigError(source, f"{where}.{key}", "has no effect beside base: a LoRA adapter is computed as its base is")
 
 
 def _check_names(source: str, config: NodeConfig, owners: Mapping[str, str]) -> None:

@@ -136,6 +136,7 @@ _EXAMPLES = {
     "headers": '{ "x-scope-orgid" = "models" }',
     "headers_file": '"credential:traces"',
     "resource_attributes": '{ "deployment.environment.name" = "production" }',
+    "base": '"org/name"',
     "upstream": '"http://gpu2:8000/v1"',
     "upstream_model": '"org/name-there"',
     "upstream_key_file": '"/etc/hearthd/gpu2.key"',
@@ -165,13 +166,15 @@ def example() -> str:
     lines += ["", '[models."org/name"]']
     of_upstreams = [field for field in fields(ModelConfig) if field[0].startswith("upstream")]
     for field in fields(ModelConfig):
-        if field[0] != "sampling" and field not in of_upstreams:
+        if field[0] not in ("sampling", "base") and field not in of_upstreams:
             lines += _entry(*field)
     lines += ["", '[models."org/name".sampling]  # live']
     lines += [f"# {name} = {_EXAMPLES[name]}" for name, *_ in fields(SamplingDefaults)]
     lines += ["", '[models."org/elsewhere"]  # a name that another server answers']
     for field in of_upstreams:
         lines += _entry(*field)
+    lines += ["", '[models."org/adapter"]  # a LoRA adapter']
+    lines += next(_entry(*field) for field in fields(ModelConfig) if field[0] == "base")
     return "\n".join(lines) + "\n"
 
 

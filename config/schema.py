@@ -141,6 +141,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             reload=LIVE,
         ),
     ] = None
+    base: Annotated[
+        str | None,
+        key(
+            "of a LoRA adapter: the model that it is for, by name or alias; default: by its adapter_config.json. Of the keys above "
+            "an adapter has aliases alone (docs/reference/models.md)",
+            reload=LIVE,
+        ),
+    ] = None
     upstream: Annotated[
         str | None,
         key(

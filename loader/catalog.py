@@ -254,6 +254,12 @@ def holds_model(folder: str | Path) -> bool:
         return _looks_like_model({entry.name for entry in entries if not entry.name.startswith(".") and not _is_dir(entry)})
 
 
+def holds_adapter(folder: str | Path) -> bool:
+    """Returns whether the scan would list the folder as a LoRA adapter, also within a model's folder. Raises OSError."""
+    with os.scandir(folder) as entries:
+        return _is_adapter({entry.name for entry in entries if not entry.name.startswith(".") and _is_file(entry)})
+
+
 def _looks_like_model(names: set[str]) -> bool:
     known = (CONFIG_NAME, INDEX_NAME, lora.CONFIG_NAME)
     return any(name in names for name in known) or any(name.endswith(".safetensors") for name in names)
@@ -274,8 +280,7 @@ def _holds_adapter(entry: os.DirEntry[str], looking: Callable[[str], None], watc
     looking(entry.path)
     watched(entry.path)
     try:
-        with os.scandir(entry.path) as inner:
-            return _is_adapter({one.name for one in inner if _is_file(one)})
+        return holds_adapter(entry.path)
     except OSError as error:
         if open_files.are_used_up(error):
             raise

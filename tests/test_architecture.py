@@ -35,6 +35,8 @@ DAEMON_FROM_ENGINE = {
 }
 # direct_io: system calls alone; `hearth doctor` reads from the drive with it; packer and verifier: `hearth pack`, on numpy
 DAEMON_FROM_LOADER = {
+    "loader.adapters.adapter",
+    "loader.adapters.layout",
     "loader.capacity",
     "loader.catalog",
     "loader.described_model",

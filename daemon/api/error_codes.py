@@ -43,6 +43,11 @@ CODES: dict[str, tuple[int, str, str]] = {
         "`hearth load` and so on: another server answers for the name (`upstream`), so there is nothing to load or pin here",
         "ask that server",
     ),
+    "is_adapter": (
+        400,
+        "`hearth load` and so on: the name is a LoRA adapter's, which is no model of its own; the message names its base",
+        "name the base",
+    ),
     "wrong_task": (400, "embeddings, scores or text of a model that makes something else", "name another model"),
     "no_chat_template": (400, "the checkpoint has no chat template", "use completions, or set `chat_template` for the model"),
     "text_work_failed": (

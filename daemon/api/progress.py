@@ -59,7 +59,7 @@ class Progress:
             return None
         sequences = [] if self.starts_over else [_so_far(each) for each in self.generations]
         model = self.generations[0].model if self.generations else None
-        known = (model.name, model.fingerprint) if model is not None else ("", "")
+        known = model.identity if model is not None else ("", "")
         if not sequences and self.before is not None and not self.starts_over:  # it had not come so far again
             known, sequences = self.before.model, self.before.sequences
         return RequestSoFar(self._nonce, self.created, is_open, self.is_charged(), known, sequences, self.began_ns)
@@ -83,7 +83,7 @@ class Progress:
         if before is None or not before.sequences:
             return
         model = self.generations[0].model
-        if (model.name, model.fingerprint) != before.model or len(self.generations) != len(before.sequences):
+        if model.identity != before.model or len(self.generations) != len(before.sequences):
             message = f"The request ran on {before.model[0]} before a restart of the server; that name leads to another model now."
             raise ServerFault("model_changed", message)
         for generation, sequence in zip(self.generations, before.sequences, strict=True):

@@ -41,6 +41,7 @@ class RequestScope:
         "_models",
         "_quotas",
         "_requests",
+        "adapter",
         "asked",
         "generations",
         "headers",
@@ -68,7 +69,8 @@ class RequestScope:
         self._charge: Charge | None = None
         self.started_s = time.monotonic()
         self.model = ""  # the last one asked for, if there is such a one
-        self.asked = ""  # the name that the table of names led to it, if one did
+        self.asked = ""  # the name that the table of names led to it, or that its adapter was asked by, if one was
+        self.adapter = ""  # with which the model answers, if it does with one
         self.generations: list[Generation] = []
         self.trace: RequestTrace | None = None
 
@@ -77,7 +79,8 @@ class RequestScope:
     def resolve(self, name: str, asker: Asker | None = None) -> ModelEntry:
         entry = self._models.resolve(name, self.tenant)
         self.model = entry.name
-        self.asked = "" if name == entry.name or name in entry.aliases else name[:ASKED_CHARACTERS]
+        self.adapter = "" if entry.adapter is None else entry.adapter.name
+        self.asked = "" if name == entry.own_name or name in entry.own_aliases else name[:ASKED_CHARACTERS]
         return entry
 
     def canonical(self, name: str, asker: Asker | None = None) -> str:
@@ -88,7 +91,7 @@ class RequestScope:
 
     def entries(self) -> Sequence[ModelEntry]:
         entries = self._models.entries()
-        return entries if self.tenant.models is None else [entry for entry in entries if self.tenant.may_use(entry.name)]
+        return entries if self.tenant.models is None else [entry for entry in entries if self.tenant.may_use(entry.own_name)]
 
     def further_names(self, asker: Asker | None = None) -> Mapping[str, Sequence[str]]:
         return self._models.further_names(self.tenant)
@@ -175,6 +178,7 @@ class RequestScope:
         """Returns what the audit log says of the request when it has ended."""
         return {
             "model": self.model,
+            **({"adapter": self.adapter} if self.adapter else {}),
             "prompt_tokens": sum(each.num_prompt_tokens for each in self.generations if not each.is_copy),
             "output_tokens": sum(each.num_output_tokens - each.num_resumed for each in self.generations),
             "duration_s": round(time.monotonic() - self.started_s, 3),
@@ -192,6 +196,8 @@ class RequestScope:
             record["tenant"] = self.tenant.name
         if self.model:
             record["model"] = self.model
+        if self.adapter:
+            record["adapter"] = self.adapter
         if self.asked:
             record["asked"] = self.asked
         if self.generations:

@@ -43,7 +43,7 @@ def ps(client: Client, options: argparse.Namespace) -> None:
     """Shows the models that are on a device or on their way to one, warm, paused or failed. Those that cannot be loaded are only
     counted."""
     found = client.get("/control/v1/models")
-    rows = [row for row in found if row["state"] not in ("cold", *NOT_TO_BE_LOADED)]
+    rows = [row for row in found if row["state"] not in ("cold", "adapter", *NOT_TO_BE_LOADED)]
     num_others = sum(row["state"] in NOT_TO_BE_LOADED for row in found)
     if options.json:
         print(json.dumps([{key: row[key] for key in ROW_KEYS} for row in rows], indent=1))
@@ -124,6 +124,8 @@ def _state(row: dict[str, Any]) -> str:
     total = row.get("bytes_total")
     if row["state"] == "loading" and total:
         return f"loading {100 * row['bytes_done'] // total} %"
+    if row["state"] == "adapter":
+        return f"adapter of {row['base']}"
     return f"upstream {row['state']}" if row.get("upstream") else str(row["state"])
 
 

@@ -15,7 +15,8 @@ import msgspec
 from config.devices import CUDA_LEFT_BYTES, MIN_CHUNKS
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes, parse_bytes
-from daemon.models.registry import Registered, Registry
+from daemon.models.registered import Registered
+from daemon.models.registry import Registry
 from daemon.record.state import NodeState
 from loader.catalog import Checkpoint
 from scheduler.node.ledger import size_of

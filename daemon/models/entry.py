@@ -6,9 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
+@dataclass(slots=True, frozen=True)
+class ServedAdapter:
+    """A LoRA adapter that can be served. name: its path below the models folder. created: Unix seconds. rank: the largest of a
+    matrix. num_bytes: of its tensors in the file."""
+
+    name: str
+    path: str
+    fingerprint: str
+    aliases: tuple[str, ...]
+    created: int
+    rank: int
+    num_bytes: int
+
+
 @dataclass(slots=True)
 class ModelEntry:
-    """A registered model as requests see it. Each name has one object, replaced by the registry when files or settings change."""
+    """A registered model as requests see it. Each name has one object, replaced by the registry when files or settings change. An
+    adapter's is its base's with `adapter` set; what is counted, and the scheduler, go by `name`, clients see own_name."""
 
     name: str
     path: str
@@ -34,6 +49,22 @@ class ModelEntry:
     num_parameters: int = 0
     speculator: str = "none"  # what drafts tokens for its requests: prompt-lookup or none
     upstream: str = ""  # host and port of the server that answers for this name; "": this node does
+    adapter: ServedAdapter | None = None  # with which the model answers; None: it answers alone
+
+    @property
+    def own_name(self) -> str:
+        """What lists and answers call it: the adapter's name, or else the model's."""
+        return self.name if self.adapter is None else self.adapter.name
+
+    @property
+    def own_aliases(self) -> tuple[str, ...]:
+        return self.aliases if self.adapter is None else self.adapter.aliases
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Its own name, and a text that changes with the files that its answers come from."""
+        adapter = self.adapter
+        return self.own_name, self.fingerprint if adapter is None else f"{self.fingerprint}+{adapter.fingerprint}"
 
     @property
     def generates_text(self) -> bool:

@@ -1,4 +1,5 @@
-"""Which model a request's name stands for: a model's own name, an alias, or an entry of the table `[names]`."""
+"""Which model a request's name stands for: a model's own name, an alias, BASE:ADAPTER, or an entry of the table `[names]`. A LoRA
+adapter has names as a model has."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from typing import Any
 
 from config.schema import NodeConfig
 from daemon.errors import BadRequest, HearthError, no_model
+from daemon.models.adapters import AdapterRecord
 from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import ModelEntry
-from daemon.models.name_table import Lead, NameTable, Target, refusal_of
+from daemon.models.name_table import MAX_MATCHED, Lead, NameTable, Target, refusal_of
 
 log = logging.getLogger("hearthd.models")
 
@@ -24,12 +26,16 @@ class ModelNames:
         models: Collection[str],
         served: Callable[[str], ModelEntry | HearthError],
         turned_away: Callable[[str, str], HearthError | None],
+        adapters: Mapping[str, AdapterRecord] | None = None,
     ) -> None:
-        """models: the registered models. served: returns one of them, or why it cannot be served. turned_away: (model, tenant) ->
-        why a request that came now would be refused; it is asked for the targets of the table only. Entries and aliases that are
-        the name of a registered model are logged, because they are without effect."""
+        """models: the registered models and adapters. served: returns one of them, or why it cannot be served. turned_away: (model,
+        tenant) -> why a request that came now would be refused; it is asked for the targets of the table only. adapters: those of
+        `models` that are LoRA adapters. Entries and aliases that are the name of a registered model are logged, because they are
+        without effect."""
         self._models, self._with_settings = models, config.models.keys()
         self._served, self._turned_away = served, turned_away
+        self._adapters = adapters or {}
+        self._by_base = _by_base(self._adapters)
         self._table = NameTable(config.names)
         self._aliases: dict[str, str] = {}
         for name, settings in config.models.items():
@@ -63,7 +69,8 @@ class ModelNames:
         owner = self._owner(name)
         if owner is None or owner not in self._models or not asker.may_use(owner):
             raise no_model(name)
-        return owner
+        adapter = self._adapters.get(owner)
+        return owner if adapter is None else adapter.base or owner
 
     def knows(self, name: str, asker: Asker = OPERATOR) -> bool:
         owner = self._owner(name)
@@ -85,6 +92,14 @@ class ModelNames:
         """Returns the model's name for a name or an alias, for a command. Raises HearthError: model_not_found, or not_local for a
         name that another server answers."""
         owner = self._owner(name)
+        if owner is not None and owner in self._adapters:
+            base = self._adapters[owner].base
+            instead = (
+                f" of {base}, and {base} is loaded in its place"
+                if base
+                else "; its base, which is loaded in its place, is not here"
+            )
+            raise BadRequest("is_adapter", f"{owner!r} is a LoRA adapter{instead}.", details={"adapter": owner, "base": base})
         if owner is not None and owner in self._models:
             if isinstance(found := self._served(owner), ModelEntry) and found.upstream:
                 message = f"{found.upstream} answers for {owner!r} (upstream); nothing of it is on this node."
@@ -95,6 +110,11 @@ class ModelNames:
             by = "" if lead.entry == name else f" by the pattern {lead.entry!r}"
             message += f" The table [names] leads requests for it{by} to {', '.join(each.name for each in lead.targets)}."
         raise BadRequest("model_not_found", message, status=404, details={"model": name})
+
+    def adapter(self, name: str) -> AdapterRecord | None:
+        """Returns the adapter that a name, an alias or BASE:ADAPTER stands for; None for all other names."""
+        owner = self._owner(name)
+        return None if owner is None else self._adapters.get(owner)
 
     def lead(self, name: str) -> Lead | None:
         """Returns where the table leads a request of somebody who may use all models; None if the name is a model's or meets no
@@ -111,7 +131,7 @@ class ModelNames:
             targets = [
                 {"name": each.name, "problem": "" if each.refusal is None else each.refusal.message} for each in lead.targets
             ]
-            leads_to = "" if lead.chosen is None else lead.chosen.name
+            leads_to = "" if lead.chosen is None else lead.chosen.own_name
             rows.append({"name": name, "leads_to": leads_to, "hidden": name in self._models, "targets": targets})
         return rows
 
@@ -125,7 +145,18 @@ class ModelNames:
         return found
 
     def _owner(self, name: str) -> str | None:
-        """Returns the model that a name or alias belongs to, also while the model has settings but no folder; else None."""
+        """Returns the model that a name or alias belongs to, also while the model has settings but no folder; else the adapter that
+        BASE:ADAPTER means; else None."""
+        owner = self._plain_owner(name)
+        if owner is not None or not self._by_base or len(name) > MAX_MATCHED:
+            return owner
+        for at, one in enumerate(name):
+            base = self._plain_owner(name[:at]) if one == ":" else None
+            if base is not None and (adapter := self._by_base.get(base, {}).get(name[at + 1 :])) is not None:
+                return adapter
+        return None
+
+    def _plain_owner(self, name: str) -> str | None:
         return name if name in self._models or name in self._with_settings else self._aliases.get(name)
 
     def _lead(self, entry: str, asker: Asker) -> Lead:
@@ -139,3 +170,17 @@ class ModelNames:
                 found = self._turned_away(found.name, asker.name) or found
             targets.append(Target(target, None, found) if isinstance(found, HearthError) else Target(target, found, None))
         return Lead(entry, targets)
+
+
+def _by_base(adapters: Mapping[str, AdapterRecord]) -> dict[str, dict[str, str]]:
+    """Returns, for each base, its adapters by what BASE: may be followed by: their names, and the last parts of those that are no
+    other one's."""
+    found: dict[str, dict[str, str]] = {}
+    parts: dict[str, dict[str, list[str]]] = {}
+    for name, record in adapters.items():
+        if record.base:
+            found.setdefault(record.base, {})[name] = name
+            parts.setdefault(record.base, {}).setdefault(name.rpartition("/")[2], []).append(name)
+    for base, by_part in parts.items():
+        found[base] = {part: names[0] for part, names in by_part.items() if len(names) == 1} | found[base]
+    return found

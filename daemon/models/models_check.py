@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from config.load import ConfigError, located_setting
 from config.nearest import nearest
 from config.schema import NodeConfig
+from daemon.models.adapters import foreign_settings
 from loader import catalog
 
 
@@ -13,10 +16,10 @@ def check(config: NodeConfig, source: str) -> list[str]:
     of the table of names that can never work because it is the name of an existing model. source: the file the settings come
     from."""
     try:
-        names = list(catalog.scan(config.models_dir))
+        found = catalog.scan(config.models_dir)
     except OSError as error:
         return [f"{source}: models_dir: {config.models_dir}: {error.strerror}, so settings for models were not checked against it"]
-    warnings = []
+    names, warnings = list(found), []
     for name, model in config.models.items():
         for alias in model.aliases:
             if alias in names and alias != name:
@@ -32,7 +35,35 @@ def check(config: NodeConfig, source: str) -> list[str]:
             hint = f'; did you mean "{near}"?' if near else ""
             message = f"there is no model of that name in {config.models_dir} (yet){hint}"
             warnings.append(str(located_setting(ConfigError(source, f'models."{name}"', message))))
+        elif found[name].is_adapter:
+            if foreign := foreign_settings(model):
+                message = "has no effect on a LoRA adapter, which is computed as its base is"
+                raise located_setting(ConfigError(source, f'models."{name}".{foreign[0]}', message))
+        elif model.base is not None:
+            message = f"is for LoRA adapters, and {name!r} is none"
+            raise located_setting(ConfigError(source, f'models."{name}".base', message))
+        if model.base is not None:
+            warnings += _about_base(config, source, name, model.base, found)
     return warnings + _about_names(config, source, names)
+
+
+def _about_base(config: NodeConfig, source: str, adapter: str, base: str, found: Mapping[str, catalog.Checkpoint]) -> list[str]:
+    """Returns a warning if there is no model of the name that an adapter's settings call its base (yet). Raises ConfigError for
+    what can be none."""
+    where = f'models."{adapter}".base'
+    owner = next((name for name, model in config.models.items() if base in model.aliases), base)
+    settings = config.models.get(owner)
+    if settings is not None and settings.upstream is not None:
+        message = f"another server answers for {base!r} (upstream); adapters are served with models of this node"
+        raise located_setting(ConfigError(source, where, message))
+    if owner in found and found[owner].is_adapter:
+        raise located_setting(ConfigError(source, where, f"{base!r} is a LoRA adapter itself"))
+    if owner in found:
+        return []
+    near = nearest(base, [name for name, one in found.items() if not one.is_adapter])
+    hint = f'; did you mean "{near}"?' if near else ""
+    message = f"there is no model {base!r} in {config.models_dir} (yet){hint}"
+    return [str(located_setting(ConfigError(source, where, message)))]
 
 
 def _about_names(config: NodeConfig, source: str, models: list[str]) -> list[str]:

@@ -39,7 +39,10 @@ class Lead(NamedTuple):
         by = "is an entry" if name == self.entry else f"meets {self.entry!r}"
         found = [f"{name} {by} of the table [names], which leads to {', '.join(each.name for each in self.targets)}"]
         found += [f"{each.name} is skipped: {each.refusal.message}" for each in self.targets if each.refusal is not None]
-        return [*found, f"requests go to {self.chosen.name}" if self.chosen is not None else "requests are refused: none can serve"]
+        return [
+            *found,
+            f"requests go to {self.chosen.own_name}" if self.chosen is not None else "requests are refused: none can serve",
+        ]
 
 
 class NameTable:

@@ -10,15 +10,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes, parse_duration_s
 from config.upstream import host_of
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
+from daemon.models.adapters import AdapterRecord, base_setting_misfit, register_adapters, with_adapter
 from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import LoadSource, ModelEntry
 from daemon.models.model_names import ModelNames
+from daemon.models.registered import Registered
 from daemon.record.state import NodeState
 from loader import catalog, kv_layout, layout, work_space
 from loader.dtypes import computed_dtype
@@ -32,19 +33,6 @@ from scheduler.node.ledger import kv_reserved_bytes, size_of
 log = logging.getLogger("hearthd.models")
 # (models folder, the last result) -> every model by name; raises OSError if the folder can't be read
 Scan = Callable[[str, Mapping[str, catalog.Checkpoint]], Awaitable[dict[str, catalog.Checkpoint]]]
-
-
-@dataclass(slots=True, frozen=True)
-class Registered:
-    """One model name. entry: None while the folder is not a usable model; `problem` says why."""
-
-    checkpoint: catalog.Checkpoint
-    facts: events.ModelFacts
-    entry: ModelEntry | None
-    dtype: str
-    problem: str
-    quantize: str = ""  # "int8" if the layers' matrices are quantised
-    kv_cache_dtype: str = ""  # "fp8", or empty: keys and values are kept in dtype
 
 
 async def scan_in_thread(models_dir: str, previous: Mapping[str, catalog.Checkpoint]) -> dict[str, catalog.Checkpoint]:
@@ -67,6 +55,8 @@ class Registry:
         self.config, self._devices, self._state, self._scan = config, devices, state, scan
         self._without_carve_out = without_carve_out or {}
         self.models: dict[str, Registered] = {}
+        self.adapters: dict[str, AdapterRecord] = {}
+        self._with_adapters: dict[str, ModelEntry] = {}  # the bases of adapters that can be served, by the adapter's name
         self.upstreams: dict[str, ModelEntry] = {}  # names that other servers answer, from the first scan on
         self._started = int(time.time())
         self.refused: Callable[[str], HearthError | None] = lambda name: None  # set by the node: returns why a model can never run
@@ -91,20 +81,27 @@ class Registry:
         return self._entries
 
     def further_names(self, asker: Asker = OPERATOR) -> Mapping[str, Sequence[str]]:
-        return self.names.further({entry.name for entry in self._entries if asker.may_use(entry.name)})
+        return self.names.further({entry.own_name for entry in self._entries if asker.may_use(entry.own_name)})
 
     def _served(self, name: str) -> ModelEntry | HearthError:
         """Returns the model if its files and settings let it be served, else why not."""
         if (elsewhere := self.upstreams.get(name)) is not None:
             return elsewhere
+        if (adapter := self.adapters.get(name)) is not None:
+            return self._served_adapter(adapter)
         found = self.models.get(name)
         if found is None:
             return no_model(name)
         if found.entry is None:
-            if found.facts.incomplete:
-                return NotNow("model_incomplete", f"The model {name!r} is not complete: {found.problem}", retry_after_s=10.0)
-            return BadRequest("model_unusable", f"The model {name!r} cannot be served: {found.problem}", param="model")
+            return _unserved(f"The model {name!r}", found.problem, bool(found.facts.incomplete))
         return self.refused(name) or found.entry
+
+    def _served_adapter(self, adapter: AdapterRecord) -> ModelEntry | HearthError:
+        """Returns the adapter's base with the adapter, else why it cannot be served, or why the base cannot."""
+        if adapter.served is None:
+            return _unserved(f"The adapter {adapter.name!r}", adapter.problem, adapter.is_incomplete)
+        base = self._served(adapter.base)
+        return base if isinstance(base, HearthError) else self._with_adapters[adapter.name]
 
     # ---- for the dispatcher and the operator
 
@@ -131,9 +128,11 @@ class Registry:
         async with self._rescan_lock:
             config = config or self.config
             before = self.models
-            checkpoints = await self._scan(config.models_dir, {name: known.checkpoint for name, known in before.items()})
+            known = {name: one.checkpoint for name, one in (before | self.adapters).items()}
+            checkpoints = await self._scan(config.models_dir, known)
             found = await asyncio.to_thread(self._register_all, config, before, checkpoints)
-            return self._swap(config, found)
+            adapters = await asyncio.to_thread(register_adapters, config, checkpoints, found, self.adapters)
+            return self._swap(config, found, adapters)
 
     def _register_all(
         self, config: NodeConfig, before: Mapping[str, Registered], checkpoints: Mapping[str, catalog.Checkpoint]
@@ -143,6 +142,8 @@ class Registry:
             if config.models.get(name, ModelConfig()).upstream is not None:
                 if name in before or name not in self.upstreams:
                     log.warning("%s: its folder is hidden: by its settings another server answers for this name (upstream)", name)
+                continue
+            if checkpoint.is_adapter:
                 continue
             known = before.get(name)
             if known is not None and known.checkpoint is checkpoint and config is self.config:
@@ -182,7 +183,7 @@ class Registry:
         shape = checkpoint.shape
         weight_format = held_format(shape, settings.quantize) if shape is not None else asked_format(settings.quantize)
         kv_cache_dtype = kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype)
-        misfit = self._without_carve_out.get(name, "") if settings.isolate else ""
+        misfit = base_setting_misfit(name, settings) or (self._without_carve_out.get(name, "") if settings.isolate else "")
         if shape is not None:
             misfit = misfit or self._encoder_misfit(name, settings, shape) or self._kv_misfit(name, settings, shape)
             misfit = misfit or self._format_misfit(name, settings, shape) or _draft_misfit(name, settings, shape)
@@ -352,8 +353,9 @@ class Registry:
             length = max(kv_layout.MIN_MODEL_LEN, length // 2)
         return length
 
-    def _swap(self, config: NodeConfig, found: dict[str, Registered]) -> list[events.Event]:
+    def _swap(self, config: NodeConfig, found: dict[str, Registered], adapters: dict[str, AdapterRecord]) -> list[events.Event]:
         before, self.models, self.config = self.models, found, config
+        self._take_adapters(adapters)
         now = time.monotonic()
         changes: list[events.Event] = [
             events.ModelRemoved(now=now, cause="scan", model=name) for name in before if name not in found
@@ -369,8 +371,20 @@ class Registry:
         }
         self.names = self._names_now()
         entries = [registered.entry for registered in found.values() if registered.entry is not None]
-        self._entries = sorted([*entries, *self.upstreams.values()], key=lambda entry: entry.name)
+        entries += [*self.upstreams.values(), *self._with_adapters.values()]
+        self._entries = sorted(entries, key=lambda entry: entry.own_name)
         return changes
+
+    def _take_adapters(self, found: dict[str, AdapterRecord]) -> None:
+        """Takes over the adapters of a scan, and logs what has changed of them."""
+        before, self.adapters, self._with_adapters = self.adapters, found, {}
+        for name in before.keys() - found.keys():
+            log.info("%s: the adapter's folder is gone", name)
+        for name, record in found.items():
+            if record.served is not None and (base := self.models[record.base].entry) is not None:
+                self._with_adapters[name] = with_adapter(base, record.served)
+            if record is not before.get(name):
+                log.log(logging.INFO if record.served is not None else logging.WARNING, "%s", record.describe())
 
     def _entry_of_upstream(self, name: str, settings: ModelConfig) -> ModelEntry:
         return ModelEntry(
@@ -387,12 +401,12 @@ class Registry:
         )
 
     def _names_now(self) -> ModelNames:
-        names = self.models.keys() | self.upstreams.keys()
-        return ModelNames(self.config, names, self._served, lambda name, tenant: self.turned_away(name, tenant))
+        names = self.models.keys() | self.upstreams.keys() | self.adapters.keys()
+        return ModelNames(self.config, names, self._served, lambda name, tenant: self.turned_away(name, tenant), self.adapters)
 
     def unknown_models(self) -> list[str]:
         """Returns the models that the settings name and that have no folder. It also logs them, because a name may be misspelt."""
-        unknown = self.config.models.keys() - self.models.keys() - self.upstreams.keys()
+        unknown = self.config.models.keys() - self.models.keys() - self.upstreams.keys() - self.adapters.keys()
         for name in sorted(unknown):
             log.warning('settings for models."%s": there is no model of that name (yet)', name)
         for name, targets in self.names.unknown_targets().items():
@@ -418,6 +432,13 @@ class Registry:
             f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
             f"work space {format_bytes(facts.work_space_bytes)}"
         )
+
+
+def _unserved(what: str, problem: str, is_incomplete: bool) -> HearthError:
+    """Returns the error for a request for what cannot be served. is_incomplete: that may pass."""
+    if is_incomplete:
+        return NotNow("model_incomplete", f"{what} is not complete: {problem}", retry_after_s=10.0)
+    return BadRequest("model_unusable", f"{what} cannot be served: {problem}", param="model")
 
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:

@@ -314,6 +314,10 @@ class NodeParts:
             rows.append(row)
         return sorted([*rows, *others], key=lambda row: row["name"]) if (others := self.upstreams.rows()) else rows
 
+    def adapter_rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each LoRA adapter, sorted by name."""
+        return [record.row() for _, record in sorted(self.registry.adapters.items())]
+
     def residents(self) -> dict[str, Resident]:
         """Returns the models that are in a device's memory, loading ones left out."""
         found = {}
@@ -431,8 +435,10 @@ class NodeParts:
         asked = f"req-{request_id}" if request_id is not None else name
         lines = self.scheduler.why(asked)
         if not lines:
-            lead = self.registry.names.lead(name)
-            if lead is not None:
+            lead, adapter = self.registry.names.lead(name), self.registry.names.adapter(name)
+            if adapter is not None:
+                lines, asked = adapter.lines(), adapter.base or name
+            elif lead is not None:
                 lines = lead.lines(name)
                 asked = lead.chosen.name if lead.chosen is not None else name
             else:

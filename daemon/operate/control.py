@@ -145,7 +145,7 @@ class ControlApi:
         return _json(self._node.status() | {"keys_ending": key_rows.ending(self._node)})
 
     async def models(self, request: web.Request) -> web.Response:
-        return _json(self._node.rows())
+        return _json([*self._node.rows(), *self._node.adapter_rows()])
 
     async def names(self, request: web.Request) -> web.Response:
         return _json(self._node.registry.names.rows())

@@ -341,6 +341,7 @@ class Dispatcher:
                 tenant_weight=generation.weight,
                 prediction=generation.prediction,
                 second_at=generation.second_at,
+                adapter=_adapter_source(generation.model),
             ),
         )
 
@@ -453,3 +454,8 @@ class Dispatcher:
         message = f"The request did not end within request_timeout_s ({limit_s:g} s)."
         self.fail(generation, NotNow("request_timeout", message), "timeout")
         self._cancelled(generation.request_id)
+
+
+def _adapter_source(model: ModelEntry) -> protocol.AdapterSource | None:
+    adapter = model.adapter
+    return None if adapter is None else protocol.AdapterSource(adapter.name, adapter.path, adapter.fingerprint)

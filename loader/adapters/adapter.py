@@ -101,6 +101,11 @@ def parse_adapter(config_text: bytes, header: Header) -> Adapter:
     return Adapter(base or "", tuple(modules))
 
 
+def check_config(config_text: bytes) -> None:
+    """Raises CheckpointError where the config alone says that the adapter cannot be served."""
+    _refuse_variants(json_fields(config_text, CONFIG_NAME))
+
+
 def _refuse_variants(fields: Fields) -> None:
     kind = fields.values.get("peft_type")
     if kind != "LORA":

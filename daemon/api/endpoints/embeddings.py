@@ -53,7 +53,7 @@ async def _handle(call: Call) -> web.Response:
     shown = await in_turns(told, partial(_shown, as_base64=head.base64))
     data = [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(shown)]
     usage = {"prompt_tokens": told.num_tokens, "total_tokens": told.num_tokens}
-    return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
+    return json_response({"object": "list", "data": data, "model": model.own_name, "usage": usage})
 
 
 async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, model: ModelEntry) -> Embedded:

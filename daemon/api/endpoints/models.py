@@ -18,7 +18,9 @@ async def _list(call: Call) -> web.Response:
     models = call.context.models
     entries = models.entries() if call.scope is None else [models.resolve(call.scope)]
     further = models.further_names()
-    return json_response({"object": "list", "data": [_model_object(call, entry, further.get(entry.name, ())) for entry in entries]})
+    return json_response(
+        {"object": "list", "data": [_model_object(call, entry, further.get(entry.own_name, ())) for entry in entries]}
+    )
 
 
 async def _one(call: Call) -> web.Response:
@@ -26,13 +28,13 @@ async def _one(call: Call) -> web.Response:
         call.context.models.resolve(call.scope)
     assert call.path_id is not None
     entry = _find(call.context.models, call.path_id)
-    return json_response(_model_object(call, entry, call.context.models.further_names().get(entry.name, ())))
+    return json_response(_model_object(call, entry, call.context.models.further_names().get(entry.own_name, ())))
 
 
 def _find(models: ModelPort, name: str) -> ModelEntry:
     """Returns a listed model, also one that a request would be refused for."""
     for entry in models.entries():
-        if entry.name == name:
+        if entry.own_name == name:
             return entry
     return models.resolve(name)
 
@@ -40,13 +42,15 @@ def _find(models: ModelPort, name: str) -> ModelEntry:
 def _model_object(call: Call, entry: ModelEntry, further_names: Sequence[str]) -> dict[str, object]:
     """Returns OpenAI's object for a model. further_names: entries of the table of names that lead to it."""
     told: dict[str, object] = {
-        "id": entry.name,
+        "id": entry.own_name,
         "object": "model",
-        "created": entry.created,
+        "created": entry.created if entry.adapter is None else entry.adapter.created,
         "owned_by": "hearthd",
         "max_model_len": entry.max_model_len,
-        "aliases": [*entry.aliases, *further_names],
+        "aliases": [*entry.own_aliases, *further_names],
     }
+    if entry.adapter is not None:  # as vLLM tells of one, but for its root, which is a path there
+        told |= {"root": entry.adapter.name, "parent": entry.name}
     if not entry.upstream:
         told["task"] = entry.task
     upstreams = call.context.upstreams

@@ -220,7 +220,7 @@ async def _moved(call: Call, shape: _Shape, head: common.Head, model: ModelEntry
 
 def _said(generation: Generation, shape: _Shape, head: common.Head, told: Mapping[str, object]) -> web.Response:
     """Returns an answer without text. told: its other fields."""
-    lines = _Lines(shape, 0.0, AnswerHead(generation.public_id, int(time.time()), generation.model.name, [generation]))
+    lines = _Lines(shape, 0.0, AnswerHead(generation.public_id, int(time.time()), generation.model.own_name, [generation]))
     return web.Response(body=lines.told(b'""', told) + b"\n", content_type=_NDJSON if head.stream else "application/json")
 
 

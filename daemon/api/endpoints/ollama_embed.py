@@ -23,7 +23,7 @@ async def _handle(call: Call) -> web.Response:
     told = await embedded(call, head, packed, model)
     vectors = await in_turns(told, as_numbers)
     counts = {"prompt_eval_count": told.num_tokens, **durations(started_s, told.first)}
-    return json_response({"model": model.name, "embeddings": vectors, **counts})
+    return json_response({"model": model.own_name, "embeddings": vectors, **counts})
 
 
 OLLAMA_EMBED = Endpoint(

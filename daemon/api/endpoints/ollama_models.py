@@ -38,7 +38,16 @@ def _shown(call: Call) -> Sequence[ModelEntry]:
 
 
 def _named(entry: ModelEntry) -> dict[str, object]:
-    return {"name": entry.name, "model": entry.name, "digest": entry.fingerprint, "details": _details(entry)}
+    of_files = entry if entry.adapter is None else entry.adapter
+    return {"name": entry.own_name, "model": entry.own_name, "digest": of_files.fingerprint, "details": _details(entry)}
+
+
+def _modified_at(entry: ModelEntry) -> str:
+    return rfc3339(entry.created if entry.adapter is None else entry.adapter.created)
+
+
+def _size(entry: ModelEntry) -> int | None:
+    return (entry.weights_bytes if entry.adapter is None else entry.adapter.num_bytes) or None
 
 
 def _family(entry: ModelEntry) -> str | None:
@@ -48,7 +57,7 @@ def _family(entry: ModelEntry) -> str | None:
 def _details(entry: ModelEntry) -> dict[str, object]:
     family = _family(entry)
     return {
-        "parent_model": "",
+        "parent_model": "" if entry.adapter is None else entry.name,
         "format": "safetensors",
         "family": family,
         "families": [family] if family else None,
@@ -65,7 +74,7 @@ def _count(num: int) -> str | None:
 
 
 async def _tags(call: Call) -> web.Response:
-    shown = [_named(entry) | {"modified_at": rfc3339(entry.created), "size": entry.weights_bytes or None} for entry in _shown(call)]
+    shown = [_named(entry) | {"modified_at": _modified_at(entry), "size": _size(entry)} for entry in _shown(call)]
     return json_response({"models": shown})
 
 
@@ -73,7 +82,7 @@ async def _ps(call: Call) -> web.Response:
     residents = call.context.health.residents()
     shown = []
     for entry in _shown(call):
-        if (resident := residents.get(entry.name)) is not None:
+        if entry.adapter is None and (resident := residents.get(entry.name)) is not None:
             memory = {"size": resident.size_bytes, "size_vram": resident.gpu_bytes}
             shown.append(_named(entry) | memory | {"expires_at": _expires(resident.leaves), "context_length": entry.max_model_len})
     return json_response({"models": shown})
@@ -99,7 +108,7 @@ async def _show(call: Call) -> web.Response:
             "details": _details(model),
             "model_info": info,
             "capabilities": await _capabilities(call, model),
-            "modified_at": rfc3339(model.created),
+            "modified_at": _modified_at(model),
         }
     )
 

@@ -47,7 +47,7 @@ async def _handle(call: Call) -> web.Response:
         documents = _packed_texts.decode(packed)[1]
         for at, result in zip(best, results, strict=True):
             result["document"] = {"text": documents[at]}
-    return json_response({"id": f"rerank-{call.request_id}", "model": model.name, "usage": told.usage, "results": results})
+    return json_response({"id": f"rerank-{call.request_id}", "model": model.own_name, "usage": told.usage, "results": results})
 
 
 async def scored(call: Call, head: rerank.PairsHead, packed: bytes, model: ModelEntry, id_prefix: str) -> Scored:

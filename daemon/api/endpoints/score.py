@@ -19,7 +19,7 @@ async def _handle(call: Call) -> web.Response:
     head, packed, model = await read_parts(call, _BODY)
     told = await scored(call, head, packed, model, "score-")
     data = [{"index": at, "object": "score", "score": relevance} for at, relevance in enumerate(told.relevance)]
-    about = {"id": f"score-{call.request_id}", "object": "list", "created": int(time.time()), "model": model.name}
+    about = {"id": f"score-{call.request_id}", "object": "list", "created": int(time.time()), "model": model.own_name}
     return json_response({**about, "data": data, "usage": told.usage})
 
 

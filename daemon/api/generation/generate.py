@@ -73,7 +73,9 @@ async def answer(
     written = written_prompts(head, prompt)
     shown, marks = (table, {}) if reply is None else (reply.table, reply.harmony_marks)
     texts = texts_of(head, model, shown, generations, written, form.shows_end_token, marks)
-    known = AnswerHead(public_id, call.progress.created, model.name, generations, texts, head.include_usage, head.continuous_usage)
+    known = AnswerHead(
+        public_id, call.progress.created, model.own_name, generations, texts, head.include_usage, head.continuous_usage
+    )
     request = _Request(call, form, known, reply)
     return await request.stream(table) if head.stream else await request.whole(model)
 

@@ -108,6 +108,9 @@ def find(models_dir: str, name: str) -> ModelFiles:
     if not checkpoint.complete:
         message = f"{name}: {checkpoint.reason or checkpoint.error}"
         raise CommandError(1, {"code": "bad_checkpoint", "message": message, "details": {"folder": checkpoint.path}})
+    if checkpoint.is_adapter:
+        message = f"{name} is a LoRA adapter; only models are packed and verified."
+        raise CommandError(1, {"code": "is_adapter", "message": message, "details": {"folder": checkpoint.path}})
     folder = Path(checkpoint.path)
     found = ModelFiles(name, Path(models_dir), folder)
     beside = checkpoint.files[0].name.startswith(f"{PACKED_DIR}/")

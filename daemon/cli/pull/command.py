@@ -99,6 +99,7 @@ def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
     """Returns the files to download. It fetches the configuration and the index first, so that a model that cannot be served costs
     only two small files. Raises CommandError."""
     from daemon.cli.pull import plan
+    from loader.adapters import adapter
     from loader.errors import CheckpointError
     from loader.hf_config import CONFIG_NAME, QUANT_CONFIG_NAME, parse_config
     from loader.safetensors import INDEX_NAME, parse_index
@@ -108,6 +109,9 @@ def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
         if INDEX_NAME in repo.files:
             weight_map = parse_index(hub.text(repo, repo.files[INDEX_NAME]))
         files = plan.needed(repo, weight_map)
+        if plan.is_adapter(repo):
+            adapter.check_config(hub.text(repo, repo.files[adapter.CONFIG_NAME]))
+            return files
         if CONFIG_NAME not in repo.files:
             raise plan.refused(repo, f"it has no {CONFIG_NAME}")
         quantised = repo.files.get(QUANT_CONFIG_NAME)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from daemon.cli.client import CommandError
 from daemon.cli.table import size
 from daemon.errors import EXIT_NO_FIT, EXIT_USAGE
+from loader.adapters import adapter
 from loader.catalog import SIDE_FILES
 from loader.safetensors import INDEX_NAME, SINGLE_NAME
 
@@ -33,8 +34,12 @@ class Repo:
 
 
 def needed(repo: Repo, weight_map: Mapping[str, str] | None) -> list[RepoFile]:
-    """Returns the files that the loader and the tokenizer read, small files first. weight_map: the index's, None if there is no
-    index. Raises CommandError if the repository has no weights that can be loaded."""
+    """Returns the files that the loader and the tokenizer read, small files first; of a LoRA adapter its two. weight_map: the
+    index's, None if there is no index. Raises CommandError if the repository has no weights that can be loaded."""
+    if is_adapter(repo):
+        if adapter.WEIGHTS_NAME not in repo.files:
+            raise refused(repo, f"it is a LoRA adapter without {adapter.WEIGHTS_NAME}")
+        return [repo.files[name] for name in (adapter.CONFIG_NAME, adapter.WEIGHTS_NAME)]
     if weight_map is None and SINGLE_NAME not in repo.files:
         raise _no_safetensors(repo)
     weights = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_NAME]
@@ -43,6 +48,11 @@ def needed(repo: Repo, weight_map: Mapping[str, str] | None) -> list[RepoFile]:
             raise refused(repo, f"{INDEX_NAME} names {name}, which the repository does not have")
     side = [*SIDE_FILES, *([INDEX_NAME] if weight_map is not None else [])]
     return [repo.files[name] for name in [*(name for name in side if name in repo.files), *weights]]
+
+
+def is_adapter(repo: Repo) -> bool:
+    """Returns whether the repository is a LoRA adapter's and no model's."""
+    return adapter.CONFIG_NAME in repo.files and SINGLE_NAME not in repo.files and INDEX_NAME not in repo.files
 
 
 def check_space(repo: Repo, wanted_bytes: int, missing_bytes: int, free_bytes: int, folder: str) -> None:

@@ -61,7 +61,7 @@ class FakeModels:
 
     def resolve(self, name: str, asker: Asker = OPERATOR) -> ModelEntry:
         for each in self._entries:
-            if (name == each.name or name in each.aliases) and asker.may_use(each.name):
+            if (name == each.own_name or name in each.own_aliases) and asker.may_use(each.own_name):
                 return each
         raise no_model(name)
 
@@ -69,7 +69,7 @@ class FakeModels:
         return self.resolve(name, asker).name
 
     def knows(self, name: str, asker: Asker = OPERATOR) -> bool:
-        return any(name == each.name or name in each.aliases for each in self._entries if asker.may_use(each.name))
+        return any(name == each.own_name or name in each.own_aliases for each in self._entries if asker.may_use(each.own_name))
 
     def further_names(self, asker: Asker = OPERATOR) -> dict[str, list[str]]:
         return {}

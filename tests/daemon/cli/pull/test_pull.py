@@ -23,6 +23,7 @@ from daemon.cli.pull import download
 from loader.catalog import scan
 from tests.daemon.cli.pull.hub import COMMITS, SmallHub
 from tests.e2e.node import environment
+from tests.loader.adapters import adapter_tensors, write_adapter
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 
 NAME = "org/name"
@@ -113,6 +114,22 @@ def test_what_a_model_needs_arrives(hub: SmallHub, models: Path, capsys: pytest.
     }
     assert scan(models)[NAME].complete
     assert os.listdir(models) == ["org"]
+
+
+def test_an_adapter_is_its_two_files(hub: SmallHub, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_adapter(tmp_path / "lora", adapter_tensors({"model.layers.0.self_attn.q_proj": (16, 16)}))
+    (folder / "README.md").write_text("about")
+    (folder / "adapter_model.bin").write_bytes(b"pickle")
+    hub.add("me/lora", folder)
+    assert pull(models, name="me/lora") == 0
+    assert scan(models)["me/lora"].adapter is not None
+    assert not (models / "me/lora" / "README.md").exists()
+    write_adapter(folder, {}, use_dora=True)
+    hub.add("me/dora", folder)
+    capsys.readouterr()
+    assert pull(models, name="me/dora") == 2
+    assert "key use_dora: DoRA: not supported" in capsys.readouterr().err
+    assert not (models / "me" / "dora").exists()
 
 
 def test_a_second_pull_fetches_nothing(hub: SmallHub, models: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,210 @@
+"""Which LoRA adapters are served, and with which base. Requests for one are requests for its base, which the node scheduler knows
+alone; the adapter goes with them to the engine.
+
+An adapter's base is the model that its setting `base` names, else the model whose name or alias its adapter_config.json gives as
+base_model_name_or_path, else the only one whose name ends in the same part, else the model in whose folder it lies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from config.adapters import ALLOWED_FOR_ADAPTERS
+from config.schema import ModelConfig, NodeConfig
+from config.units import format_bytes
+from config.upstream import host_of
+from daemon.models.entry import ModelEntry, ServedAdapter
+from daemon.models.registered import Registered
+from loader.adapters.adapter import Adapter
+from loader.adapters.layout import misfit
+from loader.catalog import Checkpoint
+from loader.errors import shortened
+
+log = logging.getLogger("hearthd.models")
+
+
+@dataclass(slots=True, frozen=True)
+class AdapterRecord:
+    """An adapter's name. base: the name of its base, "" while none is known. served: None while it cannot be served; `problem` says
+    why, and is_incomplete whether that may pass without a change of the adapter's files: files or the base are missing."""
+
+    checkpoint: Checkpoint
+    base: str = ""
+    served: ServedAdapter | None = None
+    problem: str = ""
+    is_incomplete: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.name
+
+    @property
+    def state(self) -> str:
+        return "adapter" if self.served is not None else "incomplete" if self.is_incomplete else "refused"
+
+    def describe(self) -> str:
+        """Returns the line that is logged when the adapter is registered."""
+        if self.served is None:
+            return f"{self.name}: {self.state}: {self.problem}"
+        return f"{self.name}: LoRA adapter of {self.base}, {self.about}"
+
+    @property
+    def about(self) -> str:
+        """The adapter's size in words; "" while it cannot be served."""
+        if self.served is None or self.checkpoint.adapter is None:
+            return ""
+        num = len(self.checkpoint.adapter.modules)
+        matrices = "1 matrix" if num == 1 else f"{num} matrices"
+        return f"rank {self.served.rank}, {matrices}, {format_bytes(self.served.num_bytes)} in its file"
+
+    def lines(self) -> list[str]:
+        """Returns what `hearth why` says of the adapter itself."""
+        if self.served is None:
+            of_base = f" of {self.base}" if self.base else ""
+            return [f"{self.name} is a LoRA adapter{of_base} and is {self.state}: {self.problem}"]
+        return [
+            f"{self.name} is a LoRA adapter of {self.base}: {self.about}",
+            f"requests for it run in the steps of {self.base}; its file is read when the first of them runs",
+        ]
+
+    def row(self) -> dict[str, Any]:
+        """Returns the adapter's row of `hearth models`, with the keys of a model's."""
+        return {
+            "name": self.name,
+            "kind": "adapter",
+            "state": self.state,
+            "device": "",
+            "weights_bytes": self.served.num_bytes if self.served is not None else 0,
+            "kv_bytes": 0,
+            "active": 0,
+            "queued": 0,
+            "pinned": False,
+            "last_used": None,
+            "reason": self.problem,
+            "keep_alive_s": None,
+            "leaves": None,
+            "base": self.base,
+            "rank": self.served.rank if self.served is not None else None,
+        }
+
+
+def register_adapters(
+    config: NodeConfig, checkpoints: Mapping[str, Checkpoint], models: Mapping[str, Registered], before: Mapping[str, AdapterRecord]
+) -> dict[str, AdapterRecord]:
+    """Returns the adapters among the checkpoints by name. models: all registered models. before: the last result; a record that
+    says the same is taken from it."""
+    names = _NamesOfBases(config, models, checkpoints)
+    found = {}
+    for name, checkpoint in checkpoints.items():
+        if not checkpoint.is_adapter or config.models.get(name, ModelConfig()).upstream is not None:
+            continue
+        try:
+            record = _record(config, checkpoint, models, names)
+        except Exception as error:  # an error in one folder must not hide the other adapters
+            log.exception("%s: what its files say cannot be used", name)
+            problem = f"what its files say cannot be used: {type(error).__name__}: {shortened(str(error))}"
+            record = AdapterRecord(checkpoint, problem=problem)
+        known = before.get(name)
+        found[name] = known if known == record else record
+    return found
+
+
+def with_adapter(base: ModelEntry, adapter: ServedAdapter) -> ModelEntry:
+    """Returns the base as requests for the adapter see it."""
+    return replace(base, adapter=adapter)
+
+
+def foreign_settings(settings: ModelConfig) -> list[str]:
+    """Returns the keys of a model's settings that are set and that an adapter does not have."""
+    defaults = msgspec.structs.asdict(ModelConfig())
+    return [key for key, default in defaults.items() if key not in ALLOWED_FOR_ADAPTERS and getattr(settings, key) != default]
+
+
+def base_setting_misfit(name: str, settings: ModelConfig) -> str:
+    """Returns why a model with these settings is refused that is no adapter, or ""."""
+    return f'models."{name}".base: is for LoRA adapters, and {name} is none' if settings.base is not None else ""
+
+
+def _record(config: NodeConfig, checkpoint: Checkpoint, models: Mapping[str, Registered], names: _NamesOfBases) -> AdapterRecord:
+    name, adapter = checkpoint.name, checkpoint.adapter
+    settings = config.models.get(name, ModelConfig())
+    if not checkpoint.complete or adapter is None:
+        return AdapterRecord(
+            checkpoint, problem=checkpoint.reason or checkpoint.error or "not an adapter", is_incomplete=bool(checkpoint.reason)
+        )
+    if foreign := foreign_settings(settings):
+        problem = f'models."{name}".{foreign[0]}: has no effect on a LoRA adapter, which is computed as its base is'
+        return AdapterRecord(checkpoint, problem=problem)
+    base, problem = names.base_of(name, adapter, settings)
+    if not base:
+        return AdapterRecord(checkpoint, problem=problem, is_incomplete=True)
+    if problem:
+        return AdapterRecord(checkpoint, base, problem=problem)
+    shape = models[base].checkpoint.shape
+    if shape is not None and (problem := misfit(adapter, shape)):
+        return AdapterRecord(checkpoint, base, problem=f"it does not fit {base}: {problem}")
+    served = ServedAdapter(
+        name=name,
+        path=checkpoint.path,
+        fingerprint=checkpoint.fingerprint,
+        aliases=tuple(settings.aliases),
+        created=checkpoint.created,
+        rank=adapter.rank,
+        num_bytes=adapter.num_bytes,
+    )
+    return AdapterRecord(checkpoint, base, served)
+
+
+class _NamesOfBases:
+    """Finds bases by their names, as of one reading of the settings and one scan."""
+
+    def __init__(self, config: NodeConfig, models: Mapping[str, Registered], checkpoints: Mapping[str, Checkpoint]) -> None:
+        self._models, self._settings, self._checkpoints = models, config.models, checkpoints
+        self._by_alias = {alias: name for name, settings in config.models.items() for alias in settings.aliases}
+        self._by_end: dict[str, list[str]] = {}
+        for name in models:
+            self._by_end.setdefault(_last_part(name), []).append(name)
+
+    def base_of(self, name: str, adapter: Adapter, settings: ModelConfig) -> tuple[str, str]:
+        """Returns an adapter's base and "", or the base and why it cannot be one, or "" and why there is none."""
+        setting = f'models."{name}".base'
+        if settings.base is not None:
+            found = self._named(settings.base)
+            if not found and (same := self._checkpoints.get(settings.base)) is not None and same.is_adapter:
+                return "", f"{setting}: {settings.base!r} is a LoRA adapter itself"
+            if not found:
+                return "", f"{setting}: there is no model {settings.base!r} here"
+        else:
+            found = self._named(adapter.base)
+            ends = [] if found else self._by_end.get(_last_part(adapter.base), [])
+            if len(ends) != 1 and (around := name.rpartition("/")[0]) in self._models:
+                ends = [around]
+            if len(ends) > 1:
+                return "", f"its base {adapter.base!r} may be any of {', '.join(sorted(ends))}; name it with {setting}"
+            if not found and not ends:
+                told = f"its base {adapter.base!r} is not here" if adapter.base else "its adapter_config.json names no base"
+                return "", f"{told}; name it with {setting}"
+            found = found or ends[0]
+        if (upstream := self._upstream_of(found)) is not None:
+            where = f"another server ({host_of(upstream)})"
+            return found, f"its base {found} is answered by {where}; adapters are served with models of this node"
+        return found, ""
+
+    def _named(self, name: str) -> str:
+        """Returns the model that has the name or alias; "" if there is none."""
+        owner = self._by_alias.get(name, name)
+        return owner if owner in self._models or self._upstream_of(owner) is not None else ""
+
+    def _upstream_of(self, name: str) -> str | None:
+        settings = self._settings.get(name)
+        return None if settings is None else settings.upstream
+
+
+def _last_part(name: str) -> str:
+    """Returns the last part of a name at the hub, or of a path."""
+    return name.rstrip("/").rpartition("/")[2]
