@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 
+from loader.catalog import scan_one
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node, environment
+from tests.loader.adapters import adapter_tensors, modules_of, write_adapter
 
 PS_KEYS = {"name", "state", "device", "weights_bytes", "kv_bytes", "active", "queued", "pinned", "last_used"}
 PS_KEYS |= {"kind", "keep_alive_s", "leaves"}
@@ -288,6 +290,28 @@ def test_folders_come_and_go(node: Node) -> None:
     shutil.rmtree(node.models / "new")
     node.wait_for(lambda: node.state("new/one") == "absent", "its end")
     assert "404" in Stream(node, "new/one", "x", 2).join().error
+
+
+def test_an_adapter_is_shown_and_used_by_its_own_name(node: Node) -> None:
+    shape = scan_one(node.models / "a").shape
+    assert shape is not None
+    folder = write_adapter(node.models / "me" / "lora", adapter_tensors(modules_of(shape)), base_model_name_or_path="hub/a")
+    try:
+        assert node.cli("reload").returncode == 0
+        (row,) = [row for row in node.json("models") if row["name"] == "me/lora"]
+        assert (row["kind"], row["state"], row["base"], row["rank"]) == ("adapter", "adapter", "a", 4)
+        assert "adapter of a" in node.cli("models").stdout
+        assert "me/lora is a LoRA adapter of a: rank 4" in node.cli("why", "a:lora").stdout
+        refused = node.cli("load", "me/lora")
+        assert refused.returncode == 2
+        assert "'me/lora' is a LoRA adapter of a, and a is loaded in its place." in refused.stderr
+        Stream(node, "a:lora", "hello", 3).join()
+        assert {row["name"]: row["state"] for row in node.ps()} == {"a": "ready"}
+        assert "model=a adapter=me/lora asked=a:lora" in node.log_text()
+    finally:
+        shutil.rmtree(folder)
+        node.cli("reload")
+    assert node.cli("why", "me/lora").returncode == 3
 
 
 def reloads(node: Node) -> list[tuple[list[str], list[str]]]:
