@@ -69,7 +69,10 @@ class Fields:
     def _number(self, key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(key, f"{value!r} is not a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number of hundreds of digits
+            raise self.fail(key, "is out of range") from None
 
     def boolean(self, key: str, default: bool = False) -> bool:
         value = self.values.get(key)

@@ -90,6 +90,8 @@ def test_without_rank_and_alpha_both_are_8() -> None:
         ({"lora_alpha": -1}, "key lora_alpha: -1.0 is out of range"),
         ({"lora_alpha": 1e30}, r"key lora_alpha: 1e\+30 is out of range"),
         ({"lora_alpha": float("nan")}, "not valid JSON"),
+        ({"lora_alpha": 10**400}, "key lora_alpha: is out of range"),
+        ({"r": 10**400}, "key r: 1000"),
         ({"use_rslora": 1}, "key use_rslora: 1 is not true or false"),
         ({"base_model_name_or_path": 7}, "key base_model_name_or_path: 7 is not a text"),
         ({"rank_pattern": [1]}, r"key rank_pattern: \[1\] is not an object"),
