@@ -318,9 +318,21 @@ class PromptLogprobs(Message, frozen=True):
     ranks: list[int]
 
 
+class AdapterLoaded(Message, frozen=True):
+    """A LoRA adapter is in the device's memory, and the requests that waited for it run. seconds: reading and copying it."""
+
+    model: str
+    adapter: str
+    seconds: float
+    num_bytes: int
+
+
 class RequestFailed(Message, frozen=True):
+    """The end of a request without an answer. code: nan_logits, no_work_space, too_long, unknown_model, unsupported_grammar,
+    no_token_left, adapter_unusable, no_adapter_room or internal."""
+
     request_id: int
-    code: str  # nan_logits | no_work_space | too_long | unknown_model | unsupported_grammar | no_token_left | internal
+    code: str
     error: str
 
 
@@ -332,6 +344,7 @@ class Stats(Message, frozen=True):
     steps: int
     preemptions: int
     kv_moved_bytes: int = 0  # KV copied from chunk to chunk to free sparse chunks, since the engine's start
+    adapters: dict[str, list[int]] = {}  # model -> [adapters in memory, their bytes], of models that have some
 
 
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
@@ -348,6 +361,7 @@ FromEngine = (
     | TokensOut
     | EmbeddingsOut
     | PromptLogprobs
+    | AdapterLoaded
     | RequestFailed
     | Stats
 )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from engine.contracts.adapters import AdapterMemory
 from engine.grammar.row_masks import RowMasks
 from engine.memory.weight_gate import WeightGate
 from engine.protocol import PromptLogprobs, TokenLogprobs
@@ -46,6 +47,11 @@ class HostedModel(Protocol):
     @property
     def embeds(self) -> bool:
         """Whether the model makes vectors of texts and generates none: each sampling row has one in StepResult.vectors."""
+        ...
+
+    @property
+    def adapter_memory(self) -> AdapterMemory | None:
+        """The model's LoRA adapters, by the numbers in SequenceTable.adapter; None if it takes none."""
         ...
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:

@@ -20,6 +20,7 @@ from engine.loading.left_weights import checksum_of
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, Message, WeightsHeld
+from engine.serve.adapter_loads import AdapterRead
 from engine.serve.served_models import ServedModels
 from scheduler.batch.plan import BatchPlan
 
@@ -31,7 +32,8 @@ class Lifecycle:
     concurrently with steps of other models.
 
     forget(model): drops what the engine's loop knows of an evicted model's requests. resume(first): takes in the result of a first
-    step and the messages deferred meanwhile. loaded(): called after each report of a load. memory: None if no model has any.
+    step and the messages deferred meanwhile. loaded(): called after each report of a load. adapter_read(read): takes in an adapter
+    that was read. memory: None if no model has any.
     outlives: whether the daemon keeps the memory beyond this process; weights are then reported to it."""
 
     def __init__(
@@ -44,10 +46,11 @@ class Lifecycle:
         tier: HostTier | None = None,
         resume: Callable[[FirstStep], None] = lambda first: None,
         loaded: Callable[[], None] = lambda: None,
+        adapter_read: Callable[[AdapterRead], None] = lambda read: None,
         outlives: bool = False,
     ) -> None:
         self._models, self._loads, self._send, self._forget, self._resume = models, loads, send, forget, resume
-        self._has_loaded, self._outlives = loaded, outlives
+        self._has_loaded, self._adapter_read, self._outlives = loaded, adapter_read, outlives
         self._memory, self._tier = memory, tier
         self.lives: dict[str, Life] = {}
         self.first_steps: dict[str, FirstStep] = {}  # those of the lives, for the loop, which asks before every step
@@ -98,6 +101,8 @@ class Lifecycle:
             match item:
                 case LoadProgress():
                     self._send(item)
+                case AdapterRead():
+                    self._adapter_read(item)
                 case KernelNews():
                     if item.apply is not None:
                         item.apply()

@@ -17,6 +17,7 @@ from engine.lifecycle.first_step import FirstStep
 from engine.lifecycle.kv_transfer import KVTransfer
 from engine.memory.weight_gate import WeightGate
 from engine.protocol import LoadModel, LoadProgress
+from engine.serve.adapter_loads import AdapterRead
 from engine.serve.served_models import Place
 
 log = logging.getLogger("engine")
@@ -60,7 +61,7 @@ class Summed:
     load: Load
 
 
-Report = KernelNews | LoadProgress | Load | Begun | Streams | FirstStep | KVTransfer | Summed
+Report = AdapterRead | KernelNews | LoadProgress | Load | Begun | Streams | FirstStep | KVTransfer | Summed
 
 
 class Loads:
@@ -115,6 +116,15 @@ class Loads:
             self._report(transfer)
 
         threading.Thread(target=work, name=f"KV of {transfer.served.spec.model}", daemon=True).start()
+
+    def read(self, read: AdapterRead) -> None:
+        """Reads an adapter's files in a thread; `take` reports when that has ended."""
+
+        def work() -> None:
+            read.run()
+            self._report(read)
+
+        threading.Thread(target=work, name=f"adapter {read.source.name}", daemon=True).start()
 
     def sum_up(self, load: Load, checksum: Callable[[], int]) -> None:
         """Computes the checksum of the weights of a load that has ended, in a thread; `take` reports when it is known."""

@@ -51,6 +51,7 @@ from engine.protocol import (
     WeightsHeld,
 )
 from engine.pulse import BEAT_EVERY_S, Doing
+from engine.serve.adapter_loads import AdapterLoads
 from engine.serve.answers import answer
 from engine.serve.channel import Channel, ChannelClosed
 from engine.serve.constraints import Constraints, End
@@ -86,7 +87,9 @@ class Engine:
         self.models = ServedModels(configure, memory, left or (), runner.compute_threads)
         loads = Loads(runner, configure.test_disk_bytes_per_s, configure.test_copy_bytes_per_s)
         self._collector = GarbageCollector()
-        told = (channel.send, self._forget, memory, tier, self._resume, self._collector.loaded)
+        ways = (loads, channel.send, self._fail_request, self._finish_launched)
+        self.adapters = AdapterLoads(self.models, memory, *ways)
+        told = (channel.send, self._forget, memory, tier, self._resume, self._collector.loaded, self.adapters.ended)
         self.lifecycle = Lifecycle(self.models, loads, *told, left is not None)
         self.journal = StepJournal(journal, self.lifecycle.first_steps)
         self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
@@ -135,6 +138,7 @@ class Engine:
                         if events & ~select.EPOLLOUT:
                             for message in self.channel.receive():
                                 self._handle(message)
+                self._look_after_adapters()
                 if self.lifecycle.first_steps:
                     self._start_first_steps()
                 if self.preparer is not None and (busy or ready):
@@ -263,6 +267,14 @@ class Engine:
         for message in deferred:
             self._handle(message)
 
+    def _look_after_adapters(self) -> None:
+        """Goes on with the adapters that requests wait for. A first step that runs has its own view of its model's adapters."""
+        first_steps = self.lifecycle.first_steps.values()
+        held = (first.served for first in first_steps if not first.running)
+        waiting = [served for served in (*self.models.by_name.values(), *held) if served.scheduler.adapters.num_waiting]
+        if waiting or self.adapters.under_way:
+            self.adapters.look_after(waiting, self.models.may_free_memory or bool(first_steps))
+
     def _embed(self, name: str, embedder: Embedder) -> None:
         request_ids = embedder.next_texts()
         self.num_steps += 1
@@ -292,6 +304,13 @@ class Engine:
             else:
                 self.channel.send(TokensOut(end.model, self.num_steps, 0.0, [end.request_id], [], [0], [FINISH_STOP], steps=0))
             self._stats_dirty = True
+
+    def _fail_request(self, served: ServedModel, request_id: int, code: str, error: str) -> None:
+        """Ends a request that is no longer in the batch scheduler."""
+        self._model_of.pop(request_id, None)
+        self.constraints.drop(served.spec.model, request_id)
+        self.channel.send(RequestFailed(request_id, code, f"model {served.spec.model}: {error}"))
+        self._stats_dirty = True
 
     def _fail_hopeless(self, scheduler: BatchScheduler) -> None:
         for request_id, why in scheduler.failed:
@@ -372,6 +391,9 @@ class Engine:
         if request_id in self._model_of:
             self.channel.send(RequestFailed(request_id, "internal", f"request {request_id} is here already"))
             return
+        if message.adapter is not None and (why_not := self.adapters.why_not(served, message.adapter)):
+            self.channel.send(RequestFailed(request_id, "adapter_unusable", f"adapter {message.adapter.name}: {why_not}"))
+            return
         if embeds:
             message = msgspec.structs.replace(message, params=VECTOR_PARAMS)
         request = batch_request(message, served.spec, served.hosted.vocab_size)
@@ -393,4 +415,5 @@ class Engine:
         """Drops what is known of an evicted model's requests."""
         self._model_of = {request: model for request, model in self._model_of.items() if model != name}
         self.constraints.close(name)
+        self.adapters.forget(name)
         self._collector.thaw_later()

@@ -90,7 +90,7 @@ class NullModel:
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or int(config.get("hidden_size", 64)) // heads)
         self.name = spec.model
-        self.vocab_size, self.embeds = int(config.get("vocab_size", 1024)), False
+        self.vocab_size, self.embeds, self.adapter_memory = int(config.get("vocab_size", 1024)), False, None
         self.weights_bytes = spec.weights_chunks * configure.chunk_bytes
         block_bytes = 2 * layers * kv_heads * kv_layout.kv_head_bytes(head_dim, spec.kv_dtype) * configure.block_tokens
         self.kv_groups: tuple[KVGroupSpec, ...] = (KVGroupSpec("full", configure.block_tokens, block_bytes, tuple(range(layers))),)

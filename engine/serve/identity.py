@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.protocol import LoadModel
+from engine.protocol import AdapterSource, LoadModel
 
 
 def weights_identity(spec: LoadModel) -> str:
@@ -13,3 +13,8 @@ def weights_identity(spec: LoadModel) -> str:
 def kv_identity(spec: LoadModel) -> str:
     """Names what keys and values are computed in, and what they are kept in."""
     return spec.dtype + spec.kv_cache_dtype
+
+
+def adapter_identity(source: AdapterSource) -> str:
+    """Names an adapter's files: rows of others give other keys and values."""
+    return f"{source.name}\0{source.fingerprint}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.protocol import LoadModel, RequestFailed, SamplingParams, Submit
+from engine.serve.identity import adapter_identity
 from scheduler.batch.request import BatchRequest
 
 VECTOR_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)  # the one token stands for the vector
@@ -40,4 +41,5 @@ def batch_request(message: Submit, spec: LoadModel, vocab_size: int) -> BatchReq
         weight=message.tenant_weight if message.tenant_weight > 0 else 1.0,
         priority=message.priority,
         prediction=np.array([token for token in message.prediction if 0 <= token < vocab_size], np.int32),
+        adapter="" if message.adapter is None else adapter_identity(message.adapter),
     )

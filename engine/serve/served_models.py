@@ -208,7 +208,20 @@ class ServedModels:
         ahead = hosted if isinstance(hosted, LaunchesAhead) else None
         captures = hosted if isinstance(hosted, CapturesSteps) else None
         scheduler = BatchScheduler(spec.model, kv, limits, DRAFTERS[spec.speculator])
+        if hosted.adapter_memory is not None:
+            scheduler.adapters.dropped = hosted.adapter_memory.clear
         return ServedModel(spec, hosted, scheduler, place, pace, ahead, captures)
+
+    def make_room(self, served: ServedModel, num_chunks: int) -> int:
+        """Frees chunks for an adapter of this model: other models' first, then by dropping its own cached prefixes. Returns how
+        many came back to the lease."""
+        given = self._reclaim(served.spec.model, num_chunks)
+        return given or self.compaction.give_up_prefixes(served.scheduler, num_chunks)
+
+    @property
+    def may_free_memory(self) -> bool:
+        """Whether memory will be free before long: sequences run, or a model is leaving."""
+        return bool(self.chunks.num_leaving) or any(served.scheduler.num_running for served in self.by_name.values())
 
     def forget_costs(self) -> None:
         """Drops all learned step costs, because steps will cost something else from now on."""
@@ -237,12 +250,13 @@ class ServedModels:
         return embedder is not None
 
     def detach(self, name: str) -> ServedModel | None:
-        """Takes a model out of service and returns it; its KV and weights stay in place until `free`. Returns None if it is not
-        loaded."""
+        """Takes a model out of service and returns it; its KV and weights stay in place until `free`, its adapters do not. Returns
+        None if it is not loaded."""
         served = self.by_name.pop(name, None)
         if served is not None:
             self.turns.remove(name)
             self._preempted_before += served.scheduler.num_preemptions
+            served.scheduler.adapters.give_up_all()
             served.num_leaving_chunks = served.scheduler.kv.keep_drawn() + len(served.place.weights)
             self.chunks.num_leaving += served.num_leaving_chunks
         return served
@@ -255,9 +269,10 @@ class ServedModels:
         self.give_up_place(served.place)
 
     def set_lease(self, lease_chunks: int) -> None:
-        """Sets the KV lease, and gives chunks back until those drawn from it fit: sparse chunks are emptied first, then cached
-        prefixes are dropped, then the newest sequences are preempted."""
+        """Sets the KV lease, and gives chunks back until those drawn from it fit: idle adapters leave and sparse chunks are emptied
+        first, then cached prefixes are dropped, then the newest sequences are preempted."""
         self.chunks.set_lease(lease_chunks)
+        self._give_up_idle_adapters(-self.chunks.room_chunks)
         drawing = [served.scheduler for served in self.by_name.values() if served.scheduler.kv.num_drawn_chunks]
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):
             for scheduler in drawing:
@@ -269,6 +284,7 @@ class ServedModels:
                 break
             most = max(drawing, key=lambda scheduler: scheduler.kv.num_drawn_chunks)
             most.preempt_one()
+            self._give_up_idle_adapters(-self.chunks.room_chunks)
             self.compaction.give_up_prefixes(most, -self.chunks.room_chunks)
         self.discard_returned()
 
@@ -286,12 +302,14 @@ class ServedModels:
             models[name] = [
                 kv.held_bytes,
                 scheduler.num_running,
-                len(scheduler.waiting),
+                scheduler.num_waiting,
                 kv.cached_bytes,
             ]
-            num_chunks += kv.num_used_chunks
+            num_chunks += kv.num_used_chunks + scheduler.adapters.num_chunks
             preemptions += scheduler.num_preemptions
-        return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes)
+        held = {name: served.scheduler.adapters for name, served in self.by_name.items() if served.scheduler.adapters.resident}
+        adapters = {name: [len(own.resident), own.num_chunks * self.chunks.chunk_bytes] for name, own in held.items()}
+        return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes, adapters)
 
     # ---- weights that an earlier engine left
 
@@ -323,13 +341,21 @@ class ServedModels:
         return left
 
     def _reclaim(self, wanting: str, num_chunks: int) -> int:
-        """Frees chunks for `wanting` from other models: empties sparse chunks first, then drops cached prefixes. Returns how many
-        chunks came back to the lease."""
-        given = 0
+        """Frees chunks for `wanting`: idle adapters of any model leave, then sparse chunks of other models are emptied, then their
+        cached prefixes are dropped. Returns how many chunks came back to the lease."""
+        given = self._give_up_idle_adapters(num_chunks)
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):
             for name, served in self.by_name.items():
                 if name != wanting and given < num_chunks:
                     given += way(served.scheduler, num_chunks - given)
+        return given
+
+    def _give_up_idle_adapters(self, num_chunks: int) -> int:
+        """Drops idle adapters until num_chunks are free or there are no more. Returns how many chunks became free."""
+        given = 0
+        for served in self.by_name.values():
+            if given < num_chunks:
+                given += served.scheduler.adapters.give_up_idle(num_chunks - given)
         return given
 
     def _copy_blocks(self, block_bytes: int, sources: IntArray, targets: IntArray) -> None:

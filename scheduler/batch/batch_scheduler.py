@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from scheduler.batch.adapters import Adapters
 from scheduler.batch.batch_limits import BatchLimits as BatchLimits
 from scheduler.batch.drafting import Drafter, Drafts, Verified, with_drafts
 from scheduler.batch.kv_cache import KVCache
@@ -47,6 +48,7 @@ class BatchScheduler:
         self.table = make_sequence_table(slots, limits.max_tokens, max_blocks, len(kv.groups))
         self.blocks = SequenceBlocks(kv, self.table.block_tables, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue()
+        self.adapters = Adapters(kv.chunks)
         self.tenants = TenantTime(slots)
         self.num_preemptions = 0
         self.failed: list[tuple[int, str]] = []  # (request id, why): can never run; the engine takes them from here
@@ -73,6 +75,11 @@ class BatchScheduler:
         return len(self.running)
 
     @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait, also those that wait for their adapter."""
+        return len(self.waiting) + self.adapters.num_waiting
+
+    @property
     def num_decoding(self) -> int:
         """Number of running sequences that have one token to compute."""
         return len(self.running.split(self.running.slots, self._ahead.computed(), self._ahead.total())[0])
@@ -83,20 +90,34 @@ class BatchScheduler:
         return len(self.running) > self._num_held or (len(self.waiting) > 0 and self._blocked_version != self.kv.chunks.version)
 
     def submit(self, request: BatchRequest) -> None:
-        """Queues a request. The caller has checked that 0 < len(tokens) < limits.max_tokens and that its id is not known yet."""
+        """Queues a request. The caller has checked that 0 < len(tokens) < limits.max_tokens and that its id is not known yet. One
+        whose adapter is not resident waits for `adapter_arrived` first."""
         request.order = self._next_order
         self._next_order += 1
         request.has_first_token = request.resubmitted = len(request.tokens) > request.num_prompt
+        self._queue(request)
+
+    def _queue(self, request: BatchRequest) -> None:
+        if request.adapter and not self.adapters.is_resident(request.adapter):
+            self.adapters.wait(request)
+            return
         self.waiting.push(request)
         self._blocked_version = -1
 
+    def adapter_arrived(self, key: str) -> None:
+        """Queues the requests that wait for an adapter, which is resident now."""
+        for request in self.adapters.take_waiting(key):
+            self._queue(request)
+
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self._slot_of or request_id in self.waiting
+        return request_id in self._slot_of or request_id in self.waiting or self.adapters.get(request_id) is not None
 
     def abort(self, request_id: int) -> bool:
         """Removes a request; returns False if it is not known."""
         if self.waiting.withdraw(request_id):
             self._blocked_version = -1
+            return True
+        if self.adapters.withdraw(request_id):
             return True
         slot = self._slot_of.get(request_id)
         if slot is None:
@@ -107,7 +128,7 @@ class BatchScheduler:
 
     def hold(self, request_id: int, held: bool) -> None:
         """Sets whether a constrained request must wait before its next token."""
-        request = self.waiting.get(request_id)
+        request = self.waiting.get(request_id) or self.adapters.get(request_id)
         if request is not None:
             request.held = held
         elif (slot := self._slot_of.get(request_id)) is not None:
@@ -123,7 +144,8 @@ class BatchScheduler:
     # ---- for saving KV (kv_saving.py)
 
     def seed_of(self, request: BatchRequest) -> bytes:
-        return prefix_seed(request.tenant, request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
+        parts = (request.tenant, request.cache_salt, self.limits.fingerprint, self.limits.kv_dtype)
+        return prefix_seed(*parts, request.adapter) if request.adapter else prefix_seed(*parts)
 
     def learn_computed(self, slot: int) -> None:
         """Gives every full block of a slot its key."""
@@ -135,6 +157,7 @@ class BatchScheduler:
         self.table.request_id[self.running.slots] = 0
         self.running.drop_gone()
         self._slot_of.clear()
+        self.adapters.give_up_all()
         self.kv.close()
 
     # ---- a step
@@ -334,8 +357,11 @@ class BatchScheduler:
 
     def _admit(self) -> int | None:
         """Moves the head of the queue into a slot; None if none waits or its KV does not fit now."""
-        request = self.waiting.head()
-        while request is not None:
+        while (request := self.waiting.head()) is not None:
+            if request.adapter and not self.adapters.is_resident(request.adapter):  # it has left since
+                self.waiting.withdraw(request.request_id)
+                self.adapters.wait(request)
+                continue
             num_tokens = len(request.tokens)
             num_full = request.num_shareable_blocks(self.block_tokens)
             seed = self.seed_of(request)
@@ -344,21 +370,24 @@ class BatchScheduler:
                 return None
             # Sequences that run will grow: one block each for a quarter of them is left, or the newest would go at once.
             tail_key = request.tail_key(seed, self.block_tokens)
+            adapter = self.adapters.take(request.adapter) if request.adapter else None  # which its KV must not drive out
             admission = self.blocks.admit(request.keys[:num_full], num_tokens, self.num_running // 4, tail_key)
             if admission is not None:
                 self.waiting.pop()
-                return self._join(request, admission)
-            chunks = self.kv.chunks
-            if self.num_running or chunks.num_drawn > self.kv.num_drawn_chunks or chunks.num_leaving:
+                return self._join(request, admission, -1 if adapter is None else adapter.number)
+            chunks, own = self.kv.chunks, self.kv.num_drawn_chunks
+            if adapter is not None:
+                self.adapters.undo(request.adapter)
+                own += len(adapter.chunks)
+            if self.num_running or chunks.num_drawn > own or chunks.num_leaving:
                 self._blocked_version = chunks.version
                 return None
             # Alone on the engine and still too large: no wait helps.
             self.waiting.ended(self.waiting.pop())
             self.failed.append((request.request_id, f"model {self.model}: {self.blocks.why_too_long(num_tokens)}"))
-            request = self.waiting.head()
         return None
 
-    def _join(self, request: BatchRequest, admission: Admission) -> int:
+    def _join(self, request: BatchRequest, admission: Admission, adapter: int) -> int:
         table, params = self.table, request.params
         slot = self._free_slots.pop()
         num_tokens = len(request.tokens)
@@ -371,6 +400,7 @@ class BatchScheduler:
         write_sampling(table, slot, params, request.num_prompt, self.limits.max_tokens)
         table.prompt_logprobs[slot] = params.prompt_logprobs >= 0 and not request.has_first_token
         table.constrained[slot] = request.constrained
+        table.adapter[slot] = adapter
         self._num_constrained += request.constrained
         self._held[slot] = request.held
         self._ahead.join(slot)
@@ -413,6 +443,9 @@ class BatchScheduler:
         self.table.params[slot] = None
         self._held[slot] = False
         self._num_constrained -= request.constrained
+        if request.adapter:
+            self.adapters.leave(request.adapter)
+            self.table.adapter[slot] = -1
         self._ahead.leave(slot)
         self._outcomes.leave(slot)
         if self._drafts is not None:
@@ -430,5 +463,5 @@ class BatchScheduler:
         request.tokens = self.table.tokens[slot, : self.table.num_tokens[slot]].copy()
         self._leave(slot)
         self.running.drop_gone()
-        self.waiting.push(request)
+        self._queue(request)
         self.num_preemptions += 1

@@ -102,7 +102,7 @@ def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
 def _select_unheld(scheduler: BatchScheduler, selection: _Selection) -> None:
     """Selects blocks that no running sequence holds."""
     kv = scheduler.kv
-    for request in scheduler.waiting.requests():
+    for request in (*scheduler.waiting.requests(), *scheduler.adapters.requests()):
         full = request.num_shareable_blocks(kv.block_tokens)
         extend_keys(request.keys, scheduler.seed_of(request), request.tokens, kv.block_tokens, full)
         selection.add(_known(kv, request.keys[:full]), whole=False)

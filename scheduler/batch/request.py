@@ -37,6 +37,7 @@ class BatchRequest:
     constrained: bool = False  # SequenceTable.constrained
     held: bool = False  # constrained, and what may follow its last token is not known yet
     prediction: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))  # tokens that its output may repeat in parts
+    adapter: str = ""  # key of its LoRA adapter; "": it has none
     resubmitted: bool = False  # it came with output, and its next token is not there yet
 
     def num_shareable_blocks(self, block_tokens: int) -> int:

@@ -1,0 +1,35 @@
+"""The interface between what loads LoRA adapters and a model that takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.protocol import AdapterSource
+from loader.adapters.layout import AdapterLayout
+
+
+@dataclass(slots=True, frozen=True)
+class ReadAdapter:
+    """An adapter in host memory. data [layout.num_bytes] uint8: its matrices in the model's dtype, as they lie on the device."""
+
+    layout: AdapterLayout
+    data: Any
+
+
+class AdapterMemory(Protocol):
+    """A model's tables of the adapters in its device's memory, by their numbers (scheduler/batch/adapters.py)."""
+
+    def read(self, source: AdapterSource) -> ReadAdapter:
+        """Reads an adapter's files. Called in a thread, while steps run. Raises CheckpointError, which names file and tensor or
+        key, and CheckpointChanged."""
+        ...
+
+    def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
+        """Makes an adapter known whose matrices lie in the arena from first_byte on. Called while no step is under way. After the
+        first one the model's steps are recorded, or captured, anew, and from then on compute adapters, too."""
+        ...
+
+    def clear(self, number: int) -> None:
+        """Forgets an adapter, which no row uses any more."""
+        ...

@@ -1,0 +1,201 @@
+"""Brings the LoRA adapters that requests wait for into the device's memory.
+
+A thread reads an adapter's files into host memory (engine/lifecycle/loads.py), because a file system may take any time. Then the
+engine's loop copies it, between two steps, to the chunks that the model's Adapters draw for it: some 10 ms for 100 MB.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.contracts.adapters import AdapterMemory, ReadAdapter
+from engine.memory.chunk_memory import ChunkMemory
+from engine.protocol import AdapterLoaded, AdapterSource, Message
+from engine.serve.identity import adapter_identity
+from engine.serve.served_models import ServedModel, ServedModels
+from loader.errors import CheckpointError
+
+log = logging.getLogger("engine")
+
+MAX_READS = 4  # adapters that are being read, or are read and have no room yet: they take host memory
+READ_LIMIT_S = 30.0  # for reading one
+NO_ROOM_LIMIT_S = 5.0  # how long one waits for room while nothing runs that could make some
+
+
+@dataclass(slots=True)
+class AdapterRead:
+    """The reading of one adapter in a thread, and its result: `adapter` or `error`. is_over: the loop knows of the result. overdue:
+    its requests have failed; the thread may still wait for the file system."""
+
+    model: str
+    source: AdapterSource
+    memory: AdapterMemory
+    began_s: float
+    adapter: ReadAdapter | None = None
+    error: Exception | None = None
+    seconds: float = 0.0
+    is_over: bool = False
+    overdue: bool = False
+
+    def run(self) -> None:
+        """Reads the files. Called in the thread."""
+        try:
+            self.adapter = self.memory.read(self.source)
+        except Exception as error:
+            self.error = error
+        self.seconds = time.monotonic() - self.began_s
+
+
+class StartsReads(Protocol):
+    """What runs reads in threads and reports them to the loop."""
+
+    def read(self, read: AdapterRead, /) -> None: ...
+
+
+Fail = Callable[[ServedModel, int, str, str], None]  # (model, request, code, one sentence)
+
+
+@dataclass(slots=True)
+class _OfModel:
+    """One model's adapters on their way, by key."""
+
+    sources: dict[str, AdapterSource] = field(default_factory=dict)
+    reads: dict[str, AdapterRead] = field(default_factory=dict)
+    stuck_since_s: dict[str, float] = field(default_factory=dict)  # read ones for which nothing that runs could make room
+
+
+class AdapterLoads:
+    """The adapters on their way into one device. No method is called while a step runs on the host. fail: ends a request. settle:
+    called before memory is written, so that no step is under way."""
+
+    def __init__(
+        self,
+        models: ServedModels,
+        memory: ChunkMemory | None,
+        reads: StartsReads,
+        send: Callable[[Message], None],
+        fail: Fail,
+        settle: Callable[[], None],
+    ) -> None:
+        self._models, self._memory, self._reads = models, memory, reads
+        self._send, self._fail, self._settle = send, fail, settle
+        self._of: dict[str, _OfModel] = {}
+        self._tried_version = -1  # the chunk pool's when a read adapter last found no room
+
+    def why_not(self, served: ServedModel, source: AdapterSource) -> str:
+        """Returns why a request for this adapter cannot be taken, or "" after noting where its files are."""
+        if served.hosted.adapter_memory is None or self._memory is None:
+            return f"model {served.spec.model} takes no adapters"
+        self._of.setdefault(served.spec.model, _OfModel()).sources[adapter_identity(source)] = source
+        return ""
+
+    def forget(self, model: str) -> None:
+        """Drops what is known of a model that has left."""
+        self._of.pop(model, None)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether adapters are being read, or are read and not in the device's memory."""
+        return any(own.reads for own in self._of.values())
+
+    def ended(self, read: AdapterRead) -> None:
+        """Takes in a read that has ended; `look_after` goes on with it."""
+        read.is_over, read.overdue = True, False
+        self._tried_version = -1
+
+    def look_after(self, waiting: Collection[ServedModel], may_free_memory: bool) -> None:
+        """Starts reads, places what has been read, and fails requests that wait in vain. waiting: models with requests that wait
+        for adapters. may_free_memory: whether something runs whose end could make room."""
+        now, retry = time.monotonic(), self._tried_version != self._models.chunks.version
+        self._forget_unwanted(waiting)
+        for served in waiting:
+            own = self._of.setdefault(served.spec.model, _OfModel())
+            for key in list(served.scheduler.adapters.wanted):
+                read = own.reads.get(key)
+                if read is None:
+                    self._start(served, own, key, now)
+                elif not read.is_over:
+                    self._check_overdue(served, read, key, now)
+                elif read.error is not None:
+                    del own.reads[key]
+                    self._give_up(served, key, "adapter_unusable", _said(read.error))
+                elif (retry or key in own.stuck_since_s) and not self._place(served, own, read, key):
+                    self._check_stuck(served, own, read, key, None if may_free_memory else now)
+        self._tried_version = self._models.chunks.version
+
+    def _forget_unwanted(self, waiting: Collection[ServedModel]) -> None:
+        """Drops what was read for requests that have gone meanwhile."""
+        wanted = {served.spec.model: set(served.scheduler.adapters.wanted) for served in waiting}
+        for model, own in self._of.items():
+            for key in [key for key, read in own.reads.items() if read.is_over and key not in wanted.get(model, ())]:
+                del own.reads[key]
+                own.stuck_since_s.pop(key, None)
+
+    def _start(self, served: ServedModel, own: _OfModel, key: str, now: float) -> None:
+        memory = served.hosted.adapter_memory
+        assert memory is not None
+        under_way = [read for each in self._of.values() for read in each.reads.values() if not read.overdue]
+        if len(under_way) < MAX_READS:
+            own.reads[key] = AdapterRead(served.spec.model, own.sources[key], memory, now)
+            self._reads.read(own.reads[key])
+
+    def _check_overdue(self, served: ServedModel, read: AdapterRead, key: str, now: float) -> None:
+        read.overdue = now - read.began_s > READ_LIMIT_S
+        if read.overdue:
+            self._give_up(served, key, "adapter_unusable", f"its files do not answer: no sign of them for {READ_LIMIT_S:g} s")
+
+    def _place(self, served: ServedModel, own: _OfModel, read: AdapterRead, key: str) -> bool:
+        """Copies a read adapter to the device and lets its requests run. Returns False if there is no room for it now."""
+        adapter, memory = read.adapter, self._memory
+        assert adapter is not None
+        assert memory is not None
+        self._settle()
+        num_bytes = adapter.layout.num_bytes
+        num_chunks = -(-num_bytes // memory.chunk_bytes)
+        placed = served.scheduler.adapters.place(key, num_chunks, lambda num: self._models.make_room(served, num))
+        self._models.discard_returned()
+        if placed is None:
+            return False
+        began_s = time.monotonic()
+        first_byte = int(placed.chunks[0]) * memory.chunk_bytes
+        memory.copy_in(memory.arena.data_ptr() + first_byte, adapter.data).wait()
+        read.memory.set(placed.number, first_byte, adapter.layout)
+        del own.reads[key]
+        own.stuck_since_s.pop(key, None)
+        copy_s = time.monotonic() - began_s
+        told = "%s: adapter %s: %.1f MiB read in %.1f ms, copied in %.1f ms"
+        log.info(told, read.model, read.source.name, num_bytes / 2**20, read.seconds * 1e3, copy_s * 1e3)
+        self._send(AdapterLoaded(read.model, read.source.name, read.seconds + copy_s, num_bytes))
+        served.scheduler.adapter_arrived(key)
+        return True
+
+    def _check_stuck(self, served: ServedModel, own: _OfModel, read: AdapterRead, key: str, now: float | None) -> None:
+        """Fails an adapter's requests once there has been no room for it for some time and nothing runs whose end could make some.
+        now: None if something does."""
+        if now is None:
+            own.stuck_since_s.pop(key, None)
+        elif now - own.stuck_since_s.setdefault(key, now) > NO_ROOM_LIMIT_S:
+            assert read.adapter is not None
+            del own.stuck_since_s[key], own.reads[key]
+            chunks, num_bytes = self._models.chunks, read.adapter.layout.num_bytes
+            why = (
+                f"it takes {-(-num_bytes // chunks.chunk_bytes)} adjacent chunks of {chunks.chunk_bytes} bytes, and there is no "
+                f"such room beside the models that are loaded ({chunks.lease_chunks} chunks for adapters and KV)"
+            )
+            self._give_up(served, key, "no_adapter_room", why)
+
+    def _give_up(self, served: ServedModel, key: str, code: str, why: str) -> None:
+        """Fails the requests that wait for an adapter."""
+        name = self._of[served.spec.model].sources[key].name
+        log.warning("%s: adapter %s: %s", served.spec.model, name, why)
+        for request in served.scheduler.adapters.take_waiting(key):
+            self._fail(served, request.request_id, code, f"adapter {name}: {why}")
+
+
+def _said(error: Exception) -> str:
+    """Returns an error as text; of one that is not about the files, with its type."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,155 @@
+"""The LoRA adapters of one model: which are in device memory, under which number, in which chunks, and the requests that wait for
+one.
+
+An adapter takes a run of adjacent chunks, drawn from the lease as KV is, so adapters and KV share one pool without a part being set
+aside for either (the idea is S-LoRA's, https://arxiv.org/abs/2311.03285). An adapter that no running sequence uses is idle: it
+leaves when KV or another adapter needs its chunks, the least recently used first. No memory is touched here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.batch.chunk_pool import ChunkPool, free_runs
+from scheduler.batch.plan import IntArray
+from scheduler.batch.request import BatchRequest
+
+MAX_ADAPTERS = 64  # of one model in memory; the device's tables have a column for each
+
+
+@dataclass(slots=True, eq=False)
+class ResidentAdapter:
+    """An adapter in device memory. key: identifies its files. number: its column in the model's tables. num_rows: running sequences
+    that use it. last_used: larger for one that was used later."""
+
+    key: str
+    number: int
+    chunks: IntArray
+    num_rows: int = 0
+    last_used: int = 0
+
+
+class Adapters:
+    """The adapters of one model. dropped(number) is called when one leaves; nothing of it may be used from then on."""
+
+    def __init__(self, chunks: ChunkPool, most: int = MAX_ADAPTERS) -> None:
+        self._chunks, self._most = chunks, most
+        self.resident: dict[str, ResidentAdapter] = {}
+        self.dropped: Callable[[int], None] = lambda number: None
+        self._free_numbers = list(range(most - 1, -1, -1))
+        self._waiting: dict[int, BatchRequest] = {}  # requests whose adapter is not resident, in order of arrival
+        self._uses = 0
+
+    # ---- in memory
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks that hold adapters."""
+        return sum(len(adapter.chunks) for adapter in self.resident.values())
+
+    def is_resident(self, key: str) -> bool:
+        return key in self.resident
+
+    def take(self, key: str) -> ResidentAdapter:
+        """Counts one more row of a resident adapter, which stays as long as there is one."""
+        adapter = self.resident[key]
+        self._uses += 1
+        adapter.num_rows, adapter.last_used = adapter.num_rows + 1, self._uses
+        return adapter
+
+    def leave(self, key: str) -> None:
+        """Takes back one `take`, after which others may have its chunks if it is idle."""
+        self.undo(key)
+        if not self.resident[key].num_rows:
+            self._chunks.version += 1
+
+    def undo(self, key: str) -> None:
+        """Takes back a `take` of a moment ago: nobody who waits for memory is woken."""
+        self.resident[key].num_rows -= 1
+
+    def place(self, key: str, num_chunks: int, make_room: Callable[[int], int] = lambda num_chunks: 0) -> ResidentAdapter | None:
+        """Draws adjacent chunks for an adapter that is not resident, and gives it a number. Idle adapters of this model leave for
+        it where they must; make_room(num_chunks) asks for chunks of others and returns how many came back. Returns None, and draws
+        nothing, if there is no room now."""
+        if not self._free_numbers and not self._drop_idle():
+            return None
+        while (run := self._run_of(num_chunks)) is None:
+            if not (self._drop_idle() or make_room(num_chunks)):
+                return None
+        self._chunks.take(run, reserved=False)
+        adapter = self.resident[key] = ResidentAdapter(key, self._free_numbers.pop(), run)
+        self._uses += 1
+        adapter.last_used = self._uses
+        return adapter
+
+    def give_up_idle(self, num_chunks: int) -> int:
+        """Drops idle adapters until num_chunks are free or none is left. Returns how many chunks became free."""
+        given = 0
+        while given < num_chunks and (freed := self._drop_idle()):
+            given += freed
+        return given
+
+    def give_up_all(self) -> None:
+        """Drops every adapter, also those of rows, which do not run again."""
+        for adapter in list(self.resident.values()):
+            self._drop(adapter)
+
+    def _run_of(self, num_chunks: int) -> IntArray | None:
+        """Returns num_chunks adjacent free chunks that the lease covers, of the shortest run there is; None if there are none."""
+        if self._chunks.room_chunks < num_chunks:
+            return None
+        runs = free_runs(self._chunks.choosable(num_chunks))
+        runs = runs[runs[:, 1] >= num_chunks]
+        if not len(runs):
+            return None
+        first = int(runs[np.argmin(runs[:, 1]), 0])
+        return np.arange(first, first + num_chunks, dtype=np.int32)
+
+    def _drop_idle(self) -> int:
+        """Drops the idle adapter that was used least recently. Returns how many chunks it had; 0 if none is idle."""
+        idle = [adapter for adapter in self.resident.values() if not adapter.num_rows]
+        if not idle:
+            return 0
+        adapter = min(idle, key=lambda adapter: adapter.last_used)
+        self._drop(adapter)
+        return len(adapter.chunks)
+
+    def _drop(self, adapter: ResidentAdapter) -> None:
+        del self.resident[adapter.key]
+        self._free_numbers.append(adapter.number)
+        self._chunks.give_back(adapter.chunks, reserved=False)
+        self.dropped(adapter.number)
+
+    # ---- requests that wait for one
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def wanted(self) -> Iterable[str]:
+        """Keys of the adapters that requests wait for, in the order in which they came."""
+        return dict.fromkeys(request.adapter for request in self._waiting.values()) if self._waiting else ()
+
+    def wait(self, request: BatchRequest) -> None:
+        self._waiting[request.request_id] = request
+
+    def get(self, request_id: int) -> BatchRequest | None:
+        """Returns a request that waits for its adapter; None if none of that id does."""
+        return self._waiting.get(request_id)
+
+    def withdraw(self, request_id: int) -> bool:
+        return self._waiting.pop(request_id, None) is not None
+
+    def requests(self) -> list[BatchRequest]:
+        return list(self._waiting.values())
+
+    def take_waiting(self, key: str) -> list[BatchRequest]:
+        """Removes and returns the requests that wait for this adapter, in the order in which they came."""
+        found = [request for request in self._waiting.values() if request.adapter == key]
+        for request in found:
+            del self._waiting[request.request_id]
+        return found
