@@ -123,7 +123,9 @@ class AdapterLoads:
                 elif read.error is not None:
                     del own.reads[key]
                     self._give_up(served, key, "adapter_unusable", _said(read.error))
-                elif (retry or key in own.stuck_since_s) and not self._place(served, own, read, key):
+                elif may_free_memory and not retry:
+                    own.stuck_since_s.pop(key, None)
+                elif not self._place(served, own, read, key):
                     self._check_stuck(served, own, read, key, None if may_free_memory else now)
         self._tried_version = self._models.chunks.version
 

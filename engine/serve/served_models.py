@@ -215,7 +215,7 @@ class ServedModels:
     def make_room(self, served: ServedModel, num_chunks: int) -> int:
         """Frees chunks for an adapter of this model: other models' first, then by dropping its own cached prefixes. Returns how
         many came back to the lease."""
-        given = self._reclaim(served.spec.model, num_chunks)
+        given = self._reclaim(served.spec.model, num_chunks, for_kv=False)
         return given or self.compaction.give_up_prefixes(served.scheduler, num_chunks)
 
     @property
@@ -340,22 +340,24 @@ class ServedModels:
             return None
         return left
 
-    def _reclaim(self, wanting: str, num_chunks: int) -> int:
+    def _reclaim(self, wanting: str, num_chunks: int, for_kv: bool = True) -> int:
         """Frees chunks for `wanting`: idle adapters of any model leave, then sparse chunks of other models are emptied, then their
-        cached prefixes are dropped. Returns how many chunks came back to the lease."""
-        given = self._give_up_idle_adapters(num_chunks)
+        cached prefixes are dropped; for KV adapters leave, too, that no request has used yet. Returns how many chunks came back to
+        the lease."""
+        given = self._give_up_idle_adapters(num_chunks, new_ones=False)
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):
             for name, served in self.by_name.items():
                 if name != wanting and given < num_chunks:
                     given += way(served.scheduler, num_chunks - given)
-        return given
+        return given + (self._give_up_idle_adapters(num_chunks - given) if for_kv else 0)
 
-    def _give_up_idle_adapters(self, num_chunks: int) -> int:
-        """Drops idle adapters until num_chunks are free or there are no more. Returns how many chunks became free."""
+    def _give_up_idle_adapters(self, num_chunks: int, new_ones: bool = True) -> int:
+        """Drops idle adapters until num_chunks are free or there are no more. Returns how many chunks became free. new_ones: whether
+        those leave, too, that no request has used yet."""
         given = 0
         for served in self.by_name.values():
             if given < num_chunks:
-                given += served.scheduler.adapters.give_up_idle(num_chunks - given)
+                given += served.scheduler.adapters.give_up_idle(num_chunks - given, new_ones)
         return given
 
     def _copy_blocks(self, block_bytes: int, sources: IntArray, targets: IntArray) -> None:

@@ -23,13 +23,15 @@ MAX_ADAPTERS = 64  # of one model in memory; the device's tables have a column f
 @dataclass(slots=True, eq=False)
 class ResidentAdapter:
     """An adapter in device memory. key: identifies its files. number: its column in the model's tables. num_rows: running sequences
-    that use it. last_used: larger for one that was used later."""
+    that use it. last_used: larger for one that was used later. is_new: requests that waited for it are queued, and none has run;
+    another adapter must not drive it out then, or two could drive each other out for ever."""
 
     key: str
     number: int
     chunks: IntArray
     num_rows: int = 0
     last_used: int = 0
+    is_new: bool = False
 
 
 class Adapters:
@@ -57,7 +59,7 @@ class Adapters:
         """Counts one more row of a resident adapter, which stays as long as there is one."""
         adapter = self.resident[key]
         self._uses += 1
-        adapter.num_rows, adapter.last_used = adapter.num_rows + 1, self._uses
+        adapter.num_rows, adapter.last_used, adapter.is_new = adapter.num_rows + 1, self._uses, False
         return adapter
 
     def leave(self, key: str) -> None:
@@ -70,14 +72,19 @@ class Adapters:
         """Takes back a `take` of a moment ago: nobody who waits for memory is woken."""
         self.resident[key].num_rows -= 1
 
+    def gone(self, request: BatchRequest) -> None:
+        """Notes that a queued request was aborted, for whose adapter nobody may be left."""
+        if (adapter := self.resident.get(request.adapter)) is not None:
+            adapter.is_new = False
+
     def place(self, key: str, num_chunks: int, make_room: Callable[[int], int] = lambda num_chunks: 0) -> ResidentAdapter | None:
         """Draws adjacent chunks for an adapter that is not resident, and gives it a number. Idle adapters of this model leave for
         it where they must; make_room(num_chunks) asks for chunks of others and returns how many came back. Returns None, and draws
         nothing, if there is no room now."""
-        if not self._free_numbers and not self._drop_idle():
+        if not self._free_numbers and not self._drop_idle(new_ones=False):
             return None
         while (run := self._run_of(num_chunks)) is None:
-            if not (self._drop_idle() or make_room(num_chunks)):
+            if not (self._drop_idle(new_ones=False) or make_room(num_chunks)):
                 return None
         self._chunks.take(run, reserved=False)
         adapter = self.resident[key] = ResidentAdapter(key, self._free_numbers.pop(), run)
@@ -85,10 +92,11 @@ class Adapters:
         adapter.last_used = self._uses
         return adapter
 
-    def give_up_idle(self, num_chunks: int) -> int:
-        """Drops idle adapters until num_chunks are free or none is left. Returns how many chunks became free."""
+    def give_up_idle(self, num_chunks: int, new_ones: bool = True) -> int:
+        """Drops idle adapters until num_chunks are free or none is left. Returns how many chunks became free. new_ones: whether new
+        ones may leave, too: for KV, but not for an adapter."""
         given = 0
-        while given < num_chunks and (freed := self._drop_idle()):
+        while given < num_chunks and (freed := self._drop_idle(new_ones)):
             given += freed
         return given
 
@@ -108,9 +116,9 @@ class Adapters:
         first = int(runs[np.argmin(runs[:, 1]), 0])
         return np.arange(first, first + num_chunks, dtype=np.int32)
 
-    def _drop_idle(self) -> int:
+    def _drop_idle(self, new_ones: bool) -> int:
         """Drops the idle adapter that was used least recently. Returns how many chunks it had; 0 if none is idle."""
-        idle = [adapter for adapter in self.resident.values() if not adapter.num_rows]
+        idle = [adapter for adapter in self.resident.values() if not adapter.num_rows and (new_ones or not adapter.is_new)]
         if not idle:
             return 0
         adapter = min(idle, key=lambda adapter: adapter.last_used)

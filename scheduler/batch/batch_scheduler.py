@@ -106,7 +106,9 @@ class BatchScheduler:
 
     def adapter_arrived(self, key: str) -> None:
         """Queues the requests that wait for an adapter, which is resident now."""
-        for request in self.adapters.take_waiting(key):
+        waiting = self.adapters.take_waiting(key)
+        self.adapters.resident[key].is_new = bool(waiting)
+        for request in waiting:
             self._queue(request)
 
     def __contains__(self, request_id: int) -> bool:
@@ -114,7 +116,9 @@ class BatchScheduler:
 
     def abort(self, request_id: int) -> bool:
         """Removes a request; returns False if it is not known."""
-        if self.waiting.withdraw(request_id):
+        if (request := self.waiting.get(request_id)) is not None:
+            self.waiting.withdraw(request_id)
+            self.adapters.gone(request)
             self._blocked_version = -1
             return True
         if self.adapters.withdraw(request_id):

@@ -1,0 +1,43 @@
+"""Reads a LoRA adapter's files into host memory, as its matrices are to lie in the device's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.contracts.adapters import ReadAdapter
+from engine.protocol import AdapterSource
+from loader.adapters.layout import adapter_layout
+from loader.adapters.open_adapter import OpenAdapter, open_adapter
+from loader.dtypes import DTYPE_OF, ITEM_BYTES
+from loader.errors import CheckpointError
+from loader.model_shape import ModelShape
+from loader.safetensors import TensorRef
+
+
+def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAdapter:
+    """Reads an adapter of a model of this shape that is computed in dtype. Raises CheckpointError, which names file and tensor or
+    key, and CheckpointChanged."""
+    with open_adapter(source.path, source.fingerprint) as opened:
+        layout = adapter_layout(opened.adapter, shape, ITEM_BYTES[dtype])
+        data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        elements = data.view(getattr(torch, dtype))
+        for place in layout.places:
+            for part, (module, outputs) in enumerate(zip(place.parts, place.outputs, strict=True)):
+                if module is None:
+                    continue
+                down, up = _floats(opened, module.down), _floats(opened, module.up) * module.scale
+                at = place.down_at(part)
+                elements[at : at + down.numel()] = down.reshape(-1)
+                at = place.up_at(part)
+                elements[at : at + up.numel()].view(module.rank, outputs).copy_(up.t())
+    return ReadAdapter(layout, data.numpy())
+
+
+def _floats(opened: OpenAdapter, tensor: TensorRef) -> Tensor:
+    """Returns a tensor of the files in float32. Raises CheckpointError for values that are not finite."""
+    held = torch.from_numpy(opened.read(tensor)).view(getattr(torch, DTYPE_OF[tensor.dtype])).view(tensor.shape)
+    values = held.float()
+    if not torch.isfinite(values).all():
+        raise CheckpointError(tensor.file, tensor.name, "holds values that are not finite")
+    return values

@@ -1,0 +1,268 @@
+"""Adapters come into memory on demand, and whatever fails on the way ends their requests alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.protocol import AdapterLoaded, AdapterSource, Message, SamplingParams
+from engine.serve import adapter_loads
+from engine.serve.adapter_loads import AdapterLoads, AdapterRead
+from engine.serve.identity import adapter_identity
+from engine.serve.served_models import ServedModel
+from loader.errors import CheckpointError
+from scheduler.batch.request import BatchRequest
+from tests.engine.test_served_models import CHUNK_BYTES, Node
+
+MANY = 40
+
+
+def source(name: str) -> AdapterSource:
+    return AdapterSource(name, f"/{name}", "print")
+
+
+class FakeMemory:
+    """A model's tables, and files of `num_bytes` each."""
+
+    def __init__(self) -> None:
+        self.num_bytes: dict[str, int] = {}
+        self.error: Exception | None = None
+        self.known: dict[int, int] = {}
+
+    def read(self, source: AdapterSource) -> Any:
+        if self.error is not None:
+            raise self.error
+        num_bytes = self.num_bytes.get(source.name, CHUNK_BYTES)
+        return SimpleNamespace(layout=SimpleNamespace(num_bytes=num_bytes), data=np.zeros(num_bytes, np.uint8))
+
+    def set(self, number: int, first_byte: int, layout: Any) -> None:
+        self.known[number] = first_byte
+
+    def clear(self, number: int) -> None:
+        del self.known[number]
+
+
+class FakeChunks:
+    """Device memory that notes where something is written."""
+
+    chunk_bytes = CHUNK_BYTES
+
+    def __init__(self) -> None:
+        self.arena = SimpleNamespace(data_ptr=lambda: 1 << 40)
+        self.written: list[int] = []
+
+    def copy_in(self, address: int, data: Any) -> Any:
+        self.written.append((address - (1 << 40)) // CHUNK_BYTES)
+        return SimpleNamespace(wait=lambda: 0)
+
+
+class Desk:
+    """The engine's loop as far as adapters go. Threads are run when a test says so."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.node = Node(folder)
+        self.now = 0.0
+        self.memory, self.chunks = FakeMemory(), FakeChunks()
+        self.reads: list[AdapterRead] = []
+        self.sent: list[Message] = []
+        self.failed: dict[int, str] = {}
+        self.settled = 0
+        self.loads = AdapterLoads(self.node.models, self.chunks, self, self.sent.append, self._fail, self._settle)  # type: ignore[arg-type]
+        self.node.load("m", **options).adapter_memory = self.memory  # type: ignore[assignment]
+        self.served.scheduler.adapters.dropped = self.memory.clear
+
+    @property
+    def served(self) -> ServedModel:
+        return self.node.models.by_name["m"]
+
+    def read(self, read: AdapterRead) -> None:
+        self.reads.append(read)
+
+    def _fail(self, served: ServedModel, request_id: int, code: str, error: str) -> None:
+        self.failed[request_id] = f"{code}: {error}"
+
+    def _settle(self) -> None:
+        self.settled += 1
+
+    def submit(self, request_id: int, adapter: str, num_prompt: int = 5) -> None:
+        assert self.loads.why_not(self.served, source(adapter)) == ""
+        tokens, key = np.full(num_prompt, request_id, np.int32), adapter_identity(source(adapter))
+        self.served.scheduler.submit(BatchRequest(request_id, tokens, num_prompt, SamplingParams(4), adapter=key))
+
+    def look(self, may_free_memory: bool = True) -> None:
+        served = [self.served] if "m" in self.node.models.by_name and self.served.scheduler.adapters.num_waiting else []
+        self.loads.look_after(served, may_free_memory)
+
+    def finish_reads(self) -> None:
+        reads, self.reads = self.reads, []
+        for read in reads:
+            read.run()
+            self.loads.ended(read)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    desk = Desk(tmp_path)
+    monkeypatch.setattr(adapter_loads, "time", SimpleNamespace(monotonic=lambda: desk.now))
+    return desk
+
+
+def test_an_adapter_is_read_once_for_all_that_wait_for_it(desk: Desk) -> None:
+    for request_id in range(1, 4):
+        desk.submit(request_id, "a")
+        desk.look()
+    assert [read.source.name for read in desk.reads] == ["a"]
+    assert not desk.served.scheduler.runnable
+    desk.finish_reads()
+    desk.look()
+    (loaded,) = desk.sent
+    assert isinstance(loaded, AdapterLoaded)
+    assert (loaded.model, loaded.adapter, loaded.num_bytes) == ("m", "a", CHUNK_BYTES)
+    assert desk.settled == 1, "no step is under way while memory is written"
+    (first_byte,) = desk.memory.known.values()
+    assert desk.chunks.written == [first_byte // CHUNK_BYTES]
+    desk.node.run("m")
+    assert not desk.loads.under_way
+    assert not desk.failed
+    stats = desk.node.models.stats(1)
+    assert stats.adapters == {"m": [1, CHUNK_BYTES]}
+
+
+def test_a_broken_one_fails_its_requests_alone_and_is_read_again_for_the_next(desk: Desk) -> None:
+    desk.submit(1, "a")
+    desk.memory.error = CheckpointError("adapter_config.json", None, "key r: -3 is not possible")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    assert desk.failed == {1: "adapter_unusable: adapter a: adapter_config.json: key r: -3 is not possible"}
+    desk.memory.error = RuntimeError("no idea")
+    desk.submit(2, "a")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    assert desk.failed[2] == "adapter_unusable: adapter a: RuntimeError: no idea"
+    desk.memory.error = None
+    desk.submit(3, "a")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    desk.node.run("m")
+    assert 3 not in desk.failed
+
+
+def test_files_that_do_not_answer_hold_up_their_own_requests_alone(desk: Desk) -> None:
+    for number in range(adapter_loads.MAX_READS):
+        desk.submit(number + 1, f"hung-{number}")
+    desk.submit(100, "good")
+    desk.look()
+    hung, desk.reads = desk.reads, []
+    assert len(hung) == adapter_loads.MAX_READS, "the next has to wait for one of them"
+    desk.now = adapter_loads.READ_LIMIT_S + 1
+    desk.look()
+    assert sorted(desk.failed) == [1, 2, 3, 4]
+    assert "does not answer" in desk.failed[1] or "do not answer" in desk.failed[1]
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    assert 100 not in desk.failed
+    assert not desk.served.scheduler.adapters.num_waiting
+    desk.submit(5, "hung-0")
+    desk.look()
+    assert 5 in desk.failed, "another thread would hang as well"
+    hung[0].run()
+    desk.loads.ended(hung[0])
+    desk.submit(6, "hung-0")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    assert 6 not in desk.failed
+
+
+def test_without_room_it_waits_as_long_as_something_may_make_some(desk: Desk) -> None:
+    desk.memory.num_bytes["big"] = 17 * CHUNK_BYTES  # the lease has 16 chunks
+    desk.submit(1, "big")
+    desk.look()
+    desk.finish_reads()
+    desk.look(may_free_memory=True)
+    desk.now = 60.0
+    desk.look(may_free_memory=True)
+    assert not desk.failed
+    desk.look(may_free_memory=False)
+    desk.now += adapter_loads.NO_ROOM_LIMIT_S + 1
+    desk.look(may_free_memory=False)
+    assert desk.failed[1].startswith("no_adapter_room: adapter big: it takes 17 adjacent chunks")
+    assert "16 chunks for adapters and KV" in desk.failed[1]
+    assert not desk.loads.under_way
+
+
+def test_a_larger_lease_lets_it_in(desk: Desk) -> None:
+    desk.memory.num_bytes["big"] = 17 * CHUNK_BYTES
+    desk.submit(1, "big")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    assert desk.served.scheduler.adapters.num_waiting
+    desk.node.models.set_lease(20)
+    desk.look()
+    assert not desk.served.scheduler.adapters.num_waiting
+
+
+def test_a_smaller_lease_drops_idle_ones_first(desk: Desk) -> None:
+    desk.submit(1, "a")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    desk.node.run("m")
+    assert desk.memory.known
+    desk.node.models.set_lease(0)
+    assert not desk.memory.known
+    assert desk.node.models.chunks.num_drawn == 0
+
+
+def test_what_was_read_for_requests_that_have_gone_is_dropped(desk: Desk) -> None:
+    desk.submit(1, "a")
+    desk.look()
+    desk.served.scheduler.abort(1)
+    desk.finish_reads()
+    assert desk.loads.under_way
+    desk.look()
+    assert not desk.loads.under_way
+
+
+def test_a_model_that_leaves_takes_its_adapters_along(desk: Desk) -> None:
+    desk.submit(1, "a")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    desk.submit(2, "b")
+    desk.look()
+    desk.node.remove("m")
+    desk.loads.forget("m")
+    desk.finish_reads()
+    desk.look()
+    assert not desk.loads.under_way
+    assert desk.node.models.chunks.num_drawn == 0
+    assert not desk.memory.known
+
+
+def test_many_adapters_pass_through_little_memory(desk: Desk) -> None:
+    for request_id in range(1, MANY + 1):
+        desk.submit(request_id, f"a{request_id}")
+    for _ in range(20 * MANY):
+        desk.look()
+        desk.finish_reads()
+        desk.node.step("m")
+    assert not desk.failed
+    assert not desk.served.scheduler.num_waiting
+    num_loaded = sum(isinstance(message, AdapterLoaded) for message in desk.sent)
+    assert MANY <= num_loaded < 1.25 * MANY, "KV drives a few out before they are used"
+
+
+def test_a_model_that_takes_none_says_so(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.served.hosted.adapter_memory = None  # type: ignore[misc]
+    assert desk.loads.why_not(desk.served, source("a")) == "model m takes no adapters"
