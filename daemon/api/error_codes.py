@@ -57,6 +57,7 @@ CODES: dict[str, tuple[int, str, str]] = {
     ),
     "unsupported_tokenizer": (400, "the checkpoint's tokenizer is of a kind that is not served", "choose another checkpoint"),
     "model_unusable": (400, "the model's files or settings are of a kind that is not served", "see the message; `hearth doctor`"),
+    "adapter_unusable": (400, "the LoRA adapter's files cannot be read, or do not fit the model; the message says why", "see it"),
     "model_too_large": (
         400,
         "the model can never be loaded here; the message has the arithmetic",
@@ -100,6 +101,11 @@ CODES: dict[str, tuple[int, str, str]] = {
     "request_timeout": (503, "the request was not done within request_timeout_s", "ask for fewer tokens, or raise it"),
     "load_timeout": (503, "the model's load took longer than its deadline", "`hearth why MODEL`; set load_deadline_s"),
     "would_not_fit": (503, "room cannot be made: what is loaded is pinned or busy", "unpin something, or retry"),
+    "no_adapter_room": (
+        503,
+        "the LoRA adapter finds no room in the device's memory beside the models that are loaded; the message has the arithmetic",
+        "retry; unload a model, raise the device's budget, or lower `max_model_len`",
+    ),
     "model_incomplete": (503, "files of the model are missing; the message names one", "finish copying them"),
     "model_failed": (503, "the last load failed; the message says why", "correct the files, then `hearth load MODEL`"),
     "model_disabled": (503, "an operator switched the model off", "`hearth enable MODEL`"),

@@ -131,6 +131,8 @@ class EngineEvents:
             self._embeddings_out(message)
         elif kind is protocol.PromptLogprobs:
             self._prompt_logprobs(message)
+        elif kind is protocol.AdapterLoaded:
+            self._adapter_loaded(device, message)
         elif kind is protocol.RequestFailed:
             self._request_failed(message)
 
@@ -168,6 +170,12 @@ class EngineEvents:
                 restored_kv_tokens=message.restored_kv_tokens,
             )
         )
+
+    def _adapter_loaded(self, device: str, message: protocol.AdapterLoaded) -> None:
+        self._metrics.adapter_loads[message.model] += 1
+        self._metrics.adapter_load_seconds[message.model] += message.seconds
+        told = {"model": message.model, "adapter": message.adapter, "device": device, "num_bytes": message.num_bytes}
+        self._ring.add("adapter_loaded", **told, seconds=round(message.seconds, 6))
 
     def _evicted(self, device: str, message: protocol.Evicted) -> None:
         self._metrics.swaps.evicted(message)
@@ -376,8 +384,9 @@ def _of_load(message: protocol.LoadDone) -> dict[str, Value]:
 
 
 def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthError:
-    """Returns the error for a request that failed in the engine. A grammar that the vocabulary cannot follow, and word and token
-    lists that leave no token, are the client's fault, and only the engine can find them. All other failures are the server's."""
+    """Returns the error for a request that failed in the engine. A grammar that the vocabulary cannot follow, word and token lists
+    that leave no token, and an adapter whose files are broken are the client's fault, and only the engine can find them. All other
+    failures are the server's."""
     if failed.code == "unsupported_grammar":
         kind = generation.params.grammar.partition(":")[0]
         field = {"regex": "regex", "lark": "grammar"}.get(kind, "response_format")
@@ -385,4 +394,8 @@ def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthErro
     if failed.code == "no_token_left":
         field = "allowed_token_ids" if generation.params.allowed_token_ids else "bad_words"
         return BadRequest("no_token_left", f"{field}: {failed.error}", param=field)
+    if failed.code == "adapter_unusable":
+        return BadRequest(failed.code, failed.error, param="model")
+    if failed.code == "no_adapter_room":
+        return NotNow(failed.code, failed.error, retry_after_s=5.0)
     return ServerFault(failed.code, failed.error)

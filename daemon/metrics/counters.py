@@ -80,6 +80,8 @@ class Metrics:
     generated_tokens: defaultdict[str, int] = field(default_factory=_counts)
     drafted_tokens: defaultdict[str, int] = field(default_factory=_counts)  # and of them, those that were kept
     accepted_tokens: defaultdict[str, int] = field(default_factory=_counts)
+    adapter_loads: defaultdict[str, int] = field(default_factory=_counts)
+    adapter_load_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     steps: defaultdict[str, int] = field(default_factory=_counts)
     step_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     queue: defaultdict[str, Histogram] = field(default_factory=lambda: _histograms(WAIT_BUCKETS_S))

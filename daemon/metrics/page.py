@@ -32,6 +32,8 @@ class ModelNow:
     running: int = 0
     host_bytes: int = 0
     saved_kv_tokens: int = 0
+    adapters: int = 0  # LoRA adapters in the device's memory
+    adapter_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -128,6 +130,10 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
     yield "hearth_kv_cached_bytes", ((key, one.kv_cached_bytes) for key, one in placed.items())
     yield "hearth_model_loads_total", metrics.loads.items()
     yield "hearth_model_load_seconds_total", metrics.load_seconds.items()
+    yield "hearth_model_adapters", ((name, one.adapters) for name, one in now.models.items())
+    yield "hearth_model_adapter_bytes", ((name, one.adapter_bytes) for name, one in now.models.items())
+    yield "hearth_adapter_loads_total", metrics.adapter_loads.items()
+    yield "hearth_adapter_load_seconds_total", metrics.adapter_load_seconds.items()
     yield "hearth_model_evictions_total", metrics.evictions.items()
     yield "hearth_steps_total", metrics.steps.items()
     yield "hearth_step_seconds_total", metrics.step_seconds.items()
