@@ -395,7 +395,7 @@ def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthErro
         field = "allowed_token_ids" if generation.params.allowed_token_ids else "bad_words"
         return BadRequest("no_token_left", f"{field}: {failed.error}", param=field)
     if failed.code == "adapter_unusable":
-        return BadRequest(failed.code, failed.error, param="model")
+        return BadRequest("adapter_unusable", failed.error, param="model")
     if failed.code == "no_adapter_room":
-        return NotNow(failed.code, failed.error, retry_after_s=5.0)
+        return NotNow("no_adapter_room", failed.error, retry_after_s=5.0)
     return ServerFault(failed.code, failed.error)

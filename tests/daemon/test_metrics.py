@@ -86,6 +86,8 @@ def test_the_output_has_what_the_page_lists_and_nothing_else(pages: tuple[str, s
     # what takes an accident, a limit or another server has no sample here
     assert listed.keys() - seen == {
         "hearth_accepted_tokens_total",  # the null model's texts do not repeat themselves: tests/e2e/test_drafts.py
+        "hearth_adapter_loads_total",  # null models take no adapters: tests/e2e/test_adapters.py
+        "hearth_adapter_load_seconds_total",
         "hearth_drafted_tokens_total",
         "hearth_engine_restarts_total",
         "hearth_engine_stalls_total",
