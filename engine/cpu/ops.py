@@ -24,6 +24,7 @@ from engine.cpu.recording.program import call, empty, into, is_recording
 from engine.host import compiled
 from engine.ops import reference, reference_inputs
 from engine.ops.ops import (
+    AdaptedProduct,
     DeltaRule,
     ExpertMatrices,
     Fp8Matrix,
@@ -171,6 +172,14 @@ class CpuOps:
                 call(partial(torch.addmm, out=to), bias, own, weight.t())
             return out
         return torch.nn.functional.linear(x, weight, bias)
+
+    def add_adapters(self, x: Tensor, out: Tensor, product: AdaptedProduct, batch: HostBatch) -> None:
+        adapters = batch.adapters
+        assert adapters is not None
+        held = (adapters.numbers, adapters.places[product.number], adapters.ranks[product.number])
+        tables = (torch.from_numpy(one) for one in held)
+        memory = adapters.memory.view(adapters.memory.shape)
+        call(reference.add_adapters, x.view(x.shape), out.view(out.shape), product.parts, *tables, memory)
 
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
         out = empty(x, len(x), len(weight), torch.float32)

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.ops.ops import BatchAdapters
+
 
 @dataclass(slots=True)
 class DeviceGroup:
@@ -48,8 +50,8 @@ class DeviceBatch:
     """The inputs of one step. num_decode: rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper bound, and
     the groups' work holds the pieces of those that there are. slots, contexts [R] int32: each row's slot, and how many
     positions it has stored after this step. layer_places: for each layer, its group and its place in that group. token_rows [T]:
-    the row of each token. firsts, starts [R]: each row's positions before this step, and its first token in it. layer_inputs: as in
-    StepBatch."""
+    the row of each token. firsts, starts [R]: each row's positions before this step, and its first token in it. layer_inputs,
+    adapters: as in StepBatch."""
 
     input_ids: Tensor  # [T]
     num_decode: int
@@ -62,6 +64,7 @@ class DeviceBatch:
     firsts: Tensor
     starts: Tensor
     layer_inputs: Tensor | None = None
+    adapters: BatchAdapters | None = None
 
     @property
     def block_tokens(self) -> int:

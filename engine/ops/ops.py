@@ -269,10 +269,30 @@ class Rotary:
     temperature: TemperatureShape | None = None
 
 
+@dataclass(slots=True)
+class BatchAdapters:
+    """The LoRA adapters of one step's tokens, for S resident adapters and M products that adapters may change. The arrays are of
+    the kind that the device's operations read: numpy arrays on the host, tensors in a device's memory.
+
+    numbers [T] int32: each token's adapter, -1: none, as padding has. places [M, S] int64: where the adapter's part of a product
+    begins in `memory`, in elements (loader.adapters.layout), -1: the adapter leaves this product as it is. ranks [M, S] int32: the
+    rank r of the part. memory: all memory that adapters are held in, the KV arena, as a flat tensor in the model's dtype."""
+
+    numbers: Any
+    places: Any
+    ranks: Any
+    memory: Tensor
+
+
 class StepBatch(Protocol):
     """The inputs of one step. Models read the tokens, and hand the rest to the operations of the same device."""
 
     layer_inputs: Tensor | None  # [T L, W]: the inputs of L layers that have inputs of their own, set by the model
+
+    @property
+    def adapters(self) -> BatchAdapters | None:
+        """The adapters of the step's tokens; None: no token of the model's steps has one."""
+        ...
 
     @property
     def input_ids(self) -> Tensor:
@@ -315,6 +335,13 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], in their common dtype; with a quantised matrix, in x's."""
+        ...
+
+    def add_adapters(self, x: Tensor, out: Tensor, product: AdaptedProduct, batch: BatchT_contra) -> None:
+        """Adds to out [T, N] in place what the tokens' adapters make of x [T, K] in this product. For each part of the product,
+        with n of its outputs, that is x @ down [r, K] transposed @ up [r, n], computed in float32 and rounded once with the sum.
+        Rows of tokens without an adapter, or whose adapter leaves the product as it is, stay as they are. batch.adapters is not
+        None. In memory lie the parts' `down`, one after the other, and behind them their `up`."""
         ...
 
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:

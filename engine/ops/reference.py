@@ -9,7 +9,7 @@ with scales [num_blocks, layers, 2, G, block_tokens], it is fp8 as quantize_fp8 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -112,6 +112,28 @@ def int4_linear(
         int4_rows(packed[some], scales[some], None if zeros is None else zeros[some], group_inputs, part)
 
     return _written_linear(x, torch.Size((len(packed), x.shape[1])), write, bias, held_bytes)
+
+
+def add_adapters(
+    x: Tensor, out: Tensor, parts: Sequence[int], numbers: Tensor, places: Tensor, ranks: Tensor, memory: Tensor
+) -> None:
+    """Adds to out [T, N] what LoRA adapters make of x [T, K] in one product, of whose outputs each of P parts has parts[p], as
+    Ops.add_adapters does.
+
+    numbers [T]: each token's adapter, -1: none. places, ranks [S]: of each adapter, for this product. memory: flat. At an adapter's
+    place lie down [P, rank, K], and then of each part up [rank, parts[p]]."""
+    for number in numbers.unique().tolist():
+        if number < 0 or (at := int(places[number])) < 0:
+            continue
+        rows, rank, num_inputs = (numbers == number).nonzero().squeeze(1), int(ranks[number]), x.shape[1]
+        own = x[rows].float()
+        up_at, first = at + len(parts) * rank * num_inputs, 0
+        for part, num_outputs in enumerate(parts):
+            down = memory[at + part * rank * num_inputs :][: rank * num_inputs].view(rank, num_inputs)
+            up = memory[up_at : up_at + rank * num_outputs].view(rank, num_outputs)
+            some = slice(first, first + num_outputs)
+            out[rows, some] = (out[rows, some].float() + own @ down.float().t() @ up.float()).to(out.dtype)
+            up_at, first = up_at + rank * num_outputs, first + num_outputs
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
