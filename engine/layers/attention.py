@@ -7,6 +7,7 @@ from typing import Generic
 
 from torch import Tensor
 
+from engine.layers.projection import Projection
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, HeadNorms, Ops
 from loader.architectures.decoder import Decoder
@@ -22,10 +23,8 @@ class Attention(Generic[BatchT]):
         self.ops = ops
         names, prefix = family.names, family.names.layer.format(layer)
         heads = shape.heads_of(layer)
-        self.qkv_weight = weights.matrix(prefix, names.of_heads(heads))
-        self.qkv_bias = weights.find_fused(prefix, names.of_heads(heads), ".bias")
-        self.out_weight = weights.matrix(prefix, (names.attention_output,))
-        self.out_bias = weights.find(f"{prefix}{names.attention_output}.bias")
+        self.qkv = Projection(ops, weights, prefix, names.of_heads(heads))
+        self.output = Projection(ops, weights, prefix, (names.attention_output,))
         norms: HeadNorms | None = None
         if names.query_norm and shape.has_head_norms:
             query_norm = weights.get(f"{prefix}{names.query_norm}.weight")
@@ -49,11 +48,11 @@ class Attention(Generic[BatchT]):
 
     def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
         ops = self.ops
-        made = ops.linear(x, self.qkv_weight, self.qkv_bias)
+        made = self.qkv(x, batch)
         if self.reads_only:
             ops.rope(made, self.head_norms, self.layer, self.heads, batch, self.interleaved)
             attended = ops.attention(made, self.layer, self.heads, self.scale, self.softcap, batch, self.sinks)
-            return ops.linear(attended, self.out_weight, self.out_bias)
+            return self.output(attended, batch)
         qkv = ops.without_gates(made, self.heads, self.head_dim) if self.gated else made
         if self.keys_are_values:
             qkv = ops.columns_twice(made, self.heads * self.head_dim)
@@ -64,4 +63,4 @@ class Attention(Generic[BatchT]):
         attended = ops.attention(qkv, self.layer, self.heads, self.scale, self.softcap, batch, self.sinks)
         if self.gated:
             ops.gate_heads(attended, made, self.head_dim)
-        return ops.linear(attended, self.out_weight, self.out_bias)
+        return self.output(attended, batch)

@@ -7,6 +7,7 @@ from typing import Generic
 
 from torch import Tensor
 
+from engine.layers.projection import Projection
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, DeltaColumns, DeltaRule, Ops
 from loader.architectures.decoder import Decoder
@@ -21,9 +22,9 @@ class GatedDelta(Generic[BatchT]):
         assert shape.delta is not None
         self.ops, self.layer = ops, layer
         names, delta, prefix = family.deltas.names, shape.delta, family.names.layer.format(layer)
-        self.in_weight = weights.matrix(prefix, names.inputs)
+        self.inputs = Projection(ops, weights, prefix, names.inputs)
         self.gate_weight = weights.matrix(prefix, names.gates)
-        self.out_weight = weights.matrix(prefix, (names.output,))
+        self.output = Projection(ops, weights, prefix, (names.output,))
         self.rule = DeltaRule(
             convolution=weights.get(f"{prefix}{names.convolution}.weight").squeeze(1),
             decay=weights.get(prefix + names.decay),
@@ -39,8 +40,8 @@ class GatedDelta(Generic[BatchT]):
 
     def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
         ops = self.ops
-        made, gates = ops.linear(x, self.in_weight), ops.linear(x, self.gate_weight)
-        return ops.linear(ops.gated_delta(made, gates, self.rule, self.layer, batch), self.out_weight)
+        made, gates = self.inputs(x, batch), ops.linear(x, self.gate_weight)
+        return self.output(ops.gated_delta(made, gates, self.rule, self.layer, batch), batch)
 
 
 def columns_of(delta: DeltaShape) -> DeltaColumns:

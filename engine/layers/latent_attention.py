@@ -6,6 +6,7 @@ from typing import Generic
 
 from torch import Tensor
 
+from engine.layers.projection import Projection
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, LatentHeads, Ops
 from loader.architectures.decoder import Decoder
@@ -25,22 +26,19 @@ class LatentAttention(Generic[BatchT]):
         self.ops, self.layer, self.scale = ops, layer, shape.query_scale
         self.interleaved = shape.rope.interleaved
         names, latent, prefix = family.latents.names, shape.latent, family.names.layer.format(layer)
-        together = names.read_together(latent)
-        self.down_weight = weights.matrix(prefix, together)
-        self.down_bias = weights.find_fused(prefix, together, ".bias")
+        self.down = Projection(ops, weights, prefix, names.read_together(latent))
         self.query_norm = weights.find(f"{prefix}{names.query_norm}.weight")
-        self.query_weight = weights.matrix(prefix, (names.query_up if latent.query_rank else names.queries,))
+        self.queries = Projection(ops, weights, prefix, (names.query_up if latent.query_rank else names.queries,))
         self.norm = weights.get(f"{prefix}{names.norm}.weight")
         up = weights.matrix(prefix, (names.up,))
         self.heads = LatentHeads(up, shape.num_heads, latent.plain_dim, latent.rope_dim, latent.value_dim)
-        self.out_weight = weights.matrix(prefix, (names.output,))
-        self.out_bias = weights.find(f"{prefix}{names.output}.bias")
+        self.output = Projection(ops, weights, prefix, (names.output,))
 
     def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
         ops = self.ops
-        down = ops.linear(x, self.down_weight, self.down_bias)
+        down = self.down(x, batch)
         of_queries = x if self.query_norm is None else ops.normed_columns(down, 0, self.query_norm, NORM_EPS)
-        queries = ops.linear(of_queries, self.query_weight)
+        queries = self.queries(of_queries, batch)
         ops.rope_and_store_latents(queries, down, self.norm, NORM_EPS, self.layer, self.heads, batch, self.interleaved)
         attended = ops.latent_attention(queries, self.layer, self.heads, self.scale, batch)
-        return ops.linear(attended, self.out_weight, self.out_bias)
+        return self.output(attended, batch)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.layers.projection import Projection
 from engine.layers.weights import Weights
 from engine.ops.ops import Ops, StepBatch
 from loader.architectures.decoder import GELU_NEW, GELU_TANH, SILU, Decoder
@@ -19,11 +20,8 @@ class MLP:
     def __init__(
         self, ops: Ops[Any], weights: Weights, prefix: str, gate_up: tuple[str, ...], down: str, activation: str = SILU
     ) -> None:
-        self.gate_up_weight = weights.matrix(prefix, gate_up)
-        self.gate_up_bias = weights.find_fused(prefix, gate_up, ".bias")
-        self.down_weight = weights.matrix(prefix, (down,))
-        self.down_bias = weights.find(f"{prefix}{down}.bias")
-        self.linear = ops.linear
+        self.gate_up = Projection(ops, weights, prefix, gate_up)
+        self.down = Projection(ops, weights, prefix, (down,))
         # [T, 2 W] -> [T, W], or of an MLP without a gate [T, W] -> [T, W]
         self.activate = {SILU: ops.silu_and_mul, GELU_TANH: ops.gelu_and_mul, GELU_NEW: ops.gelu}[activation]
 
@@ -34,6 +32,4 @@ class MLP:
         return cls(ops, weights, names.layer.format(layer), names.gate_up, names.down, family.activation)
 
     def __call__(self, x: Tensor, batch: StepBatch) -> Tensor:
-        """Computes the network. The step's other inputs are not needed; layers with experts need them."""
-        gate_up = self.linear(x, self.gate_up_weight, self.gate_up_bias)
-        return self.linear(self.activate(gate_up), self.down_weight, self.down_bias)
+        return self.down(self.activate(self.gate_up(x, batch)), batch)

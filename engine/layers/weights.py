@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
-from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix, Nvfp4Matrix
+from engine.ops.ops import AdaptedProduct, Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix, Nvfp4Matrix
+from loader.adapters.matrices import adapted_matrices
 from loader.dtypes import FLOAT_OF
 from loader.formats import mxfp4, nvfp4_settings, stored_nvfp4
 from loader.formats.int4_layout import BY_INPUT, COMPRESSED, IN_WORD, Names
@@ -33,6 +34,8 @@ class Weights:
         self._slots = {slot.name: slot for slot in weight_layout(shape, dtype, weight_format)}
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._memory = memory
+        adapted = enumerate(adapted_matrices(shape))
+        self._adapted = {(of.prefix, of.names): AdaptedProduct(number, of.outputs) for number, of in adapted}
 
     def get(self, name: str) -> Tensor:
         slot = self._slots[name]
@@ -80,6 +83,10 @@ class Weights:
         codes = self._memory.tensor(place, (num_outputs, num_inputs), torch.uint8)
         scales = self._memory.tensor(scales_at, (num_outputs, -(-num_inputs // group_inputs)), torch.float32)
         return Fp8Matrix(codes, scales, group_inputs)
+
+    def adapted(self, prefix: str, names: tuple[str, ...]) -> AdaptedProduct | None:
+        """Returns which of the products that adapters may change is that of these matrices; None if none is."""
+        return self._adapted.get((prefix, names))
 
     def _int4(self, stored: Names, weights: list[str]) -> Int4Matrix:
         """Returns the joined INT4 matrices of these names."""

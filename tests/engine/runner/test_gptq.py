@@ -56,9 +56,9 @@ def test_logits_are_those_of_the_weights_that_are_meant(
     assert model.weights_bytes == scan_one(tmp_path).weights_bytes["float32"]
     layer: Any = model._model.layers[1]  # type: ignore[attr-defined]
     for matrix, names in (
-        (layer.attention.qkv_weight, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        (layer.mlp.gate_up_weight, ("mlp.gate_proj", "mlp.up_proj")),
-        (layer.mlp.down_weight, ("mlp.down_proj",)),
+        (layer.attention.qkv.weight, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        (layer.mlp.gate_up.weight, ("mlp.gate_proj", "mlp.up_proj")),
+        (layer.mlp.down.weight, ("mlp.down_proj",)),
     ):
         config = FORMS[form]
         has_zeros = config.get("zero_point", not config.get("sym"))

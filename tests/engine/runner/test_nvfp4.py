@@ -48,8 +48,8 @@ def test_logits_are_those_of_the_weights_that_are_meant(
     assert model.weights_bytes == scan_one(tmp_path).weights_bytes["float32"]
     layer: Any = model._model.layers[1]  # type: ignore[attr-defined]
     for matrix, names in (
-        (layer.attention.qkv_weight, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        (layer.mlp.gate_up_weight, ("mlp.gate_proj", "mlp.up_proj")),
+        (layer.attention.qkv.weight, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        (layer.mlp.gate_up.weight, ("mlp.gate_proj", "mlp.up_proj")),
     ):
         own = [f"model.layers.1.{name}.weight" for name in names]
         values, dense = (matrix.packed, matrix.scales, matrix.factors), torch.cat([meant[name] for name in own])

@@ -1,0 +1,28 @@
+"""A product with a matrix of the model, with its bias, and with what the tokens' LoRA adapters (https://arxiv.org/abs/2106.09685)
+add to it."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from torch import Tensor
+
+from engine.layers.weights import Weights
+from engine.ops.ops import BatchT, Ops
+
+
+class Projection(Generic[BatchT]):
+    """A product that adapters may change: x [T, K] -> [T, N]. names: of its matrices in the checkpoint, which follow the prefix and
+    are read together. weight [N, K], and bias [N], None if the model has none."""
+
+    def __init__(self, ops: Ops[BatchT], weights: Weights, prefix: str, names: tuple[str, ...]) -> None:
+        self.ops = ops
+        self.weight = weights.matrix(prefix, names)
+        self.bias = weights.find_fused(prefix, names, ".bias")
+        self.adapted = weights.adapted(prefix, names)
+
+    def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
+        out = self.ops.linear(x, self.weight, self.bias)
+        if batch.adapters is not None and self.adapted is not None:
+            self.ops.add_adapters(x, out, self.adapted, batch)
+        return out
