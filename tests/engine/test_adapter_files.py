@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.memory.adapter_files import read_adapter
+from engine.loading.adapter_files import read_adapter
 from engine.protocol import AdapterSource
 from loader.errors import CheckpointChanged, CheckpointError
 from loader.hf_config import parse_config
