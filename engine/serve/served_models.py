@@ -352,8 +352,8 @@ class ServedModels:
         return given + (self._give_up_idle_adapters(num_chunks - given) if for_kv else 0)
 
     def _give_up_idle_adapters(self, num_chunks: int, new_ones: bool = True) -> int:
-        """Drops idle adapters until num_chunks are free or there are no more. Returns how many chunks became free. new_ones: whether
-        those leave, too, that no request has used yet."""
+        """Drops idle adapters until num_chunks are free or there are no more. Returns how many chunks became free. new_ones:
+        whether those leave, too, that no request has used yet."""
         given = 0
         for served in self.by_name.values():
             if given < num_chunks:

@@ -5,11 +5,9 @@ Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Nothing he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
-from typing import Any
 
-from loader.adapters.patterns import Patterns, UnreadPattern
 from loader.config_fields import Fields, json_fields
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.safetensors import Header, TensorRef
@@ -20,6 +18,7 @@ MAX_ALPHA = 1_000_000
 MAX_MODULES = 10_000  # the largest models have some 1,000 matrices besides those of experts
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+_NAME = re.compile(r"\^?(\w|-|\.|\\\.)+\$?", re.ASCII)
 _DEFAULT = 8  # of r and of lora_alpha, as in PEFT's LoraConfig
 # keys that ask for something else than W + scale * B A, and what they are called; false, null and nothing do not
 _VARIANTS = {
@@ -90,8 +89,7 @@ def parse_adapter(config_text: bytes, header: Header) -> Adapter:
     if base is not None and not isinstance(base, str):
         raise fields.fail("base_model_name_or_path", f"{base!r} is not a text")
     pairs = _pairs(header)
-    ranks = _PerModule(fields, "r", "rank_pattern", pairs)
-    alphas = _PerModule(fields, "lora_alpha", "alpha_pattern", pairs)
+    ranks, alphas = _PerModule(fields, "r", "rank_pattern"), _PerModule(fields, "lora_alpha", "alpha_pattern")
     by_root = fields.boolean("use_rslora")
     modules = []
     for name, (down, up) in pairs.items():
@@ -167,23 +165,28 @@ def _check_tensors(down: TensorRef, up: TensorRef, rank: int, key: str) -> None:
 
 
 class _PerModule:
-    """A number that the config gives for all modules (key), and for some of them (pattern_key)."""
+    """A number that the config gives for all modules (key), and for some of them by their names (pattern_key).
 
-    def __init__(self, fields: Fields, key: str, pattern_key: str, modules: Mapping[str, Any]) -> None:
+    PEFT takes a name there as a regular expression for the end of a module's name, from its beginning or behind a dot. In what PEFT
+    and trainers write it is a name. Others are refused, since Python may take any time to match an expression of a file."""
+
+    def __init__(self, fields: Fields, key: str, pattern_key: str) -> None:
         self._key, self._pattern_key = key, pattern_key
         self._usual = self._read(fields, key)
         given = fields.mapping(pattern_key) or Fields({}, fields.file)
-        self._special = {each: self._read(given, each) for each in given.values}
-        try:
-            self._patterns = Patterns(self._special)
-            self._patterns.check_cost(modules)
-        except UnreadPattern as error:
-            raise fields.unsupported(pattern_key, str(error)) from None
+        self._special: dict[str, tuple[int, str, float]] = {}  # by name: place in the file, key, number
+        for place, each in enumerate(given.values):
+            if not _NAME.fullmatch(each):
+                raise fields.unsupported(pattern_key, f"{each!r} is an expression, and only names of modules are read")
+            name = each.removesuffix("$").replace("\\.", ".")
+            self._special.setdefault(name, (place, each, self._read(given, each)))
 
     def of(self, module: str) -> tuple[float, str]:
-        """Returns the module's number, and the key of the config that gives it."""
-        found = self._patterns.key_of(module)
-        return (self._usual, self._key) if found is None else (self._special[found], f"{self._pattern_key}.{found}")
+        """Returns the module's number, and the key of the config that gives it. Of several names that fit, the first counts."""
+        parts = module.split(".")
+        names = [f"^{module}", *(".".join(parts[at:]) for at in range(len(parts)))]
+        found = min((self._special[name] for name in names if name in self._special), default=None)
+        return (self._usual, self._key) if found is None else (found[2], f"{self._pattern_key}.{found[1]}")
 
     def _read(self, fields: Fields, key: str) -> float:
         if self._key == "r":
