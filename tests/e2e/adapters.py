@@ -41,7 +41,7 @@ def make_adapter(folder: Path, base: Path, *, seed: int, rank: int = 4, alpha: f
 
 def merge(folder: Path, base: Path, adapter: Path) -> Path:
     """Writes the model whose weights are the base's with the adapter's product added, and returns its folder."""
-    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("adapters"))
+    shutil.copytree(base, folder, ignore=lambda folder, names: [name for name in names if (Path(folder) / name).is_dir()])
     weights, config = load_file(base / "model.safetensors"), json.loads((adapter / "adapter_config.json").read_text())
     tensors = load_file(adapter / "adapter_model.safetensors")
     for name, matrix in weights.items():

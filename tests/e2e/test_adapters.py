@@ -29,15 +29,15 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     models = folder / "models"
     base = make_model(models / "oak")
     for number, name in enumerate(NAMES):
-        make_adapter(base / "adapters" / name, base, seed=number, rank=2 + 3 * number)
-        merge(models / f"merged-{name}", base, base / "adapters" / name)
+        make_adapter(base / name, base, seed=number, rank=2 + 3 * number)
+        merge(models / f"merged-{name}", base, base / name)
     config = SMALL + without_drafts("oak", *(f"merged-{name}" for name in NAMES))
     with Node(folder, devices=["cpu=96MiB"], runner="torch", config=config, flags=["--dtype", "float32"]) as node:
         yield node
 
 
 def adapter(name: str) -> str:
-    return f"oak/adapters/{name}"
+    return f"oak/{name}"
 
 
 def text(node: Node, model: str, prompt: str, max_tokens: int = 24) -> str:
