@@ -174,8 +174,14 @@ class EngineEvents:
     def _adapter_loaded(self, device: str, message: protocol.AdapterLoaded) -> None:
         self._metrics.adapter_loads[message.model] += 1
         self._metrics.adapter_load_seconds[message.model] += message.seconds
-        told = {"model": message.model, "adapter": message.adapter, "device": device, "num_bytes": message.num_bytes}
-        self._ring.add("adapter_loaded", **told, seconds=round(message.seconds, 6))
+        self._ring.add(
+            "adapter_loaded",
+            model=message.model,
+            device=device,
+            adapter=message.adapter,
+            num_bytes=message.num_bytes,
+            seconds=round(message.seconds, 6),
+        )
 
     def _evicted(self, device: str, message: protocol.Evicted) -> None:
         self._metrics.swaps.evicted(message)

@@ -24,6 +24,7 @@ from loader.adapters.adapter import Adapter
 from loader.adapters.layout import misfit
 from loader.catalog import Checkpoint
 from loader.errors import shortened
+from loader.model_shape import ModelShape
 
 log = logging.getLogger("hearthd.models")
 
@@ -31,13 +32,15 @@ log = logging.getLogger("hearthd.models")
 @dataclass(slots=True, frozen=True)
 class AdapterRecord:
     """An adapter's name. base: the name of its base, "" while none is known. served: None while it cannot be served; `problem` says
-    why, and is_incomplete whether that may pass without a change of the adapter's files: files or the base are missing."""
+    why, and is_incomplete whether that may pass without a change of the adapter's files: files or the base are missing. checked:
+    the base's shape that the adapter was held against, and what came of it (misfit)."""
 
     checkpoint: Checkpoint
     base: str = ""
     served: ServedAdapter | None = None
     problem: str = ""
     is_incomplete: bool = False
+    checked: tuple[ModelShape, str] | None = None
 
     @property
     def name(self) -> str:
@@ -104,7 +107,7 @@ def register_adapters(
         if not checkpoint.is_adapter or config.models.get(name, ModelConfig()).upstream is not None:
             continue
         try:
-            record = _record(config, checkpoint, models, names)
+            record = _record(config, checkpoint, models, names, before.get(name))
         except Exception as error:  # an error in one folder must not hide the other adapters
             log.exception("%s: what its files say cannot be used", name)
             problem = f"what its files say cannot be used: {type(error).__name__}: {shortened(str(error))}"
@@ -130,7 +133,13 @@ def base_setting_misfit(name: str, settings: ModelConfig) -> str:
     return f'models."{name}".base: is for LoRA adapters, and {name} is none' if settings.base is not None else ""
 
 
-def _record(config: NodeConfig, checkpoint: Checkpoint, models: Mapping[str, Registered], names: _NamesOfBases) -> AdapterRecord:
+def _record(
+    config: NodeConfig,
+    checkpoint: Checkpoint,
+    models: Mapping[str, Registered],
+    names: _NamesOfBases,
+    known: AdapterRecord | None,
+) -> AdapterRecord:
     name, adapter = checkpoint.name, checkpoint.adapter
     settings = config.models.get(name, ModelConfig())
     if not checkpoint.complete or adapter is None:
@@ -146,8 +155,9 @@ def _record(config: NodeConfig, checkpoint: Checkpoint, models: Mapping[str, Reg
     if problem:
         return AdapterRecord(checkpoint, base, problem=problem)
     shape = models[base].checkpoint.shape
-    if shape is not None and (problem := misfit(adapter, shape)):
-        return AdapterRecord(checkpoint, base, problem=f"it does not fit {base}: {problem}")
+    checked = None if shape is None else (shape, _misfit(checkpoint, adapter, shape, known))
+    if checked is not None and checked[1]:
+        return AdapterRecord(checkpoint, base, problem=f"it does not fit {base}: {checked[1]}", checked=checked)
     served = ServedAdapter(
         name=name,
         path=checkpoint.path,
@@ -157,7 +167,14 @@ def _record(config: NodeConfig, checkpoint: Checkpoint, models: Mapping[str, Reg
         rank=adapter.rank,
         num_bytes=adapter.num_bytes,
     )
-    return AdapterRecord(checkpoint, base, served)
+    return AdapterRecord(checkpoint, base, served, checked=checked)
+
+
+def _misfit(checkpoint: Checkpoint, adapter: Adapter, shape: ModelShape, known: AdapterRecord | None) -> str:
+    """Returns misfit's answer; the last one if nothing has changed, since a thousand adapters take it half a second."""
+    if known is not None and known.checkpoint is checkpoint and known.checked is not None and known.checked[0] is shape:
+        return known.checked[1]
+    return misfit(adapter, shape)
 
 
 class _NamesOfBases:

@@ -5,6 +5,7 @@ Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Nothing he
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -64,10 +65,11 @@ class AdapterModule:
 @dataclass(slots=True, frozen=True)
 class Adapter:
     """A LoRA adapter. base: what its config calls the model that it was made for (a name at the hub or a path), or "". modules:
-    in the order of the file, at least one."""
+    in the order of the file, at least one. digest: a hash of the config and of the header; where it is the same, so are modules."""
 
     base: str
     modules: tuple[AdapterModule, ...]
+    digest: str = ""
 
     @property
     def rank(self) -> int:
@@ -96,7 +98,7 @@ def parse_adapter(config_text: bytes, header: Header) -> Adapter:
         (rank, key), (alpha, _) = ranks.of(name), alphas.of(name)
         _check_tensors(down, up, int(rank), key)
         modules.append(AdapterModule(name, int(rank), alpha / (rank**0.5 if by_root else rank), down, up))
-    return Adapter(base or "", tuple(modules))
+    return Adapter(base or "", tuple(modules), hashlib.blake2b(config_text + header.raw, digest_size=16).hexdigest())
 
 
 def check_config(config_text: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,23 @@ async def test_commands_take_the_base_alone(models: Path) -> None:
 
 
 # ---- the scan's process, the settings
+
+
+async def test_adapters_that_say_the_same_are_held_once(models: Path) -> None:
+    for number in range(3):
+        shutil.copytree(models / "me" / "sql", models / "me" / f"copy-{number}")
+    scanner = ModelScanner()
+    try:
+        found = await scanner.scan(str(models), {})
+        (models / "me" / "copy-9").mkdir()
+        for file in (models / "me" / "sql").iterdir():
+            shutil.copy(file, models / "me" / "copy-9")
+        again = await scanner.scan(str(models), found)
+    finally:
+        await scanner.close()
+    same = [one.adapter for name, one in again.items() if name.startswith(("me/copy", "me/sql"))]
+    assert len(same) == 5
+    assert all(one is same[0] for one in same)
 
 
 async def test_an_adapter_travels_from_the_scanning_process(models: Path) -> None:
