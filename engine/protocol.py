@@ -344,7 +344,7 @@ class Stats(Message, frozen=True):
     steps: int
     preemptions: int
     kv_moved_bytes: int = 0  # KV copied from chunk to chunk to free sparse chunks, since the engine's start
-    adapters: dict[str, list[int]] = {}  # model -> [adapters in memory, their bytes], of models that have some
+    adapters: dict[str, dict[str, int]] = {}  # model -> adapter in memory -> its bytes there, of models that have some
 
 
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown

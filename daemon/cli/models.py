@@ -40,10 +40,11 @@ DONE = {
 
 
 def ps(client: Client, options: argparse.Namespace) -> None:
-    """Shows the models that are on a device or on their way to one, warm, paused or failed. Those that cannot be loaded are only
-    counted."""
+    """Shows the models that are on a device or on their way to one, warm, paused or failed, and adapters that are on one. Those
+    that cannot be loaded are only counted."""
     found = client.get("/control/v1/models")
-    rows = [row for row in found if row["state"] not in ("cold", "adapter", *NOT_TO_BE_LOADED)]
+    held = [row for row in found if row["state"] != "adapter" or row["device"]]
+    rows = [row for row in held if row["state"] not in ("cold", *NOT_TO_BE_LOADED)]
     num_others = sum(row["state"] in NOT_TO_BE_LOADED for row in found)
     if options.json:
         print(json.dumps([{key: row[key] for key in ROW_KEYS} for row in rows], indent=1))

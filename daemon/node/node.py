@@ -315,8 +315,16 @@ class NodeParts:
         return sorted([*rows, *others], key=lambda row: row["name"]) if (others := self.upstreams.rows()) else rows
 
     def adapter_rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each LoRA adapter, sorted by name."""
-        return [record.row() for _, record in sorted(self.registry.adapters.items())]
+        """Returns a row for each LoRA adapter, sorted by name. Those in a device's memory name the device."""
+        held = [(device, stats.adapters) for device, stats in self.engine_events.stats.items() if stats.adapters]
+        rows = []
+        for name, record in sorted(self.registry.adapters.items()):
+            row = record.row()
+            for device, by_base in held:
+                if (num_bytes := by_base.get(record.base, {}).get(name)) is not None:
+                    row["device"], row["weights_bytes"] = device, num_bytes
+            rows.append(row)
+        return rows
 
     def residents(self) -> dict[str, Resident]:
         """Returns the models that are in a device's memory, loading ones left out."""

@@ -59,7 +59,7 @@ def _host_tier(node: NodeParts) -> dict[str, int]:
 def _model(node: NodeParts, view: ModelView) -> ModelNow:
     stats = node.engine_events.stats.get(view.device)
     kv_bytes, running, _, cached_bytes = stats.models.get(view.name, NO_STATS) if stats is not None else NO_STATS
-    adapters, adapter_bytes = (0, 0) if stats is None else stats.adapters.get(view.name, (0, 0))
+    adapters = {} if stats is None else stats.adapters.get(view.name, {})
     return ModelNow(
         state=view.state,
         device=view.device,
@@ -72,8 +72,8 @@ def _model(node: NodeParts, view: ModelView) -> ModelNow:
         running=min(running, view.active),  # the engine's figure is up to 0.25 s old
         host_bytes=view.kept_bytes,
         saved_kv_tokens=view.saved_kv_tokens,
-        adapters=adapters,
-        adapter_bytes=adapter_bytes,
+        adapters=len(adapters),
+        adapter_bytes=sum(adapters.values()),
     )
 
 

@@ -18,3 +18,8 @@ def kv_identity(spec: LoadModel) -> str:
 def adapter_identity(source: AdapterSource) -> str:
     """Names an adapter's files: rows of others give other keys and values."""
     return f"{source.name}\0{source.fingerprint}"
+
+
+def adapter_name(identity: str) -> str:
+    """Returns the name in what adapter_identity returned."""
+    return identity.partition("\0")[0]

@@ -16,7 +16,7 @@ from engine.host.threads_apart import ThreadsApart
 from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
 from engine.protocol import Configure, LoadModel, Stats, WeightsHeld
 from engine.serve.embedder import Embedder
-from engine.serve.identity import kv_identity, weights_identity
+from engine.serve.identity import adapter_name, kv_identity, weights_identity
 from engine.serve.kv_caches import make_kv_cache
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool, free_runs
@@ -307,8 +307,12 @@ class ServedModels:
             ]
             num_chunks += kv.num_used_chunks + scheduler.adapters.num_chunks
             preemptions += scheduler.num_preemptions
-        held = {name: served.scheduler.adapters for name, served in self.by_name.items() if served.scheduler.adapters.resident}
-        adapters = {name: [len(own.resident), own.num_chunks * self.chunks.chunk_bytes] for name, own in held.items()}
+        resident = {name: own.scheduler.adapters.resident for name, own in self.by_name.items()}
+        adapters = {
+            name: {adapter_name(key): len(one.chunks) * self.chunks.chunk_bytes for key, one in own.items()}
+            for name, own in resident.items()
+            if own
+        }
         return Stats(num_chunks, models, num_steps, preemptions, self.compaction.moved_bytes, adapters)
 
     # ---- weights that an earlier engine left

@@ -63,7 +63,11 @@ def test_rows_of_several_adapters_and_of_their_base_share_steps(node: Node) -> N
     assert loads(node) == len(NAMES)
 
 
-def test_the_models_page_says_whose_they_are(node: Node) -> None:
+def test_lists_say_whose_they_are_and_which_are_in_memory(node: Node) -> None:
+    text(node, "oak:red", "a")
+    node.wait_for(lambda: any(row["device"] for row in node.json("models") if row["name"] == adapter("red")), "its device")
+    rows = {row["name"]: row for row in node.json("models")}
+    assert (rows[adapter("red")]["base"], rows[adapter("red")]["rank"]) == ("oak", 2)
     listed = {model.id: model.model_dump() for model in node.openai().models.list().data}
     for name in NAMES:
         assert listed[adapter(name)]["parent"] == "oak"

@@ -129,7 +129,7 @@ def test_an_adapter_is_read_once_for_all_that_wait_for_it(desk: Desk) -> None:
     assert not desk.loads.under_way
     assert not desk.failed
     stats = desk.node.models.stats(1)
-    assert stats.adapters == {"m": [1, CHUNK_BYTES]}
+    assert stats.adapters == {"m": {"a": CHUNK_BYTES}}
 
 
 def test_a_broken_one_fails_its_requests_alone_and_is_read_again_for_the_next(desk: Desk) -> None:
