@@ -36,12 +36,14 @@ START_S = 2.0  # a process needs this long to import what it compiles with
 
 @dataclass(slots=True, frozen=True)
 class _Kind:
-    """The kernels that models of one dtype and quantisation need."""
+    """The kernels that models of one dtype and quantisation need. quantize "adapters": what LoRA adapters need."""
 
     dtype: str
     quantize: str
 
     def __str__(self) -> str:
+        if self.quantize == "adapters":
+            return f"{self.dtype} with LoRA adapters"
         return f"{self.dtype} with {self.quantize} weights" if self.quantize else self.dtype
 
 

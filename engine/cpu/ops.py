@@ -42,6 +42,7 @@ from loader.model_shape import TemperatureShape
 from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
 _NO_SINKS = np.empty(0, np.float32)
+ADAPTERS = "adapters"  # the set of kernels that models need once they have LoRA adapters, as formats of weights name theirs
 BLOCK_TOKENS_STEP = 4  # paged_attention takes blocks of a multiple of this
 
 
@@ -177,6 +178,10 @@ class CpuOps:
         adapters = batch.adapters
         assert adapters is not None
         held = (adapters.numbers, adapters.places[product.number], adapters.ranks[product.number])
+        if self._served(x, ADAPTERS) and x.is_contiguous() and out.is_contiguous():
+            parts, shares = np.array(product.parts, np.int64), self.kernels.num_shares()
+            call(self.kernels.add_adapters, array(x), parts, *held, array(adapters.memory), shares, array(out))
+            return
         tables = (torch.from_numpy(one) for one in held)
         memory = adapters.memory.view(adapters.memory.shape)
         call(reference.add_adapters, x.view(x.shape), out.view(out.shape), product.parts, *tables, memory)

@@ -12,7 +12,19 @@ from typing import Any
 
 import numba
 
-from engine.cpu.kernels import amx_tiles, delta, experts, four_bits, four_bits_tiles, grouped_linear, int8, linear, rows, sampling
+from engine.cpu.kernels import (
+    adapters,
+    amx_tiles,
+    delta,
+    experts,
+    four_bits,
+    four_bits_tiles,
+    grouped_linear,
+    int8,
+    linear,
+    rows,
+    sampling,
+)
 from engine.cpu.kernels.amx import TILE_ROWS, fits_tiles, may_use_tiles
 from engine.cpu.kernels.amx_linear import amx_int8_linear_parallel, amx_int8_linear_serial, amx_linear_parallel, amx_linear_serial
 from engine.cpu.kernels.amx_linear import scratch_words as amx_scratch_words
@@ -40,6 +52,7 @@ __all__ = [
     "HAS_INT8_PRODUCTS",
     "HAS_MATRIX_UNIT",
     "MOST_ROWS",
+    "add_adapters",
     "add_rms_norm",
     "amx_int8_linear",
     "amx_linear",
@@ -318,6 +331,7 @@ def _shares_states(args: Sequence[Any]) -> bool:
     return _thread.num_threads > 1 and len(out) * state_values >= _SHARED_STATES
 
 
+add_adapters = Forms(adapters.add_adapters_serial, adapters.add_adapters_parallel, lambda args: args[6] > 1)
 paged_attention = PagedAttention()
 prefill_attention = PrefillAttention()
 few_rows_linear = Forms(few_rows_linear_serial, few_rows_linear_parallel, lambda args: _shares_weights(args[0], args[1]))

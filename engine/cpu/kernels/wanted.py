@@ -16,6 +16,7 @@ from typing import Any
 import numba
 
 from engine.cpu.kernels import (
+    adapters,
     amx_linear,
     attention,
     delta,
@@ -59,6 +60,7 @@ _SECONDS = {
     entry.grouped_four_bits_linear.serial: 4.0,
     entry.delta_convolve.serial: 1.5,
     entry.delta_rule.serial: 1.5,
+    entry.add_adapters.serial: 6.0,
 }
 SHORT_S = 0.7
 # formats of four bits: what scales and zero points are, as four_bits_tiles.py says
@@ -209,6 +211,8 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         products = four_bits.grouped_four_bits_linear_signature(element, *of_groups)
         wanted.append(_both(entry.grouped_four_bits_linear, products))
         wanted.append(_both(entry.widen_four_bits, four_bits.widen_four_bits_signature(element, *of_groups)))
+    if quantize == "adapters":
+        wanted.append(_both(entry.add_adapters, adapters.add_adapters_signature(element)))
     if quantize == "mxfp4":
         wanted.append(_both(entry.clamped_swiglu, rows.clamped_swiglu_signature(element)))
     if dtype == "bfloat16":

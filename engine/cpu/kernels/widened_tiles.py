@@ -23,12 +23,12 @@ from engine.host.processor import this_processor
 
 _FEATURES = this_processor().features
 WIDTH = 16 if "avx512" in _FEATURES else 8 if "avx2" in _FEATURES else 4
-_HAS_32_REGISTERS = bool({"avx512", "neon"} & _FEATURES)
+HAS_32_REGISTERS = bool({"avx512", "neon"} & _FEATURES)
 STEP = 2 * WIDTH  # inputs of a step, as many as a vector of bfloat16 pairs has
 # A tile of sums across K (add_products): its rows and outputs. Each sum is a vector whose lanes are added up at the end.
-ROWS, OUTPUTS = (6, 4) if _HAS_32_REGISTERS else (3, 3)
+ROWS, OUTPUTS = (6, 4) if HAS_32_REGISTERS else (3, 3)
 # A tile of sums across outputs (add_packed): its rows, and its vectors of outputs.
-PACKED_ROWS, _PACKED_VECTORS = (12, 2) if WIDTH == 16 else (6, 4) if _HAS_32_REGISTERS else (6, 2)
+PACKED_ROWS, _PACKED_VECTORS = (12, 2) if WIDTH == 16 else (6, 4) if HAS_32_REGISTERS else (6, 2)
 PANEL = _PACKED_VECTORS * WIDTH  # outputs whose weights are packed together
 TILE_FLOATS = ROWS * OUTPUTS * WIDTH  # float32 values in a tile's sums across K
 _BLOCK = 128  # inputs that are prefetched of each weight row at a time, and that are multiplied before the next
@@ -38,7 +38,7 @@ _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(I32, WIDTH
 _SECOND_CACHE = 2  # the locality argument of llvm.prefetch
 
 
-def _with_data(context: Any, builder: Any, signature: Any, args: Any) -> list[Any]:
+def with_data(context: Any, builder: Any, signature: Any, args: Any) -> list[Any]:
     """Returns the arguments, with each array replaced by a pointer to its first element."""
     return [
         context.make_array(kind)(context, builder, arg).data if isinstance(kind, types.Array) else arg
@@ -71,7 +71,7 @@ def _bytes_as_floats(builder: ir.IRBuilder, data: Any, at: Any) -> Any:
     return builder.sitofp(_load(builder, data, at, ir.VectorType(ir.IntType(8), WIDTH), 1), _FLOATS)
 
 
-def _call_own(builder: ir.IRBuilder, name: str, args: list[Any], body: Callable[[Any, list[Any]], None]) -> None:
+def call_own(builder: ir.IRBuilder, name: str, args: list[Any], body: Callable[[Any, list[Any]], None]) -> None:
     """Calls a separate function with these arguments, because within the loops of its caller the compiler keeps neither a tile's
     sums nor its addresses in registers (16 rows take twice as long).
 
@@ -122,7 +122,7 @@ def widen_step(typing_context: Any, x: Any, at: Any, to: Any, to_at: Any, weight
     weights that is elements of even index, then those of odd index. For int8 weights the order is unchanged."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, at, target, to_at, _ = _with_data(context, builder, signature, args)
+        source, at, target, to_at, _ = with_data(context, builder, signature, args)
         if weight.dtype == types.int8:
             parts = []
             for half in range(2):
@@ -161,8 +161,8 @@ def add_products(num_rows: int) -> Any:
         sums_at: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            own = _with_data(context, builder, signature, args)
-            _call_own(builder, f"add_products_{num_rows}_{weight.dtype}", own, body)
+            own = with_data(context, builder, signature, args)
+            call_own(builder, f"add_products_{num_rows}_{weight.dtype}", own, body)
             return context.get_dummy_value()
 
         def body(builder: Any, args: list[Any]) -> None:
@@ -207,7 +207,7 @@ def fold_tile(typing_context: Any, sums: Any, at: Any, num_rows: Any, out: Any, 
     rows `stride` elements apart."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, at, count, target, to, row_stride = _with_data(context, builder, signature, args)
+        source, at, count, target, to, row_stride = with_data(context, builder, signature, args)
         at_once = WIDTH // OUTPUTS
         for first in range(0, ROWS, at_once):
             rows = range(first, min(first + at_once, ROWS))
@@ -234,7 +234,7 @@ def pack_step(typing_context: Any, weight: Any, at: Any, width: Any, packed: Any
     become as many vectors of W outputs, PANEL apart in packed from to_at on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        weights, begin, row, target, to_begin = _with_data(context, builder, signature, args)
+        weights, begin, row, target, to_begin = with_data(context, builder, signature, args)
         rows = [builder.add(begin, builder.mul(row, I64(n))) for n in range(WIDTH)]
         if weight.dtype == types.int8:
             vectors = [_bytes_as_floats(builder, weights, place) for place in rows]
@@ -292,8 +292,8 @@ def add_packed(num_rows: int) -> Any:
         fetched: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            own = _with_data(context, builder, signature, args)
-            _call_own(builder, f"add_packed_{num_rows}_{weight.dtype}", own, body)
+            own = with_data(context, builder, signature, args)
+            call_own(builder, f"add_packed_{num_rows}_{weight.dtype}", own, body)
             return context.get_dummy_value()
 
         def body(builder: Any, args: list[Any]) -> None:
