@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from engine.contracts.backend import OpenDevice
 from engine.contracts.loads import KernelNews
@@ -74,8 +75,12 @@ class CpuBackend:
         return self._ops.threads_may_share()
 
     def need_kernels(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat, waiting: Callable[[], None]) -> None:
+        self._need(spec.dtype, weight_format.kernels)
+
+    def _need(self, dtype: str, kernels: str) -> None:
+        """Asks for a set of kernels of a dtype."""
         if self._builds is not None:
-            self._builds.need(spec.dtype, weight_format.kernels)
+            self._builds.need(dtype, kernels)
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
         if shape.is_encoder and not weight_format.runs_encoders:
@@ -101,7 +106,8 @@ class CpuBackend:
             model.restore(spec)
         else:
             threads = threads_for(weights.num_bytes, self.compute_threads)
-            model = CpuModel(self._ops, spec, shape, weights, self.memory, self._scratch, self._options.block_tokens, threads)
+            sizes, need = (self._options.block_tokens, threads), partial(self._need, spec.dtype)
+            model = CpuModel(self._ops, spec, shape, weights, self.memory, self._scratch, *sizes, need)
         self._models[spec.model] = identity, model
         while len(self._models) > MAX_KEPT_MODELS:
             del self._models[next(iter(self._models))]

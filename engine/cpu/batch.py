@@ -8,7 +8,7 @@ head size, P pairs of a head's dimensions that are rotated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,15 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
+def adapter_numbers(plan: BatchPlan, table: SequenceTable, num_tokens: int) -> IntArray:
+    """Returns the adapter number of each of a step's tokens, and -1 for padding up to num_tokens."""
+    numbers = np.full(num_tokens, -1, np.int32)
+    of_rows = table.adapter[plan.slots]
+    of_tokens = of_rows if plan.all_decode else np.repeat(of_rows, plan.num_new)
+    numbers[: len(of_tokens)] = of_tokens
+    return numbers
+
+
 def build_batch(
     plan: BatchPlan,
     table: SequenceTable,
@@ -102,9 +111,11 @@ def build_batch(
     layer_places: Sequence[tuple[int, int]],
     cos_sin: Callable[[Rotary, IntArray], Tensor],
     padded: bool = False,
+    adapters: BatchAdapters | None = None,
 ) -> HostBatch:
     """Builds the inputs of a step from the sequence table. cos_sin: CpuOps.cos_sin. padded: T is padded to one of few counts;
-    padding tokens are not stored and attend to nothing. The work is done array by array, never row by row."""
+    padding tokens are not stored and attend to nothing. adapters: the model's, of which `numbers` are replaced. The work is done
+    array by array, never row by row."""
     block_tokens = memory[0].kv.shape[4]
     num_new, first = plan.num_new, plan.num_computed
     num_rows = len(num_new)
@@ -141,6 +152,8 @@ def build_batch(
         groups.append(GroupBatch(own.kv, own.kv_flat, own.reach, block_table, slots, turns[own.rotary], own.scales))
     if missing:
         input_ids = np.concatenate((input_ids, nothing))
+    if adapters is not None:
+        adapters = replace(adapters, numbers=adapter_numbers(plan, table, len(input_ids)))
     return HostBatch(
         input_ids=torch.from_numpy(input_ids),
         num_tokens=num_tokens,
@@ -154,4 +167,5 @@ def build_batch(
         paged_contexts=paged_contexts,
         has_long_rows=has_long_rows,
         attended=np.array([num_new.astype(np.int64) @ contexts]),
+        adapters=adapters,
     )

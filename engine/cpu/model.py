@@ -6,14 +6,16 @@ Shapes: R rows, T tokens, N sampling rows, V vocabulary.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.contracts.steps import StepResult
+from engine.cpu.adapters import HostAdapterMemory
 from engine.cpu.batch import GroupMemory, HostBatch, build_batch, padded_rows
-from engine.cpu.ops import CpuOps
+from engine.cpu.ops import ADAPTERS, CpuOps
 from engine.cpu.recording.inputs import StepInputs
 from engine.cpu.recording.program import Scratch
 from engine.cpu.recording.recorded import RecordedSteps
@@ -27,7 +29,7 @@ from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.weight_gate import WeightGate
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
-from engine.ops.ops import Rotary
+from engine.ops.ops import BatchAdapters, Rotary
 from engine.protocol import LoadModel
 from engine.sampling.logprobs import owed_prompt_rows
 from engine.sampling.outputs import sampled_outputs
@@ -54,7 +56,9 @@ class CpuModel:
         scratch: Scratch,
         block_tokens: int,
         num_threads: int,
+        need_kernels: Callable[[str], None] = lambda kernels: None,
     ) -> None:
+        """need_kernels: has a further set of kernels compiled, unless it is."""
         self._ops = ops
         self.name = spec.model
         self.vocab_size, self.embeds = shape.vocab_size, bool(shape.pooling)
@@ -77,7 +81,11 @@ class CpuModel:
         self._inputs = StepInputs(ops, self._kv, self._layer_places, max_rows, MAX_RECORDED_TOKENS, max_blocks, self._padded)
         self._max_rows, self._scratch = max_rows, scratch
         self._dtype, self._format_kernels = spec.dtype, FORMATS[spec.quantize].kernels
-        self._awaits_kernels = not self._ops.is_final(self._dtype, self._format_kernels)
+        self._need_kernels = need_kernels
+        self._adapters: BatchAdapters | None = None  # None: the model's steps do not compute adapters
+        self.adapter_memory = HostAdapterMemory(shape, spec.dtype, self._use_adapters)
+        self.arena = memory.arena
+        self._awaits_kernels = not self._has_final_kernels
         self._steps = self._recorded_steps()
 
     def _recorded_steps(self) -> RecordedSteps:
@@ -87,6 +95,23 @@ class CpuModel:
         max_decodes = min(max_rows, self._logits_rows)
         sizes = (max_decodes, max_rows, MAX_RECORDED_TOKENS)
         return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, *sizes, f"{self.name} in {self._dtype}")
+
+    @property
+    def _has_final_kernels(self) -> bool:
+        sets = (self._format_kernels,) if self._adapters is None else (self._format_kernels, ADAPTERS)
+        return all(self._ops.is_final(self._dtype, one) for one in sets)
+
+    def _use_adapters(self) -> None:
+        """Has steps compute adapters from now on, because there is one. Steps that do not are forgotten."""
+        if self._adapters is not None:
+            return
+        tables, dtype = self.adapter_memory, getattr(torch, self._dtype)
+        memory = self.arena[: len(self.arena) // dtype.itemsize * dtype.itemsize].view(dtype)
+        self._adapters = BatchAdapters(np.empty(0, np.int32), tables.places, tables.ranks, memory)
+        self._inputs.use_adapters(self._adapters)
+        self._need_kernels(ADAPTERS)
+        self._awaits_kernels = not self._has_final_kernels
+        self._steps = self._recorded_steps()
 
     def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
         if group.kind == "state":
@@ -108,10 +133,7 @@ class CpuModel:
             waited_s = gate.waited_s
             model.layers = gate.behind(layers)
             if plan.num_new.sum() > max_tokens:
-                parts = [
-                    build_batch(part, table, self._kv, self._layer_places, self._ops.cos_sin, self._padded)
-                    for part in slices(plan, max_tokens)
-                ]
+                parts = [self._batch(part, table) for part in slices(plan, max_tokens)]
                 model.layers = in_slices(model.layers, parts)
             try:
                 result = self._execute(plan, table, None, recorded=False)  # recorded programs share memory for one step at a time
@@ -178,7 +200,7 @@ class CpuModel:
 
     def _prepare(self) -> CausalLM[HostBatch]:
         model = self._loaded()
-        if self._awaits_kernels and self._ops.is_final(self._dtype, self._format_kernels):
+        if self._awaits_kernels and self._has_final_kernels:
             self._awaits_kernels = False
             self._steps = self._recorded_steps()
         # the compiler processes need cores, too: more threads than free cores would mostly wait for one another
@@ -204,8 +226,10 @@ class CpuModel:
         hidden = self._steps.hidden(plan, table) if recorded else None
         if hidden is not None:
             return hidden if wanted is None else hidden[wanted], num_wanted
-        batch = build_batch(plan, table, self._kv, self._layer_places, self._ops.cos_sin, self._padded)
-        return model.forward(batch, wanted), num_wanted
+        return model.forward(self._batch(plan, table), wanted), num_wanted
+
+    def _batch(self, plan: BatchPlan, table: SequenceTable) -> HostBatch:
+        return build_batch(plan, table, self._kv, self._layer_places, self._ops.cos_sin, self._padded, self._adapters)
 
     @property
     def num_uncaptured(self) -> int:
@@ -219,8 +243,9 @@ class CpuModel:
         self._steps.record_next()
 
     def release(self) -> None:
-        """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""
+        """Unmaps the weights, and forgets all adapters. Idempotent; until `restore` any step raises RuntimeError."""
         self._released = True
+        self.adapter_memory.clear_all()
         self._steps.forget_table()
         self._weights.unmap()
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cpu.batch import build_batch
 from engine.cpu.model import CpuModel
 from engine.cpu.sliced import in_slices, slices
 from engine.layers.weights import Weights
@@ -84,7 +83,7 @@ def test_a_step_in_slices_is_the_whole_step(model: CpuModel) -> None:
     whole = model.logits(step, table, every_token=True)
 
     def batch(part: Any) -> Any:
-        return build_batch(part, table, model._kv, model._layer_places, model._ops.cos_sin, model._padded)
+        return model._batch(part, table)
 
     decoder: Any = model._model
     layers = decoder.layers

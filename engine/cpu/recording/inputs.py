@@ -7,17 +7,18 @@ Shapes: R rows, T tokens (R for decode steps, plus padding), B blocks of the lon
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.cpu.batch import LONG_ROW_TOKENS, GroupBatch, GroupMemory, HostBatch, padded_rows
+from engine.cpu.batch import LONG_ROW_TOKENS, GroupBatch, GroupMemory, HostBatch, adapter_numbers, padded_rows
 from engine.cpu.ops import CpuOps
 from engine.cpu.recording.program import Call
 from engine.cpu.recording.replay import Replay
+from engine.ops.ops import BatchAdapters
 from engine.ops.reference_inputs import APART, ATTENDED, GREEDY, NUM_COUNTS, ROWS, SAMPLING, TOKENS
 from scheduler.batch.plan import BatchPlan, FloatArray, IntArray, SequenceTable
 
@@ -85,6 +86,7 @@ class StepInputs:
             )
             for own in memory
         ]
+        self._adapters: BatchAdapters | None = None
         self._filling: tuple[SequenceTable, Replay] | None = None
         self._decoding: IntArray | None = None  # slots of the latest step if it was all decode, often the next step's, too
 
@@ -92,6 +94,10 @@ class StepInputs:
         """Returns the rows of the program that computes a decode step of num_rows rows. Rows added as padding store nothing and
         attend to nothing. oneDNN is faster with few different row counts anyway."""
         return padded_rows(num_rows) if self._padded else num_rows
+
+    def use_adapters(self, adapters: BatchAdapters) -> None:
+        """Has programs that are recorded from now on compute the model's adapters. Its `numbers` are replaced."""
+        self._adapters = replace(adapters, numbers=np.full(len(self._tokens), -1, np.int32))
 
     def batch(self, num_tokens: int, with_long_rows: bool) -> HostBatch:
         """Returns the inputs of a program of num_tokens tokens, padding included, as views of the arrays. Calls the kernel that
@@ -110,6 +116,9 @@ class StepInputs:
             )
             for own in self._groups
         ]
+        adapters = self._adapters
+        if adapters is not None:
+            adapters = replace(adapters, numbers=adapters.numbers[:num_tokens])
         return HostBatch(
             input_ids=torch.from_numpy(self._input_ids[:num_tokens]),
             num_tokens=num_tokens,
@@ -123,6 +132,7 @@ class StepInputs:
             paged_contexts=self._paged_contexts[:num_tokens],
             has_long_rows=with_long_rows,
             attended=self._counts[ATTENDED : ATTENDED + 1],
+            adapters=adapters,
         )
 
     def fill(self, plan: BatchPlan, table: SequenceTable) -> None:
@@ -135,6 +145,8 @@ class StepInputs:
             self._num_new[:num_rows], self._num_new[num_rows:] = plan.num_new, 0
             self._samples[:num_rows] = plan.samples
             self._decoding = plan.slots if plan.all_decode else None
+        if self._adapters is not None:
+            self._adapters.numbers[:] = adapter_numbers(plan, table, len(self._tokens))
         if self._filling is None or self._filling[0] is not table:
             self._filling = table, self._fill_from(table)
         self._filling[1].run()
@@ -145,6 +157,8 @@ class StepInputs:
         self._num_new[:] = 0
         self._decoding = None
         self._paged_contexts[:] = 0
+        if self._adapters is not None:
+            self._adapters.numbers[:] = -1
         for group in self._groups:
             group.slots[:] = -1
 
