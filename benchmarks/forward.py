@@ -95,16 +95,23 @@ class Clock:
 
 
 def load_model(
-    path: Path, dtype: str, num_rows: int, length: int, threads: int = 0, quantize: str = "", kv_cache_dtype: str = ""
+    path: Path,
+    dtype: str,
+    num_rows: int,
+    length: int,
+    threads: int = 0,
+    quantize: str = "",
+    kv_cache_dtype: str = "",
+    spare_chunks: int = 0,
 ) -> tuple[CpuModel, ModelShape, float]:
     """The model, with KV for num_rows sequences of `length` tokens, its shape, and how many seconds its load took, kernels aside.
-    dtype "auto": the checkpoint's."""
+    dtype "auto": the checkpoint's. spare_chunks: at the arena's beginning, of which KV uses what it needs."""
     checkpoint = scan_one(path)
     if checkpoint.shape is None or not checkpoint.complete:
         raise SystemExit(f"{path}: {checkpoint.error or checkpoint.reason}")
     shape, dtype = checkpoint.shape, checkpoint.shape.dtype if dtype == "auto" else dtype
     blocks = num_rows * -(-length // BLOCK_TOKENS)
-    num_chunks = -(-blocks * kv_layout.block_bytes(shape, dtype, BLOCK_TOKENS) // CHUNK_BYTES)
+    num_chunks = spare_chunks - (-blocks * kv_layout.block_bytes(shape, dtype, BLOCK_TOKENS) // CHUNK_BYTES)
     weights_chunks = -(-layout.weights_bytes(shape, dtype, FORMATS[quantize]) // CHUNK_BYTES)
     place = ("cpu:0", num_chunks + weights_chunks, CHUNK_BYTES)
     configure = Configure(*place, 0, MAX_BATCHED_TOKENS, BLOCK_TOKENS, 10.0, threads, cache_dir=str(ROOT / ".cache"))

@@ -53,6 +53,7 @@ def test_products(removal: str, record_property: Callable[[str, str], None]) -> 
             TIERS[removal],
             "tests/engine/ops/test_products.py",
             "tests/engine/ops/test_experts.py",
+            "tests/engine/ops/test_adapters.py",
         ],
         cwd=ROOT,
         env=environment | {VARIABLE: removal, MOST_THREADS: "1"},
