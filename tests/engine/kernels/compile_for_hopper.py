@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from engine.cuda.kernels import (
     entry,
     linear_choice,
+    triton_adapters,
     triton_checksum,
     triton_decode,
     triton_delta,
@@ -43,6 +44,8 @@ from engine.cuda.kernels import (
 from engine.layers.gated_delta import columns_of
 from engine.memory.arena import kv_views
 from engine.ops.ops import (
+    AdaptedProduct,
+    BatchAdapters,
     ClampedSwiglu,
     DeltaRule,
     Fp8Matrix,
@@ -205,6 +208,15 @@ def launch_delta(table: torch.Tensor, ints: torch.Tensor) -> None:
     triton_delta.gated_delta(x, x[:, : 2 * heads].contiguous(), rule, states, 2, BLOCK_TOKENS, *columns, True, x[:, :values])
 
 
+def launch_adapters(x: torch.Tensor, ints: torch.Tensor, longs: torch.Tensor) -> None:
+    """Launches the kernels of LoRA adapters for queries, keys and values, and for one matrix, in tiles of each size."""
+    triton_adapters.adapter_numbers(ints, ints, ints, ints)
+    held = BatchAdapters(ints, longs.expand(2, -1), ints.expand(2, -1), x.flatten())  # nothing is read
+    for parts, tile in product(((WIDTH, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM), (WIDTH,)), triton_adapters.TILE_TOKENS):
+        out = torch.zeros(ROWS, sum(parts), dtype=x.dtype)
+        triton_adapters.add_adapters(x, out, AdaptedProduct(1, parts), held, 64, tile, False)
+
+
 def main(capability: int, listed: bool) -> None:
     assert not entry.INTERPRETED
     compile_instead_of_running(capability, listed)
@@ -234,6 +246,7 @@ def main(capability: int, listed: bool) -> None:
             launch_latents(heads, KV_FP8 if kv[1] is not None else "bfloat16", table, ints, longs)
     launch_wide_heads(table, ints, longs)
     launch_delta(table, ints)
+    launch_adapters(out[:, :WIDTH], ints, longs)
     x = torch.zeros(ROWS, WIDTH, dtype=dtype)
     routing = triton_experts.empty_routing(ROWS, CHOSEN, EXPERTS, x.device)
     scores = torch.zeros(ROWS, EXPERTS + 1, dtype=dtype)

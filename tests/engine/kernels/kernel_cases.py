@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.engine.kernels.adapter_cases import adapters, adapters_of_tokens
 from tests.engine.kernels.attention_cases import decode_attention, extend_attention, work_lists
 from tests.engine.kernels.delta_cases import gated_delta
 from tests.engine.kernels.draw import Draw
@@ -21,7 +22,16 @@ from tests.engine.kernels.row_cases import few_rows_linear, fp8_linear, gates, g
 from tests.engine.kernels.sampling_cases import logprobs, penalties, sampling
 
 # cases whose numbers are integers, or float32 whatever the model's dtype
-ONE_DTYPE = ("work_lists", "inputs", "routing", "routing_by_sigmoid", "penalties", "packed_weights", "checksums")
+ONE_DTYPE = (
+    "work_lists",
+    "inputs",
+    "routing",
+    "routing_by_sigmoid",
+    "penalties",
+    "packed_weights",
+    "checksums",
+    "adapters_of_tokens",
+)
 
 CASES: dict[str, Callable[[Draw], None]] = {
     case.__name__: case
@@ -32,6 +42,8 @@ CASES: dict[str, Callable[[Draw], None]] = {
         fp8_linear,
         int4_linear,
         nvfp4_linear,
+        adapters,
+        adapters_of_tokens,
         gathers,
         routing,
         routing_by_sigmoid,
