@@ -17,6 +17,9 @@ DECODE_PIECES = 2048
 LATENT_HEADS, LATENT_TOKENS = 32, 1024
 # Sampling has a program for each SAMPLING_TOKENS logits of a row, which writes SAMPLING_BYTES; each row has as many bytes again.
 SAMPLING_TOKENS, SAMPLING_BYTES = 4096, 1024
+# What a token's LoRA adapter makes of a product's inputs, before it makes outputs of that (kernels/triton_adapters.py): 256 numbers
+# in float32 for each of up to four matrices. Few tokens take several times as much, but no more than ADAPTER_TOKENS do.
+ADAPTER_BYTES, ADAPTER_TOKENS = 4 * 4 * 256, 512
 # cuBLAS's work space, 32 MiB for each stream and thread: of steps, of captures, and of two loads at a time
 LIBRARY_BYTES = 128 << 20
 # Buffers that packed weights pass through, and as many again while their speed is measured (engine/cuda/frames.py).
@@ -59,8 +62,14 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item) + sampling_bytes(rows, shape.vocab_size)
     if shape.pooling:  # no logits, but the vectors of all rows, in float32 and scaled
         logits = max_sequences * hidden * (item + 2 * 4)
+    adapters = max(tokens, ADAPTER_TOKENS) * ADAPTER_BYTES
     # a quarter more for what an allocator of blocks cannot use
-    return (residual + max(attention, mlp, logits) + tokens * 64) * 5 // 4 + LIBRARY_BYTES + PACKED_BYTES + held.load_bytes
+    return (
+        (residual + max(attention + adapters, mlp + adapters, logits) + tokens * 64) * 5 // 4
+        + LIBRARY_BYTES
+        + PACKED_BYTES
+        + held.load_bytes
+    )
 
 
 def sampling_bytes(rows: int, vocab_size: int) -> int:

@@ -98,6 +98,11 @@ class CudaBackend:
         if self._builds is not None:
             self._builds.need(spec, shape, waiting)
 
+    def _need_adapter_kernels(self, spec: LoadModel, shape: ModelShape) -> None:
+        """Does the same for the kernels of a model's adapters, when the first of them is read."""
+        if self._builds is not None:
+            self._builds.need(spec, shape, lambda: None, adapters=True)
+
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
         if not weight_format.runs_on_gpus:
             raise UnsupportedModel(CONFIG_NAME, None, f"quantize: {spec.quantize} is not built on a GPU")
@@ -141,7 +146,8 @@ class CudaBackend:
 
     def _made(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
         limits = (MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS) if self.memory.arena.is_cuda else (0, 0)
-        model = CudaModel(self._ops, spec, shape, weights, self.memory.arena, self._options.block_tokens, *limits)
+        where = (weights, self.memory.arena, self._options.block_tokens)
+        model = CudaModel(self._ops, spec, shape, *where, *limits, lambda: self._need_adapter_kernels(spec, shape))
         model.warm()
         return model
 

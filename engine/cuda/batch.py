@@ -46,6 +46,13 @@ class QueryTiles:
 
 
 @dataclass(slots=True)
+class DeviceAdapters(BatchAdapters):
+    """The adapters of a step's tokens. bound: no adapter has a larger rank."""
+
+    bound: int
+
+
+@dataclass(slots=True)
 class DeviceBatch:
     """The inputs of one step. num_decode: rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper bound, and
     the groups' work holds the pieces of those that there are. slots, contexts [R] int32: each row's slot, and how many
@@ -64,7 +71,7 @@ class DeviceBatch:
     firsts: Tensor
     starts: Tensor
     layer_inputs: Tensor | None = None
-    adapters: BatchAdapters | None = None
+    adapters: DeviceAdapters | None = None
 
     @property
     def block_tokens(self) -> int:

@@ -21,13 +21,15 @@ NICENESS = 5  # the steps of models that are served come first
 
 
 class CompileJob(msgspec.Struct, frozen=True):
-    """What is to be compiled. spec: only its settings count. capability: of the GPU, 90 for 9.0. folder: Triton's cache folder."""
+    """What is to be compiled. spec: only its settings count. capability: of the GPU, 90 for 9.0. folder: Triton's cache folder.
+    adapters: what steps with LoRA adapters launch, instead of what steps without them do."""
 
     spec: LoadModel
     shape: ModelShape
     block_tokens: int
     capability: int
     folder: str
+    adapters: bool = False
 
 
 def main() -> int:
@@ -36,7 +38,11 @@ def main() -> int:
     os.nice(NICENESS)
     triton.knobs.cache.dir = job.folder
     with recorded(job.capability) as launches:
-        launch_only_model(job.spec, job.shape, job.block_tokens).launch_all()
+        model = launch_only_model(job.spec, job.shape, job.block_tokens)
+        if job.adapters:
+            model.launch_adapters()
+        else:
+            model.launch_all()
     own = list(launches.values())[share::num_shares]
     print(f"units {len(own)}", flush=True)
     for launch in own:

@@ -48,12 +48,13 @@ class KernelBuilds:
         self._folder, self._capability, self._block_tokens = folder, capability, block_tokens
         self._num_processes, self._tell = max(1, min(num_processes, MOST_COMPILERS)), tell
 
-    def need(self, spec: LoadModel, shape: ModelShape, waiting: Callable[[], None]) -> None:
+    def need(self, spec: LoadModel, shape: ModelShape, waiting: Callable[[], None], adapters: bool = False) -> None:
         """Returns once the model's kernels are compiled, or cannot be: then the log says why, and the model's own warm-up compiles
-        what is missing. waiting: called every TELL_EVERY_S; what it raises ends the compilation and is raised here."""
+        what is missing. waiting: called every TELL_EVERY_S; what it raises ends the compilation and is raised here. adapters: those
+        that its steps launch besides where rows have LoRA adapters; of these the first such step compiles what is missing."""
         limits = (spec.max_model_len, spec.max_sequences)
         settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], spec.quantize, kv_cache_dtype=spec.kv_cache_dtype)
-        job = CompileJob(settings, shape, self._block_tokens, self._capability, self._folder)
+        job = CompileJob(settings, shape, self._block_tokens, self._capability, self._folder, adapters)
         text = msgspec.json.encode(job)
         mark = Path(self._folder, f"compiled-{_digest(text, layout_id(shape, spec.dtype, FORMATS[spec.quantize]))}")
         if mark.exists():

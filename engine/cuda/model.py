@@ -3,7 +3,8 @@
 Most of a step's inputs are computed on the device (kernels/triton_inputs.py): the host sends a few columns per row, and the device
 takes a token that the host has not seen yet from where the last step left it. A step that only decodes runs as one CUDA graph
 (engine/cuda/graphs.py), and so does one with pieces of prompts if it is small (mixed_graphs.py). Where the host edits logits, or
-log-probabilities of sampled tokens are wanted, it goes on from the graph's hidden states.
+log-probabilities of sampled tokens are wanted, it goes on from the graph's hidden states. A step in which a row has a LoRA adapter
+is one that computes adapters, too, and has graphs of its own; all other steps of the model are as if there were none.
 
 Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
 """
@@ -11,8 +12,10 @@ Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts.steps import Launched, NoWorkSpace, StepResult
+from engine.cuda.adapters import DeviceAdapterMemory
 from engine.cuda.batch import DeviceBatch, DeviceGroup, QueryTiles
 from engine.cuda.columns import Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
 from engine.cuda.graphs import DecodeGraphs, StepOutputs
@@ -96,7 +100,8 @@ class CudaModel:
     threads at a time. A load's thread makes, warms and restores it; all else is the thread's that steps (docs/gpu.md).
 
     arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to this many rows run as graphs; 0: none do.
-    max_graph_tokens: the same of steps with pieces of prompts, and their tokens."""
+    max_graph_tokens: the same of steps with pieces of prompts, and their tokens. prepare_adapters: compiles the kernels of
+    adapters; called in the thread that reads one."""
 
     def __init__(
         self,
@@ -108,6 +113,7 @@ class CudaModel:
         block_tokens: int,
         max_graph_rows: int = 0,
         max_graph_tokens: int = 0,
+        prepare_adapters: Callable[[], None] = lambda: None,
     ) -> None:
         self._ops = ops
         self.name, self.vocab_size, self.weights_bytes, self.shape = spec.model, shape.vocab_size, weights.num_bytes, shape
@@ -141,9 +147,14 @@ class CudaModel:
         self._staging = Staging(self._device)
         self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
         self.tile_tokens = entry.tile_tokens(shape.widest_head_dim, dtype)
-        self.graphs = DecodeGraphs(self._decode, self._staging, self._device, max_graph_rows)
-        sizes = mixed_sizes(max_graph_tokens, spec.max_sequences, self.tile_tokens)
-        self.mixed_graphs = MixedGraphs(self.compute_mixed, self._staging, self._device, sizes)
+        on_device, sizes = (self._staging, self._device), mixed_sizes(max_graph_tokens, spec.max_sequences, self.tile_tokens)
+        self.graphs = DecodeGraphs(self._decode, *on_device, max_graph_rows)
+        self.mixed_graphs = MixedGraphs(self.compute_mixed, *on_device, sizes)
+        self.adapted_graphs = DecodeGraphs(partial(self._decode, adapted=True), *on_device, max_graph_rows)
+        self.adapted_mixed_graphs = MixedGraphs(partial(self.compute_mixed, adapted=True), *on_device, sizes)
+        self._has_adapted = False  # whether a step has had a row with an adapter
+        known = (shape, spec.dtype, arena, spec.max_sequences, self._staging)
+        self.adapter_memory = DeviceAdapterMemory(*known, prepare_adapters, self._drop_adapted_graphs)
         self._products: list[Tensor] = []  # the weights of matrix products, views of the weight range
         self._measure_tries = MEASURE_TRIES
 
@@ -166,15 +177,15 @@ class CudaModel:
     @torch.inference_mode()
     def _launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> Launched:
         began_s = time.perf_counter()
-        self._update_blocks(plan, table)
+        adapted = self._update(plan, table)
         owed = owed_prompt_rows(plan, table)
         rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size) if plan.samples.any() else None
         if rows is not None and masks is not None:
             constrain(rows, masks)
         by_host = owed is not None or (rows is not None and bool(rows.edits or rows.num_top is not None or masks is not None))
-        begun = None if owed is not None else self._begin_padded(plan, table, rows, by_host)
+        begun = None if owed is not None else self._begin_padded(plan, table, rows, by_host, adapted)
         if begun is None:
-            begun = self._begin_plain(plan, table, None if by_host else rows, None if owed is None else owed.tokens)
+            begun = self._begin_plain(plan, table, None if by_host else rows, None if owed is None else owed.tokens, adapted)
         num_sampling = int(plan.samples.sum())
         if by_host:
             hidden, logits = begun.outputs.hidden, self._loaded().logits
@@ -186,31 +197,37 @@ class CudaModel:
         told = begun.outputs.hidden[:num_sampling].float() if self.embeds else begun.outputs.drawn[:, :num_sampling]
         return self._pending(told, begun.events, began_s)
 
-    def _begin_padded(self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, by_host: bool) -> _Begun | None:
+    def _begin_padded(
+        self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, by_host: bool, adapted: bool
+    ) -> _Begun | None:
         """Starts a step that a graph runs, after capturing that where it is time to, or one that only decodes and samples on the
         device; returns None for all others. Events are recorded behind a capture, which is no part of what such steps cost."""
         if rows is not None and len(rows.temperature) == plan.num_new.sum():
-            padded = self.capture(len(plan.slots))
+            padded, decoding = self.capture(len(plan.slots), adapted), self._graphs_of(adapted)[0]
             if by_host and not padded:
                 return None
             columns = decode_columns(plan, table, rows, padded or len(plan.slots))
             events = self._events()
-            return _Begun(self.graphs.run(padded, columns) if padded else self._decode(self._staging.send(columns)), events)
+            run = decoding.run(padded, columns) if padded else self._decode(self._staging.send(columns), adapted)
+            return _Begun(run, events)
         held = int(plan.num_new.sum()), len(plan.slots), num_tiles(plan, self.tile_tokens)
-        if (lacking := self.mixed_graphs.needed(*held)) is not None:
-            self.capture_mixed(lacking)
-        size = self.mixed_graphs.size_for(*held)
+        mixed = self._graphs_of(adapted)[1]
+        if (lacking := mixed.needed(*held)) is not None:
+            self.capture_mixed(lacking, adapted)
+        size = mixed.size_for(*held)
         if size is None:
             return None
         columns = mixed_columns(plan, table, rows, size, self.tile_tokens)
         events = self._events()
-        return _Begun(self.mixed_graphs.run(size, columns), events)
+        return _Begun(mixed.run(size, columns), events)
 
-    def _begin_plain(self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, also: LongArray | None) -> _Begun:
+    def _begin_plain(
+        self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, also: LongArray | None, adapted: bool = False
+    ) -> _Begun:
         """Starts a step of any kind by launching each kernel. rows: of what the device samples; None: it samples nothing. also:
         indices into T of further tokens whose hidden states are wanted, behind those of the sampling rows."""
         events = self._events()
-        hidden = self._forward(extend_step(plan, table, self.tile_tokens, also))
+        hidden = self._forward(extend_step(plan, table, self.tile_tokens, also), adapted)
         if rows is None:
             return _Begun(StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), hidden), events)
         sent = self._staging.send(sampling_columns(rows) | {"slots": plan.slots[plan.samples]})
@@ -261,14 +278,21 @@ class CudaModel:
         entry.sample(edited, *(sent[name] for name in SETTINGS))
 
     @torch.inference_mode()
-    def capture(self, num_rows: int) -> int:
+    def launch_adapters(self) -> None:
+        """Does the same for what a step with adapters launches besides."""
+        with nullcontext() if entry.INTERPRETED else entry.both_kernels():
+            self._decode(self._staging.send(padding_columns(1, self._sequences.num_slots)), adapted=True)
+
+    @torch.inference_mode()
+    def capture(self, num_rows: int, adapted: bool = False) -> int:
         """Captures the graph that runs num_rows rows, unless it exists or none is wanted. Returns its row count; 0 if there is none
         now. Called by the thread that steps: before a step that needs the graph, or in idle time."""
-        padded = self.graphs.rows_for(num_rows)
-        if not padded or padded in self.graphs.captured:
+        graphs, _ = self._graphs_of(adapted)
+        padded = graphs.rows_for(num_rows)
+        if not padded or padded in graphs.captured:
             return padded
         self._measure()
-        return padded if self.graphs.capture(padded, padding_columns(padded, self._sequences.num_slots)) else 0
+        return padded if graphs.capture(padded, padding_columns(padded, self._sequences.num_slots)) else 0
 
     def _measure(self) -> None:
         """Measures which kernel multiplies few rows fastest, before graphs are captured with the one or the other."""
@@ -282,48 +306,67 @@ class CudaModel:
     def num_uncaptured(self) -> int:
         if self._model is None:
             return 0
-        return len(self.graphs.missing(self._sequences.num_slots)) + len(self.mixed_graphs.missing())
+        return sum(len(decoding) + len(mixed) for _, decoding, mixed in self._missing())
 
     def capture_next(self) -> None:
-        if decoding := self.graphs.missing(self._sequences.num_slots):
-            self.capture(decoding[0])
+        adapted, decoding, mixed = next(missing for missing in self._missing() if missing[1] or missing[2])
+        if decoding:
+            self.capture(decoding[0], adapted)
         else:
-            self.capture_mixed(self.mixed_graphs.missing()[0])
+            self.capture_mixed(mixed[0], adapted)
+
+    def _missing(self) -> list[tuple[bool, list[int], list[MixedSize]]]:
+        """Returns the sizes of graphs that are to be captured in idle time: of steps without adapters and, once there was a step
+        with some, of those with adapters."""
+        num_slots, forms = self._sequences.num_slots, [(adapted, *self._graphs_of(adapted)) for adapted in (False, True)]
+        return [
+            (adapted, decoding.missing(num_slots), mixed.missing()) for adapted, decoding, mixed in forms[: 1 + self._has_adapted]
+        ]
 
     @torch.inference_mode()
-    def capture_mixed(self, size: MixedSize) -> bool:
+    def capture_mixed(self, size: MixedSize, adapted: bool = False) -> bool:
         """Captures the graph of steps with pieces of prompts of a size, as `capture` does. Returns whether there is one now."""
-        return self.mixed_graphs.capture(size, mixed_padding(size, self._sequences.num_slots))
+        return self._graphs_of(adapted)[1].capture(size, mixed_padding(size, self._sequences.num_slots))
 
     def drop_graphs(self) -> None:
         """Gives up all graphs, in any thread."""
         self.graphs.drop()
         self.mixed_graphs.drop()
+        self._drop_adapted_graphs()
+
+    def _drop_adapted_graphs(self) -> None:
+        self.adapted_graphs.drop()
+        self.adapted_mixed_graphs.drop()
+
+    def _graphs_of(self, adapted: bool) -> tuple[DecodeGraphs, MixedGraphs]:
+        """Returns the graphs of steps in which a row has an adapter, or of those without."""
+        return (self.adapted_graphs, self.adapted_mixed_graphs) if adapted else (self.graphs, self.mixed_graphs)
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
         """Runs a step without sampling, for tests. Returns float32 logits: [N, V] of the sampling rows, or [T, V] of all tokens."""
-        self._update_blocks(plan, table)
+        adapted = self._update(plan, table)
         everything = np.arange(int(plan.num_new.sum())) if every_token else None
         step = extend_step(plan, table, self.tile_tokens, everything)
-        hidden = self._forward(step)
+        hidden = self._forward(step, adapted)
         part = hidden[step.num_sampling :] if every_token else hidden[: step.num_sampling]
         return self._loaded().logits(part).float().cpu().numpy()
 
     def restore(self) -> None:
         """Makes the model usable again after a reload, which has put the weights back into the same address range."""
         self._model = self._built()
-        self.mixed_graphs.evicted_s = None
+        self.mixed_graphs.evicted_s = self.adapted_mixed_graphs.evicted_s = None
 
     def _built(self) -> CausalLM[DeviceBatch]:
         return build_model(self._ops, self.shape, Weights(self.shape, self._dtype_name, self._weights, self._format))
 
     def release(self) -> None:
-        """Unmaps the weights. Idempotent; until `restore` any step raises RuntimeError."""
+        """Unmaps the weights, and forgets all adapters. Idempotent; until `restore` any step raises RuntimeError."""
+        self.adapter_memory.clear_all()
         if self._device.type == "cuda" and self._model is not None:
             torch.cuda.default_stream(self._device).synchronize()  # nothing may still run on memory that is unmapped
         self._model = None
-        self.mixed_graphs.evicted_s = time.monotonic()
+        self.mixed_graphs.evicted_s = self.adapted_mixed_graphs.evicted_s = time.monotonic()
         self._weights.unmap()
 
     # ---- inside a step
@@ -333,9 +376,13 @@ class CudaModel:
             raise RuntimeError(f"model {self.name} was released")
         return self._model
 
-    def _update_blocks(self, plan: BatchPlan, table: SequenceTable) -> None:
+    def _update(self, plan: BatchPlan, table: SequenceTable) -> bool:
+        """Brings what the device knows of a step's sequences up to date. Returns whether any of them has an adapter."""
         num_blocks = -(-int((plan.num_computed + plan.num_new).max()) // self._block_tokens)
         self._sequences.update(plan.slots, num_blocks, table, self._staging)
+        adapted = self.adapter_memory.update(plan.slots, table)
+        self._has_adapted |= adapted
+        return adapted
 
     def _events(self) -> tuple[Any, Any]:
         if self._device.type != "cuda":
@@ -353,7 +400,7 @@ class CudaModel:
             told = on_host
         return PendingStep(told, self.embeds, started, done, began_s)
 
-    def _decode(self, columns: dict[str, Tensor]) -> StepOutputs:
+    def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
         """Computes the device's part of a decode step of R rows from its columns. Runs eagerly, or while a graph is captured, so
         nothing here may read a value back from the device."""
         numbers = columns["numbers"]
@@ -366,10 +413,11 @@ class CudaModel:
             columns["contexts"],
             columns["contexts"],
             None,
+            adapted,
         )
         return self._draw(self._loaded().forward(batch, None), columns, columns["slots"])
 
-    def compute_mixed(self, columns: dict[str, Tensor]) -> StepOutputs:
+    def compute_mixed(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
         """Does the same for a step with pieces of prompts, from the columns of mixed_steps.py. Any of its R rows may be one that
         decodes: those that are not have a context of 0 there, and the zeros that attention leaves for them are overwritten by that
         of the tiles."""
@@ -383,10 +431,11 @@ class CudaModel:
             columns["contexts"],
             columns["decode_contexts"],
             tiles,
+            adapted,
         )
         return self._draw(self._loaded().forward(batch, columns["wanted"]), columns, columns["sampled_slots"])
 
-    def _forward(self, step: ExtendStep) -> Tensor:
+    def _forward(self, step: ExtendStep, adapted: bool = False) -> Tensor:
         """Returns the hidden states of the step's `wanted` tokens."""
         sent = self._staging.send(step.columns)
         tiles = None
@@ -401,6 +450,7 @@ class CudaModel:
             sent["contexts"],
             sent["contexts"][: step.num_decode],
             tiles,
+            adapted,
         )
         return self._loaded().forward(batch, sent["wanted"])
 
@@ -414,6 +464,7 @@ class CudaModel:
         contexts: Tensor,
         decode_contexts: Tensor,
         tiles: QueryTiles | None,
+        adapted: bool,
     ) -> DeviceBatch:
         sequences, num_decode = self._sequences, len(decode_contexts)
         input_ids, positions, groups = None, None, []
@@ -432,7 +483,8 @@ class CudaModel:
             groups.append(DeviceGroup(memory.kv, memory.scales, reach, block_table, kv_slots, turning, work.get(reach)))
         assert input_ids is not None
         rows = (slots, contexts, tiles, token_rows, firsts, starts)
-        return DeviceBatch(input_ids, num_decode, groups, self._layer_places, *rows)
+        adapters = self.adapter_memory.of_tokens(slots, token_rows) if adapted else None
+        return DeviceBatch(input_ids, num_decode, groups, self._layer_places, *rows, adapters=adapters)
 
     def _draw(self, hidden: Tensor, columns: dict[str, Tensor], slots: Tensor) -> StepOutputs:
         """Samples one id for each row of hidden [N, width], by the settings in columns, and stores it as the last token of the

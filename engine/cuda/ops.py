@@ -17,6 +17,7 @@ from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import entry
 from engine.ops import reference
 from engine.ops.ops import (
+    AdaptedProduct,
     DeltaRule,
     ExpertMatrices,
     Fp8Matrix,
@@ -54,6 +55,10 @@ class CudaOps:
     def _ordered(self, x: Tensor, order: Tensor) -> Tensor:
         """Returns columns [T, K] of x in this order."""
         return x.index_select(1, order)
+
+    def add_adapters(self, x: Tensor, out: Tensor, product: AdaptedProduct, batch: DeviceBatch) -> None:
+        assert batch.adapters is not None
+        entry.add_adapters(x, out, product, batch.adapters, batch.adapters.bound, batch.tiles is None)
 
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
         return reference.linear_float32(x, weight)

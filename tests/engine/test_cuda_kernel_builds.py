@@ -68,8 +68,8 @@ class Machine:
         self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         return self.processes[-1]
 
-    def need(self, case: KeyCase = CASE, waiting: Any = lambda: None) -> None:
-        self.builds.need(case.spec, case.shape, waiting)
+    def need(self, case: KeyCase = CASE, waiting: Any = lambda: None, adapters: bool = False) -> None:
+        self.builds.need(case.spec, case.shape, waiting, adapters)
 
 
 @pytest.fixture
@@ -100,15 +100,20 @@ def test_it_happens_once_for_each_kind_of_model(machine: Machine) -> None:
     machine.need()
     assert len(machine.processes) == 2
     machine.need()
+    assert len(machine.processes) == 2
+    for _ in range(2):
+        machine.need(adapters=True)
+        assert len(machine.processes) == 4, "kernels of adapters are compiled when the first one comes"
+    machine.processes.clear()
     again = KernelBuilds(str(machine.folder), HOPPER, BLOCK_TOKENS, 2, lambda news: None)
     again.need(CASE.spec, CASE.shape, lambda: None)
     other_place = msgspec.structs.replace(CASE.spec, placement_id=7, model="other", path="/elsewhere", lease_chunks=9)
     again.need(other_place, CASE.shape, lambda: None)
-    assert len(machine.processes) == 2
+    assert len(machine.processes) == 0
     again.need(msgspec.structs.replace(CASE.spec, kv_cache_dtype="fp8"), CASE.shape, lambda: None)
-    assert len(machine.processes) == 4
+    assert len(machine.processes) == 2
     KernelBuilds(str(machine.folder), 100, BLOCK_TOKENS, 2, lambda news: None).need(CASE.spec, CASE.shape, lambda: None)
-    assert len(machine.processes) == 6
+    assert len(machine.processes) == 4
 
 
 def test_a_folder_that_is_gone_leaves_the_kernels_to_the_load(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from scheduler.batch.plan import write_sampling
 from tests.engine.cuda_bench import KINDS, OTHER, PROMPT, load_cuda_model
 from tests.engine.embedder_checkpoint import expected, make_embedder
 from tests.engine.model_bench import CASES, MAX_LEN, make_checkpoint, make_table, plan, put
+from tests.engine.test_cuda_adapters import make_adapter, put_adapters
 from tests.engine.test_cuda_model import scheduled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -51,9 +52,10 @@ def test_logits(made: tuple[Path, Any], dtype: str) -> None:
     assert error.mean() < TOLERANCE[dtype] / 4
 
 
-def decoded(model: CudaModel, steps: int, ahead: int) -> list[list[int]]:
-    """Five rows, seeded and greedy, `ahead` steps under way at a time."""
+def decoded(model: CudaModel, steps: int, ahead: int, adapters: tuple[int, ...] = (-1,) * 5) -> list[list[int]]:
+    """Five rows, seeded and greedy, with these adapters, `ahead` steps under way at a time."""
     table = make_table(groups=model.kv_groups)
+    table.adapter[:5] = adapters
     for slot in range(5):
         put(table, slot, PROMPT[slot : slot + 9])
         write_sampling(table, slot, SamplingParams(max_tokens=90, temperature=0.8 * (slot % 2), top_p=0.9, seed=slot), 9, MAX_LEN)
@@ -91,6 +93,28 @@ def test_graphs_of_steps_with_pieces_of_prompts_give_the_same_tokens(
     assert [size.num_tokens for size in model.mixed_graphs.captured] == [16, 32]
     monkeypatch.setattr(model, "_forward", lambda step: pytest.fail("a step without a graph"))
     assert scheduled(model, True) == plain
+
+
+def test_rows_with_adapters_have_graphs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an adapter and of the base share steps, launched ahead, with tokens that are those of steps without graphs. Two
+    adapters of the same files, at two places, give the same tokens; the base's are its own."""
+    whole = make_checkpoint(tmp_path / "base", **CASES["llama"])
+    adapter = make_adapter(tmp_path / "adapter", tmp_path / "base", whole, 20)
+    plain = load_cuda_model(tmp_path / "base", "cuda")
+    base = decoded(plain, 20, 1)
+    monkeypatch.setattr(mixed_graphs, "pays", lambda device_s, launch_s: True)
+    texts = []
+    for model in (plain, load_cuda_model(tmp_path / "base", "cuda", max_graph_rows=8, max_graph_tokens=64)):
+        put_adapters(model, [adapter, adapter], (63, 1))
+        texts.append(decoded(model, 20, 2, (63, -1, 1, 63, -1)))
+        while model.num_uncaptured:
+            model.capture_next()
+        texts.append(decoded(model, 20, 2, (1, -1, 63, 1, -1)))
+    assert next(iter(model.adapted_graphs.captured)) == 8
+    assert [size.num_tokens for size in model.adapted_mixed_graphs.captured] == [16, 32, 64]
+    assert all(text == texts[0] for text in texts)
+    for at in range(5):
+        assert ([row[at] for row in texts[0]] == [row[at] for row in base]) == (at in (1, 4))
 
 
 @pytest.mark.parametrize("graphs", [False, True])

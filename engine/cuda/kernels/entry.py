@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.cuda.batch import DeviceBatch
 from engine.cuda.kernels import (
     linear_choice,
+    triton_adapters,
     triton_decode,
     triton_delta,
     triton_experts,
@@ -32,9 +33,22 @@ from engine.cuda.kernels import (
     triton_sampling,
 )
 from engine.host import compiled
-from engine.ops.ops import DeltaRule, ExpertMatrices, Fp8Matrix, Int4Matrix, Int8Matrix, LatentHeads, Nvfp4Matrix, Rotary
+from engine.ops.ops import (
+    AdaptedProduct,
+    BatchAdapters,
+    DeltaRule,
+    ExpertMatrices,
+    Fp8Matrix,
+    Int4Matrix,
+    Int8Matrix,
+    LatentHeads,
+    Nvfp4Matrix,
+    Rotary,
+)
 
 tile_tokens = triton_extend.tile_tokens
+rank_bound = triton_adapters.rank_bound
+SMALLEST_RANK_BOUND = triton_adapters.RANK_BOUNDS[0]
 MANY_ROWS = triton_decode.MANY_ROWS
 linear = linear_choice.linear
 both_kernels = linear_choice.both_kernels
@@ -72,6 +86,22 @@ def _quantised_linear(kernels: Any, x: Tensor, num_outputs: int, matrix: tuple[A
     for tile in triton_fp8_linear.TILE_ROWS if launches_all else (triton_fp8_linear.tile_rows(x.shape[0]),):
         kernels.tile_linear(x, *matrix, tile, INTERPRETED, out)
     return out
+
+
+def add_adapters(x: Tensor, out: Tensor, product: AdaptedProduct, adapters: BatchAdapters, bound: int, decodes: bool) -> None:
+    """Adds to out [T, N] what the tokens' adapters make of x [T, K], as Ops.add_adapters does. bound: no adapter has a larger rank.
+    decodes: each token is of another row. Within both_kernels tiles of all sizes are launched."""
+    tiles = (triton_adapters.tile_tokens(len(x), decodes),)
+    for tile in triton_adapters.TILE_TOKENS if linear_choice.launches_both() else tiles:
+        triton_adapters.add_adapters(x, out, product, adapters, bound, tile, INTERPRETED)
+
+
+def adapter_numbers(of_slots: Tensor, slots: Tensor, token_rows: Tensor) -> Tensor:
+    """Returns the adapter [T] int32 of each token: of_slots [S + 1] has that of each slot, slots [R] the slot of each row, and
+    token_rows [T] the row of each token."""
+    numbers = torch.empty_like(token_rows)
+    triton_adapters.adapter_numbers(of_slots, slots, token_rows, numbers)
+    return numbers
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, around_one: bool) -> Tensor:

@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
 class KeyCase:
     """A model. config: a config.json, changed by SMALL and `more`. block_offset: where the first of each three groups of parameters
     begins, in bytes from a block's boundary, the others 8 and 16 bytes further; -1: all are aligned. max_len: the length of its
-    sequences, in tokens. pooling: of ModelShape."""
+    sequences, in tokens. pooling: of ModelShape. adapters: whether rows of its steps have LoRA adapters."""
 
     name: str
     config: dict[str, Any]
@@ -59,6 +59,7 @@ class KeyCase:
     max_rows: int = MAX_ROWS
     more: dict[str, Any] = field(default_factory=dict)
     pooling: str = ""
+    adapters: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -88,14 +89,19 @@ QWEN3 = QWEN25_7B | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
 CASES = [
     KeyCase("mistral", MISTRAL_7B, more={"sliding_window": None}),
     KeyCase(
-        "mistral window float16 fp8", MISTRAL_7B | FP8_WEIGHTS, "float16", "fp8", more={"sliding_window": 96, "vocab_size": 4096}
+        "mistral window float16 fp8",
+        MISTRAL_7B | FP8_WEIGHTS,
+        "float16",
+        "fp8",
+        more={"sliding_window": 96, "vocab_size": 4096},
+        adapters=True,
     ),
-    KeyCase("mistral float32 fp8", MISTRAL_7B, "float32", "fp8", more={"sliding_window": None, "vocab_size": 5003}),
-    KeyCase("qwen2 biases, odd vocabulary", QWEN25_7B, block_offset=8, more={"vocab_size": 5003}),
+    KeyCase("mistral float32 fp8", MISTRAL_7B, "float32", "fp8", more={"sliding_window": None, "vocab_size": 5003}, adapters=True),
+    KeyCase("qwen2 biases, odd vocabulary", QWEN25_7B, block_offset=8, more={"vocab_size": 5003}, adapters=True),
     KeyCase("qwen2 odd block tables", QWEN25_7B, max_len=16 * 17, more={"vocab_size": 4100}),
     KeyCase("qwen3 norms at odd places", QWEN3, block_offset=24, more={"vocab_size": 151, "num_attention_heads": 6}),
     KeyCase("qwen3 fp8", QWEN3, kv_cache_dtype="fp8"),
-    KeyCase("qwen3 embedder", QWEN3, pooling=LAST_TOKEN, max_rows=17, more={"vocab_size": 1000}),
+    KeyCase("qwen3 embedder", QWEN3, pooling=LAST_TOKEN, max_rows=17, more={"vocab_size": 1000}, adapters=True),
     KeyCase("gemma2", GEMMA2_2B, block_offset=16, more={"vocab_size": 4096}),
     KeyCase("gemma3 fp8", GEMMA3_1B, kv_cache_dtype="fp8", more={"num_hidden_layers": 7, "vocab_size": 1000}),
     KeyCase(
@@ -130,7 +136,12 @@ CASES = [
         more={"head_dim": 64, "vocab_size": 1024, "sliding_window": 96, "sliding_window_pattern": 2},
     ),
     KeyCase("phi-2 at odd places", PHI_2, "float16", block_offset=8, max_rows=17, more={"head_dim": 80, "vocab_size": 1003}),
-    KeyCase("qwen2 moe", QWEN15_MOE, more={"vocab_size": 4096, "num_experts": 24, "mlp_only_layers": [1], "num_hidden_layers": 3}),
+    KeyCase(
+        "qwen2 moe",
+        QWEN15_MOE,
+        more={"vocab_size": 4096, "num_experts": 24, "mlp_only_layers": [1], "num_hidden_layers": 3},
+        adapters=True,
+    ),
     KeyCase("mixtral float32 at odd places", MIXTRAL_8X7B, "float32", block_offset=8, more={"num_experts": 8, "vocab_size": 4096}),
     KeyCase("glm4 moe", GLM45_AIR, max_rows=5, more={"vocab_size": 1024, "n_routed_experts": 24, "n_group": 4, "topk_group": 2}),
     KeyCase("gpt-oss", GPT_OSS_20B, max_rows=17, more={"vocab_size": 1024, "num_local_experts": 8, "layer_types": None}),
@@ -147,6 +158,7 @@ CASES = [
         "float16",
         block_offset=8,
         more={"vocab_size": 1024, "n_routed_experts": 12, "moe_intermediate_size": 352},
+        adapters=True,
     ),
     KeyCase(
         "llama 4",
@@ -175,6 +187,7 @@ CASES = [
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 6,
         },
+        adapters=True,
     ),
     KeyCase("one block a sequence", MISTRAL_7B, max_len=BLOCK_TOKENS, max_rows=1, more={"sliding_window": None}),
 ]
@@ -255,7 +268,11 @@ class KeyStep:
 
 
 def make_table(case: KeyCase, model: CudaModel) -> SequenceTable:
-    return make_sequence_table(case.max_rows, case.max_len, -(-case.max_len // BLOCK_TOKENS), len(model.kv_groups))
+    table = make_sequence_table(case.max_rows, case.max_len, -(-case.max_len // BLOCK_TOKENS), len(model.kv_groups))
+    if case.adapters:
+        model.adapter_memory.bound = 64
+        table.adapter[:] = np.arange(case.max_rows) % 3
+    return table
 
 
 def steps(case: KeyCase, every: bool) -> Iterator[KeyStep]:

@@ -39,6 +39,8 @@ def record(case: KeyCase, every: bool) -> dict[str, Any]:
     with recorded(HOPPER) as launches:
         model = launch_only_model(case.spec, case.shape, BLOCK_TOKENS)
         model.warm()
+        if case.adapters:
+            model.launch_adapters()
         warmed, num_steps = len(launches), 0
         table = make_table(case, model)
         for step in steps(case, every):
@@ -49,7 +51,7 @@ def record(case: KeyCase, every: bool) -> dict[str, Any]:
         with torch.inference_mode():
             for size in mixed_sizes(MAX_GRAPH_TOKENS, case.max_rows, model.tile_tokens):  # what graphs of them hold
                 num_steps += 1
-                model.compute_mixed(model._staging.send(mixed_padding(size, case.max_rows)))
+                model.compute_mixed(model._staging.send(mixed_padding(size, case.max_rows)), case.adapters)
                 for key in list(launches)[warmed + len(added) :]:
                     added[key] = str(size)
     return {"model": case.name, "warmed": warmed, "steps": num_steps, "added": added}

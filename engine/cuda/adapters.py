@@ -1,0 +1,138 @@
+"""A model's LoRA adapters in a GPU's memory: where each lies in the KV arena, and which of them the tokens of each slot have.
+
+Shapes: M products that adapters may change, A adapters, S slots, R rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contracts.adapters import ReadAdapter
+from engine.cuda.batch import DeviceAdapters
+from engine.cuda.kernels import entry
+from engine.cuda.sequences import Staging
+from engine.memory.adapter_files import read_adapter
+from engine.protocol import AdapterSource
+from loader.adapters.layout import AdapterLayout
+from loader.adapters.matrices import adapted_matrices
+from loader.model_shape import ModelShape
+from scheduler.batch.adapters import MAX_ADAPTERS
+from scheduler.batch.plan import IntArray, SequenceTable
+
+
+class _OnDevice(NamedTuple):
+    """What kernels read. places [M, A] int64, ranks [M, A] int32: as BatchAdapters has them. of_slots [S + 1] int32: the adapter of
+    each slot, -1: none, as slot S has, which padding rows point at. memory: the arena in the model's dtype."""
+
+    places: Tensor
+    ranks: Tensor
+    of_slots: Tensor
+    memory: Tensor
+
+
+class DeviceAdapterMemory:
+    """An engine.contracts.adapters.AdapterMemory. The first adapter makes the device's tables, which then stay where they are,
+    since graphs read them; they change in the order of the steps. bound: one of the kernels' RANK_BOUNDS, at least the rank of
+    every adapter that there ever was; 0 before the first.
+
+    dtype: the model's. arena: the device's KV memory as uint8. prepare: compiles the kernels of adapters; called in the thread that
+    reads one. bound_grew: called when steps with adapters must launch other grids than before."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: str,
+        arena: Tensor,
+        num_slots: int,
+        staging: Staging,
+        prepare: Callable[[], None],
+        bound_grew: Callable[[], None],
+    ) -> None:
+        self.bound = 0
+        self._shape, self._dtype, self._arena, self._staging = shape, dtype, arena, staging
+        self._prepare, self._bound_grew = prepare, bound_grew
+        self._numbers: torch.dtype = getattr(torch, dtype)
+        size = (len(adapted_matrices(shape)), MAX_ADAPTERS)
+        self._places, self._ranks = np.full(size, -1, np.int64), np.zeros(size, np.int32)
+        self._of_slots = np.full(num_slots, -1, np.int32)  # what the device knows
+        self._held: _OnDevice | None = None
+
+    # ---- adapters that come and go
+
+    def read(self, source: AdapterSource) -> ReadAdapter:
+        self._prepare()
+        return read_adapter(source, self._shape, self._dtype)
+
+    def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
+        first, rest = divmod(first_byte, self._numbers.itemsize)
+        if rest:
+            raise ValueError(f"adapter {number} begins at byte {first_byte}, which is within a number of {self._dtype}")
+        self._forget(number)
+        for place in layout.places:
+            self._places[place.number, number], self._ranks[place.number, number] = first + place.offset, place.rank
+        self._send(number)
+        bound = entry.rank_bound(int(self._ranks[:, number].max(initial=0)))
+        if bound > self.bound:
+            self.bound = bound
+            self._bound_grew()
+
+    def clear(self, number: int) -> None:
+        """Forgets an adapter. Steps that were launched before still have it."""
+        self._forget(number)
+        self._send(number)
+
+    def clear_all(self) -> None:
+        """Forgets every adapter."""
+        for number in np.flatnonzero((self._places >= 0).any(axis=0)).tolist():
+            self.clear(number)
+
+    def _forget(self, number: int) -> None:
+        if not 0 <= number < MAX_ADAPTERS:
+            raise IndexError(f"adapter number {number} is not among 0 to {MAX_ADAPTERS - 1}")
+        self._places[:, number], self._ranks[:, number] = -1, 0
+
+    def _send(self, number: int) -> None:
+        """Sends an adapter's columns of the tables."""
+        num_products, width = self._places.shape
+        at = np.arange(num_products, dtype=np.int32) * np.int32(width) + np.int32(number)
+        columns = {"words": np.stack((2 * at, 2 * at + 1), axis=1).reshape(-1), "at": at}
+        columns |= {"places": self._places[:, number].copy().view(np.int32), "ranks": self._ranks[:, number].copy()}
+        sent, held = self._staging.send(columns), self._on_device()
+        entry.set_entries(held.places.view(torch.int32), sent["words"], sent["places"])
+        entry.set_entries(held.ranks, sent["at"], sent["ranks"])
+
+    # ---- adapters of a step
+
+    def update(self, slots: IntArray, table: SequenceTable) -> bool:
+        """Sends the adapters of those of a step's slots that have another one than before. Returns whether any of them has one."""
+        if not self.bound:
+            return False
+        now = table.adapter[slots]
+        changed = np.flatnonzero(now != self._of_slots[slots])
+        if len(changed):
+            places, values = slots[changed], now[changed]
+            self._of_slots[places] = values
+            sent = self._staging.send({"places": places, "values": values})
+            entry.set_entries(self._on_device().of_slots, sent["places"], sent["values"])
+        return bool((now >= 0).any())
+
+    def of_tokens(self, slots: Tensor, token_rows: Tensor) -> DeviceAdapters:
+        """Returns the adapters of a step's tokens. slots [R]: of each row. token_rows [T]: the row of each token."""
+        held = self._on_device()
+        numbers = entry.adapter_numbers(held.of_slots, slots, token_rows)
+        return DeviceAdapters(numbers, held.places, held.ranks, held.memory, self.bound or entry.SMALLEST_RANK_BOUND)
+
+    def _on_device(self) -> _OnDevice:
+        if self._held is None:
+            size, device, item_bytes = self._places.shape, self._arena.device, self._numbers.itemsize
+            places = torch.full(size, -1, dtype=torch.int64, device=device)
+            ranks = torch.zeros(size, dtype=torch.int32, device=device)
+            of_slots = torch.full((len(self._of_slots) + 1,), -1, dtype=torch.int32, device=device)
+            memory = self._arena[: len(self._arena) // item_bytes * item_bytes].view(self._numbers)
+            self._held = _OnDevice(places, ranks, of_slots, memory)
+        return self._held
