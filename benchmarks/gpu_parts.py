@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
     "speed": (
         Part("forward", ("benchmarks.gpu_forward",), 95),
         Part("mixed", ("benchmarks.gpu_mixed",), 70),
+        Part("adapters", ("benchmarks.gpu_adapters",), 30),
         Part("forward-1b", ("benchmarks.gpu_forward", "--model", "1b"), 50),
         Part("sampling", ("benchmarks.gpu_sampling",), 45),
         Part("profile", ("benchmarks.gpu_profile",), 50),

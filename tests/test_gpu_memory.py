@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import (
+    gpu_adapters,
     gpu_adoption,
     gpu_evictions,
     gpu_forward,
@@ -35,7 +36,7 @@ from config.devices import CUDA_LEFT_BYTES
 from engine.contracts.steps import StepResult
 from engine.cuda.backend import MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS
 from engine.cuda.graphs import graph_rows
-from engine.cuda.kernels import entry, triton_decode, triton_extend, triton_sampling, triton_unpack
+from engine.cuda.kernels import entry, triton_decode, triton_extend, triton_inputs, triton_sampling, triton_unpack
 from engine.cuda.mixed_graphs import MOST_GRAPHS
 from engine.cuda.mixed_steps import mixed_padding, mixed_sizes
 from engine.cuda.model import CudaModel
@@ -61,6 +62,7 @@ MAINS: dict[str, tuple[Callable[[], None], list[str], str]] = {
     "forward": (gpu_forward.main, [], "8b"),
     "forward-1b": (gpu_forward.main, ["--model", "1b"], "1b"),
     "mixed": (gpu_mixed.main, [], "8b"),
+    "adapters": (gpu_adapters.main, [], "8b"),
     "sampling": (gpu_sampling.main, [], "1b"),
     "profile": (gpu_profile.main, [], "8b"),
     "throughput": (gpu_throughput.main, [], "8b"),
@@ -109,6 +111,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         (triton_decode, "decode_attention"),
         (triton_extend, "extend_attention"),
         (triton_sampling, "sample"),
+        (triton_inputs, "set_entries"),
     ):
         monkeypatch.setattr(module, kernel, lambda *_: None)
     with memory:
