@@ -16,7 +16,7 @@ from engine.contracts.adapters import ReadAdapter
 from engine.cuda.batch import DeviceAdapters
 from engine.cuda.kernels import entry
 from engine.cuda.sequences import Staging
-from engine.memory.adapter_files import read_adapter
+from engine.loading.adapter_files import read_adapter
 from engine.protocol import AdapterSource
 from loader.adapters.layout import AdapterLayout
 from loader.adapters.matrices import adapted_matrices
