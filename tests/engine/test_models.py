@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from engine.cpu.model import CpuModel
+from engine.layers.projection import Projection
 from engine.loading.runner import TorchRunner
+from engine.models.decoder import DecoderLayer
+from loader.adapters.matrices import adapted_matrices
 from scheduler.batch.plan import SequenceTable
 from tests.engine.cpu_ops import compute_with
 from tests.engine.model_bench import (
@@ -156,6 +159,24 @@ def test_reload_is_bit_equal(runner: TorchRunner, made: tuple[Path, Any]) -> Non
         with pytest.raises(RuntimeError, match="released"):
             model.execute(plan((2, 0, 1)), table)
     assert np.array_equal(*answers)
+
+
+def projections(held: object) -> Iterator[Projection[Any]]:
+    """Yields the products of a layer that adapters may change, wherever in it they are."""
+    if isinstance(held, Projection):
+        yield held
+    elif type(held).__module__.startswith("engine.layers") or isinstance(held, DecoderLayer):
+        for part in vars(held).values():
+            yield from projections(part)
+
+
+def test_products_that_adapters_may_change_are_those_that_the_loader_lists(model: CpuModel) -> None:
+    """Else an adapter would be refused that can be served, or be left out without a word."""
+    decoder: Any = model._model
+    found = [projection.adapted for layer in decoder.layers for projection in projections(layer)]
+    assert [(product.number, product.parts) for product in found] == [
+        (number, matrix.outputs) for number, matrix in enumerate(adapted_matrices(model.shape))
+    ]
 
 
 def test_greedy_text_equals_transformers(model: CpuModel, made: tuple[Path, Any]) -> None:
