@@ -20,6 +20,11 @@ class ReadAdapter:
 class AdapterMemory(Protocol):
     """A model's tables of the adapters in its device's memory, by their numbers (scheduler/batch/adapters.py)."""
 
+    def prepare(self) -> None:
+        """Has compiled what steps with adapters need and cannot do without. Called in a thread, before each `read`; it may take a
+        minute the first time."""
+        ...
+
     def read(self, source: AdapterSource) -> ReadAdapter:
         """Reads an adapter's files. Called in a thread, while steps run. Raises CheckpointError, which names file and tensor or
         key, and CheckpointChanged."""

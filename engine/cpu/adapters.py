@@ -26,6 +26,9 @@ class HostAdapterMemory:
         size = (len(adapted_matrices(shape)), MAX_ADAPTERS)
         self.places, self.ranks = np.full(size, -1, np.int64), np.zeros(size, np.int32)
 
+    def prepare(self) -> None:
+        """Does nothing: steps can do without compiled kernels."""
+
     def read(self, source: AdapterSource) -> ReadAdapter:
         return read_adapter(source, self._shape, self._dtype)
 

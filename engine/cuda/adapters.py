@@ -40,8 +40,8 @@ class DeviceAdapterMemory:
     since graphs read them; they change in the order of the steps. bound: one of the kernels' RANK_BOUNDS, at least the rank of
     every adapter that there ever was; 0 before the first.
 
-    dtype: the model's. arena: the device's KV memory as uint8. prepare: compiles the kernels of adapters; called in the thread that
-    reads one. bound_grew: called when steps with adapters must launch other grids than before."""
+    dtype: the model's. arena: the device's KV memory as uint8. prepare: compiles the kernels of adapters.
+    bound_grew: called when steps with adapters must launch other grids than before."""
 
     def __init__(
         self,
@@ -64,8 +64,10 @@ class DeviceAdapterMemory:
 
     # ---- adapters that come and go
 
-    def read(self, source: AdapterSource) -> ReadAdapter:
+    def prepare(self) -> None:
         self._prepare()
+
+    def read(self, source: AdapterSource) -> ReadAdapter:
         return read_adapter(source, self._shape, self._dtype)
 
     def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:

@@ -28,7 +28,8 @@ NO_ROOM_LIMIT_S = 5.0  # how long one waits for room while nothing runs that cou
 
 @dataclass(slots=True)
 class AdapterRead:
-    """The reading of one adapter in a thread, and its result: `adapter` or `error`. is_over: the loop knows of the result. overdue:
+    """The reading of one adapter in a thread, and its result: `adapter` or `error`. is_prepared: began_s is when the files' reading
+    began, not when kernels began to be compiled for it. is_over: the loop knows of the result. overdue:
     its requests have failed; the thread may still wait for the file system."""
 
     model: str
@@ -38,12 +39,15 @@ class AdapterRead:
     adapter: ReadAdapter | None = None
     error: Exception | None = None
     seconds: float = 0.0
+    is_prepared: bool = False
     is_over: bool = False
     overdue: bool = False
 
     def run(self) -> None:
-        """Reads the files. Called in the thread."""
+        """Reads the files, once kernels are there. Called in the thread."""
         try:
+            self.memory.prepare()
+            self.began_s, self.is_prepared = time.monotonic(), True
             self.adapter = self.memory.read(self.source)
         except Exception as error:
             self.error = error
@@ -146,7 +150,7 @@ class AdapterLoads:
             self._reads.read(own.reads[key])
 
     def _check_overdue(self, served: ServedModel, read: AdapterRead, key: str, now: float) -> None:
-        read.overdue = now - read.began_s > READ_LIMIT_S
+        read.overdue = read.is_prepared and now - read.began_s > READ_LIMIT_S
         if read.overdue:
             self._give_up(served, key, "adapter_unusable", f"its files do not answer: no sign of them for {READ_LIMIT_S:g} s")
 

@@ -33,6 +33,9 @@ class FakeMemory:
         self.error: Exception | None = None
         self.known: dict[int, int] = {}
 
+    def prepare(self) -> None:
+        pass
+
     def read(self, source: AdapterSource) -> Any:
         if self.error is not None:
             raise self.error
@@ -160,8 +163,14 @@ def test_files_that_do_not_answer_hold_up_their_own_requests_alone(desk: Desk) -
     desk.submit(100, "good")
     desk.look()
     hung, desk.reads = desk.reads, []
+    for read in hung:
+        read.is_prepared = True
     assert len(hung) == adapter_loads.MAX_READS, "the next has to wait for one of them"
     desk.now = adapter_loads.READ_LIMIT_S + 1
+    hung[0].is_prepared = False
+    desk.look()
+    assert sorted(desk.failed) == [2, 3, 4], "the first waits for kernels"
+    hung[0].is_prepared = True
     desk.look()
     assert sorted(desk.failed) == [1, 2, 3, 4]
     assert "does not answer" in desk.failed[1] or "do not answer" in desk.failed[1]
