@@ -97,11 +97,11 @@ CASES = [
         adapters=True,
     ),
     KeyCase("mistral float32 fp8", MISTRAL_7B, "float32", "fp8", more={"sliding_window": None, "vocab_size": 5003}, adapters=True),
-    KeyCase("qwen2 biases, odd vocabulary", QWEN25_7B, block_offset=8, more={"vocab_size": 5003}, adapters=True),
+    KeyCase("qwen2 biases, odd vocabulary", QWEN25_7B, block_offset=8, more={"vocab_size": 5003}),
     KeyCase("qwen2 odd block tables", QWEN25_7B, max_len=16 * 17, more={"vocab_size": 4100}),
     KeyCase("qwen3 norms at odd places", QWEN3, block_offset=24, more={"vocab_size": 151, "num_attention_heads": 6}),
     KeyCase("qwen3 fp8", QWEN3, kv_cache_dtype="fp8"),
-    KeyCase("qwen3 embedder", QWEN3, pooling=LAST_TOKEN, max_rows=17, more={"vocab_size": 1000}, adapters=True),
+    KeyCase("qwen3 embedder", QWEN3, pooling=LAST_TOKEN, max_rows=17, more={"vocab_size": 1000}),
     KeyCase("gemma2", GEMMA2_2B, block_offset=16, more={"vocab_size": 4096}),
     KeyCase("gemma3 fp8", GEMMA3_1B, kv_cache_dtype="fp8", more={"num_hidden_layers": 7, "vocab_size": 1000}),
     KeyCase(
