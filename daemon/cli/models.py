@@ -94,7 +94,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
             str(row["active"]),
             str(row["queued"]),
             "yes" if row["pinned"] else "",
-            ago(row["last_used"]),
+            "-" if row["state"] == "adapter" else ago(row["last_used"]),
             *((_leaves(row),) if with_leaves else ()),
         )
         for row in rows
