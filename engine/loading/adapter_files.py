@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,7 @@ def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAd
 
 def _floats(opened: OpenAdapter, tensor: TensorRef) -> Tensor:
     """Returns a tensor of the files in float32. Raises CheckpointError for values that are not finite."""
-    held = torch.from_numpy(opened.read(tensor)).view(getattr(torch, DTYPE_OF[tensor.dtype])).view(tensor.shape)
-    values = held.float()
-    if not torch.isfinite(values).all():
+    values = torch.from_numpy(opened.read(tensor)).view(getattr(torch, DTYPE_OF[tensor.dtype])).view(tensor.shape).float()
+    if not all(map(math.isfinite, (extreme.item() for extreme in values.aminmax()))):  # NaN is both extremes of what holds one
         raise CheckpointError(tensor.file, tensor.name, "holds values that are not finite")
     return values
