@@ -12,7 +12,7 @@ processor.limit_libraries()  # torch reads it when it is imported
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests import file_order  # noqa: E402
+from tests import file_order, interpreter  # noqa: E402
 
 REPORTED = "reported"  # a property of a test whose value is printed at the end of the run
 
@@ -26,6 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         files = file_order.ordered(item.nodeid.partition("::")[0] for item in items)
         places = {file: at for at, file in enumerate(files)}
         items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
+
+
+def pytest_runtest_setup() -> None:
+    interpreter.quicken()  # where one was imported, by the test's module or by a test before
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
