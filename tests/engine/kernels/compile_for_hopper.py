@@ -2,8 +2,9 @@
 would launch it for an 8B model in bfloat16. Prints one JSON line for each kernel: what the assembler reports of it, and how many
 instructions it has.
 
-usage: python -m tests.engine.kernels.compile_for_hopper [CAPABILITY] [--unlisted] (90, 80, 89, 100; not under TRITON_INTERPRET;
---unlisted: without the numbers of instructions, for which the code must be listed, which takes longer than all else)
+usage: python -m tests.engine.kernels.compile_for_hopper [CAPABILITY] [--unlisted] [--largest] (90, 80, 89, 100; not under
+TRITON_INTERPRET; --unlisted: without the numbers of instructions, for which the code must be listed, which takes longer than all
+else; --largest: of a kernel's forms that differ in a size only the one that needs most registers)
 """
 
 from __future__ import annotations
@@ -66,6 +67,14 @@ EXPERTS, CHOSEN, EXPERT_INNER = 64, 8, 768
 WIDE_DIM = 512
 LATENT_HEADS, RANK, PLAIN, ROPE, VALUE = (16, 128), 512, 128, 64, 128  # of DeepSeek-V2-Lite and V3
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+largest_alone = "--largest" in sys.argv
+
+
+def tried(*forms: Any) -> tuple[Any, ...]:
+    """Returns which of some forms, of which the last needs most registers, are compiled."""
+    return forms[-1:] if largest_alone else forms
 
 
 class NoGpu:
@@ -169,7 +178,8 @@ def launch_latents(heads: int, kv_dtype: str, table: torch.Tensor, ints: torch.T
     sums, where = absorbed[..., :RANK].contiguous(), (*kv, 3, table, ints)
     triton_latent_attention.decode_attention(absorbed, *where, work, 0.1, 32, False, sums)
     tile = entry.tile_tokens(PLAIN + ROPE, dtype)
-    triton_latent_attention.extend_attention(absorbed, 0, *where, ints, ints, tile, ints, ints, ints, 0.1, False, sums)
+    if heads in tried(*LATENT_HEADS):
+        triton_latent_attention.extend_attention(absorbed, 0, *where, ints, ints, tile, ints, ints, ints, 0.1, False, sums)
     if kv_dtype == KV_FP8:
         return
     height = heads * (PLAIN + VALUE)
@@ -177,7 +187,7 @@ def launch_latents(heads: int, kv_dtype: str, table: torch.Tensor, ints: torch.T
     fp8 = Fp8Matrix(codes, torch.zeros(height, RANK // 128), 128)
     nvfp4 = Nvfp4Matrix(codes[:, : RANK // 2], codes[:, : RANK // 16], torch.zeros(height))
     many = 64  # tokens, which take larger tiles than ROWS do
-    for up, rows in product((fp8, nvfp4), (ROWS, many)):
+    for up, rows in product((fp8, nvfp4), tried(ROWS, many)):
         of_heads = LatentHeads(up, heads, PLAIN, ROPE, VALUE)
         own = absorbed.expand(rows // ROWS, -1, -1, -1).reshape(rows, heads, -1)
         triton_latent.product_by_head(own[..., :PLAIN], of_heads, False, False, own[..., :RANK])
@@ -236,7 +246,7 @@ def main(capability: int, listed: bool) -> None:
         kept_as(kind) for kind in ("bfloat16", KV_FP8) if kind != KV_FP8 or capability >= 89
     ]:  # FP8_CAPABILITY of the backend
         triton_decode.decode_attention(qkv, *kv, 3, HEADS, table, ints, work, 0.1, 0.0, None, False, out)
-        for window, softcap in ((0, 0.0), (4096, 50.0)):
+        for window, softcap in tried((0, 0.0), (4096, 50.0)):
             columns = (table, ints, ints, ints, triton_extend.tile_tokens(HEAD_DIM, dtype), ints, ints, ints)
             triton_extend.extend_attention(qkv, *kv, 3, HEADS, *columns, window, 0.1, softcap, None, False, out)
         for norms in ((None, None), (norm, norm)):
@@ -256,26 +266,26 @@ def main(capability: int, listed: bool) -> None:
     triton_experts.sort(routing[0], *routing[2:])
     gate_up, down = torch.zeros(EXPERTS, 2 * EXPERT_INNER, WIDTH, dtype=dtype), x[None]  # nothing is read
     inner, made = (torch.zeros(ROWS * CHOSEN, width, dtype=dtype) for width in (EXPERT_INNER, WIDTH))
-    for tile in triton_experts.TILE_ROWS:
+    for tile in tried(*triton_experts.TILE_ROWS):
         triton_experts.grouped_linear(x, gate_up, *routing[2:], CHOSEN, True, tile, False, inner)
         triton_experts.grouped_linear(inner, down, *routing[2:], CHOSEN, False, tile, False, made)
         along_outputs = gate_up.view(EXPERTS, WIDTH, -1).transpose(1, 2)
         triton_experts.grouped_linear(x, along_outputs, *routing[2:], CHOSEN, True, tile, False, inner, weights=routing[1])
     blocks = torch.zeros(EXPERTS, 2 * EXPERT_INNER, WIDTH // 32, 16, dtype=torch.uint8)
     halves = Mxfp4Matrix(blocks, blocks[..., 0]), Mxfp4Matrix(blocks[:, :EXPERT_INNER], blocks[:, :EXPERT_INNER, :, 0])
-    for tile in triton_experts.TILE_ROWS:
+    for tile in tried(*triton_experts.TILE_ROWS):
         how, clamped = (*routing[2:], CHOSEN), ClampedSwiglu(7.0, 1.702)
         triton_experts.grouped_linear(x, halves[0], *how, True, tile, False, inner, x, clamped)
         triton_experts.grouped_linear(inner, halves[1], *how, False, tile, False, made, x)
     gate_up_codes = Fp8Matrix(torch.zeros(EXPERTS, 1, 1, dtype=torch.uint8), torch.zeros(EXPERTS, 1, WIDTH // 128), 128)
-    for tile in triton_experts.TILE_ROWS:
+    for tile in tried(*triton_experts.TILE_ROWS):
         triton_experts.grouped_linear(x, gate_up_codes, *routing[2:], CHOSEN, True, tile, False, inner)
     for zeros in (None, blocks):
         in_int4 = Int4Matrix(blocks.flatten(2), torch.zeros(EXPERTS, 1, WIDTH // 32, dtype=dtype), 32, zeros)
-        for tile in triton_experts.TILE_ROWS:
+        for tile in tried(*triton_experts.TILE_ROWS):
             triton_experts.grouped_linear(x, in_int4, *routing[2:], CHOSEN, True, tile, False, inner)
     in_nvfp4 = Nvfp4Matrix(blocks.flatten(2), blocks.flatten(2)[..., : WIDTH // 16], torch.zeros(EXPERTS, 1))
-    for tile in triton_experts.TILE_ROWS:
+    for tile in tried(*triton_experts.TILE_ROWS):
         triton_experts.grouped_linear(x, in_nvfp4, *routing[2:], CHOSEN, True, tile, False, inner)
         triton_experts.grouped_linear(inner, in_nvfp4, *routing[2:], CHOSEN, False, tile, False, made)
     triton_experts.combine(made, routing[1], longs, scores, x, x)
@@ -290,23 +300,23 @@ def main(capability: int, listed: bool) -> None:
     entry.prepare_inputs(ints, ints, ints, ints, ints, torch.zeros(ROWS + 1, dtype=torch.int32), table, 16)
     triton_inputs.set_entries(table, ints, ints)
     weight = torch.zeros(2 * INNER, WIDTH, dtype=dtype)
-    for num_rows in entry.FEW_ROWS:
+    for num_rows in tried(*entry.FEW_ROWS):
         linear_choice.ours(x[:num_rows], weight, None)
     codes = torch.zeros(2 * INNER, WIDTH, dtype=torch.uint8)
-    for num_groups, group in ((1, WIDTH), (WIDTH // 128, 128)):
+    for num_groups, group in tried((1, WIDTH), (WIDTH // 128, 128)):
         matrix = (codes, torch.zeros(1, num_groups).expand(2 * INNER, -1), group, None)  # nothing is read
-        for num_rows in (1, 4):
+        for num_rows in tried(4, 1):
             triton_fp8_linear.few_rows_linear(x[:num_rows], *matrix, weight)
-        for tile in triton_fp8_linear.TILE_ROWS:
+        for tile in tried(*triton_fp8_linear.TILE_ROWS):
             triton_fp8_linear.tile_linear(x, *matrix, tile, False, weight)
     packed, in_four_bits = codes[:, : WIDTH // 2], list[Int4Matrix | Nvfp4Matrix]()
-    for num_groups, group, zeros in ((1, WIDTH, None), (WIDTH // 128, 128, None), (WIDTH // 128, 128, codes)):
+    for num_groups, group, zeros in tried((1, WIDTH, None), (WIDTH // 128, 128, None), (WIDTH // 128, 128, codes)):
         in_four_bits.append(Int4Matrix(packed, torch.zeros(1, num_groups, dtype=dtype).expand(2 * INNER, -1), group, zeros))
     in_four_bits.append(Nvfp4Matrix(packed, codes[:, : WIDTH // 16], torch.zeros(2 * INNER)))
     for four_bits in in_four_bits:
-        for num_rows in (1, 4):
+        for num_rows in tried(4, 1):
             triton_four_bits_linear.few_rows_linear(x[:num_rows], four_bits, None, weight)
-        for tile in triton_fp8_linear.TILE_ROWS:
+        for tile in tried(*triton_fp8_linear.TILE_ROWS):
             triton_four_bits_linear.tile_linear(x, four_bits, None, tile, False, weight)
     logits = torch.zeros(ROWS, VOCAB, dtype=dtype)
     entry.sample(logits, floats, floats, ints, floats, ints, ints)
