@@ -21,14 +21,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from typing import TypeVar
 
 from engine.contracts.loads import KernelNews
 from engine.cpu.kernels.wanted import Unit, prepare_calls, units
 from engine.host import compiled
 from engine.host.child_process import MOST_COMPILERS, child_environment
+from engine.host.saved_code import make_only_what_is_saved
 from engine.protocol import KernelsTold
 
 log = logging.getLogger("engine")
+_T = TypeVar("_T")
 
 TELL_EVERY_S = 1.0
 START_S = 2.0  # a process needs this long to import what it compiles with
@@ -89,6 +92,7 @@ class KernelBuilds:
         self._known: set[_Kind] = set()
         self._queue: deque[tuple[_Kind, list[Unit]]] = deque()
         self._builder: threading.Thread | None = None
+        self._idle: deque[subprocess.Popen[str]] = deque()  # compilers that have done what there was of one kind
         self.problems: dict[str, str] = {}  # kind -> why its kernels are not in use
 
     def need(self, dtype: str, quantize: str = "") -> None:
@@ -125,6 +129,7 @@ class KernelBuilds:
                 self._build(kind, missing)
             except Exception as error:
                 log.exception("kernels for %s", kind)
+                self._end_idle()
                 self._give_up(kind, f"{type(error).__name__}: {error}", _Progress(missing, 1))
 
     def _build(self, kind: _Kind, missing: list[Unit]) -> None:
@@ -149,6 +154,8 @@ class KernelBuilds:
             while thread.is_alive():
                 self._tell(KernelNews(self._told(kind, progress)))
                 thread.join(TELL_EVERY_S)
+        if not self._queue:
+            self._end_idle()
         if problem := progress.problem or (progress.not_started if left else ""):
             self._give_up(kind, problem, progress)
             return
@@ -171,10 +178,11 @@ class KernelBuilds:
         return KernelsTold(str(kind), progress.num_done, progress.num_units, round(progress.left_s, 1), problem)
 
     def _run_process(self, kind: _Kind, left: deque[Unit], progress: _Progress) -> None:
-        """Has a process compile what is left, unit by unit; starts a new process whenever one has crashed."""
+        """Has a process compile what is left, unit by unit; starts a new process whenever one has crashed. A process that is alive
+        at the end is kept for the next kind, because starting one takes two seconds."""
         while left:
             try:
-                process = _start(self._parallel)
+                process = _next(self._idle) or _start(self._parallel)
             except OSError as error:  # another thread's process may compile everything
                 progress.not_started = f"the compiler does not start: {error}"
                 return
@@ -182,8 +190,14 @@ class KernelBuilds:
                 if not _compile_in(process, [kind.dtype, kind.quantize, unit.name]):
                     progress.done(unit)
                     progress.problem = f"the compiler ended with {_exit_of(process)} at {unit.name}"
+                    _end(process)
                     break
                 progress.done(unit)
+            else:
+                self._idle.append(process)
+
+    def _end_idle(self) -> None:
+        while (process := _next(self._idle)) is not None:
             _end(process)
 
 
@@ -205,7 +219,7 @@ def _compile_in(process: subprocess.Popen[str], asked: list[str]) -> bool:
     return process.stdout.readline() == "done\n"
 
 
-def _next(left: deque[Unit]) -> Unit | None:
+def _next(left: deque[_T]) -> _T | None:
     try:
         return left.popleft()
     except IndexError:  # another thread may just have taken the last
@@ -229,6 +243,7 @@ def _exit_of(process: subprocess.Popen[str]) -> str:
 def compile_units(parallel: bool) -> None:
     """Runs in a compiler process: compiles the units named on standard input, answers each with a line, and exits when the input
     ends."""
+    make_only_what_is_saved(module for name, module in list(sys.modules.items()) if name.startswith("engine.cpu.kernels."))
     asked: SimpleQueue[list[str]] = SimpleQueue()
 
     def read() -> None:

@@ -168,6 +168,7 @@ def test_two_kinds_are_compiled_one_after_the_other(machine, monkeypatch):
     one.builds.need("bfloat16")
     one.builds.need("float32")
     one.builds.wait()
+    assert one.num_processes == 2, "the processes of one kind compile the next, too"
     kinds = list(dict.fromkeys(news.told.kind for news in one.news))
     assert kinds == ["bfloat16", "float32", ""]
     for news in one.news:
