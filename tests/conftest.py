@@ -8,6 +8,7 @@ import sys
 from engine.host import processor
 
 processor.limit_libraries()  # torch reads it when it is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to other tests, instead of spinning
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

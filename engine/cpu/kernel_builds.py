@@ -26,7 +26,7 @@ from typing import TypeVar
 from engine.contracts.loads import KernelNews
 from engine.cpu.kernels.wanted import Unit, prepare_calls, units
 from engine.host import compiled
-from engine.host.child_process import MOST_COMPILERS, child_environment
+from engine.host.child_process import COMPILER_BYTES, MOST_COMPILERS, child_environment
 from engine.host.saved_code import make_only_what_is_saved
 from engine.protocol import KernelsTold
 
@@ -35,6 +35,7 @@ _T = TypeVar("_T")
 
 TELL_EVERY_S = 1.0
 START_S = 2.0  # a process needs this long to import what it compiles with
+KEPT_BYTES = COMPILER_BYTES * 3 // 4  # a process with more memory than this compiles nothing more
 
 
 @dataclass(slots=True, frozen=True)
@@ -179,7 +180,7 @@ class KernelBuilds:
 
     def _run_process(self, kind: _Kind, left: deque[Unit], progress: _Progress) -> None:
         """Has a process compile what is left, unit by unit; starts a new process whenever one has crashed. A process that is alive
-        at the end is kept for the next kind, because starting one takes two seconds."""
+        at the end is kept for the next kind, because starting one takes two seconds, unless it has grown large."""
         while left:
             try:
                 process = _next(self._idle) or _start(self._parallel)
@@ -194,7 +195,10 @@ class KernelBuilds:
                     break
                 progress.done(unit)
             else:
-                self._idle.append(process)
+                if _resident_bytes(process) <= KEPT_BYTES:
+                    self._idle.append(process)
+                else:
+                    _end(process)
 
     def _end_idle(self) -> None:
         while (process := _next(self._idle)) is not None:
@@ -233,6 +237,14 @@ def _end(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(BrokenPipeError):
             pipe.close()
     process.wait()
+
+
+def _resident_bytes(process: subprocess.Popen[str]) -> int:
+    try:
+        with open(f"/proc/{process.pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):  # it has just ended
+        return sys.maxsize
 
 
 def _exit_of(process: subprocess.Popen[str]) -> str:

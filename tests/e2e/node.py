@@ -194,7 +194,8 @@ class Node:
 
     def cli(self, *args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         """`hearth --control SOCKET ARGS`. Commands that only ask the daemon run in this process where they can: another one costs a
-        fifth of a second, and tests that wait ask again and again. tests/daemon/test_status_socket.py and tests/install start the program itself."""
+        fifth of a second, and tests that wait ask again and again. tests/daemon/test_status_socket.py and tests/install start the
+        program itself."""
         words = ["--control", self.control, *args]
         if self.python == sys.executable and args and args[0] in ASKS and threading.current_thread() is threading.main_thread():
             return run_here(words)

@@ -1,4 +1,4 @@
-"""A minute of chaos: nothing is lost that a client or a kill -9 of the daemon did not end. `make chaos` runs it longer."""
+"""Some chaos: nothing is lost that a client or a kill -9 of the daemon did not end. `make chaos` runs it longer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.chaos.acts import Act
 from tests.chaos.world import World
 from tests.conftest import REPORTED
 
-SECONDS = 60.0
+SECONDS = 40.0
 
 
 @pytest.mark.timeout(900)

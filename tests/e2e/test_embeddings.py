@@ -22,6 +22,7 @@ from tests.e2e.node import Node
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "sky", "is", "blue", "why", "##s")
 HIDDEN, MAX_TOKENS = 32, 32
+HALVES = ("bfloat16", "float16")
 DECODER_TOKENS = 600  # more than a step takes
 
 
@@ -103,7 +104,10 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     make_reranker(folder / "models" / "rank")
     make_model(folder / "models" / "gen")
     make_decoder(folder / "models" / "dec", is_matryoshka=True)
-    with Node(folder, runner="torch", flags=["--max-num-batched-tokens", "256"]) as node:
+    for dtype in HALVES:
+        make_encoder(folder / "models" / f"enc-{dtype}")
+    config = "".join(f'[models.enc-{dtype}]\ndtype = "{dtype}"\n' for dtype in HALVES)
+    with Node(folder, runner="torch", config=config, flags=["--max-num-batched-tokens", "256"]) as node:
         yield node
 
 
@@ -195,9 +199,10 @@ def test_a_decoder_that_embeds(node: Node) -> None:
     assert np.abs(vectors(unended)[0] - whole[0]).max() > 0.01
     assert np.allclose(vectors(cut), whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=2e-4)
     assert kept["usage"]["prompt_tokens"] == 5  # type: ignore[index]
-    assert listed == {"cut": "embed", "dec": "embed", "enc": "embed", "gen": "generate", "rank": "score"}
+    embedders = ("cut", "dec", "enc", *(f"enc-{dtype}" for dtype in HALVES))
+    assert listed == {**dict.fromkeys(embedders, "embed"), "gen": "generate", "rank": "score"}
     table = node.cli("models").stdout
-    assert "embeddings, and no text, are made by cut, dec, enc" in table
+    assert f"embeddings, and no text, are made by {', '.join(embedders)}" in table
     assert "pairs of texts are scored, and no text is made, by rank" in table
     with node.openai() as client:
         ollama: Any = client.with_options(base_url=node.url).post(
@@ -312,12 +317,11 @@ def test_a_killed_engine_costs_no_embedding(tmp_path: Path) -> None:
         assert np.allclose(answer, wanted, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_close_to_float32(node: Node, tmp_path: Path, dtype: str) -> None:
-    make_encoder(tmp_path / "models" / "enc")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_is_close_to_float32(node: Node, dtype: str) -> None:
     texts = ["the sky is blue", "why", "the sky"]
     with node.openai() as client:
         exact = vectors(client.embeddings.create(model="enc", input=texts, encoding_format="float"))
-    with Node(tmp_path, runner="torch", flags=["--dtype", dtype]) as half, half.openai() as client:
-        close = vectors(client.embeddings.create(model="enc", input=texts, encoding_format="float"))
+        close = vectors(client.embeddings.create(model=f"enc-{dtype}", input=texts, encoding_format="float"))
+    assert np.abs(close - exact).max() > 0, "computed in float32"
     assert np.abs((exact * close).sum(axis=1) - 1).max() < 1e-3

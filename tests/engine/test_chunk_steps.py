@@ -132,8 +132,7 @@ def test_tokens_and_what_is_told_of_a_prompt_are_the_same(runner: TorchRunner, t
             np.testing.assert_allclose(values, wanted, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "temperature"), [("float32", 0.8), ("bfloat16", 0.0)], ids=["float32-drawn", "bfloat16-greedy"])
 def test_where_settings_alone_decide_tokens_are_drawn_by_recorded_calls(
     runner: TorchRunner, folder: Path, dtype: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

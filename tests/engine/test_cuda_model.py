@@ -49,7 +49,7 @@ pytestmark = INTERPRETED
 
 
 # what they have the others have, too; on a GPU all are computed
-SLOW = {"llama", "qwen3", "olmo2", "gemma3", "phi3-partial-window"}
+SLOW = {"llama", "qwen3", "olmo2", "gemma3", "phi3-partial-window", "qwen2-moe", "glm4-moe"}
 
 # what takes long to interpret, with a layer of each kind
 SMALLER: dict[str, dict[str, Any]] = {
@@ -59,7 +59,11 @@ SMALLER: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 1,
         "num_experts": 4,
         "top_k_experts": 2,
-    }
+    },
+    "gemma2": {"num_hidden_layers": 3},
+    "cohere2": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "deepseek-v3": {"num_hidden_layers": 2},
+    "llama4": {"num_hidden_layers": 2, "moe_layers": [1], "no_rope_layers": [1, 0]},
 }
 
 
@@ -153,7 +157,7 @@ def test_tokens_go_from_step_to_step_on_the_device(tmp_path: Path, kind: str) ->
 def test_settings_of_rows_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
     """A step with seeded, cut, penalised, biased, masked and greedy rows samples the CPU sampler's tokens. Log-probabilities, of
     some rows and of a prompt, are equal too."""
-    make_checkpoint(tmp_path, **CASES["llama"])
+    make_checkpoint(tmp_path, **CASES["llama"] | {"num_hidden_layers": 1})
     settings = [
         SamplingParams(max_tokens=20, temperature=0.9, seed=4),
         SamplingParams(
@@ -226,7 +230,7 @@ def test_a_step_that_finds_no_memory_says_so(tmp_path: Path, monkeypatch: pytest
 
 
 def test_warming_up_writes_no_kv(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, **CASES["gemma2"])
+    make_checkpoint(tmp_path, **CASES["gemma2"] | {"num_hidden_layers": 2})
     model = load_cuda_model(tmp_path)
     model.warm()
     assert all(memory.kv.isnan().all() for memory in model._memory)

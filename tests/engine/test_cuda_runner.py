@@ -53,7 +53,7 @@ pytestmark = INTERPRETED
 def test_the_runner_gives_the_model_of_the_last_load_back(tmp_path: Path) -> None:
     """A model that is loaded again is the same object: its weights return to their addresses, so graphs captured over them stay
     valid."""
-    whole = make_checkpoint(tmp_path, **CASES["llama"])
+    whole = make_checkpoint(tmp_path, **CASES["llama"] | {"num_hidden_layers": 1})
     memory = make_memory()
     options = Configure("cpu:0", memory.num_chunks, memory.chunk_bytes, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
     runner = TorchRunner(CudaBackend(memory, options), options)

@@ -77,7 +77,7 @@ def test_the_gpus_model_equals_the_twins_and_both_are_near_the_truth(tmp_path: P
     pytest.importorskip("triton")
     from tests.engine.cuda_bench import load_cuda_model
 
-    truth = wanted_logits(make_checkpoint(tmp_path, **CASES[kind]))
+    truth = wanted_logits(make_checkpoint(tmp_path, **CASES[kind] | {"num_hidden_layers": 2}))
     runner = compute_with(make_runner(make_memory()), use_kernels=False)
     twins = prefilled_and_mixed(load(runner, tmp_path, kv_cache_dtype=KV_FP8))
     ours = prefilled_and_mixed(load_cuda_model(tmp_path, kv_cache_dtype=KV_FP8))

@@ -17,6 +17,7 @@ from engine.contracts.loads import KernelNews
 from engine.cpu import kernel_builds
 from engine.cpu.kernel_builds import KernelBuilds
 from engine.cpu.kernels import wanted
+from engine.host import compiled
 
 # stands in for a process of `_start`: writes the names it is asked for to a file, and crashes at one name
 PROCESS = """
@@ -213,25 +214,46 @@ from engine.host.process import prepare_process
 prepare_process()
 from engine.cpu.ops import CpuOps
 CpuOps(sys.argv[1], deferred=True)
+import numba
+import numpy as np
 from engine.cpu.kernels import wanted
 unit = next(one for one in wanted.units("float32", True, "") if one.name.startswith("rms_norm"))
+print(unit.name, numba.config.CACHE_DIR)
 print(unit.load(), [len(kernel.signatures) for kernel, _ in unit.kernels])
-if sys.argv[2] == "compile":
-    unit.compile()
-    print(unit.load(), [len(kernel.signatures) for kernel, _ in unit.kernels])
+if unit.load():
+    x = np.arange(1.0, 9.0, dtype=np.float32).reshape(2, 4)
+    for kernel, _ in unit.kernels:
+        out = np.empty_like(x)
+        kernel(x, np.ones(4, np.float32), 0.0, False, out)
+        assert np.allclose(out, x / np.sqrt((x * x).mean(1, keepdims=True))), out
 """
 
 
-def run(cache: Path, what: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", LOADS, str(cache), what], capture_output=True, text=True, timeout=300, check=True)
-    return done.stdout.splitlines()
+def loaded(cache: Path) -> tuple[str, str, str]:
+    """Returns the name of a unit, the folder where its kernels are kept, and what loading them in a new process came to."""
+    done = subprocess.run([sys.executable, "-c", LOADS, str(cache)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    where, came_to = done.stdout.splitlines()
+    name, folder = where.split(" ", 1)
+    return name, folder, came_to
 
 
-def test_a_unit_is_loaded_where_it_was_compiled_and_nowhere_compiled_by_loading(tmp_path):
-    assert run(tmp_path, "load") == ["False [0, 0]"]
-    assert run(tmp_path, "load") == ["False [0, 0]"]
-    assert run(tmp_path, "compile") == ["False [0, 0]", "True [1, 1]"]
-    assert run(tmp_path, "load") == ["True [1, 1]"]
+def test_a_unit_is_loaded_where_it_was_compiled_and_nowhere_compiled_by_loading(tmp_path, monkeypatch):
+    """Of two processes that are asked to compile it, the second one finds it."""
+    name, folder, came_to = loaded(tmp_path)
+    assert came_to == "False [0, 0]"
+    assert not list(tmp_path.rglob("*.nb?"))
+    monkeypatch.setattr(compiled, "folder", lambda: folder)
+    kept = []
+    for _ in range(2):
+        process = kernel_builds._start(True)
+        assert kernel_builds._compile_in(process, ["float32", "", name])
+        kernel_builds._end(process)
+        assert process.returncode == 0
+        kept.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")})
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == 4, "an index and the code of each kernel"
+    assert loaded(tmp_path)[2] == "True [1, 1]"
 
 
 @pytest.mark.parametrize(("dtype", "quantize"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8"), ("float32", "int8")])

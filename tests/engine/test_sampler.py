@@ -63,9 +63,9 @@ def exact(logits: np.ndarray, temperature: float, top_p: float, top_k: int) -> n
     ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.8, 0), (1.3, 1.0, 5), (0.9, 0.7, 10)]
 )
 def test_frequencies_are_the_exact_probabilities(temperature: float, top_p: float, top_k: int) -> None:
-    """20,000 samples have the exact distribution: chi-squared per degree of freedom stays near 1 (above 2 is out of reach by
+    """8,000 samples have the exact distribution: chi-squared per degree of freedom stays near 1 (above 2 is out of reach by
     chance)."""
-    num = 20000
+    num = 8000
     logits = np.random.default_rng(3).normal(0, 1.5, VOCAB).astype(np.float32)
     table = table_with(num, temperature, top_p, top_k)
     table.seed[:] = np.arange(num)
@@ -203,7 +203,7 @@ BENT: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", BENT)
 def test_bent_frequencies_are_the_textbooks(settings: dict[str, Any]) -> None:
-    num = 20000
+    num = 8000
     logits = np.random.default_rng(6).normal(0, 1.5, VOCAB).astype(np.float32)
     table = bent(num, 0.9, SEQUENCE, 4, **settings)
     ids = draw(torch.from_numpy(logits).repeat(num, 1), table, list(range(num)), position=len(SEQUENCE))
@@ -254,7 +254,7 @@ def test_bent_rows_alone_and_in_any_batch_and_their_neighbours() -> None:
 
 @pytest.mark.parametrize(("min_p", "top_p"), [(0.3, 1.0), (0.05, 1.0), (1.0, 1.0), (0.1, 0.8)])
 def test_min_p_cuts_what_is_far_below_the_likeliest(min_p: float, top_p: float) -> None:
-    num = 20000
+    num = 8000
     logits = np.random.default_rng(3).normal(0, 1.5, VOCAB).astype(np.float32)
     table = table_with(num, 1.1, top_p)
     table.min_p[:] = min_p

@@ -4,6 +4,7 @@ with NaN, so any wrong read shows.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,19 @@ class Node:
 
 @pytest.fixture(scope="module", params=["mistral-window", "qwen3-windows", "phi3-partial-window", "gemma2", "gemma3", "gemma4"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Returns a checkpoint's folder, and what gives transformers' text of a request, which is made once for both tests."""
     folder = tmp_path_factory.mktemp(request.param)
-    return folder, make_checkpoint(folder, **CASES[request.param])
+    model = make_checkpoint(folder, **CASES[request.param])
+
+    @functools.cache
+    def text_of(request_id: int, num: int) -> list[int]:
+        tokens = prompt_of(request_id)
+        with torch.inference_mode():
+            whole = model.generate(torch.tensor([tokens]), max_new_tokens=num, do_sample=False, eos_token_id=None)
+        text: list[int] = whole[0, len(tokens) :].tolist()
+        return text
+
+    return folder, text_of
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
@@ -105,10 +117,7 @@ def test_text_is_transformers_however_it_is_scheduled(made: tuple[Path, Any], ke
                 pass
         assert node.cached[11] == len(COMMON_PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
         for request_id, num in {1: 50, 2: 50, 3: 50, 4: 50, 5: 50, 7: 30, 9: 20, 11: 20}.items():
-            tokens = prompt_of(request_id)
-            with torch.inference_mode():
-                wanted = made[1].generate(torch.tensor([tokens]), max_new_tokens=num, do_sample=False, eos_token_id=None)
-            assert node.output[request_id] == wanted[0, len(tokens) :].tolist()
+            assert node.output[request_id] == made[1](request_id, num)
         assert node.kv.held_bytes == 0
     finally:
         node.model.release()
