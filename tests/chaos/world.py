@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ max_wait_s = 60
 """
 ENGINE, TEXT, SCANNING = "engine", "daemon.text", "daemon.scanning"  # words of command lines
 STATE_DISK_BYTES = 256 << 10
+SETTLED_S = 5.0  # KV that an engine uses is known from its last statistics, which follow an unload
 DESCRIPTORS_SLACK = 8  # processes for texts and for scans come and go, as connections do
 
 
@@ -93,13 +95,20 @@ def children(pid: int, word: str) -> list[psutil.Process]:
     return found
 
 
+def _chunks_in_use(node: ServiceNode) -> float:
+    chunks = [line.rpartition(" ") for line in node.get("/metrics")[1].splitlines() if line.startswith("hearth_device_chunks{")]
+    return sum(float(value) for name, _, value in chunks if 'state="weights"' in name or 'state="kv"' in name)
+
+
 def holdings(node: ServiceNode) -> dict[str, Any]:
     """Unloads all models and returns what the node then holds: its processes by kind, the daemon's descriptors, mappings and
     resident bytes, memory of devices and of the host tier that is not free, and requests."""
     for name in (*MODELS, SPARE):
         node.cli("unload", name, "--to", "cold")
+    end_s = time.monotonic() + SETTLED_S
+    while _chunks_in_use(node) and time.monotonic() < end_s:
+        time.sleep(0.05)
     status = node.json("status")
-    chunks = [line.rpartition(" ") for line in node.get("/metrics")[1].splitlines() if line.startswith("hearth_device_chunks{")]
     daemon = psutil.Process(status["pid"])
     tier = status["host_tier"]
     return {
@@ -109,7 +118,7 @@ def holdings(node: ServiceNode) -> dict[str, Any]:
         "descriptors": daemon.num_fds(),
         "mappings": len(daemon.memory_maps(grouped=False)),
         "rss_mib": round(daemon.memory_info().rss / 2**20, 1),
-        "chunks_in_use": sum(float(value) for name, _, value in chunks if 'state="weights"' in name or 'state="kv"' in name),
+        "chunks_in_use": _chunks_in_use(node),
         "host_tier_bytes": tier["bytes"] - tier["free_bytes"],
         "requests": status["requests"],
     }
