@@ -43,6 +43,7 @@ class Adapters:
         self.dropped: Callable[[int], None] = lambda number: None
         self._free_numbers = list(range(most - 1, -1, -1))
         self._waiting: dict[int, BatchRequest] = {}  # requests whose adapter is not resident, in order of arrival
+        self._without_room: set[str] = set()  # adapters that were refused a place and have none yet
         self._uses = 0
 
     # ---- in memory
@@ -81,11 +82,13 @@ class Adapters:
         """Draws adjacent chunks for an adapter that is not resident, and gives it a number. Idle adapters of this model leave for
         it where they must; make_room(num_chunks) asks for chunks of others and returns how many came back. Returns None, and draws
         nothing, if there is no room now."""
+        self._without_room.add(key)
         if not self._free_numbers and not self._drop_idle(new_ones=False):
             return None
         while (run := self._run_of(num_chunks)) is None:
             if not (self._drop_idle(new_ones=False) or make_room(num_chunks)):
                 return None
+        self._without_room.discard(key)
         self._chunks.take(run, reserved=False)
         adapter = self.resident[key] = ResidentAdapter(key, self._free_numbers.pop(), run)
         self._uses += 1
@@ -138,6 +141,11 @@ class Adapters:
         return len(self._waiting)
 
     @property
+    def num_without_room(self) -> int:
+        """Number of requests whose adapter found no room; others wait for it to be read."""
+        return sum(request.adapter in self._without_room for request in self._waiting.values()) if self._without_room else 0
+
+    @property
     def wanted(self) -> Iterable[str]:
         """Keys of the adapters that requests wait for, in the order in which they came."""
         return dict.fromkeys(request.adapter for request in self._waiting.values()) if self._waiting else ()
@@ -157,6 +165,7 @@ class Adapters:
 
     def take_waiting(self, key: str) -> list[BatchRequest]:
         """Removes and returns the requests that wait for this adapter, in the order in which they came."""
+        self._without_room.discard(key)
         found = [request for request in self._waiting.values() if request.adapter == key]
         for request in found:
             del self._waiting[request.request_id]

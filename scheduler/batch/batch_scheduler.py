@@ -76,8 +76,8 @@ class BatchScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait, also those that wait for their adapter."""
-        return len(self.waiting) + self.adapters.num_waiting
+        """Number of requests that wait for a place or for memory, also for their adapter's."""
+        return len(self.waiting) + self.adapters.num_without_room
 
     @property
     def num_decoding(self) -> int:
