@@ -329,7 +329,7 @@ class AdapterLoaded(Message, frozen=True):
 
 class RequestFailed(Message, frozen=True):
     """The end of a request without an answer. code: nan_logits, no_work_space, too_long, unknown_model, unsupported_grammar,
-    no_token_left, adapter_unusable, no_adapter_room or internal."""
+    no_token_left, adapter_unusable, adapter_unavailable, no_adapter_room or internal."""
 
     request_id: int
     code: str

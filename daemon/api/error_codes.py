@@ -57,7 +57,11 @@ CODES: dict[str, tuple[int, str, str]] = {
     ),
     "unsupported_tokenizer": (400, "the checkpoint's tokenizer is of a kind that is not served", "choose another checkpoint"),
     "model_unusable": (400, "the model's files or settings are of a kind that is not served", "see the message; `hearth doctor`"),
-    "adapter_unusable": (400, "the LoRA adapter's files cannot be read, or do not fit the model; the message says why", "see it"),
+    "adapter_unusable": (
+        400,
+        "the LoRA adapter's files cannot be read, or do not fit the model; the message says why",
+        "correct the files",
+    ),
     "model_too_large": (
         400,
         "the model can never be loaded here; the message has the arithmetic",
@@ -101,6 +105,11 @@ CODES: dict[str, tuple[int, str, str]] = {
     "request_timeout": (503, "the request was not done within request_timeout_s", "ask for fewer tokens, or raise it"),
     "load_timeout": (503, "the model's load took longer than its deadline", "`hearth why MODEL`; set load_deadline_s"),
     "would_not_fit": (503, "room cannot be made: what is loaded is pinned or busy", "unpin something, or retry"),
+    "adapter_unavailable": (
+        503,
+        "the LoRA adapter's files changed just now, are incomplete, or do not answer; the message says which",
+        "finish copying them, and retry",
+    ),
     "no_adapter_room": (
         503,
         "the LoRA adapter finds no room in the device's memory beside the models that are loaded; the message has the arithmetic",

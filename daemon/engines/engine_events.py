@@ -402,6 +402,8 @@ def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthErro
         return BadRequest("no_token_left", f"{field}: {failed.error}", param=field)
     if failed.code == "adapter_unusable":
         return BadRequest("adapter_unusable", failed.error, param="model")
+    if failed.code == "adapter_unavailable":
+        return NotNow("adapter_unavailable", failed.error, retry_after_s=5.0)
     if failed.code == "no_adapter_room":
         return NotNow("no_adapter_room", failed.error, retry_after_s=5.0)
     return ServerFault(failed.code, failed.error)

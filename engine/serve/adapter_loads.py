@@ -126,7 +126,8 @@ class AdapterLoads:
                     self._check_overdue(served, read, key, now)
                 elif read.error is not None:
                     del own.reads[key]
-                    self._give_up(served, key, "adapter_unusable", _said(read.error))
+                    code = "adapter_unusable" if getattr(read.error, "permanent", False) else "adapter_unavailable"
+                    self._give_up(served, key, code, _said(read.error))
                 elif may_free_memory and not retry:
                     own.stuck_since_s.pop(key, None)
                 elif not self._place(served, own, read, key):
@@ -152,7 +153,7 @@ class AdapterLoads:
     def _check_overdue(self, served: ServedModel, read: AdapterRead, key: str, now: float) -> None:
         read.overdue = read.is_prepared and now - read.began_s > READ_LIMIT_S
         if read.overdue:
-            self._give_up(served, key, "adapter_unusable", f"its files do not answer: no sign of them for {READ_LIMIT_S:g} s")
+            self._give_up(served, key, "adapter_unavailable", f"its files do not answer: no sign of them for {READ_LIMIT_S:g} s")
 
     def _place(self, served: ServedModel, own: _OfModel, read: AdapterRead, key: str) -> bool:
         """Copies a read adapter to the device and lets its requests run. Returns False if there is no room for it now."""

@@ -147,7 +147,7 @@ def test_a_broken_one_fails_its_requests_alone_and_is_read_again_for_the_next(de
     desk.look()
     desk.finish_reads()
     desk.look()
-    assert desk.failed[2] == "adapter_unusable: adapter a: RuntimeError: no idea"
+    assert desk.failed[2] == "adapter_unavailable: adapter a: RuntimeError: no idea"
     desk.memory.error = None
     desk.submit(3, "a")
     desk.look()
