@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -18,11 +19,12 @@ from scheduler.batch.adapters import MAX_ADAPTERS
 
 class HostAdapterMemory:
     """An engine.contracts.adapters.AdapterMemory. Its tables, places [M, S] int64 and ranks [M, S] int32, are as in BatchAdapters,
-    with S = MAX_ADAPTERS. They stay where they are, since recorded steps read them. dtype: the model's. added: called after an
-    adapter was set."""
+    with S = MAX_ADAPTERS. They stay where they are, since recorded steps read them. dtype: the model's. added: a method of the
+    model, called after an adapter was set."""
 
     def __init__(self, shape: ModelShape, dtype: str, added: Callable[[], None]) -> None:
-        self._shape, self._dtype, self._added = shape, dtype, added
+        # the model refers to this: a cycle would leave an evicted model to the garbage collector
+        self._shape, self._dtype, self._added = shape, dtype, WeakMethod(added)
         size = (len(adapted_matrices(shape)), MAX_ADAPTERS)
         self.places, self.ranks = np.full(size, -1, np.int64), np.zeros(size, np.int32)
 
@@ -39,7 +41,8 @@ class HostAdapterMemory:
         self.clear(number)
         for place in layout.places:
             self.places[place.number, number], self.ranks[place.number, number] = first + place.offset, place.rank
-        self._added()
+        if (added := self._added()) is not None:
+            added()
 
     def clear(self, number: int) -> None:
         if not 0 <= number < MAX_ADAPTERS:
