@@ -151,7 +151,9 @@ class KernelBuilds:
         ]
         for thread in threads:
             thread.start()
+        self._tell(KernelNews(self._told(kind, progress)))
         for thread in threads:
+            thread.join(TELL_EVERY_S)
             while thread.is_alive():
                 self._tell(KernelNews(self._told(kind, progress)))
                 thread.join(TELL_EVERY_S)
@@ -183,7 +185,7 @@ class KernelBuilds:
         at the end is kept for the next kind, because starting one takes two seconds, unless it has grown large."""
         while left:
             try:
-                process = _next(self._idle) or _start(self._parallel)
+                process = self._kept() or _start(self._parallel)
             except OSError as error:  # another thread's process may compile everything
                 progress.not_started = f"the compiler does not start: {error}"
                 return
@@ -199,6 +201,14 @@ class KernelBuilds:
                     self._idle.append(process)
                 else:
                     _end(process)
+
+    def _kept(self) -> subprocess.Popen[str] | None:
+        """Returns a process that was kept and is alive, or None."""
+        while (process := _next(self._idle)) is not None:
+            if process.poll() is None:
+                return process
+            _end(process)
+        return None
 
     def _end_idle(self) -> None:
         while (process := _next(self._idle)) is not None:

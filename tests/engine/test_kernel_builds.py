@@ -166,8 +166,11 @@ def test_what_a_full_cache_folder_does_not_keep_is_compiled_here(machine):
 def test_two_kinds_are_compiled_one_after_the_other(machine, monkeypatch):
     one = machine([])
     monkeypatch.setattr(kernel_builds, "units", lambda dtype, parallel, quantize: [Unit("a"), Unit("b")])
+    both_are_needed, run = threading.Event(), one.builds._run_process
+    monkeypatch.setattr(one.builds, "_run_process", lambda *args: (both_are_needed.wait(), run(*args)))
     one.builds.need("bfloat16")
     one.builds.need("float32")
+    both_are_needed.set()
     one.builds.wait()
     assert one.num_processes == 2, "the processes of one kind compile the next, too"
     kinds = list(dict.fromkeys(news.told.kind for news in one.news))
