@@ -28,17 +28,20 @@ def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAd
             for part, (module, outputs) in enumerate(zip(place.parts, place.outputs, strict=True)):
                 if module is None:
                     continue
-                down, up = _floats(opened, module.down), _floats(opened, module.up) * module.scale
+                down, up = _held(opened, module.down), _held(opened, module.up)
                 at = place.down_at(part)
                 elements[at : at + down.numel()] = down.reshape(-1)
                 at = place.up_at(part)
+                if module.scale != 1.0:
+                    up = up.float() * module.scale
                 elements[at : at + up.numel()].view(module.rank, outputs).copy_(up.t())
     return ReadAdapter(layout, data.numpy())
 
 
-def _floats(opened: OpenAdapter, tensor: TensorRef) -> Tensor:
-    """Returns a tensor of the files in float32. Raises CheckpointError for values that are not finite."""
-    values = torch.from_numpy(opened.read(tensor)).view(getattr(torch, DTYPE_OF[tensor.dtype])).view(tensor.shape).float()
-    if not all(map(math.isfinite, (extreme.item() for extreme in values.aminmax()))):  # NaN is both extremes of what holds one
+def _held(opened: OpenAdapter, tensor: TensorRef) -> Tensor:
+    """Returns a tensor as it is in the files. Raises CheckpointError for values that are not finite, or so large that their sum is
+    not."""
+    values = torch.from_numpy(opened.read(tensor)).view(getattr(torch, DTYPE_OF[tensor.dtype])).view(tensor.shape)
+    if not math.isfinite(values.sum(dtype=torch.float32).item()):
         raise CheckpointError(tensor.file, tensor.name, "holds values that are not finite")
     return values
