@@ -25,6 +25,7 @@ import torch  # noqa: E402
 from benchmarks.forward import CHUNK_BYTES, MAX_BATCHED_TOKENS, load_model, make_table, step  # noqa: E402
 from engine.cpu.model import CpuModel  # noqa: E402
 from engine.cpu.ops import ADAPTERS  # noqa: E402
+from engine.host.processor import this_processor  # noqa: E402
 from loader.adapters.layout import ALIGN_BYTES, AdapterLayout, AdapterPlace  # noqa: E402
 from loader.adapters.matrices import adapted_matrices  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
@@ -144,6 +145,7 @@ def measure(
         "context": context,
         "threads": model.num_threads,
         "kernels_s": round(kernels_s, 1),
+        "cpu_features": sorted(this_processor().features),
         "steps": found,
     }
 
