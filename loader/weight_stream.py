@@ -16,7 +16,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from loader import layout
-from loader.catalog import Checkpoint, scan_one
+from loader.catalog import Checkpoint
+from loader.checked_again import check_unchanged, open_unchanged, scanned_again
 from loader.errors import CheckpointChanged
 from loader.file_reader import Fetched, FileReader
 from loader.formats.plain import PLAIN
@@ -24,7 +25,6 @@ from loader.formats.weight_format import WeightFormat
 from loader.landings import Landings, Places
 from loader.model_shape import ModelShape
 from loader.range_plan import Read, plan_reads
-from loader.regular_file import open_regular
 from loader.safetensors import Header, read_header
 from loader.sinks import WeightSink
 from loader.staging import StagingRing
@@ -90,25 +90,14 @@ def open_checkpoint(
     open the packed ones.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again)."""
-    try:
-        checkpoint = scan_one(path)
-    except OSError as error:
-        raise CheckpointChanged(f"{path}: {error.strerror}") from None
-    if checkpoint.failure is not None:
-        raise checkpoint.failure
-    if not checkpoint.complete or checkpoint.shape is None:
-        raise CheckpointChanged(f"{path}: incomplete: {checkpoint.reason}")
-    if fingerprint and checkpoint.fingerprint != fingerprint:
-        raise CheckpointChanged(f"{path}: files changed since the model was registered")
+    checkpoint = scanned_again(path, fingerprint, "model")
+    if checkpoint.shape is None:
+        raise CheckpointChanged(f"{path}: is no model any more")
     files = checkpoint.packed_files if checkpoint.packed_files and wants_packed(checkpoint) else checkpoint.files
     headers, descriptors = {}, {}
     for info in files:
-        try:
-            fd = open_regular(Path(path) / info.name)
-        except OSError as error:
-            raise CheckpointChanged(f"{info.name}: {error.strerror}") from None
+        fd = open_unchanged(path, info, "model")
         stack.callback(os.close, fd)
-        _check_unchanged(fd, info.name, info.size_bytes, info.mtime_ns)
         headers[info.name], descriptors[info.name] = read_header(fd, info.name), fd
     shape = checkpoint.shape if in_place else replace(checkpoint.shape, block_offsets=())
     return OpenCheckpoint(checkpoint, shape, files, headers, descriptors)
@@ -170,7 +159,7 @@ def stream_weights(
                 raise ReadCancelled(f"{tensor.file}: read of tensor {tensor.name} was cancelled")
     sink.finish()
     for info in source.files:
-        _check_unchanged(source.descriptors[info.name], info.name, info.size_bytes, info.mtime_ns)
+        check_unchanged(source.descriptors[info.name], info, "model")
     report.refused = {name: reader.refused for name, reader in files.items() if reader.refused}
     log.info(
         "%s: read %.1f MiB, %.1f of it past the page cache, %.1f through staging slots%s",
@@ -258,9 +247,3 @@ class _Readers:
                     return
         finally:
             self._done.put(None)
-
-
-def _check_unchanged(fd: int, file: str, size_bytes: int, mtime_ns: int) -> None:
-    stat = os.fstat(fd)
-    if (stat.st_size, stat.st_mtime_ns) != (size_bytes, mtime_ns):
-        raise CheckpointChanged(f"{file}: changed since the model was registered")

@@ -12,16 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.contracts.adapters import ReadAdapter
 from engine.cuda.batch import DeviceAdapters
 from engine.cuda.kernels import entry
 from engine.cuda.sequences import Staging
-from engine.loading.adapter_files import read_adapter
-from engine.protocol import AdapterSource
+from engine.loading.adapter_tables import AdapterTables
 from loader.adapters.layout import AdapterLayout
-from loader.adapters.matrices import adapted_matrices
 from loader.model_shape import ModelShape
-from scheduler.batch.adapters import MAX_ADAPTERS
 from scheduler.batch.plan import IntArray, SequenceTable
 
 
@@ -35,13 +31,13 @@ class _OnDevice(NamedTuple):
     memory: Tensor
 
 
-class DeviceAdapterMemory:
+class DeviceAdapterMemory(AdapterTables):
     """An engine.contracts.adapters.AdapterMemory. The first adapter makes the device's tables, which then stay where they are,
     since graphs read them; they change in the order of the steps. bound: one of the kernels' RANK_BOUNDS, at least the rank of
     every adapter that there ever was; 0 before the first.
 
-    dtype: the model's. arena: the device's KV memory as uint8. prepare: compiles the kernels of adapters.
-    bound_grew: called when steps with adapters must launch other grids than before."""
+    dtype: the model's. arena: the device's KV memory as uint8. prepare: compiles the kernels of adapters. bound_grew: called when
+    steps with adapters must launch other grids than before."""
 
     def __init__(
         self,
@@ -53,12 +49,11 @@ class DeviceAdapterMemory:
         prepare: Callable[[], None],
         bound_grew: Callable[[], None],
     ) -> None:
+        super().__init__(shape, dtype)
         self.bound = 0
-        self._shape, self._dtype, self._arena, self._staging = shape, dtype, arena, staging
+        self._arena, self._staging = arena, staging
         self._prepare, self._bound_grew = prepare, bound_grew
         self._numbers: torch.dtype = getattr(torch, dtype)
-        size = (len(adapted_matrices(shape)), MAX_ADAPTERS)
-        self._places, self._ranks = np.full(size, -1, np.int64), np.zeros(size, np.int32)
         self._of_slots = np.full(num_slots, -1, np.int32)  # what the device knows
         self._held: _OnDevice | None = None
 
@@ -67,43 +62,30 @@ class DeviceAdapterMemory:
     def prepare(self) -> None:
         self._prepare()
 
-    def read(self, source: AdapterSource) -> ReadAdapter:
-        return read_adapter(source, self._shape, self._dtype)
-
     def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
-        first, rest = divmod(first_byte, self._numbers.itemsize)
-        if rest:
-            raise ValueError(f"adapter {number} begins at byte {first_byte}, which is within a number of {self._dtype}")
-        self._forget(number)
-        for place in layout.places:
-            self._places[place.number, number], self._ranks[place.number, number] = first + place.offset, place.rank
+        self.fill(number, first_byte, layout)
         self._send(number)
-        bound = entry.rank_bound(int(self._ranks[:, number].max(initial=0)))
+        bound = entry.rank_bound(int(self.ranks[:, number].max(initial=0)))
         if bound > self.bound:
             self.bound = bound
             self._bound_grew()
 
     def clear(self, number: int) -> None:
         """Forgets an adapter. Steps that were launched before still have it."""
-        self._forget(number)
+        self.empty(number)
         self._send(number)
 
     def clear_all(self) -> None:
         """Forgets every adapter."""
-        for number in np.flatnonzero((self._places >= 0).any(axis=0)).tolist():
+        for number in np.flatnonzero((self.places >= 0).any(axis=0)).tolist():
             self.clear(number)
-
-    def _forget(self, number: int) -> None:
-        if not 0 <= number < MAX_ADAPTERS:
-            raise IndexError(f"adapter number {number} is not among 0 to {MAX_ADAPTERS - 1}")
-        self._places[:, number], self._ranks[:, number] = -1, 0
 
     def _send(self, number: int) -> None:
         """Sends an adapter's columns of the tables."""
-        num_products, width = self._places.shape
+        num_products, width = self.places.shape
         at = np.arange(num_products, dtype=np.int32) * np.int32(width) + np.int32(number)
         columns = {"words": np.stack((2 * at, 2 * at + 1), axis=1).reshape(-1), "at": at}
-        columns |= {"places": self._places[:, number].copy().view(np.int32), "ranks": self._ranks[:, number].copy()}
+        columns |= {"places": self.places[:, number].copy().view(np.int32), "ranks": self.ranks[:, number].copy()}
         sent, held = self._staging.send(columns), self._on_device()
         entry.set_entries(held.places.view(torch.int32), sent["words"], sent["places"])
         entry.set_entries(held.ranks, sent["at"], sent["ranks"])
@@ -131,7 +113,7 @@ class DeviceAdapterMemory:
 
     def _on_device(self) -> _OnDevice:
         if self._held is None:
-            size, device, item_bytes = self._places.shape, self._arena.device, self._numbers.itemsize
+            size, device, item_bytes = self.places.shape, self._arena.device, self._numbers.itemsize
             places = torch.full(size, -1, dtype=torch.int64, device=device)
             ranks = torch.zeros(size, dtype=torch.int32, device=device)
             of_slots = torch.full((len(self._of_slots) + 1,), -1, dtype=torch.int32, device=device)

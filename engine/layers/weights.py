@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.memory.weight_range import WeightRange
 from engine.ops.ops import AdaptedProduct, Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix, Nvfp4Matrix
-from loader.adapters.matrices import adapted_matrices
+from loader.adapters.matrices import adapted_matrices, numbers_of
 from loader.dtypes import FLOAT_OF
 from loader.formats import mxfp4, nvfp4_settings, stored_nvfp4
 from loader.formats.int4_layout import BY_INPUT, COMPRESSED, IN_WORD, Names
@@ -34,8 +34,8 @@ class Weights:
         self._slots = {slot.name: slot for slot in weight_layout(shape, dtype, weight_format)}
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._memory = memory
-        adapted = enumerate(adapted_matrices(shape))
-        self._adapted = {(of.prefix, of.names): AdaptedProduct(number, of.outputs) for number, of in adapted}
+        matrices = adapted_matrices(shape)
+        self._adapted = {of: AdaptedProduct(number, matrices[number].outputs) for of, number in numbers_of(shape).items()}
 
     def get(self, name: str) -> Tensor:
         slot = self._slots[name]

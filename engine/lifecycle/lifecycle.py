@@ -33,8 +33,8 @@ class Lifecycle:
 
     forget(model): drops what the engine's loop knows of an evicted model's requests. resume(first): takes in the result of a first
     step and the messages deferred meanwhile. loaded(): called after each report of a load. adapter_read(read): takes in an adapter
-    that was read. memory: None if no model has any.
-    outlives: whether the daemon keeps the memory beyond this process; weights are then reported to it."""
+    that was read. memory: None if no model has any. outlives: whether the daemon keeps the memory beyond this process; weights are
+    then reported to it."""
 
     def __init__(
         self,

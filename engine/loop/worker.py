@@ -212,10 +212,9 @@ class Engine:
         """Fails the requests of a step that could not be started, so that all others go on."""
         self._finish_launched()
         for request_id in request_ids:
-            if self._model_of.pop(request_id, None) is not None:  # else it ended with the step before
+            if request_id in self._model_of:  # else it ended with the step before
                 served.scheduler.abort(request_id)
-                self.constraints.drop(served.spec.model, request_id)
-                self.channel.send(RequestFailed(request_id, "no_work_space", f"model {served.spec.model}: {why}"))
+                self._fail_request(request_id, "no_work_space", f"model {served.spec.model}: {why}")
         self._stats_dirty = True
 
     def _finish_launched(self) -> None:
@@ -305,17 +304,15 @@ class Engine:
                 self.channel.send(TokensOut(end.model, self.num_steps, 0.0, [end.request_id], [], [0], [FINISH_STOP], steps=0))
             self._stats_dirty = True
 
-    def _fail_request(self, served: ServedModel, request_id: int, code: str, error: str) -> None:
+    def _fail_request(self, request_id: int, code: str, error: str) -> None:
         """Ends a request that is no longer in the batch scheduler."""
-        self._model_of.pop(request_id, None)
-        self.constraints.drop(served.spec.model, request_id)
-        self.channel.send(RequestFailed(request_id, code, f"model {served.spec.model}: {error}"))
+        self.constraints.drop(self._model_of.pop(request_id), request_id)
+        self.channel.send(RequestFailed(request_id, code, error))
         self._stats_dirty = True
 
     def _fail_hopeless(self, scheduler: BatchScheduler) -> None:
         for request_id, why in scheduler.failed:
-            self.constraints.drop(self._model_of.pop(request_id), request_id)
-            self.channel.send(RequestFailed(request_id, "too_long", why))
+            self._fail_request(request_id, "too_long", why)
         scheduler.failed.clear()
         self._stats_dirty = True
 

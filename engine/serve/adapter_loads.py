@@ -60,7 +60,7 @@ class StartsReads(Protocol):
     def read(self, read: AdapterRead, /) -> None: ...
 
 
-Fail = Callable[[ServedModel, int, str, str], None]  # (model, request, code, one sentence)
+Fail = Callable[[int, str, str], None]  # (request, code, error), as in RequestFailed
 
 
 @dataclass(slots=True)
@@ -200,7 +200,7 @@ class AdapterLoads:
         name = self._of[served.spec.model].sources[key].name
         log.warning("%s: adapter %s: %s", served.spec.model, name, why)
         for request in served.scheduler.adapters.take_waiting(key):
-            self._fail(served, request.request_id, code, f"adapter {name}: {why}")
+            self._fail(request.request_id, code, f"model {served.spec.model}: adapter {name}: {why}")
 
 
 def _said(error: Exception) -> str:

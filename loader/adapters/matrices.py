@@ -52,13 +52,8 @@ def decoder_of(shape: ModelShape) -> Decoder:
     return family.decoder_of(shape)
 
 
-def number_of(shape: ModelShape, prefix: str, names: tuple[str, ...]) -> int | None:
-    """Returns the matrix number of the product of these names, None if adapters do not change it."""
-    return _numbers(shape).get((prefix, names))
-
-
-@lru_cache(maxsize=256)
-def _numbers(shape: ModelShape) -> dict[_Product, int]:
+def numbers_of(shape: ModelShape) -> dict[_Product, int]:
+    """Returns the matrix numbers by the products' prefixes and names."""
     return {(matrix.prefix, matrix.names): number for number, matrix in enumerate(adapted_matrices(shape))}
 
 

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loader.adapters.adapter import WEIGHTS_NAME, Adapter
-from loader.catalog import scan_one
+from loader.checked_again import open_unchanged, scanned_again
 from loader.errors import CheckpointChanged, ReadFailed
-from loader.regular_file import open_regular
 from loader.safetensors import Header, TensorRef, read_header
 
 _READ_BYTES = 1 << 30  # one system call reads less than 2 GiB
@@ -53,26 +52,11 @@ def open_adapter(path: str | Path, fingerprint: str) -> OpenAdapter:
     """Checks the folder again and opens its weights. fingerprint: that of the registered adapter, "" to accept any.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again)."""
-    try:
-        checkpoint = scan_one(path)
-    except OSError as error:
-        raise CheckpointChanged(f"{path}: {error.strerror}") from None
-    if checkpoint.failure is not None:
-        raise checkpoint.failure
-    if not checkpoint.complete:
-        raise CheckpointChanged(f"{path}: incomplete: {checkpoint.reason or checkpoint.error}")
+    checkpoint = scanned_again(path, fingerprint, "adapter")
     if checkpoint.adapter is None:
         raise CheckpointChanged(f"{path}: is no adapter any more")
-    if fingerprint and checkpoint.fingerprint != fingerprint:
-        raise CheckpointChanged(f"{path}: files changed since the adapter was registered")
+    fd = open_unchanged(path, checkpoint.files[0], "adapter")
     try:
-        fd = open_regular(Path(path) / WEIGHTS_NAME)
-    except OSError as error:
-        raise CheckpointChanged(f"{WEIGHTS_NAME}: {error.strerror}") from None
-    try:
-        stat, info = os.fstat(fd), checkpoint.files[0]
-        if (stat.st_size, stat.st_mtime_ns) != (info.size_bytes, info.mtime_ns):
-            raise CheckpointChanged(f"{WEIGHTS_NAME}: changed since the adapter was registered")
         header = read_header(fd, WEIGHTS_NAME)
     except BaseException:
         os.close(fd)

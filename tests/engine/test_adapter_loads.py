@@ -85,8 +85,8 @@ class Desk:
     def read(self, read: AdapterRead) -> None:
         self.reads.append(read)
 
-    def _fail(self, served: ServedModel, request_id: int, code: str, error: str) -> None:
-        self.failed[request_id] = f"{code}: {error}"
+    def _fail(self, request_id: int, code: str, error: str) -> None:
+        self.failed[request_id] = f"{code}: {error.removeprefix('model m: ')}"
 
     def _settle(self) -> None:
         self.settled += 1

@@ -225,7 +225,7 @@ def test_drafted_rows_have_their_slots_adapter(runner: TorchRunner, llama: Adapt
 
 @torch.inference_mode()
 def test_a_step_in_slices_is_the_whole_step(runner: TorchRunner, llama: Adapted) -> None:
-    """As behind weights that are still being loaded."""
+    """A step is computed in slices while weights are still being loaded."""
     model = load(runner, llama.folder)
     place_both(runner, model, llama)
     table, step = filled(model), plan((0, 0, 30), (1, 0, 12), (2, 0, 20))

@@ -169,7 +169,7 @@ def test_steps_with_adapters_have_graphs_of_their_own(
 
 
 def test_log_probabilities_are_those_of_the_adapter(llama: tuple[Path, Any, list[Made]]) -> None:
-    """Of a prompt, and of a token whose logits the host edits."""
+    """Those of a prompt are right, and those of a token whose logits the host edits."""
     folder, whole, adapters = llama
     model = load_cuda_model(folder)
     put_adapters(model, adapters[:1], (3,))

@@ -242,7 +242,7 @@ def loaded(cache: Path) -> tuple[str, str, str]:
 
 
 def test_a_unit_is_loaded_where_it_was_compiled_and_nowhere_compiled_by_loading(tmp_path, monkeypatch):
-    """Of two processes that are asked to compile it, the second one finds it."""
+    """Two processes are asked to compile it, and the second one finds it."""
     name, folder, came_to = loaded(tmp_path)
     assert came_to == "False [0, 0]"
     assert not list(tmp_path.rglob("*.nb?"))

@@ -14,7 +14,7 @@ import pytest
 from loader.adapters import adapter as lora
 from loader.adapters.adapter import Adapter, parse_adapter
 from loader.adapters.layout import adapter_layout, misfit
-from loader.adapters.matrices import adapted_matrices, number_of
+from loader.adapters.matrices import adapted_matrices, numbers_of
 from loader.adapters.open_adapter import open_adapter
 from loader.catalog import scan, scan_one
 from loader.errors import CheckpointChanged, CheckpointError, UnsupportedModel
@@ -197,8 +197,8 @@ def test_matrices_of_a_model() -> None:
         (LAYER, ("mlp.down_proj",), (16,), 24),
     ]
     assert len(found) == 8
-    assert number_of(shape(), "model.layers.1.", ("self_attn.o_proj",)) == 5
-    assert number_of(shape(), "model.layers.1.", ("self_attn.q_proj",)) is None
+    assert numbers_of(shape()).get(("model.layers.1.", ("self_attn.o_proj",))) == 5
+    assert numbers_of(shape()).get(("model.layers.1.", ("self_attn.q_proj",))) is None
 
 
 def test_an_adapter_of_all_modules_fits_and_is_laid_out() -> None:
@@ -261,7 +261,7 @@ def test_matrices_of_published_models_are_parameters(name: str) -> None:
     assert len(found) >= 2 * published.num_layers
     for number, one in enumerate(found):
         assert [dims[f"{one.prefix}{part}.weight"] for part in one.names] == [(rows, one.inputs) for rows in one.outputs]
-        assert number_of(published, one.prefix, one.names) == number
+        assert numbers_of(published)[one.prefix, one.names] == number
 
 
 # ---- folders

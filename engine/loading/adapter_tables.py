@@ -1,0 +1,42 @@
+"""A model's tables of its LoRA adapters, on the host: where each lies in the KV arena, and its ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.contracts.adapters import ReadAdapter
+from engine.loading.adapter_files import read_adapter
+from engine.protocol import AdapterSource
+from loader.adapters.layout import AdapterLayout
+from loader.adapters.matrices import adapted_matrices
+from loader.dtypes import ITEM_BYTES
+from loader.model_shape import ModelShape
+from scheduler.batch.adapters import MAX_ADAPTERS
+
+
+class AdapterTables:
+    """The part of an engine.contracts.adapters.AdapterMemory that does not depend on the device. places [M, A] int64, ranks [M, A]
+    int32: as in BatchAdapters, with A = MAX_ADAPTERS. dtype: the model's."""
+
+    def __init__(self, shape: ModelShape, dtype: str) -> None:
+        self._shape, self._dtype = shape, dtype
+        size = (len(adapted_matrices(shape)), MAX_ADAPTERS)
+        self.places, self.ranks = np.full(size, -1, np.int64), np.zeros(size, np.int32)
+
+    def read(self, source: AdapterSource) -> ReadAdapter:
+        return read_adapter(source, self._shape, self._dtype)
+
+    def fill(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
+        """Writes an adapter's columns. first_byte: where it begins in the arena."""
+        first, rest = divmod(first_byte, ITEM_BYTES[self._dtype])
+        if rest:
+            raise ValueError(f"adapter {number} begins at byte {first_byte}, which is within a number of {self._dtype}")
+        self.empty(number)
+        for place in layout.places:
+            self.places[place.number, number], self.ranks[place.number, number] = first + place.offset, place.rank
+
+    def empty(self, number: int) -> None:
+        """Empties an adapter's columns."""
+        if not 0 <= number < MAX_ADAPTERS:
+            raise IndexError(f"adapter number {number} is not among 0 to {MAX_ADAPTERS - 1}")
+        self.places[:, number], self.ranks[:, number] = -1, 0

@@ -1,0 +1,48 @@
+"""Checks a registered folder again before its weights are read, and opens its files only if they are those that were checked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from loader.catalog import Checkpoint, scan_one
+from loader.errors import CheckpointChanged
+from loader.regular_file import open_regular
+from loader.weight_files import FileInfo
+
+
+def scanned_again(path: str | Path, fingerprint: str, kind: str) -> Checkpoint:
+    """Scans a folder again. fingerprint: that of what was registered, "" to accept any. kind: what the folder is, in errors: a
+    model or an adapter. Raises CheckpointError (permanent), or CheckpointChanged where the files differ or are incomplete again."""
+    try:
+        checkpoint = scan_one(path)
+    except OSError as error:
+        raise CheckpointChanged(f"{path}: {error.strerror}") from None
+    if checkpoint.failure is not None:
+        raise checkpoint.failure
+    if not checkpoint.complete:
+        raise CheckpointChanged(f"{path}: incomplete: {checkpoint.reason or checkpoint.error}")
+    if fingerprint and checkpoint.fingerprint != fingerprint:
+        raise CheckpointChanged(f"{path}: files changed since the {kind} was registered")
+    return checkpoint
+
+
+def open_unchanged(folder: str | Path, info: FileInfo, kind: str) -> int:
+    """Opens a weight file as the scan saw it; the caller closes the descriptor. Raises CheckpointChanged for another one."""
+    try:
+        fd = open_regular(Path(folder) / info.name)
+    except OSError as error:
+        raise CheckpointChanged(f"{info.name}: {error.strerror}") from None
+    try:
+        check_unchanged(fd, info, kind)
+    except CheckpointChanged:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_unchanged(fd: int, info: FileInfo, kind: str) -> None:
+    """Raises CheckpointChanged if an open file is not as the scan saw it."""
+    stat = os.fstat(fd)
+    if (stat.st_size, stat.st_mtime_ns) != (info.size_bytes, info.mtime_ns):
+        raise CheckpointChanged(f"{info.name}: changed since the {kind} was registered")
