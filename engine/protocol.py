@@ -81,6 +81,9 @@ class Configure(Message, frozen=True):
     max_step_stretch: float = 2.0  # longest step with prompts, as a multiple of a step of its decoding sequences alone; 0: any
 
 
+MTP = "mtp"  # LoadModel.speculator: the checkpoint's own predictor (multi-token prediction)
+
+
 class LoadModel(Message, frozen=True):
     """Loads a checkpoint into the device. `lease_chunks` is the engine's KV lease once this model is in: before it allocates, the
     engine gives up blocks down to it (cached prefixes first, then sequences, by preemption with recompute).
@@ -105,7 +108,12 @@ class LoadModel(Message, frozen=True):
     kv_slots: list[int] = []  # hold KV that an eviction saved (Evicted.kv_slots_used)
     kv_index: bytes = b""  # what is in them (Evicted.kv_index); empty: nothing is restored
     kv_cache_dtype: str = ""  # fp8: dtype of keys and values; empty: that of the model
-    speculator: str = "none"  # what drafts tokens: none or prompt-lookup
+    speculator: str = "none"  # what drafts tokens: none, prompt-lookup, or mtp (and prompt-lookup where that has nothing)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the layer of the checkpoint is loaded that predicts one token further."""
+        return self.speculator == MTP
 
     @property
     def kv_dtype(self) -> str:

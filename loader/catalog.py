@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from loader.hf_config import (
 from loader.model_shape import ModelShape
 from loader.pooling import MODULES_NAME, POOLING_NAME, pooled
 from loader.regular_file import open_regular, read_regular
-from loader.safetensors import INDEX_NAME, SINGLE_NAME, Header, read_header
+from loader.safetensors import INDEX_NAME, SINGLE_NAME, Header, TensorRef, read_header
 from loader.weight_files import (
     OTHER_FORMATS,
     PACKED_DIR,
@@ -67,7 +67,9 @@ class Checkpoint:
     may still arrive), or `error` what is wrong (it stays wrong until the files change). shape: None where config.json can't be
     used.
 
-    weights_bytes: the bytes of weights that an engine holds, by dtype. fingerprint: a hash of names, sizes, times, configuration
+    predicting: the shape with the layer that predicts one token further, where the files hold one that can draft tokens; None:
+    they do not, or predictor_error says what is wrong with it. weights_bytes: the bytes of weights that an engine holds, by dtype,
+    without that layer. fingerprint: a hash of names, sizes, times, configuration
     texts and headers. packed_files: the same weights in packed form, where `files` are plain. packed_reason: why existing packed
     files can't be used. is_adapter: whether it is an adapter's folder, which has no shape; adapter: what its files say, None
     unless it is complete."""
@@ -82,6 +84,8 @@ class Checkpoint:
     packed_files: tuple[FileInfo, ...] = ()
     packed_reason: str = ""
     shape: ModelShape | None = None
+    predicting: ModelShape | None = None
+    predictor_error: str = ""
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     weights_bytes: dict[str, int] = field(default_factory=dict)
     fingerprint: str = ""
@@ -379,9 +383,7 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     names = {tensor.name for tensor in tensors}
     checkpoint.shape = layout.as_stored(checkpoint.shape, names)
     check_counts(checkpoint.shape, len(tensors))
-    checkpoint.shape = replace(checkpoint.shape, stored_format=layout.format_by_name(checkpoint.shape, names))
-    checkpoint.shape = replace(checkpoint.shape, plain_groups=layout.plain_groups(checkpoint.shape, tensors))
-    checkpoint.shape = shape = replace(checkpoint.shape, block_offsets=layout.block_offsets(checkpoint.shape, tensors))
+    checkpoint.shape = shape = _with_formats(checkpoint.shape, names, tensors)
     checkpoint.weights_bytes = {dtype: layout.weights_bytes(shape, dtype, stored_format(shape)) for dtype in DTYPES}
     files = []
     for file, header in headers.items():
@@ -391,10 +393,34 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     checkpoint.files = tuple(files)
     checkpoint.fingerprint = digest.hexdigest()
     check_parameters(checkpoint.shape, headers)
+    _find_predictor(checkpoint, names, tensors, headers)
     beside = [info for info in packed_files(folder) if info.name.endswith(".safetensors") and info.name not in headers]
     if beside:
         checkpoint.packed_reason = read_packed(folder, headers, {info.name: info for info in files})
         checkpoint.packed_files = () if checkpoint.packed_reason else tuple(beside)
+
+
+def _with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[TensorRef]) -> ModelShape:
+    """Returns the shape with the formats and places in which the files hold its tensors."""
+    shape = replace(shape, stored_format=layout.format_by_name(shape, names))
+    shape = replace(shape, plain_groups=layout.plain_groups(shape, tensors))
+    return replace(shape, block_offsets=layout.block_offsets(shape, tensors))
+
+
+def _find_predictor(
+    checkpoint: Checkpoint, names: Collection[str], tensors: Sequence[TensorRef], headers: Mapping[str, Header]
+) -> None:
+    """Sets what the files say about a layer that predicts one token further. The model is served without one that is damaged."""
+    assert checkpoint.shape is not None
+    shape = layout.predicting(checkpoint.shape, names)
+    if shape is None:
+        return
+    try:
+        shape = _with_formats(shape, names, tensors)
+        check_parameters(shape, headers)
+        checkpoint.predicting = shape
+    except CheckpointError as error:
+        checkpoint.predictor_error = str(error)
 
 
 def _fill_adapter(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, int]]) -> None:

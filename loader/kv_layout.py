@@ -93,7 +93,8 @@ def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
 def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
     """Returns the model's KV groups, one for each length of window: layers with full attention first, then the others by length;
     then those that keep a state."""
-    windows, with_keys = shape.layer_windows or (0,) * shape.num_layers, shape.attention_layers
+    windows = (*(shape.layer_windows or (0,) * shape.num_layers), 0)  # the last one is a predictor's
+    with_keys = shape.attention_layers
     groups = []
     for window in sorted({windows[layer] for layer in with_keys}):
         layers = tuple(layer for layer in with_keys if windows[layer] == window)

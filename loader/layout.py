@@ -14,7 +14,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from loader.architectures.architecture import TensorGroup
+from loader.architectures.decoder import Decoder
 from loader.architectures.registry import architecture_of
+from loader.architectures.wrapper import Wrapper
 from loader.direct_io import BLOCK_BYTES
 from loader.dtypes import DTYPE_OF, ITEM_BYTES
 from loader.errors import CheckpointError
@@ -33,6 +35,13 @@ MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place inste
 def as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
     """Returns the shape for a checkpoint whose tensors have these names."""
     return architecture_of(shape).as_stored(shape, names)
+
+
+def predicting(shape: ModelShape, names: Collection[str]) -> ModelShape | None:
+    """Returns the shape with the layer that predicts one token further, if a checkpoint whose tensors have these names holds one
+    that can draft tokens (loader/architectures/predictor.py); otherwise None."""
+    family = architecture_of(shape)
+    return family.predicting(shape, names) if isinstance(family, Decoder | Wrapper) else None
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -158,7 +158,8 @@ class ModelShape:
     logit_softcap: float = 0.0
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once
     has_head_norms: bool = True  # queries and keys have the norms that the family names
-    num_predicting_layers: int = 0  # behind the last layer; the checkpoint may hold them, and they are not read
+    num_predicting_layers: int = 0  # behind the last layer; the checkpoint may hold them
+    predicts: bool = False  # the first of them is read, and drafts tokens (loader/architectures/predictor.py)
     local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
     full_heads: HeadShape | None = None  # of layers without windows, where theirs differ from num_kv_heads and head_dim
     num_reading_layers: int = 0  # the last ones, which read the KV of the last layer before them that sees as far
@@ -192,24 +193,34 @@ class ModelShape:
         return self.num_layers - self.num_reading_layers
 
     @property
+    def num_computed_layers(self) -> int:
+        """The layers that have weights, that of the predictor included."""
+        return self.num_layers + self.predicts
+
+    @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that keep keys and values of each token."""
-        return tuple(layer for layer in range(self.num_writing_layers) if self.delta is None or layer not in self.delta.layers)
+        """The layers that keep keys and values of each token, that of the predictor included."""
+        own = tuple(layer for layer in range(self.num_writing_layers) if self.delta is None or layer not in self.delta.layers)
+        return (*own, self.num_layers) if self.predicts else own
 
     def heads_of(self, layer: int) -> HeadShape:
         """Returns the heads of a layer of attention."""
         heads = self.full_heads
         if heads is None or self.layer_windows[layer]:
             heads = HeadShape(self.num_kv_heads, self.head_dim)
-        return heads if layer < self.num_writing_layers else replace(heads, reads_only=True)
+        return replace(heads, reads_only=True) if self._reads(layer) else heads
 
     def kv_layer(self, layer: int) -> int:
         """Returns the layer whose keys and values a layer reads: itself, or for those that read others' the last one before them
         that sees as far."""
-        if layer < self.num_writing_layers:
+        if not self._reads(layer):
             return layer
         windows = self.layer_windows
         return next(one for one in reversed(range(self.num_writing_layers)) if windows[one] == windows[layer])
+
+    def _reads(self, layer: int) -> bool:
+        """Returns whether a layer reads the keys and values of another one."""
+        return self.num_writing_layers <= layer < self.num_layers
 
     def inner_size_of(self, layer: int) -> int:
         """Returns the intermediate size of a layer's MLP."""

@@ -83,24 +83,25 @@ def open_checkpoint(
     stack: ExitStack,
     in_place: bool = True,
     wants_packed: Callable[[Checkpoint], bool] = lambda checkpoint: False,
+    predicts: bool = False,
 ) -> OpenCheckpoint:
     """Checks the folder again and opens its weight files; `stack` closes them. fingerprint: that of the registered model, "" to
     accept any. in_place: whether reads may write into the weight range, whose layout then follows the files; otherwise every
     parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain and packed files; returns whether to
-    open the packed ones.
+    open the packed ones. predicts: whether the layer that predicts one token further is read, too.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again)."""
     checkpoint = scanned_again(path, fingerprint, "model")
-    if checkpoint.shape is None:
-        raise CheckpointChanged(f"{path}: is no model any more")
+    shape = checkpoint.predicting if predicts else checkpoint.shape
+    if shape is None:
+        raise CheckpointChanged(f"{path}: is no model {'that predicts further tokens ' if predicts else ''}any more")
     files = checkpoint.packed_files if checkpoint.packed_files and wants_packed(checkpoint) else checkpoint.files
     headers, descriptors = {}, {}
     for info in files:
         fd = open_unchanged(path, info, "model")
         stack.callback(os.close, fd)
         headers[info.name], descriptors[info.name] = read_header(fd, info.name), fd
-    shape = checkpoint.shape if in_place else replace(checkpoint.shape, block_offsets=())
-    return OpenCheckpoint(checkpoint, shape, files, headers, descriptors)
+    return OpenCheckpoint(checkpoint, shape if in_place else replace(shape, block_offsets=()), files, headers, descriptors)
 
 
 @dataclass(slots=True)

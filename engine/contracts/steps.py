@@ -16,6 +16,19 @@ from loader.kv_layout import KVGroupSpec
 from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, SequenceTable
 
 
+@dataclass(slots=True, frozen=True)
+class Proposed:
+    """What a model's predictor drafted after a step, for Q sequences. slots, counts [Q]: the sequences, and how many tokens each was
+    to get. tokens [Q, K]: those tokens, the first counts[q] of each row. seen_s: device seconds in which the predictor saw the step,
+    drafting_s: in which it drafted."""
+
+    slots: IntArray
+    counts: IntArray
+    tokens: IntArray
+    seen_s: float
+    drafting_s: float
+
+
 @dataclass(slots=True)
 class StepResult:
     """The result of one step. ids[k] is the token of the plan's k-th sampling row, in plan order; bad[k] marks a row whose logits
@@ -26,6 +39,7 @@ class StepResult:
     seconds: float
     logprobs: TokenLogprobs | None = None  # of the rows that asked for them and are not bad
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of prompt tokens that this step computed, if wanted
+    proposed: Proposed | None = None  # by the predictor, whose seconds are not in `seconds`; None: it did not see the step
     vectors: FloatArray | None = None  # [N, hidden], of a model that makes them in place of tokens; ids then mean nothing
 
 

@@ -16,6 +16,7 @@ from engine.contracts.steps import StepResult
 from engine.cpu.adapters import HostAdapterMemory
 from engine.cpu.batch import GroupMemory, HostBatch, build_batch, padded_rows
 from engine.cpu.ops import ADAPTERS, CpuOps
+from engine.cpu.predicting import Predicting
 from engine.cpu.recording.inputs import StepInputs
 from engine.cpu.recording.program import Scratch
 from engine.cpu.recording.recorded import RecordedSteps
@@ -76,7 +77,7 @@ class CpuModel:
         self._padded = spec.dtype != "float32"  # float32 needs no padding: MKL, which computes it, has no set-up per row count
         self._kv = [self._group_memory(memory, group, local if group.window_tokens else rotary) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
-        self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_layers))
+        self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_computed_layers))
         max_rows, max_blocks = min(spec.max_sequences, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
         self._inputs = StepInputs(ops, self._kv, self._layer_places, max_rows, MAX_RECORDED_TOKENS, max_blocks, self._padded)
         self._max_rows, self._scratch = max_rows, scratch
@@ -84,6 +85,10 @@ class CpuModel:
         self._need_kernels = need_kernels
         self._adapters: BatchAdapters | None = None  # None: the model's steps do not compute adapters
         self.adapter_memory = HostAdapterMemory(shape, spec.dtype, self._use_adapters)
+        self._predicting = None
+        if shape.predicts:
+            self._predicting = Predicting(ops, self._model, self._batch, self._logits_rows, shape.vocab_size)
+        self._hidden: Tensor | None = None  # [T with padding, W]: normed hidden states of the latest step, for the predictor
         self.arena = memory.arena
         self._awaits_kernels = not self._has_final_kernels
         self._steps = self._recorded_steps()
@@ -94,7 +99,8 @@ class CpuModel:
         max_rows = 0 if self._awaits_kernels else self._max_rows
         max_decodes = min(max_rows, self._logits_rows)
         sizes = (max_decodes, max_rows, MAX_RECORDED_TOKENS)
-        return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, *sizes, f"{self.name} in {self._dtype}")
+        title = f"{self.name} in {self._dtype}"
+        return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, *sizes, title, self.shape.predicts)
 
     @property
     def _has_final_kernels(self) -> bool:
@@ -137,6 +143,7 @@ class CpuModel:
                 model.layers = in_slices(model.layers, parts)
             try:
                 result = self._execute(plan, table, None, recorded=False)  # recorded programs share memory for one step at a time
+                result = self._with_proposals(result, plan, table, max_tokens)
             finally:
                 model.layers = layers
         result.seconds -= gate.waited_s - waited_s
@@ -154,9 +161,22 @@ class CpuModel:
             self._prepare()
             drawn = self._steps.draw(plan, table)
             if drawn is not None:
-                return StepResult(*drawn, time.perf_counter() - begin)
+                self._hidden = self._steps.kept
+                return self._with_proposals(StepResult(*drawn, time.perf_counter() - begin), plan, table)
         with torch.inference_mode():
-            return self._execute(plan, table, masks, recorded=True)
+            return self._with_proposals(self._execute(plan, table, masks, recorded=True), plan, table)
+
+    def _with_proposals(
+        self, result: StepResult, plan: BatchPlan, table: SequenceTable, max_tokens: int | None = None
+    ) -> StepResult:
+        """Returns a step's result with what the predictor drafts, if it is to see the step. max_tokens: of one slice of a step that
+        is computed in slices."""
+        if self._predicting is not None and self._sees(plan):
+            assert self._hidden is not None
+            with torch.inference_mode():
+                result.proposed = self._predicting.after(plan, table, self._hidden, result.ids, max_tokens)
+        self._hidden = None
+        return result
 
     def _execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None, recorded: bool) -> StepResult:
         begin = time.perf_counter()
@@ -167,6 +187,7 @@ class CpuModel:
         step = self._decode(plan, table) if recorded and owed is None else None
         if step is not None:
             hidden, num_sampling, logits = step.hidden, len(plan.slots), lambda hidden: step.logits
+            self._hidden = self._steps.kept
         else:
             also = None if owed is None else owed.tokens
             hidden, num_sampling = self._forward(plan, table, every_token=False, also=also, recorded=recorded)
@@ -224,9 +245,17 @@ class CpuModel:
                 indices = np.concatenate((indices, np.zeros(padded_rows(len(indices)) - len(indices), np.int64)))
             wanted = torch.from_numpy(indices)
         hidden = self._steps.hidden(plan, table) if recorded else None
-        if hidden is not None:
-            return hidden if wanted is None else hidden[wanted], num_wanted
-        return model.forward(self._batch(plan, table), wanted), num_wanted
+        if hidden is None and not self._sees(plan):
+            return model.forward(self._batch(plan, table), wanted), num_wanted
+        if hidden is None:
+            hidden = self._hidden = model.forward(self._batch(plan, table), None)
+        else:
+            self._hidden = self._steps.kept
+        return hidden if wanted is None else hidden[wanted], num_wanted
+
+    def _sees(self, plan: BatchPlan) -> bool:
+        """Returns whether the predictor is to see the step, of which it reads all hidden states."""
+        return self._predicting is not None and plan.to_propose is not None
 
     def _batch(self, plan: BatchPlan, table: SequenceTable) -> HostBatch:
         return build_batch(plan, table, self._kv, self._layer_places, self._ops.cos_sin, self._padded, self._adapters)

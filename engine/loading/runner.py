@@ -77,7 +77,8 @@ class TorchRunner:
         _wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
             choice = SourceChoice(self._rates, self._ring, backend.measured_decoder)
-            source = open_checkpoint(spec.path, spec.fingerprint, stack, backend.reads_in_place, choice.wants_packed)
+            how = (backend.reads_in_place, choice.wants_packed, spec.predicts)
+            source = open_checkpoint(spec.path, spec.fingerprint, stack, *how)
             weight_format = FORMATS[spec.quantize]
             backend.check(spec, source.shape, weight_format)
             num_bytes = weights_bytes(source.shape, spec.dtype, weight_format)
@@ -86,7 +87,7 @@ class TorchRunner:
                 raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
             backend.need_kernels(spec, source.shape, weight_format, partial(_still_waiting, task))
             task.kernels_seconds = time.perf_counter() - asked_s
-            weights = self._ranges.of(spec.model, (spec.fingerprint, spec.dtype, spec.quantize), num_bytes)
+            weights = self._ranges.of(spec.model, (spec.fingerprint, spec.dtype, spec.quantize, spec.predicts), num_bytes)
             started_s = time.perf_counter()
             weights.map(task.chunks[: weights.num_chunks].tolist())
             task.map_seconds = time.perf_counter() - started_s
@@ -150,9 +151,9 @@ class TorchRunner:
                 log.warning("%s: %s: reading its plain files", spec.model, error)
                 for each in behind:
                     each.begin_anew()
-                self._stream(
-                    task, open_checkpoint(spec.path, spec.fingerprint, stack, self.backend.reads_in_place), weights, behind
-                )
+                in_place = self.backend.reads_in_place
+                plain = open_checkpoint(spec.path, spec.fingerprint, stack, in_place, predicts=spec.predicts)
+                self._stream(task, plain, weights, behind)
                 task.read_as = f"read its plain files: the packed ones are damaged ({error})"
 
     def _stream(

@@ -227,11 +227,13 @@ class Engine:
     def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
         """Hands the tokens of a step that has ended to the scheduler and to the daemon."""
         name, scheduler = served.spec.model, served.scheduler
-        self.models.charge(served, plan, result.seconds)
+        self.models.charge(served, plan, result.seconds, result.proposed)
         for told in result.prompt_logprobs:
             self.channel.send(told)
         asked = scheduler.table.request_id[plan.slots[plan.samples]] if served.hosted.embeds else NO_REQUESTS
         outcome = scheduler.finish_step(plan, result.ids, result.bad)
+        if result.proposed is not None:
+            scheduler.take_proposals(result.proposed.slots, result.proposed.counts, result.proposed.tokens)
         if masks is not None:
             self.constraints.sampled(served, masks, result.ids, result.bad)
         if outcome.request_ids:

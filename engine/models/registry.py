@@ -27,6 +27,10 @@ class CausalLM(Protocol[BatchT_contra]):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
+    def predict(self, hidden: Tensor, batch: BatchT_contra) -> Tensor: ...
+
+    def predicted_logits(self, hidden: Tensor) -> Tensor: ...
+
 
 class Encoder(Protocol):
     def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:

@@ -11,8 +11,8 @@ def weights_identity(spec: LoadModel) -> str:
 
 
 def kv_identity(spec: LoadModel) -> str:
-    """Names what keys and values are computed in, and what they are kept in."""
-    return spec.dtype + spec.kv_cache_dtype
+    """Names what keys and values are computed in, what they are kept in, and whether those of a predictor are among them."""
+    return spec.dtype + spec.kv_cache_dtype + (spec.speculator if spec.predicts else "")
 
 
 def adapter_identity(source: AdapterSource) -> str:

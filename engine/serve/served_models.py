@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.contracts.steps import CapturesSteps, HostedEncoder, HostedModel, LaunchesAhead
+from engine.contracts.steps import CapturesSteps, HostedEncoder, HostedModel, LaunchesAhead, Proposed
 from engine.host.threads_apart import ThreadsApart
 from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
-from engine.protocol import Configure, LoadModel, Stats, WeightsHeld
+from engine.protocol import MTP, Configure, LoadModel, Stats, WeightsHeld
 from engine.serve.embedder import Embedder
 from engine.serve.identity import adapter_name, kv_identity, weights_identity
 from engine.serve.kv_caches import make_kv_cache
@@ -31,7 +31,7 @@ from scheduler.batch.turns import Turns
 log = logging.getLogger("engine")
 
 CAPTURE_EVERY_DECODES = 16
-DRAFTERS: dict[str, Drafter | None] = {"none": None, "prompt-lookup": looked_up}  # by LoadModel.speculator
+DRAFTERS: dict[str, Drafter | None] = {"none": None, "prompt-lookup": looked_up, MTP: looked_up}  # by LoadModel.speculator
 
 
 class Arena(Protocol):
@@ -152,12 +152,16 @@ class ServedModels:
             return served.captures
         return None
 
-    def charge(self, served: ServedModel, plan: BatchPlan, seconds: float) -> None:
-        """Accounts for a step that took `seconds` of device time."""
+    def charge(self, served: ServedModel, plan: BatchPlan, seconds: float, proposed: Proposed | None = None) -> None:
+        """Accounts for a step that took `seconds` of device time, besides those in which a predictor saw it and drafted tokens."""
+        served.limits.note(plan, seconds)
+        if proposed is not None:
+            if plan.all_decode:
+                served.limits.proposing.note(len(proposed.slots), proposed.tokens.shape[1], proposed.seen_s, proposed.drafting_s)
+            seconds += proposed.seen_s + proposed.drafting_s
         self.turns.charge(served.spec.model, seconds, served.limits.turns_s(served.turns) if served.turns else None)
         served.untold_steps += 1
         served.untold_s += seconds
-        served.limits.note(plan, seconds)
         served.scheduler.tenants.charge(plan, seconds)
 
     def __contains__(self, name: str) -> bool:
@@ -207,7 +211,7 @@ class ServedModels:
         )
         ahead = hosted if isinstance(hosted, LaunchesAhead) else None
         captures = hosted if isinstance(hosted, CapturesSteps) else None
-        scheduler = BatchScheduler(spec.model, kv, limits, DRAFTERS[spec.speculator])
+        scheduler = BatchScheduler(spec.model, kv, limits, DRAFTERS[spec.speculator], spec.predicts)
         if hosted.adapter_memory is not None:
             scheduler.adapters.dropped = hosted.adapter_memory.clear
         return ServedModel(spec, hosted, scheduler, place, pace, ahead, captures)

@@ -19,6 +19,7 @@ from loader.architectures.experts import Experts
 from loader.architectures.factors import Factors, factor
 from loader.architectures.full_heads import FullHeads
 from loader.architectures.latent import Latents
+from loader.architectures.predictor import holds_predictor, predictor_groups
 from loader.architectures.windows import CHUNKED, Windows
 from loader.config_fields import Fields
 from loader.model_shape import OPTIONAL_STACKS, HeadShape, LayerInputShape, ModelShape, TemperatureShape
@@ -214,7 +215,8 @@ class Decoder:
         of_delta = self._groups_before_mlp_of_delta(shape)
         sparse, last = self._expert_groups(shape), self._groups_at_the_end(shape)
         kinds: dict[tuple[HeadShape, int], tuple[list[TensorGroup], list[TensorGroup], list[TensorGroup]]] = {}
-        for layer in range(shape.num_layers):
+        of_predictor: list[TensorGroup] = []
+        for layer in range(shape.num_computed_layers):
             kind = shape.heads_of(layer), shape.inner_size_of(layer)
             if kind not in kinds:  # a list of each kind is made once: there may be many layers
                 kinds[kind] = (*self._groups_around_mlp(shape, kind[0]), self._mlp_groups(shape, kind[1]))
@@ -222,7 +224,10 @@ class Decoder:
             prefix, first = names.layer.format(layer), of_delta if has_delta_rule(shape, layer) else before
             inner = [*dense, *sparse] if has_experts_beside(shape) else sparse if has_experts(shape, layer) else dense
             own = [*first, *inner, *behind, *last]
-            groups += [group.in_layer(layer, prefix) for group in own]
+            if layer == shape.num_layers:
+                of_predictor = [group.in_layer(layer, prefix) for group in predictor_groups(shape, own)]
+            else:
+                groups += [group.in_layer(layer, prefix) for group in own]
         groups += self._norms(hidden, names.final_norm)
         if shape.pooling:  # no logits are computed
             return groups
@@ -230,7 +235,7 @@ class Decoder:
             groups.append(one_tensor(f"{names.head}.weight", shape.vocab_size, hidden))
         if self.head_bias:
             groups.append(one_tensor(f"{names.head}.bias", shape.vocab_size))
-        return groups
+        return groups + of_predictor
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
         """Implements Architecture.ignores: stored rotary frequencies, a stored head of a model that makes vectors or uses its
@@ -256,6 +261,14 @@ class Decoder:
         if self.experts is None or shape.experts is None or shape.experts.stack not in OPTIONAL_STACKS:
             return shape
         return replace(shape, experts=self.experts.as_stored(shape.experts, names))
+
+    def predicting(self, shape: ModelShape, names: Collection[str]) -> ModelShape | None:
+        """Returns the shape with the layer that predicts one token further (predictor.py), if a checkpoint whose tensors have these
+        names holds one that can draft tokens; otherwise None."""
+        plain = not shape.num_predicting_layers or shape.pooling or shape.delta is not None or any(shape.layer_windows)
+        if plain or not holds_predictor(self.decoder_of(shape).names.layer.format(shape.num_layers), names):
+            return None
+        return replace(shape, predicts=True)
 
     def decoder_of(self, shape: ModelShape) -> Decoder:
         """Returns the description with the names that the tensors have in the checkpoint."""

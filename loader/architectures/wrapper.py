@@ -74,6 +74,11 @@ class Wrapper:
                 break
         return self.text.as_stored(shape, names)
 
+    def predicting(self, shape: ModelShape, names: Collection[str]) -> ModelShape | None:
+        """Returns the shape with the layer that predicts one token further (predictor.py), if a checkpoint whose tensors have these
+        names holds one that can draft tokens; otherwise None."""
+        return self.decoder_of(shape).predicting(shape, names)
+
     def decoder_of(self, shape: ModelShape) -> Decoder:
         """Returns the decoder's description with the names that its tensors have in the checkpoint."""
         return replace(self.text, names=_placed(self.text.names, shape.tensor_prefix))

@@ -24,6 +24,7 @@ from scheduler.batch.plan import (
     write_sampling,
 )
 from scheduler.batch.prefix_cache import extend_keys, prefix_seed
+from scheduler.batch.proposals import Proposals
 from scheduler.batch.request import BatchRequest, WaitingQueue
 from scheduler.batch.running import Running
 from scheduler.batch.same_prompts import SamePrompts
@@ -37,8 +38,11 @@ class BatchScheduler:
     """One model's sequences, waiting and running. Not thread-safe. Calls of `plan` and `finish_step` alternate; with `start_step`
     between them a step is planned before the last one's tokens are known, and until they are only `submit` may be called."""
 
-    def __init__(self, model: str, kv: KVCache, limits: BatchLimits, drafter: Drafter | None = None) -> None:
-        """drafter: drafts tokens for sequences that decode. KV must not have state groups then: a state cannot go back."""
+    def __init__(
+        self, model: str, kv: KVCache, limits: BatchLimits, drafter: Drafter | None = None, has_predictor: bool = False
+    ) -> None:
+        """drafter: drafts tokens for sequences that decode. KV must not have state groups then: a state cannot go back.
+        has_predictor: whether the model drafts tokens, too (proposals.py); the drafter is asked where it does not."""
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -63,7 +67,8 @@ class BatchScheduler:
         self._outcomes = Outcomes(limits.eos_token_ids, self.table, self._requests)
         self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that may not have their next token yet
         self._num_constrained = 0  # rows
-        self._drafts = None if drafter is None else Drafts(self.table, drafter)
+        proposals = Proposals(self.table) if has_predictor else None
+        self._drafts = None if drafter is None else Drafts(self.table, drafter, proposals)
         self._same_prompts = SamePrompts(self._slot_of, self.table.num_computed, self._held, kv.block_tokens)
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
@@ -173,7 +178,13 @@ class BatchScheduler:
         max_tokens: bound on the step (default: max_num_batched_tokens, which it must not exceed where KV groups have windows).
         room: bounds its rows and prompt tokens (None: unlimited). While as many sequences run as it has rows for, none is
         admitted."""
-        room, table = room or StepRoom(), self.table
+        room = room or StepRoom()
+        plan = self._plan(step_id, room, max_tokens)
+        return plan if plan is None or self._drafts is None else self._drafts.ask(plan, self.blocks.capacity, room)
+
+    def _plan(self, step_id: int, room: StepRoom, max_tokens: int | None) -> BatchPlan | None:
+        """Returns the next step as `plan` does, without what the model's predictor is to draft after it."""
+        table = self.table
         budget = self.limits.max_num_batched_tokens if max_tokens is None or self.blocks.windowed else max_tokens
         running = self._ahead.going_on(self.running.slots)
         computed = self._ahead.computed()
@@ -219,6 +230,8 @@ class BatchScheduler:
     def finish_step(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> StepOutcome:
         """Takes the sampled ids in (`ids[k]`, `bad[k]`: k-th sampling row of the plan) and ends what is finished."""
         table = self.table
+        if self._drafts is not None and self._drafts.proposals is not None:
+            self._drafts.proposals.stepped(plan)
         if self._ahead:
             plan, ids, bad = self._ahead.finish(plan, ids, bad)
         verified: Verified | None = None
@@ -252,6 +265,12 @@ class BatchScheduler:
         if outcome.finish or failed:
             self.running.drop_gone()
         return outcome
+
+    def take_proposals(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
+        """Takes what the model's predictor drafted after the step whose results were taken in last: counts[q] tokens of tokens[q]
+        [Q, K] for the sequence in slots[q]."""
+        if self._drafts is not None and self._drafts.proposals is not None:
+            self._drafts.proposals.take(slots, counts, tokens)
 
     # ---- inside a step
 

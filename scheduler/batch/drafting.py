@@ -21,12 +21,14 @@ import numpy.typing as npt
 from scheduler.batch.endings import Endings
 from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, SequenceTable, StepOutcome
 from scheduler.batch.prompt_lookup import FEWEST_TOKENS
+from scheduler.batch.proposals import Proposals
 from scheduler.batch.step_room import StepRoom
 
 Drafter = Callable[[IntArray, int], IntArray]  # (tokens of a sequence, how many to draft) -> that many drafted tokens, or none
 
 MOST_DRAFTED = 15  # tokens of a sequence in a step
 MOST_PAUSE = 64  # plans
+_NEVER = np.iinfo(np.int64).max  # next_plan of a sequence for which nothing is drafted
 _PRIOR = 0.6  # a first draft's chance to hold
 _NEWEST = 0.25  # weight of a new result in a sequence's chance, and in that of the model's new sequences
 _NEWEST_OF_MODEL = 0.02
@@ -46,9 +48,10 @@ class Drafts:
     chance [S]: that a drafted token holds, if those before it do. next_plan [S]: the number of the first plan in which a sequence
     is drafted for again; pause [S]: plans it was left alone for."""
 
-    def __init__(self, table: SequenceTable, drafter: Drafter) -> None:
+    def __init__(self, table: SequenceTable, drafter: Drafter, proposals: Proposals | None = None) -> None:
+        """proposals: of the model's own predictor, if it has one; the drafter is then asked where there are none."""
         num_slots = len(table.request_id)
-        self._table, self._drafter = table, drafter
+        self._table, self._drafter, self.proposals = table, drafter, proposals
         self._model_chance = _PRIOR
         self._chance: npt.NDArray[np.float64] = np.full(num_slots, _PRIOR)
         self._next_plan: LongArray = np.zeros(num_slots, np.int64)
@@ -63,9 +66,11 @@ class Drafts:
         self._chance[slot], self._pause[slot] = self._model_chance, 0
         masked = self._table.constrained[slot] or self._table.limited[slot]
         told = self._table.num_logprobs[slot] >= 0
-        self._next_plan[slot] = np.iinfo(np.int64).max if masked or told else 0
+        self._next_plan[slot] = _NEVER if masked or told else 0
         if len(prediction):
             self._predictions[slot] = prediction
+        if self.proposals is not None:
+            self.proposals.join(slot)
 
     def leave(self, slot: int) -> None:
         self._predictions.pop(slot, None)
@@ -108,6 +113,9 @@ class Drafts:
 
     def _of(self, slot: int, num_tokens: int, most: int) -> IntArray:
         """Returns at most so many tokens that may follow a slot's num_tokens."""
+        proposed = None if self.proposals is None else self.proposals.of(slot, num_tokens)
+        if proposed is not None:
+            return proposed[:most]
         tokens, prediction = self._table.tokens[slot, :num_tokens], self._predictions.get(slot)
         if prediction is None:
             return self._drafter(tokens, most)
@@ -115,6 +123,16 @@ class Drafts:
         if len(output) <= FEWEST_TOKENS and np.array_equal(output, prediction[: len(output)]):
             return prediction[len(output) :][:most]  # too little to be looked up
         return self._drafter(np.concatenate((prediction, tokens)), most)
+
+    def ask(self, plan: BatchPlan, capacity: IntArray, room: StepRoom) -> BatchPlan:
+        """Returns the plan with what the model's predictor is to draft after it. capacity [S]: positions that each slot's blocks can
+        hold."""
+        if self.proposals is None:
+            return plan
+        slots = plan.slots
+        drafting = self._next_plan[slots] < _NEVER
+        chance = float(self._chance[slots[drafting]].mean()) if drafting.any() else 0.0
+        return self.proposals.ask(plan, drafting, chance, capacity[slots], room)
 
     def verify(self, plan: BatchPlan, ids: IntArray, bad: BoolArray, endings: Endings) -> Verified:
         """Returns what the drafts of a step came to, and learns from it. ids, bad: what its rows sampled."""
@@ -189,9 +207,25 @@ class Verified:
 def _rows_that_count(plan: BatchPlan, table: SequenceTable, ids: IntArray, bad: BoolArray, endings: Endings) -> BoolArray:
     """Returns for each row of a plan with drafts whether its token is the sequence's. ids, bad: what the rows sampled. A row counts
     unless one before it, of the same sequence, sampled another token than was drafted, ended the sequence, or was bad."""
-    slots, position = plan.slots, plan.num_computed + 1
-    goes_on = ~bad & ~endings.ended(slots, ids, position + 1)
-    goes_on[:-1] &= table.tokens[slots[:-1], position[:-1]] == ids[:-1]
+    position = plan.num_computed + 1
+    return _before_the_first_stop(plan.slots, _agrees(plan, table, ids) & ~bad & ~endings.ended(plan.slots, ids, position + 1))
+
+
+def agreeing_rows(plan: BatchPlan, table: SequenceTable, ids: IntArray) -> BoolArray:
+    """Returns for each row of a plan with drafts whether all rows before it, of the same sequence, sampled what was drafted. ids:
+    what the rows sampled."""
+    return _before_the_first_stop(plan.slots, _agrees(plan, table, ids))
+
+
+def _agrees(plan: BatchPlan, table: SequenceTable, ids: IntArray) -> BoolArray:
+    """Returns for each row whether it sampled the token of the row behind it."""
+    agrees = np.ones(len(ids), np.bool_)
+    agrees[:-1] = table.tokens[plan.slots[:-1], plan.num_computed[:-1] + 1] == ids[:-1]
+    return agrees
+
+
+def _before_the_first_stop(slots: IntArray, goes_on: BoolArray) -> BoolArray:
+    """Returns for each row whether all rows before it, of the same slot, go on."""
     counts, before, counting = [], -1, True
     for slot, on in zip(slots.tolist(), goes_on.tolist(), strict=True):
         counting = counting or slot != before

@@ -153,7 +153,8 @@ class BatchPlan:
     """What one step computes: row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and
     samples one token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first. all_decode: every row
     has one new token and samples; False where nobody looked. drafted: slots may have several rows, one for their last token and one
-    for each token that was drafted behind it and is in the table (drafting.py)."""
+    for each token that was drafted behind it and is in the table (drafting.py). to_propose: how many tokens the model's predictor
+    is to draft behind what each row's sequence has after the step; None: it does not see the step."""
 
     step_id: int
     model: str
@@ -163,6 +164,7 @@ class BatchPlan:
     samples: BoolArray  # [R]
     all_decode: bool = False
     drafted: bool = False
+    to_propose: IntArray | None = None  # [R]
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler.batch.plan import BatchPlan
+from scheduler.batch.proposing_costs import ProposingCosts
 from scheduler.batch.step_costs import StepCosts
 from scheduler.batch.tenant_time import TenantLoad
 
@@ -45,12 +46,14 @@ class StepLimits:
     turn_s: length of a turn in device seconds. stretch: the factor by which a prompt's chunk may lengthen a step (a turn is
     always allowed); 0: unlimited. decoding: costs of steps in which every sequence has one token; their context is the number of
     positions read. prompting: costs of steps with prompt tokens, by all their tokens; their contexts are the positions that
-    decoding rows read, the positions that chunks read, and the pairs of a chunk's token with a position."""
+    decoding rows read, the positions that chunks read, and the pairs of a chunk's token with a position. proposing: what a model's
+    predictor takes behind a step."""
 
     turn_s: float
     stretch: float
     decoding: StepCosts = field(default_factory=lambda: StepCosts(1))
     prompting: StepCosts = field(default_factory=lambda: StepCosts(3, CHUNK_STEP_TOKENS))
+    proposing: ProposingCosts = field(default_factory=ProposingCosts)
 
     def note(self, plan: BatchPlan, seconds: float) -> None:
         """Learns from a step that took `seconds` of device time."""
@@ -60,6 +63,7 @@ class StepLimits:
     def forget(self) -> None:
         """Drops all learned costs, because steps will cost something else from now on."""
         self.decoding, self.prompting = StepCosts(1), StepCosts(3, CHUNK_STEP_TOKENS)
+        self.proposing = ProposingCosts()
 
     def expected_s(self, plan: BatchPlan) -> float:
         """Returns the usual seconds of such a step; 0.0 if too few steps of its size have run."""
@@ -130,6 +134,27 @@ class StepLimits:
             if number < len(worths) and rows < self.decoding.filled(rows):
                 continue  # one more costs no more
             step_s = self.decoding.hoped(rows, (rows * context,))
+            if step_s > longest_s:
+                break
+            if expected > best_rate * step_s:
+                best, best_rate = number, expected / step_s
+        return best
+
+    def worth_proposing(self, num_rows: int, context: float, chance: float, most: int, turns: int) -> int:
+        """Returns how many tokens a predictor is to draft for each of num_rows decoding sequences, at most `most`, so that they get
+        the most tokens a second; 0: none. While it is not known what steps cost, it is one.
+
+        context: average number of positions a row attends to. chance: that a drafted token holds, if those before it do. turns: as in
+        StepRoom."""
+        plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
+        if plain_s <= 0.0:
+            return min(1, most)
+        longest_s = self.turns_s(turns) if turns else float("inf")
+        best, best_rate, expected = 0, num_rows / plain_s, float(num_rows)
+        for number in range(1, most + 1):
+            rows = num_rows * (1 + number)
+            expected += num_rows * chance**number
+            step_s = self.decoding.hoped(rows, (rows * context,)) + self.proposing.seconds(num_rows, number)
             if step_s > longest_s:
                 break
             if expected > best_rate * step_s:

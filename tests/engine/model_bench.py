@@ -485,13 +485,15 @@ def load(
     quantize: str = "",
     kv_cache_dtype: str = "",
     name: str = "",
+    speculator: str = "none",
 ) -> CpuModel:
     name = name or f"tiny{next(_names)}"  # a new name gets a new weight range
     seen = scan_one(folder)
     assert seen.shape is not None, seen.error
     held = quantize or seen.shape.stored_format
     limits = (1 << 20, 0, 0, max_len, max_sequences, list(eos))
-    spec = LoadModel(1, name, str(folder), dtype, seen.fingerprint, *limits, quantize=held, kv_cache_dtype=kv_cache_dtype)
+    formats = {"quantize": held, "kv_cache_dtype": kv_cache_dtype}
+    spec = LoadModel(1, name, str(folder), dtype, seen.fingerprint, *limits, **formats, speculator=speculator)
     model = runner.load(load_task(spec, memory=runner.memory))
     assert isinstance(model, CpuModel)
     return model

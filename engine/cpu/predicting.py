@@ -1,0 +1,115 @@
+"""Drafts tokens with a model's predictor, after each step and from what the step computed.
+
+Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that sample, W width, K drafted tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contracts.steps import Proposed
+from engine.cpu.batch import HostBatch
+from engine.cpu.sliced import slices
+from engine.models.registry import CausalLM
+from engine.ops.ops import SamplingOps
+from engine.sampling.sampler import sample_tokens, sampling_rows
+from scheduler.batch.drafting import agreeing_rows
+from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
+
+
+class Predicting:
+    """Has one model's predictor see the model's steps, and draft tokens. batch: builds the inputs of a plan. logits_rows: of how
+    many rows logits are made at a time."""
+
+    def __init__(
+        self,
+        ops: SamplingOps,
+        model: CausalLM[HostBatch],
+        batch: Callable[[BatchPlan, SequenceTable], HostBatch],
+        logits_rows: int,
+        vocab_size: int,
+    ) -> None:
+        self._ops, self._model, self._batch = ops, model, batch
+        self._logits_rows, self._vocab_size = logits_rows, vocab_size
+
+    def after(self, plan: BatchPlan, table: SequenceTable, hidden: Tensor, ids: IntArray, max_tokens: int | None = None) -> Proposed:
+        """Shows the predictor a step and drafts as many tokens behind each sequence that sampled as the plan says. hidden [>= T,
+        W]: the step's hidden states. ids [N]: what it sampled. Stores the predictor's keys and values of all the step's tokens,
+        and of those that were drafted but the last. max_tokens: of a step that is computed in slices, the most of one slice.
+
+        Drafts are sampled as the model's own tokens will be, with the noise of their positions: so they agree as often as the
+        predictor is right about what that noise picks."""
+        assert plan.to_propose is not None
+        began_s = time.perf_counter()
+        last = np.cumsum(plan.num_new, dtype=np.int64) - 1  # each row's last token in the step
+        follow = _following(plan, table, last, ids)
+        sliced = max_tokens is not None and len(follow) > max_tokens
+        own: list[Tensor] = []
+        begin = 0
+        for part in slices(plan, max_tokens) if sliced and max_tokens is not None else (plan,):
+            batch, num = self._batch(part, table), int(part.num_new.sum())
+            batch.input_ids[:num] = torch.from_numpy(follow[begin : begin + num])
+            made = self._model.predict(hidden[begin : begin + len(batch.input_ids)], batch)
+            own.append(made[torch.from_numpy(last[(last >= begin) & (last < begin + num)] - begin)])
+            begin += num
+        seen_s = time.perf_counter()
+        rows = np.flatnonzero(plan.samples)
+        if plan.drafted:
+            counting = agreeing_rows(plan, table, ids)
+            newest = counting & np.append(~counting[1:] | (plan.slots[1:] != plan.slots[:-1]), True)
+            rows = rows[newest]
+        slots, counts = plan.slots[rows], plan.to_propose[rows]
+        computed = (plan.num_computed + plan.num_new)[rows]
+        tokens = np.zeros((len(rows), int(counts.max(initial=0))), np.int32)
+        states = torch.cat(own)[torch.from_numpy(rows)]
+        for number in range(tokens.shape[1]):
+            going: LongArray = np.flatnonzero(counts > number).astype(np.int64)
+            if number:  # the drafted token before is the next one to read
+                step = _one_token(plan, slots[going], computed[going] + number - 1)
+                batch = self._batch(step, table)
+                batch.input_ids[: len(going)] = torch.from_numpy(tokens[going, number - 1].astype(np.int64))
+                states[torch.from_numpy(going)] = self._model.predict(_padded(states, going, len(batch.input_ids)), batch)[: len(going)]
+            step = _one_token(plan, slots[going], computed[going] + number)
+            tokens[going, number] = self._sampled(states, going, step, table)
+        return Proposed(slots, counts, tokens, seen_s - began_s, time.perf_counter() - seen_s)
+
+    def _sampled(self, states: Tensor, going: LongArray, plan: BatchPlan, table: SequenceTable) -> IntArray:
+        """Returns the tokens that the rows of a plan sample, given the predictor's hidden states; `going`: theirs. Whatever a request
+        asks for besides sampling settings is left out."""
+        rows = replace(sampling_rows(plan, table, [], self._vocab_size), edits={}, num_top=None)
+        ids = np.empty(len(going), np.int32)
+        for first in range(0, len(going), self._logits_rows):
+            part = going[first : first + self._logits_rows]
+            logits = self._model.predicted_logits(states[torch.from_numpy(part)])
+            ids[first : first + len(part)] = sample_tokens(self._ops, logits, rows, first)[0]
+        return ids
+
+
+def _following(plan: BatchPlan, table: SequenceTable, last: LongArray, ids: IntArray) -> LongArray:
+    """Returns the token that follows each of a step's T tokens: of the table, or what the step has sampled."""
+    first = plan.num_computed.astype(np.int64)
+    rows = np.repeat(np.arange(len(plan.slots)), plan.num_new)
+    positions = np.arange(len(rows)) - (last + 1 - plan.num_new)[rows] + first[rows]
+    next_ones = np.minimum(positions + 1, table.tokens.shape[1] - 1)
+    follow = table.tokens[plan.slots[rows], next_ones].astype(np.int64)
+    follow[last[plan.samples]] = ids
+    return follow
+
+
+def _one_token(plan: BatchPlan, slots: IntArray, computed: IntArray) -> BatchPlan:
+    """Returns a plan in which each slot computes the token at position computed[i] and samples the next."""
+    ones = np.ones(len(slots), np.int32)
+    return BatchPlan(plan.step_id, plan.model, slots, computed.astype(np.int32), ones, ones.astype(np.bool_), True)
+
+
+def _padded(states: Tensor, going: LongArray, num_rows: int) -> Tensor:
+    """Returns the rows `going` of states [Q, W], and zeros up to num_rows."""
+    out = states.new_zeros(num_rows, states.shape[1])
+    out[: len(going)] = states[torch.from_numpy(going)]
+    return out

@@ -1,0 +1,81 @@
+"""One layer of a decoder, whatever family it is of.
+
+T tokens of all rows end to end; hidden: model width. Weights are views of the model's one memory range.
+"""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from torch import Tensor
+
+from engine.layers.attention import Attention
+from engine.layers.beside_experts import BesideExperts
+from engine.layers.experts import MixtureOfExperts
+from engine.layers.gated_delta import GatedDelta
+from engine.layers.latent_attention import LatentAttention
+from engine.layers.layer_inputs import LayerInput
+from engine.layers.mlp import MLP
+from engine.layers.norms import Norm
+from engine.layers.weights import Weights
+from engine.ops.ops import BatchT, Ops
+from loader.architectures.decoder import Decoder, has_delta_rule, has_experts, has_experts_beside
+from loader.model_shape import ModelShape
+
+
+class DecoderLayer(Generic[BatchT]):
+    """One layer: attention_norm, attention (or a gated delta rule), attended_norm, addition, mlp_norm, MLP, mlp_output_norm. A
+    family has some of these norms. Additions are fused with the norm that follows. In families whose branches are parallel, the MLP
+    reads what attention reads. Some families add what they make of an input of the layer's own, and multiply the residual by a
+    scalar at the end; these have no addition left for the next layer."""
+
+    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
+        self.ops = ops
+        names, prefix = family.names, family.names.layer.format(layer)
+        self.parallel, self.scale = shape.parallel_branches, shape.branch_scale
+        of_norm = (ops, family, shape, weights, prefix)
+        self.attention_norm = Norm.named(*of_norm, names.attention_norm)
+        attention = GatedDelta if has_delta_rule(shape, layer) else Attention if shape.latent is None else LatentAttention
+        self.attention: Attention[BatchT] | LatentAttention[BatchT] | GatedDelta[BatchT] = attention(
+            ops, family, shape, weights, layer
+        )
+        self.attended_norm = Norm.named(*of_norm, names.attended_norm)
+        self.mlp_norm = Norm.named(*of_norm, names.mlp_norm)
+        mlp = MixtureOfExperts if has_experts(shape, layer) else MLP
+        self.mlp: MLP | MixtureOfExperts[BatchT] = mlp.of_layer(ops, family, shape, weights, layer)
+        self.experts = BesideExperts(ops, family, shape, weights, layer) if has_experts_beside(shape) else None
+        self.mlp_output_norm = Norm.named(*of_norm, names.mlp_output_norm)
+        self.input = LayerInput(ops, family, shape, weights, layer) if shape.layer_inputs is not None else None
+        self.scalar = weights.get(prefix + names.layer_scalar) if names.layer_scalar else None
+
+    def __call__(self, update: Tensor | None, residual: Tensor, batch: BatchT) -> Tensor | None:
+        """Returns what this layer adds to the residual [T, hidden], None if it has added everything. update: what the layer before
+        adds to it (None: nothing)."""
+        read = self._added(update, residual, self.attention_norm)
+        attended = self.attention(read, batch)
+        if self.attended_norm is not None:
+            attended = self.attended_norm(attended)
+        if self.parallel:
+            update = self.mlp(read, batch)
+            self.ops.add(attended, residual, self.scale)
+        else:
+            update = self.mlp(self._added(attended, residual, self.mlp_norm), batch)
+        if self.experts is not None:
+            update = self.experts(update, residual, batch)
+        if self.mlp_output_norm is not None:
+            update = self.mlp_output_norm(update)
+        if self.input is not None:
+            self.ops.add(update, residual, self.scale)
+            update = self.input(residual, batch)
+        if self.scalar is None:
+            return update
+        self.ops.add_and_scale(update, residual, self.scalar)
+        return None
+
+    def _added(self, update: Tensor | None, residual: Tensor, norm: Norm | None) -> Tensor:
+        """Adds the update to the residual in place; returns what a branch reads of it: its norm, or itself where there is none."""
+        if norm is None:
+            if update is not None:
+                self.ops.add(update, residual, self.scale)
+            return residual
+        return norm(residual) if update is None else norm.of_sum(update, residual)

@@ -1,0 +1,32 @@
+"""The layer behind the last one that some checkpoints hold, which predicts one token further (multi-token prediction,
+https://arxiv.org/abs/2412.19437, section 2.2). It reads the model's last hidden state of a token beside the embedding of the token
+that follows, and shares the model's embedding and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from loader.architectures.architecture import TensorGroup, one_tensor
+from loader.model_shape import ModelShape
+
+# names of its tensors within the layer, without `.weight`, besides those that any layer has
+TOKEN_NORM, HIDDEN_NORM, PROJECTION, OUTPUT_NORM = "enorm", "hnorm", "eh_proj", "shared_head.norm"
+
+
+def predictor_groups(shape: ModelShape, layer: list[TensorGroup]) -> list[TensorGroup]:
+    """Returns the tensor groups of the predictor. layer: those of a layer of its kind. The norm is last, since it is plain in every
+    format."""
+    hidden = shape.hidden_size
+    return [
+        one_tensor(f"{TOKEN_NORM}.weight", hidden),
+        one_tensor(f"{HIDDEN_NORM}.weight", hidden),
+        one_tensor(f"{PROJECTION}.weight", hidden, 2 * hidden),  # never quantised: the published formats leave it out
+        *layer,
+        one_tensor(f"{OUTPUT_NORM}.weight", hidden),
+    ]
+
+
+def holds_predictor(prefix: str, names: Collection[str]) -> bool:
+    """Returns whether a checkpoint whose tensors have these names holds a predictor. prefix: of its layer's tensors."""
+    return f"{prefix}{PROJECTION}.weight" in names

@@ -1,0 +1,150 @@
+"""Drafts of a model's own predictor are those of transformers' parts, and texts with them are those without. All memory that no
+sequence holds is filled with NaN, so any wrong read shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.cpu import model as cpu_model
+from engine.cpu.model import CpuModel
+from engine.loading.runner import TorchRunner
+from engine.protocol import MTP, LoadModel, SamplingParams
+from engine.serve.kv_caches import make_kv_cache
+from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
+from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.proposals import MOST_PROPOSED
+from scheduler.batch.prompt_lookup import looked_up
+from scheduler.batch.request import BatchRequest
+from scheduler.batch.step_room import StepRoom
+from tests.engine.model_bench import MAX_LEN, load, make_memory, make_runner, make_table, plan, put
+from tests.engine.predictor_checkpoint import Reference, make_predicting_checkpoint
+
+NUM_CHUNKS, CHUNK_BYTES, BATCHED_TOKENS, VOCAB = 64, 4096, 24, 211
+REQUESTS = {
+    1: SamplingParams(40, temperature=0.0),
+    2: SamplingParams(30, temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4),
+    3: SamplingParams(40, temperature=1.0, seed=3),
+    4: SamplingParams(33, temperature=0.8, top_p=0.9, top_k=50, seed=4, min_tokens=12, stop_token_ids=list(range(2, 60))),
+    5: SamplingParams(20, temperature=0.3, seed=5, logprobs=2),
+}
+
+
+@pytest.fixture(scope="module")
+def runner() -> TorchRunner:
+    memory = make_memory(NUM_CHUNKS, CHUNK_BYTES)
+    memory.arena.view(torch.float32).fill_(torch.nan)
+    return make_runner(memory)
+
+
+@pytest.fixture(scope="module", params=["glm4-moe", "deepseek-v3", "glm4-moe-lite"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, make_predicting_checkpoint(folder, request.param)
+
+
+@pytest.fixture
+def model(made: tuple[Path, Reference], runner: TorchRunner) -> Iterator[CpuModel]:
+    model = load(runner, made[0], eos=(), speculator=MTP)
+    yield model
+    model.release()
+
+
+def prompt_of(request_id: int) -> list[int]:
+    prompt: list[int] = np.random.default_rng(request_id).integers(2, VOCAB, 5 + 4 * request_id).tolist()
+    return prompt
+
+
+def test_drafts_are_those_of_transformers_parts(made: tuple[Path, Reference]) -> None:
+    """In a step with a whole prompt, in one of chunks, and in decode steps; recorded or not."""
+    reference, runner = made[1], make_runner(make_memory())
+    with pytest.MonkeyPatch.context() as patch:
+        for recorded in (True, False):
+            if not recorded:
+                patch.setattr(cpu_model, "MAX_RECORDED_ROWS", 0)
+            model = load(runner, made[0], eos=(), speculator=MTP)
+            table = make_table(groups=model.kv_groups)
+            texts = {2: prompt_of(3), 5: prompt_of(7)}
+            for slot, text in texts.items():
+                put(table, slot, text)
+            first, second = (len(text) for text in texts.values())
+            steps = [
+                plan((2, 0, first), (5, 0, 20), samples=(True, False)),
+                plan((2, first, 1), (5, 20, second - 20)),
+                plan((2, first + 1, 1), (5, second, 1)),
+                plan((2, first + 2, 1), (5, second + 1, 1)),
+            ]
+            for step in steps:
+                asked = np.where(step.samples, 3, 0).astype(np.int32)
+                result = model.execute(replace(step, to_propose=asked), table)
+                assert result.proposed is not None
+                for slot, token in zip(step.slots[step.samples].tolist(), result.ids.tolist(), strict=True):
+                    texts[slot].append(token)
+                    put(table, slot, texts[slot])
+                for slot, drafted in zip(result.proposed.slots.tolist(), result.proposed.tokens.tolist(), strict=True):
+                    assert drafted == reference.drafts(texts[slot], 3)[0]
+            model.release()
+
+
+def texts_of(model: CpuModel, speculator: str, **ways: int) -> tuple[dict[int, list[int]], int]:
+    """Returns the outputs of REQUESTS, which run together, with a preemption on the way, and how many drafted tokens held."""
+    spec = LoadModel(1, "tiny", "", "float32", "", 0, 30, 20, MAX_LEN, 8, [], speculator=speculator)
+    kv = make_kv_cache(spec, model.kv_groups, ChunkPool(NUM_CHUNKS, CHUNK_BYTES, 20), BATCHED_TOKENS)
+    limits = BatchLimits(8, MAX_LEN, BATCHED_TOKENS, (), "f", "float32")
+    drafter = None if speculator == "none" else looked_up
+    scheduler = BatchScheduler("tiny", kv, limits, drafter, spec.predicts)
+    output: dict[int, list[int]] = {request_id: [] for request_id in REQUESTS}
+    for request_id, params in REQUESTS.items():
+        tokens = np.array(prompt_of(request_id), np.int32)
+        scheduler.submit(BatchRequest(request_id, tokens, len(tokens), params))
+    num_held = steps = 0
+    while (step := scheduler.plan(steps, StepRoom(max_tokens=9 if steps % 3 else None))) is not None:
+        steps += 1
+        result = model.execute(step, scheduler.table)
+        outcome = scheduler.finish_step(step, result.ids, result.bad)
+        assert not outcome.bad, "it read what is not its own"
+        if result.proposed is not None:
+            scheduler.take_proposals(result.proposed.slots, result.proposed.counts, result.proposed.tokens)
+        told = iter(outcome.ids)
+        for request_id, count in zip(outcome.request_ids, outcome.counts or [1] * len(outcome.ids), strict=True):
+            output[request_id] += [next(told) for _ in range(count)]
+            num_held += count - 1
+        if steps == 12:
+            scheduler.preempt_one()
+        for group, memory in zip(kv.groups, model._kv, strict=True):
+            memory.kv[group.pool._stack[: group.pool.num_free].astype(np.int64)] = torch.nan
+    return output, num_held
+
+
+def test_texts_are_those_without_drafts(model: CpuModel) -> None:
+    plain, held = texts_of(model, "none")
+    assert not held
+    with_drafts, held = texts_of(model, MTP)
+    assert with_drafts == plain
+    assert held > 0, "a predictor of random weights is right now and then"
+
+
+def test_asked_for_more_than_blocks_hold_it_writes_nothing_else(model: CpuModel) -> None:
+    """The plan says how many tokens each sequence has room for."""
+    spec = LoadModel(1, "tiny", "", "float32", "", 0, 30, 20, MAX_LEN, 8, [], speculator=MTP)
+    kv = make_kv_cache(spec, model.kv_groups, ChunkPool(NUM_CHUNKS, CHUNK_BYTES, 20), BATCHED_TOKENS)
+    scheduler = BatchScheduler("tiny", kv, BatchLimits(8, MAX_LEN, BATCHED_TOKENS, (), "f", "float32"), looked_up, True)
+    for request_id in (1, 2):
+        tokens = np.array(prompt_of(request_id), np.int32)
+        scheduler.submit(BatchRequest(request_id, tokens, len(tokens), SamplingParams(12, temperature=0.0)))
+    for number in range(6):
+        step = scheduler.plan(number)
+        assert step is not None and step.to_propose is not None
+        assert step.to_propose.max() <= MOST_PROPOSED
+        held = scheduler.blocks.capacity[step.slots]
+        assert (step.num_computed + step.num_new + step.to_propose - 1 <= held).all()
+        result = model.execute(step, scheduler.table)
+        scheduler.finish_step(step, result.ids, result.bad)
+        assert result.proposed is not None
+        scheduler.take_proposals(result.proposed.slots, result.proposed.counts, result.proposed.tokens)
