@@ -25,7 +25,7 @@ TLS_VERSIONS = ("1.2", "1.3")
 RUNNERS = ("torch", "null")
 QUANTIZATIONS = ("int8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
-SPECULATORS = ("auto", "prompt-lookup", "none")
+SPECULATORS = ("auto", "mtp", "prompt-lookup", "none")
 TOOL_PARSERS = (
     "deepseek_v3",
     "deepseek_v31",

@@ -118,9 +118,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speculator: Annotated[
         str,
         key(
-            "what guesses the next tokens, which are then computed in one step and kept as far as the model agrees: prompt-lookup "
-            "(what followed the last tokens where they stood before in the request), none, or auto (prompt-lookup, for models that "
-            "generate text and keep no states); a guess is made where it pays"
+            "what guesses the next tokens, which are then computed in one step and kept as far as the model agrees: mtp (a layer "
+            "that checkpoints of some families hold for it, on cpu devices), prompt-lookup (what followed the last tokens where "
+            "they stood before in the request), none, or auto (the first of these that the model has; models that keep states have "
+            "none); a guess is made where it pays"
         ),
     ] = "auto"
     sampling: Annotated[SamplingDefaults, key("defaults where a request names none", reload=LIVE)] = SamplingDefaults()

@@ -144,6 +144,8 @@ def work_space_bytes(
     if shape.parallel_branches:  # attention's result, beside the MLP's
         residual += tokens * hidden * item
     residual += tokens * (3 * input_values(shape) + beside_values(shape)) * item
+    if shape.predicts:  # all normed hidden states, beside the embeddings that follow, both normed, and both as one
+        residual += tokens * 6 * hidden * item
     attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.widest_head_dim * 2 * 4
     if shape.whole_width_norms:  # the queries, and their norms
         attention += tokens * 2 * query * item

@@ -47,7 +47,7 @@ class ModelEntry:
     quantize: str = ""  # "int8" if the layers' matrices are quantised
     weights_bytes: int = 0  # in memory
     num_parameters: int = 0
-    speculator: str = "none"  # what drafts tokens for its requests: prompt-lookup or none
+    speculator: str = "none"  # what drafts tokens for its requests: mtp, prompt-lookup or none
     upstream: str = ""  # host and port of the server that answers for this name; "": this node does
     adapter: ServedAdapter | None = None  # with which the model answers; None: it answers alone
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from daemon.models.entry import ModelEntry
 from loader import catalog
+from loader.model_shape import ModelShape
 from scheduler.node import events
 
 
@@ -20,3 +21,4 @@ class Registered:
     problem: str
     quantize: str = ""  # "int8" if the layers' matrices are quantised
     kv_cache_dtype: str = ""  # "fp8", or empty: keys and values are kept in dtype
+    shape: ModelShape | None = None  # what is loaded: the checkpoint's shape, or that with its predictor

@@ -15,6 +15,7 @@ from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes, parse_duration_s
 from config.upstream import host_of
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
+from daemon.models import speculators
 from daemon.models.adapters import AdapterRecord, base_setting_misfit, register_adapters, with_adapter
 from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import LoadSource, ModelEntry
@@ -115,9 +116,9 @@ class Registry:
         """Returns what must be the same for weights in memory to be those of the model now, besides its files' fingerprint: how
         they are laid out, and which runner filled them. "" if the model is unknown or not usable."""
         found = self.models.get(name)
-        if found is None or found.entry is None or found.checkpoint.shape is None:
+        if found is None or found.entry is None or found.shape is None:
             return ""
-        shape, settings = found.checkpoint.shape, self.config.models.get(name, ModelConfig())
+        shape, settings = found.shape, self.config.models.get(name, ModelConfig())
         return f"{self.config.runner}-{layout.layout_id(shape, found.dtype, held_format(shape, settings.quantize))}"
 
     # ---- scanning
@@ -178,7 +179,6 @@ class Registry:
         """Returns what the checkpoint and the settings together say about one model."""
         name = checkpoint.name
         settings = config.models.get(name, ModelConfig())
-        pinned, enabled = self._state.pinned.get(name, settings.pinned), self._state.enabled.get(name, True)
         dtype = settings.dtype or config.dtype
         shape = checkpoint.shape
         weight_format = held_format(shape, settings.quantize) if shape is not None else asked_format(settings.quantize)
@@ -186,29 +186,18 @@ class Registry:
         misfit = base_setting_misfit(name, settings) or (self._without_carve_out.get(name, "") if settings.isolate else "")
         if shape is not None:
             misfit = misfit or self._encoder_misfit(name, settings, shape) or self._kv_misfit(name, settings, shape)
-            misfit = misfit or self._format_misfit(name, settings, shape) or _draft_misfit(name, settings, shape)
+            misfit = misfit or self._format_misfit(name, settings, shape) or self._draft_misfit(name, settings, checkpoint, shape)
         if not checkpoint.complete or shape is None or misfit:
             return self._unusable(config, checkpoint, checkpoint.reason or checkpoint.error or misfit or "not a model")
         dtype = self._computed_dtype(dtype, name, settings, shape)
-        kv_dtype = kv_layout.kv_dtype_of(dtype, kv_cache_dtype)
-        max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
-        facts = events.ModelFacts(
-            name=name,
-            weights_bytes=layout.weights_bytes(shape, dtype, weight_format),
-            kv_bytes_per_token=kv_layout.kv_bytes_per_token(shape, kv_dtype),
-            work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, max_model_len),
-            max_model_len=max_model_len,
-            kv_floor_tokens=settings.kv_floor_tokens or 0,
-            kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
-            max_sequences=settings.max_sequences,
-            max_queued=config.max_queued_per_model if settings.max_queued is None else settings.max_queued,
-            priority=settings.priority,
-            keep_alive_s=parse_duration_s(settings.keep_alive),
-            pinned=pinned,
-            enabled=enabled,
-            devices=self._named_devices(name, settings, shape),
-            fingerprint=checkpoint.fingerprint,
-        )
+        speculator = speculators.chosen(settings, checkpoint, shape, self._kinds_of_devices(name, settings, shape))
+        facts = self._facts(config, checkpoint, settings, speculator.shape, dtype)
+        if speculator.shape is not shape and not self._fits(facts, config, settings, shape):
+            why = "with it the model would not fit its devices"
+            speculator = speculators.Speculator(speculators.PROMPT_LOOKUP, shape, why)
+            facts = self._facts(config, checkpoint, settings, shape, dtype)
+        if speculator.why_not:
+            log.info("%s: drafts by prompt lookup and not by its own predictor: %s", name, speculator.why_not)
         generation = checkpoint.generation
         given = settings.sampling
         defaults: dict[str, float | int | None] = {"max_tokens": given.max_tokens}
@@ -219,7 +208,7 @@ class Registry:
             name=name,
             path=checkpoint.path,
             aliases=tuple(settings.aliases),
-            max_model_len=max_model_len,
+            max_model_len=facts.max_model_len,
             vocab_size=shape.vocab_size,
             eos_token_ids=generation.eos_token_ids,
             bos_token_id=generation.bos_token_id,
@@ -238,14 +227,53 @@ class Registry:
             quantize=weight_format.name,
             weights_bytes=facts.weights_bytes,
             num_parameters=layout.num_parameters(shape),
-            speculator="none" if settings.speculator == "none" or _why_no_drafts(shape) else "prompt-lookup",
+            speculator=speculator.name,
         )
-        return Registered(checkpoint, facts, entry, dtype, "", weight_format.name, kv_cache_dtype)
+        return Registered(checkpoint, facts, entry, dtype, "", weight_format.name, kv_cache_dtype, speculator.shape)
+
+    def _facts(
+        self, config: NodeConfig, checkpoint: catalog.Checkpoint, settings: ModelConfig, shape: ModelShape, dtype: str
+    ) -> events.ModelFacts:
+        """Returns what the scheduler needs to know of a model that is loaded with this shape."""
+        name = checkpoint.name
+        kv_dtype = kv_layout.kv_dtype_of(dtype, kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
+        max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
+        return events.ModelFacts(
+            name=name,
+            weights_bytes=layout.weights_bytes(shape, dtype, held_format(shape, settings.quantize)),
+            kv_bytes_per_token=kv_layout.kv_bytes_per_token(shape, kv_dtype),
+            work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, max_model_len),
+            max_model_len=max_model_len,
+            kv_floor_tokens=settings.kv_floor_tokens or 0,
+            kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
+            max_sequences=settings.max_sequences,
+            max_queued=config.max_queued_per_model if settings.max_queued is None else settings.max_queued,
+            priority=settings.priority,
+            keep_alive_s=parse_duration_s(settings.keep_alive),
+            pinned=self._state.pinned.get(name, settings.pinned),
+            enabled=self._state.enabled.get(name, True),
+            devices=self._named_devices(name, settings, shape),
+            fingerprint=checkpoint.fingerprint,
+        )
+
+    def _fits(self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape) -> bool:
+        """Returns whether a device that the model may live on holds it when nothing else does."""
+        chunk_bytes = int(config.chunk_bytes)
+        size = size_of(facts, chunk_bytes)
+        needed = size.chunks + size.work_space_chunks
+        return any(needed <= one.budget_bytes // chunk_bytes for one in self._allowed(facts.name, settings, shape))
+
+    def _kinds_of_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> set[str]:
+        return {device.kind for device in self._allowed(name, settings, shape)}
+
+    def _draft_misfit(self, name: str, settings: ModelConfig, checkpoint: catalog.Checkpoint, shape: ModelShape) -> str:
+        """Returns why the configured speculator cannot be used, or ""."""
+        return speculators.misfit(name, settings, checkpoint, shape, self._kinds_of_devices(name, settings, shape))
 
     def _computed_dtype(self, asked: str, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns what loader.dtypes.computed_dtype says for the devices the model may live on; the log tells where a model loses
         precision or speed by it."""
-        kinds = {device.kind for device in self._allowed(name, settings, shape)}
+        kinds = self._kinds_of_devices(name, settings, shape)
         dtype = computed_dtype(asked, shape.dtype, kinds)
         if dtype != shape.dtype and asked == "auto":
             why = f"cpu devices have no kernels for {shape.dtype}; the key dtype decides otherwise"
@@ -275,7 +303,7 @@ class Registry:
         """Returns the work space by the rule for the kind of device that the model may live on; the larger one if it may live on
         both kinds."""
         batch, sequences = config.max_num_batched_tokens, settings.max_sequences
-        kinds = {device.kind for device in self._allowed(name, settings, shape)}
+        kinds = self._kinds_of_devices(name, settings, shape)
         sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
         if kinds != {"cuda"}:
             weight_format = held_format(shape, settings.quantize)
@@ -427,6 +455,7 @@ class Registry:
             capped = f" (configured {asked} is more than the checkpoint has)"
         held = f"{found.dtype}, {found.quantize} matrices" if found.quantize else found.dtype
         held += f", {found.kv_cache_dtype} KV" if found.kv_cache_dtype else ""
+        held += ", drafts by its own predictor" if found.entry.speculator == speculators.MTP else ""
         return (
             f"{name}: {held}, max_model_len {facts.max_model_len}{capped}, weights {format_bytes(facts.weights_bytes)}, "
             f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
@@ -452,20 +481,6 @@ def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
     if not stored_format(shape).runs_on_gpus:
         kinds.discard("cuda")
     return kinds
-
-
-def _why_no_drafts(shape: ModelShape) -> str:
-    """Returns why tokens cannot be drafted for a model, or ""."""
-    if shape.pooling:
-        return "encoders generate no text"
-    return "" if shape.delta is None else "the states of its layers cannot go back behind a token that was guessed wrong"
-
-
-def _draft_misfit(name: str, settings: ModelConfig, shape: ModelShape) -> str:
-    """Returns why the configured speculator cannot be used, or ""."""
-    if settings.speculator in ("auto", "none") or not (why := _why_no_drafts(shape)):
-        return ""
-    return f'models."{name}".speculator: {settings.speculator}: {why}; leave it out'
 
 
 def _has_fp8_kv(settings: ModelConfig) -> bool:

@@ -18,9 +18,9 @@ from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, Seq
 
 @dataclass(slots=True, frozen=True)
 class Proposed:
-    """What a model's predictor drafted after a step, for Q sequences. slots, counts [Q]: the sequences, and how many tokens each was
-    to get. tokens [Q, K]: those tokens, the first counts[q] of each row. seen_s: device seconds in which the predictor saw the step,
-    drafting_s: in which it drafted."""
+    """What a model's predictor drafted after a step, for Q sequences. slots, counts [Q]: the sequences, and how many tokens each
+    was to get. tokens [Q, K]: those tokens, the first counts[q] of each row. seen_s: device seconds in which the predictor saw the
+    step, drafting_s: in which it drafted."""
 
     slots: IntArray
     counts: IntArray

@@ -38,7 +38,9 @@ class Predicting:
         self._ops, self._model, self._batch = ops, model, batch
         self._logits_rows, self._vocab_size = logits_rows, vocab_size
 
-    def after(self, plan: BatchPlan, table: SequenceTable, hidden: Tensor, ids: IntArray, max_tokens: int | None = None) -> Proposed:
+    def after(
+        self, plan: BatchPlan, table: SequenceTable, hidden: Tensor, ids: IntArray, max_tokens: int | None = None
+    ) -> Proposed:
         """Shows the predictor a step and drafts as many tokens behind each sequence that sampled as the plan says. hidden [>= T,
         W]: the step's hidden states. ids [N]: what it sampled. Stores the predictor's keys and values of all the step's tokens,
         and of those that were drafted but the last. max_tokens: of a step that is computed in slices, the most of one slice.
@@ -74,14 +76,16 @@ class Predicting:
                 step = _one_token(plan, slots[going], computed[going] + number - 1)
                 batch = self._batch(step, table)
                 batch.input_ids[: len(going)] = torch.from_numpy(tokens[going, number - 1].astype(np.int64))
-                states[torch.from_numpy(going)] = self._model.predict(_padded(states, going, len(batch.input_ids)), batch)[: len(going)]
+                states[torch.from_numpy(going)] = self._model.predict(_padded(states, going, len(batch.input_ids)), batch)[
+                    : len(going)
+                ]
             step = _one_token(plan, slots[going], computed[going] + number)
             tokens[going, number] = self._sampled(states, going, step, table)
         return Proposed(slots, counts, tokens, seen_s - began_s, time.perf_counter() - seen_s)
 
     def _sampled(self, states: Tensor, going: LongArray, plan: BatchPlan, table: SequenceTable) -> IntArray:
-        """Returns the tokens that the rows of a plan sample, given the predictor's hidden states; `going`: theirs. Whatever a request
-        asks for besides sampling settings is left out."""
+        """Returns the tokens that the rows of a plan sample, given the predictor's hidden states; `going`: theirs. Whatever a
+        request asks for besides sampling settings is left out."""
         rows = replace(sampling_rows(plan, table, [], self._vocab_size), edits={}, num_top=None)
         ids = np.empty(len(going), np.int32)
         for first in range(0, len(going), self._logits_rows):

@@ -21,7 +21,6 @@ from loader.architectures.decoder import Decoder
 from loader.model_shape import ModelShape
 
 
-
 class DecoderModel(Generic[BatchT]):
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights) -> None:
         self.ops = ops

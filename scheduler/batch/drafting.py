@@ -125,8 +125,8 @@ class Drafts:
         return self._drafter(np.concatenate((prediction, tokens)), most)
 
     def ask(self, plan: BatchPlan, capacity: IntArray, room: StepRoom) -> BatchPlan:
-        """Returns the plan with what the model's predictor is to draft after it. capacity [S]: positions that each slot's blocks can
-        hold."""
+        """Returns the plan with what the model's predictor is to draft after it. capacity [S]: positions that each slot's blocks
+        can hold."""
         if self.proposals is None:
             return plan
         slots = plan.slots

@@ -144,8 +144,8 @@ class StepLimits:
         """Returns how many tokens a predictor is to draft for each of num_rows decoding sequences, at most `most`, so that they get
         the most tokens a second; 0: none. While it is not known what steps cost, it is one.
 
-        context: average number of positions a row attends to. chance: that a drafted token holds, if those before it do. turns: as in
-        StepRoom."""
+        context: average number of positions a row attends to. chance: that a drafted token holds, if those before it do. turns: as
+        in StepRoom."""
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
             return min(1, most)

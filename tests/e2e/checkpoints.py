@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,11 @@ def make_model(
     num_kv_heads: int = 2,
     max_position_embeddings: int = 2048,
     weights_bytes: int = 0,
+    agreeing_predictor: bool = False,
     **config: Any,
 ) -> Path:
-    """Writes a complete model and returns its folder. `weights_bytes`: as many layers of moderate width as take at least that
+    """Writes a complete model and returns its folder. `agreeing_predictor`: the model's next token follows from the last one alone,
+    and a predictor says the same of the token after that. `weights_bytes`: as many layers of moderate width as take at least that
     much (to fill a device; sizes given beside it are ignored). `config`: further keys of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     if weights_bytes:
@@ -71,15 +74,17 @@ def make_model(
         **config,
     }
     text = json.dumps(settings, indent=1)
-    write_weights(folder / "model.safetensors", hf_config.parse_config(text.encode()), seed)
+    shape = hf_config.parse_config(text.encode())
+    write_weights(folder / "model.safetensors", replace(shape, predicts=agreeing_predictor), seed, agreeing_predictor)
     write_tokenizer(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_ID, "bos_token_id": 256}))
     (folder / "config.json").write_text(text)
     return folder
 
 
-def write_weights(path: Path, shape: model_shape.ModelShape, seed: int) -> None:
-    """One safetensors file with every parameter the shape asks for, drawn with std 0.2 so that logits differ clearly."""
+def write_weights(path: Path, shape: model_shape.ModelShape, seed: int, agreeing: bool = False) -> None:
+    """One safetensors file with every parameter the shape asks for, drawn with std 0.2 so that logits differ clearly. agreeing:
+    layers add nothing, norms have no weights, and a predictor passes on the embedding of the token that follows."""
     generator = np.random.default_rng(seed)
     header: dict[str, Any] = {}
     parts: list[bytes] = []
@@ -87,7 +92,11 @@ def write_weights(path: Path, shape: model_shape.ModelShape, seed: int) -> None:
     for name, dims in layout.parameter_shapes(shape).items():
         values = generator.standard_normal(math.prod(dims), dtype=np.float32) * np.float32(0.2)
         if "norm" in name:
-            values += 1
+            values = values * np.float32(not agreeing) + np.float32(1)
+        elif agreeing and name.endswith(("o_proj.weight", "down_proj.weight")):
+            values[:] = 0
+        elif agreeing and name.endswith("eh_proj.weight"):
+            values = np.eye(dims[0], dims[1], dtype=np.float32).reshape(-1)
         data = _as_bytes(values, shape.dtype)
         kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[shape.dtype]
         header[name] = {"dtype": kind, "shape": list(dims), "data_offsets": [offset, offset + len(data)]}

@@ -75,3 +75,23 @@ def test_texts_are_those_of_a_model_without_drafts(tmp_path: Path) -> None:
         chat["prediction"]["content"][0] = {"type": "image_url"}
         with pytest.raises(openai.BadRequestError, match=r"prediction.content\[0\].type: only text parts"):
             node.openai().chat.completions.create(model="m", **chat)
+
+
+def test_a_checkpoints_own_predictor_drafts(tmp_path: Path) -> None:
+    """It is asked first, and right whatever a row samples, here where it knows the model by heart; and a damaged one does not keep
+    its model from being served."""
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    family: dict[str, Any] = {"architecture": "Glm4MoeForCausalLM", "model_type": "glm4_moe", **sizes}
+    make_model(tmp_path / "models" / "plain", agreeing_predictor=True, max_position_embeddings=512, **family)
+    shutil.copytree(tmp_path / "models" / "plain", tmp_path / "models" / "m")
+    with Node(tmp_path, devices=["cpu=64MiB"], runner="torch", config=CONFIG, flags=["--dtype", "float32"]) as node:
+        expected = answers(node, "plain")
+
+        def same_with_drafts() -> bool:
+            assert answers(node, "m") == expected
+            return drafted(node, "m").get("accepted", 0) > 100
+
+        node.wait_for(same_with_drafts, "drafted tokens that hold")
+        told = drafted(node, "m")
+        assert told["accepted"] > 0.8 * told["drafted"], "what does not hold is behind the end of a text, or edited"
+        assert "m: float32, drafts by its own predictor, max_model_len" in node.log_text()

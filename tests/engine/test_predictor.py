@@ -19,8 +19,8 @@ from engine.protocol import MTP, LoadModel, SamplingParams
 from engine.serve.kv_caches import make_kv_cache
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
-from scheduler.batch.proposals import MOST_PROPOSED
 from scheduler.batch.prompt_lookup import looked_up
+from scheduler.batch.proposals import MOST_PROPOSED
 from scheduler.batch.request import BatchRequest
 from scheduler.batch.step_room import StepRoom
 from tests.engine.model_bench import MAX_LEN, load, make_memory, make_runner, make_table, plan, put
@@ -140,7 +140,8 @@ def test_asked_for_more_than_blocks_hold_it_writes_nothing_else(model: CpuModel)
         scheduler.submit(BatchRequest(request_id, tokens, len(tokens), SamplingParams(12, temperature=0.0)))
     for number in range(6):
         step = scheduler.plan(number)
-        assert step is not None and step.to_propose is not None
+        assert step is not None
+        assert step.to_propose is not None
         assert step.to_propose.max() <= MOST_PROPOSED
         held = scheduler.blocks.capacity[step.slots]
         assert (step.num_computed + step.num_new + step.to_propose - 1 <= held).all()

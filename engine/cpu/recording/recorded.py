@@ -49,8 +49,8 @@ class RecordedSteps:
         keeps_hidden: bool = False,
     ) -> None:
         """Starts without programs. max_decodes: the most rows that may sample in a step. max_rows, max_tokens: the largest step
-        with chunks. With 0, steps of that kind are not recorded. title: of the model and its dtype, for the log. keeps_hidden: whether
-        steps leave all their normed hidden states in `kept`."""
+        with chunks. With 0, steps of that kind are not recorded. title: of the model and its dtype, for the log. keeps_hidden:
+        whether steps leave all their normed hidden states in `kept`."""
         self._title = title
         self._ops, self._model, self._inputs, self._scratch = ops, model, inputs, scratch
         self._max_decodes, self._max_rows, self._max_tokens = max_decodes, max_rows, max_tokens
