@@ -81,7 +81,8 @@ class Configure(Message, frozen=True):
     max_step_stretch: float = 2.0  # longest step with prompts, as a multiple of a step of its decoding sequences alone; 0: any
 
 
-MTP = "mtp"  # LoadModel.speculator: the checkpoint's own predictor (multi-token prediction)
+# LoadModel.speculator: the checkpoint's own predictor (multi-token prediction), and a head from other files
+MTP, EAGLE3 = "mtp", "eagle3"
 
 
 class LoadModel(Message, frozen=True):
@@ -108,12 +109,13 @@ class LoadModel(Message, frozen=True):
     kv_slots: list[int] = []  # hold KV that an eviction saved (Evicted.kv_slots_used)
     kv_index: bytes = b""  # what is in them (Evicted.kv_index); empty: nothing is restored
     kv_cache_dtype: str = ""  # fp8: dtype of keys and values; empty: that of the model
-    speculator: str = "none"  # what drafts tokens: none, prompt-lookup, or mtp (and prompt-lookup where that has nothing)
+    speculator: str = "none"  # what drafts tokens: none, prompt-lookup, mtp or eagle3 (and prompt-lookup where these have nothing)
+    head_path: str = ""  # the folder of an EAGLE-3 head, whose files are part of the fingerprint
 
     @property
     def predicts(self) -> bool:
-        """Whether the layer of the checkpoint is loaded that predicts one token further."""
-        return self.speculator == MTP
+        """Whether something is loaded beside the model that predicts further tokens."""
+        return self.speculator in (MTP, EAGLE3)
 
     @property
     def kv_dtype(self) -> str:

@@ -17,6 +17,9 @@ from pathlib import Path
 from loader import hub_cache, layout, open_files
 from loader.adapters import adapter as lora
 from loader.adapters.adapter import Adapter
+from loader.architectures import eagle
+from loader.architectures.eagle import EagleHead
+from loader.config_fields import json_fields
 from loader.dtypes import DTYPES
 from loader.errors import CheckpointError, FileTooShort, UnsupportedModel, shortened
 from loader.formats.registry import stored_format
@@ -72,7 +75,7 @@ class Checkpoint:
     without that layer. fingerprint: a hash of names, sizes, times, configuration
     texts and headers. packed_files: the same weights in packed form, where `files` are plain. packed_reason: why existing packed
     files can't be used. is_adapter: whether it is an adapter's folder, which has no shape; adapter: what its files say, None
-    unless it is complete."""
+    unless it is complete. head: what the files say of a head that drafts tokens for other models; it has no shape either."""
 
     name: str
     path: str
@@ -94,6 +97,7 @@ class Checkpoint:
     signature: str = ""  # hash of the name, size and mtime_ns of every file that matters, which rescans compare
     is_adapter: bool = False
     adapter: Adapter | None = None
+    head: EagleHead | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -372,6 +376,11 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     quant_text = _read_text(folder, QUANT_CONFIG_NAME, stats) if QUANT_CONFIG_NAME in stats else None
     digest = hashlib.blake2b(digest_size=16)
     digest.update(config_text + b"\0" + (generation_text or b"") + b"\0" + (b"" if quant_text is None else quant_text + b"\0"))
+    if eagle.is_head(fields := json_fields(config_text, CONFIG_NAME)):
+        headers = read_headers(folder)
+        checkpoint.head = eagle.parse_head(fields, {tensor.name for header in headers.values() for tensor in header.tensors})
+        _sum_up(checkpoint, folder, stats, headers, digest)
+        return
     shape = parse_config(config_text, quant_text=quant_text)
     checkpoint.generation = parse_generation(config_text, generation_text)
     pooling_text = _read_text(folder, POOLING_NAME, stats) if POOLING_NAME in stats else None
@@ -383,8 +392,25 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     names = {tensor.name for tensor in tensors}
     checkpoint.shape = layout.as_stored(checkpoint.shape, names)
     check_counts(checkpoint.shape, len(tensors))
-    checkpoint.shape = shape = _with_formats(checkpoint.shape, names, tensors)
+    checkpoint.shape = shape = with_formats(checkpoint.shape, names, tensors)
     checkpoint.weights_bytes = {dtype: layout.weights_bytes(shape, dtype, stored_format(shape)) for dtype in DTYPES}
+    _sum_up(checkpoint, folder, stats, headers, digest)
+    check_parameters(checkpoint.shape, headers)
+    _find_predictor(checkpoint, names, tensors, headers)
+    beside = [info for info in packed_files(folder) if info.name.endswith(".safetensors") and info.name not in headers]
+    if beside:
+        checkpoint.packed_reason = read_packed(folder, headers, {info.name: info for info in checkpoint.files})
+        checkpoint.packed_files = () if checkpoint.packed_reason else tuple(beside)
+
+
+def _sum_up(
+    checkpoint: Checkpoint,
+    folder: Path,
+    stats: Mapping[str, tuple[int, int]],
+    headers: Mapping[str, Header],
+    digest: hashlib.blake2b,
+) -> None:
+    """Sets a checkpoint's files and its fingerprint. digest: has seen the configuration texts."""
     files = []
     for file, header in headers.items():
         size, mtime = stats[file] if file in stats else _stat(folder / file)
@@ -392,15 +418,9 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
         digest.update(f"{file}\0{size}\0{mtime}\0".encode() + header.raw)
     checkpoint.files = tuple(files)
     checkpoint.fingerprint = digest.hexdigest()
-    check_parameters(checkpoint.shape, headers)
-    _find_predictor(checkpoint, names, tensors, headers)
-    beside = [info for info in packed_files(folder) if info.name.endswith(".safetensors") and info.name not in headers]
-    if beside:
-        checkpoint.packed_reason = read_packed(folder, headers, {info.name: info for info in files})
-        checkpoint.packed_files = () if checkpoint.packed_reason else tuple(beside)
 
 
-def _with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[TensorRef]) -> ModelShape:
+def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[TensorRef]) -> ModelShape:
     """Returns the shape with the formats and places in which the files hold its tensors."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups(shape, tensors))
@@ -416,7 +436,7 @@ def _find_predictor(
     if shape is None:
         return
     try:
-        shape = _with_formats(shape, names, tensors)
+        shape = with_formats(shape, names, tensors)
         check_parameters(shape, headers)
         checkpoint.predicting = shape
     except CheckpointError as error:

@@ -9,9 +9,18 @@ E8M0 = "e8m0"  # powers of two, as their exponents plus 127: the scales of MXFP4
 FP8 = "float8_e4m3fn"  # weights only, as codes
 SCALES_IN = {"bfloat16": "bfloat16 scales", "float16": "float16 scales"}  # of INT4 weights: finite numbers, held as they are
 FLOAT_OF = {name: name for name in DTYPES} | {target: name for name, target in SCALES_IN.items()}  # the numbers' own dtype
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1, E8M0: 1} | dict.fromkeys(SCALES_IN.values(), 2)
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1, E8M0: 1, "int64": 8} | dict.fromkeys(SCALES_IN.values(), 2)
 # safetensors' name -> ours
-DTYPE_OF = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8", "I32": "int32", "U8": "uint8", "F8_E4M3": FP8}
+DTYPE_OF = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "I8": "int8",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "F8_E4M3": FP8,
+}
 
 
 def computed_dtype(asked: str, stored: str, kinds: Collection[str]) -> str:

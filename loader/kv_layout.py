@@ -58,7 +58,7 @@ def kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
 def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
     """Returns what one layer keeps of a token: 2 (keys and values), KV heads and their size; for latents 1, 1 and their size. It is
     the same for all layers of a group."""
-    if shape.latent is not None:
+    if shape.latent is not None and not (shape.eagle is not None and layer == shape.num_layers):
         return 1, 1, shape.latent.token_values
     heads = shape.heads_of(layer)
     return 2, heads.num_kv_heads, heads.head_dim
@@ -96,8 +96,9 @@ def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGr
     windows = (*(shape.layer_windows or (0,) * shape.num_layers), 0)  # the last one is a predictor's
     with_keys = shape.attention_layers
     groups = []
-    for window in sorted({windows[layer] for layer in with_keys}):
-        layers = tuple(layer for layer in with_keys if windows[layer] == window)
+    own_layers = with_keys if shape.eagle is None else with_keys[:-1]
+    for window in sorted({windows[layer] for layer in own_layers}):
+        layers = tuple(layer for layer in own_layers if windows[layer] == window)
         kind = "full" if shape.latent is None else "latent"
         if window:
             kind = "chunked" if shape.chunked_windows else "window"
@@ -106,6 +107,9 @@ def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGr
     if shape.delta is not None and shape.delta.layers:
         layers = tuple(sorted(shape.delta.layers))
         groups.append(KVGroupSpec("state", block_tokens, state_bytes(shape), layers, block_tokens + 1, SNAPSHOT_TOKENS))
+    if shape.eagle is not None:  # its keys are turned by angles of its own
+        layer = shape.num_layers
+        groups.append(KVGroupSpec("full", block_tokens, _layer_bytes(shape, layer, kv_dtype) * block_tokens, (layer,)))
     return tuple(groups)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
+from loader.architectures import eagle
 from loader.architectures.architecture import TensorGroup
 from loader.architectures.decoder import Decoder
 from loader.architectures.registry import architecture_of
@@ -120,11 +121,14 @@ def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
 
 def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
     """Returns whether a checkpoint may contain this tensor in addition to those. It is not read."""
+    if shape.eagle is not None and name.startswith(eagle.PREFIX):
+        return eagle.ignores(name)
     return architecture_of(shape).ignores(shape, name) or stored_format(shape).ignores(name)
 
 
 def _groups(shape: ModelShape) -> list[TensorGroup]:
-    return architecture_of(shape).tensor_groups(shape)
+    groups = architecture_of(shape).tensor_groups(shape)
+    return groups if shape.eagle is None else groups + eagle.eagle_groups(shape.eagle, shape.num_layers)
 
 
 def _format_of(shape: ModelShape, at: int, group: TensorGroup, weight_format: WeightFormat) -> WeightFormat:

@@ -124,6 +124,30 @@ class DeltaShape:
 
 
 @dataclass(slots=True, frozen=True)
+class EagleShape:
+    """Sizes and settings of a head that drafts tokens (loader/architectures/eagle.py). layer: of its only layer; family: that one's
+    model_type. outer_prefix, layer_prefix: what the names of its tensors begin with in its files, and those of its layer behind
+    that. read_layers: of the model, those before which its states are read (the number of layers: behind the last one), target_size
+    wide. has_offsets: its tokens are not the model's first ones. has_embedding: it has a table of embeddings of its own.
+    norm_before_residual: the residual is normed. one_norm: of the states it reads, all in one; norms: each on its own. norm_output:
+    its own state is normed before it reads it again."""
+
+    layer: ModelShape
+    family: str
+    outer_prefix: str
+    layer_prefix: str
+    draft_vocab_size: int
+    has_offsets: bool
+    norm_before_residual: bool
+    one_norm: bool
+    norms: bool
+    norm_output: bool
+    read_layers: tuple[int, ...] = ()
+    target_size: int = 0
+    has_embedding: bool = False
+
+
+@dataclass(slots=True, frozen=True)
 class ModelShape:
     """Sizes and settings of one model. Counts are numbers of elements, lengths are in tokens. What all models of a family have in
     common is in the family's description (loader/architectures)."""
@@ -159,7 +183,9 @@ class ModelShape:
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once
     has_head_norms: bool = True  # queries and keys have the norms that the family names
     num_predicting_layers: int = 0  # behind the last layer; the checkpoint may hold them
-    predicts: bool = False  # the first of them is read, and drafts tokens (loader/architectures/predictor.py)
+    # the first of them, or a head from other files, is loaded and drafts tokens (loader/architectures/predictor.py, eagle.py)
+    predicts: bool = False
+    eagle: EagleShape | None = None  # that head
     local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
     full_heads: HeadShape | None = None  # of layers without windows, where theirs differ from num_kv_heads and head_dim
     num_reading_layers: int = 0  # the last ones, which read the KV of the last layer before them that sees as far
@@ -205,6 +231,8 @@ class ModelShape:
 
     def heads_of(self, layer: int) -> HeadShape:
         """Returns the heads of a layer of attention."""
+        if self.eagle is not None and layer == self.num_layers:
+            return HeadShape(self.eagle.layer.num_kv_heads, self.eagle.layer.head_dim)
         heads = self.full_heads
         if heads is None or self.layer_windows[layer]:
             heads = HeadShape(self.num_kv_heads, self.head_dim)

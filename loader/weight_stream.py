@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from loader import layout
 from loader.catalog import Checkpoint
 from loader.checked_again import check_unchanged, open_unchanged, scanned_again
+from loader.drafters import joined, renamed
 from loader.errors import CheckpointChanged
 from loader.file_reader import Fetched, FileReader
 from loader.formats.plain import PLAIN
@@ -84,23 +85,32 @@ def open_checkpoint(
     in_place: bool = True,
     wants_packed: Callable[[Checkpoint], bool] = lambda checkpoint: False,
     predicts: bool = False,
+    head: str = "",
 ) -> OpenCheckpoint:
     """Checks the folder again and opens its weight files; `stack` closes them. fingerprint: that of the registered model, "" to
     accept any. in_place: whether reads may write into the weight range, whose layout then follows the files; otherwise every
     parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain and packed files; returns whether to
-    open the packed ones. predicts: whether the layer that predicts one token further is read, too.
+    open the packed ones. predicts: whether the layer that predicts one token further is read, too. head: the
+    folder of a head whose files are read, too; the fingerprint is then that of both.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again)."""
-    checkpoint = scanned_again(path, fingerprint, "model")
-    shape = checkpoint.predicting if predicts else checkpoint.shape
+    checkpoint = scanned_again(path, "" if head else fingerprint, "model")
+    shape = checkpoint.predicting if predicts and not head else checkpoint.shape
     if shape is None:
         raise CheckpointChanged(f"{path}: is no model {'that predicts further tokens ' if predicts else ''}any more")
     files = checkpoint.packed_files if checkpoint.packed_files and wants_packed(checkpoint) else checkpoint.files
+    further: tuple[FileInfo, ...] = ()
+    if head:
+        both = joined(checkpoint, scanned_again(head, "", "head"))
+        if fingerprint and both.fingerprint != fingerprint:
+            raise CheckpointChanged(f"{path}: files changed since the model was registered, or those of its head {head}")
+        shape, further = both.shape, both.files
     headers, descriptors = {}, {}
-    for info in files:
+    for info in (*files, *further):
         fd = open_unchanged(path, info, "model")
         stack.callback(os.close, fd)
-        headers[info.name], descriptors[info.name] = read_header(fd, info.name), fd
+        header = read_header(fd, info.name)
+        headers[info.name], descriptors[info.name] = renamed(header, info.name) if info in further else header, fd
     return OpenCheckpoint(checkpoint, shape if in_place else replace(shape, block_offsets=()), files, headers, descriptors)
 
 

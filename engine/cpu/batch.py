@@ -58,7 +58,7 @@ class HostBatch:
     the step. paged_tokens, paged_rows, paged_contexts [N]: token, row and context of each query that reads its blocks directly. A
     context of 0 marks padding, -1 a query of a long row, which is computed with its whole row instead. has_long_rows: whether there
     may be long rows, that is, rows with more than LONG_ROW_TOKENS tokens. attended [1]: an upper bound on the positions that all
-    queries together attend to. layer_inputs, adapters: as in StepBatch."""
+    queries together attend to. layer_inputs, kept, adapters: as in StepBatch."""
 
     input_ids: Tensor  # [T] int64
     num_tokens: int
@@ -73,6 +73,7 @@ class HostBatch:
     has_long_rows: bool
     attended: LongArray
     layer_inputs: Tensor | None = None
+    kept: list[Tensor] | None = None
     adapters: BatchAdapters | None = None
 
     @property

@@ -75,7 +75,9 @@ class CpuModel:
         rotary, local = rotaries_of(shape, spec.max_model_len)
         self._kv_dtype = spec.kv_dtype
         self._padded = spec.dtype != "float32"  # float32 needs no padding: MKL, which computes it, has no set-up per row count
-        self._kv = [self._group_memory(memory, group, local if group.window_tokens else rotary) for group in self.kv_groups]
+        turns = {layer: local if window else rotary for layer, window in enumerate(shape.layer_windows)}
+        turns[shape.num_layers] = rotary if shape.eagle is None else rotaries_of(shape.eagle.layer, spec.max_model_len)[0]
+        self._kv = [self._group_memory(memory, group, turns[group.layers[0]]) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_computed_layers))
         max_rows, max_blocks = min(spec.max_sequences, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
@@ -88,7 +90,7 @@ class CpuModel:
         self._predicting = None
         if shape.predicts:
             self._predicting = Predicting(ops, self._model, self._batch, self._logits_rows, shape.vocab_size)
-        self._hidden: Tensor | None = None  # [T with padding, W]: normed hidden states of the latest step, for the predictor
+        self._kept: list[Tensor] | None = None  # of the latest step: what the predictor reads (StepBatch.kept)
         self.arena = memory.arena
         self._awaits_kernels = not self._has_final_kernels
         self._steps = self._recorded_steps()
@@ -100,7 +102,7 @@ class CpuModel:
         max_decodes = min(max_rows, self._logits_rows)
         sizes = (max_decodes, max_rows, MAX_RECORDED_TOKENS)
         title = f"{self.name} in {self._dtype}"
-        return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, *sizes, title, self.shape.predicts)
+        return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, *sizes, title)
 
     @property
     def _has_final_kernels(self) -> bool:
@@ -161,7 +163,7 @@ class CpuModel:
             self._prepare()
             drawn = self._steps.draw(plan, table)
             if drawn is not None:
-                self._hidden = self._steps.kept
+                self._kept = self._steps.kept
                 return self._with_proposals(StepResult(*drawn, time.perf_counter() - begin), plan, table)
         with torch.inference_mode():
             return self._with_proposals(self._execute(plan, table, masks, recorded=True), plan, table)
@@ -172,10 +174,10 @@ class CpuModel:
         """Returns a step's result with what the predictor drafts, if it is to see the step. max_tokens: of one slice of a step that
         is computed in slices."""
         if self._predicting is not None and self._sees(plan):
-            assert self._hidden is not None
+            assert self._kept is not None
             with torch.inference_mode():
-                result.proposed = self._predicting.after(plan, table, self._hidden, result.ids, max_tokens)
-        self._hidden = None
+                result.proposed = self._predicting.after(plan, table, self._kept, result.ids, max_tokens)
+        self._kept = None
         return result
 
     def _execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None, recorded: bool) -> StepResult:
@@ -187,7 +189,7 @@ class CpuModel:
         step = self._decode(plan, table) if recorded and owed is None else None
         if step is not None:
             hidden, num_sampling, logits = step.hidden, len(plan.slots), lambda hidden: step.logits
-            self._hidden = self._steps.kept
+            self._kept = self._steps.kept
         else:
             also = None if owed is None else owed.tokens
             hidden, num_sampling = self._forward(plan, table, every_token=False, also=also, recorded=recorded)
@@ -245,16 +247,16 @@ class CpuModel:
                 indices = np.concatenate((indices, np.zeros(padded_rows(len(indices)) - len(indices), np.int64)))
             wanted = torch.from_numpy(indices)
         hidden = self._steps.hidden(plan, table) if recorded else None
-        if hidden is None and not self._sees(plan):
-            return model.forward(self._batch(plan, table), wanted), num_wanted
-        if hidden is None:
-            hidden = self._hidden = model.forward(self._batch(plan, table), None)
-        else:
-            self._hidden = self._steps.kept
-        return hidden if wanted is None else hidden[wanted], num_wanted
+        if hidden is not None:
+            self._kept = self._steps.kept
+            return hidden if wanted is None else hidden[wanted], num_wanted
+        batch = self._batch(plan, table)
+        if self._sees(plan):
+            batch.kept = self._kept = [model.state_memory(len(batch.input_ids)) for _ in range(model.num_kept)]
+        return model.forward(batch, wanted), num_wanted
 
     def _sees(self, plan: BatchPlan) -> bool:
-        """Returns whether the predictor is to see the step, of which it reads all hidden states."""
+        """Returns whether the predictor is to see the step."""
         return self._predicting is not None and plan.to_propose is not None
 
     def _batch(self, plan: BatchPlan, table: SequenceTable) -> HostBatch:

@@ -6,7 +6,7 @@ Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that samp
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -39,11 +39,11 @@ class Predicting:
         self._logits_rows, self._vocab_size = logits_rows, vocab_size
 
     def after(
-        self, plan: BatchPlan, table: SequenceTable, hidden: Tensor, ids: IntArray, max_tokens: int | None = None
+        self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: IntArray, max_tokens: int | None = None
     ) -> Proposed:
-        """Shows the predictor a step and drafts as many tokens behind each sequence that sampled as the plan says. hidden [>= T,
-        W]: the step's hidden states. ids [N]: what it sampled. Stores the predictor's keys and values of all the step's tokens,
-        and of those that were drafted but the last. max_tokens: of a step that is computed in slices, the most of one slice.
+        """Shows the predictor a step and drafts as many tokens behind each sequence that sampled as the plan says. kept [>= T, W]
+        each: what the step kept for it. ids [N]: what the step sampled. Stores the predictor's keys and values of all the step's
+        tokens, and of those that were drafted but the last. max_tokens: of a step that is computed in slices, the most of a slice.
 
         Drafts are sampled as the model's own tokens will be, with the noise of their positions: so they agree as often as the
         predictor is right about what that noise picks."""
@@ -57,7 +57,8 @@ class Predicting:
         for part in slices(plan, max_tokens) if sliced and max_tokens is not None else (plan,):
             batch, num = self._batch(part, table), int(part.num_new.sum())
             batch.input_ids[:num] = torch.from_numpy(follow[begin : begin + num])
-            made = self._model.predict(hidden[begin : begin + len(batch.input_ids)], batch)
+            states = self._model.read([one[begin : begin + len(batch.input_ids)] for one in kept])
+            made = self._model.predict(states, batch)
             own.append(made[torch.from_numpy(last[(last >= begin) & (last < begin + num)] - begin)])
             begin += num
         seen_s = time.perf_counter()

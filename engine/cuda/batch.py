@@ -71,6 +71,7 @@ class DeviceBatch:
     firsts: Tensor
     starts: Tensor
     layer_inputs: Tensor | None = None
+    kept: list[Tensor] | None = None
     adapters: DeviceAdapters | None = None
 
     @property

@@ -66,6 +66,9 @@ class CudaOps:
     def add(self, update: Tensor, residual: Tensor, scale: float = 1.0) -> None:
         residual.add_(update, alpha=scale)
 
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+
     def add_and_scale(self, update: Tensor, residual: Tensor, factor: Tensor) -> None:
         reference.add_and_scale(update, residual, factor)
 

@@ -77,7 +77,7 @@ class TorchRunner:
         _wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
             choice = SourceChoice(self._rates, self._ring, backend.measured_decoder)
-            how = (backend.reads_in_place, choice.wants_packed, spec.predicts)
+            how = (backend.reads_in_place, choice.wants_packed, spec.predicts, spec.head_path)
             source = open_checkpoint(spec.path, spec.fingerprint, stack, *how)
             weight_format = FORMATS[spec.quantize]
             backend.check(spec, source.shape, weight_format)
@@ -152,7 +152,7 @@ class TorchRunner:
                 for each in behind:
                     each.begin_anew()
                 in_place = self.backend.reads_in_place
-                plain = open_checkpoint(spec.path, spec.fingerprint, stack, in_place, predicts=spec.predicts)
+                plain = open_checkpoint(spec.path, spec.fingerprint, stack, in_place, predicts=spec.predicts, head=spec.head_path)
                 self._stream(task, plain, weights, behind)
                 task.read_as = f"read its plain files: the packed ones are damaged ({error})"
 

@@ -6,6 +6,7 @@ T tokens of all rows end to end; hidden: model width; V vocabulary. Weights are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic
 
 import torch
@@ -15,6 +16,7 @@ from engine.layers.layer_inputs import LayerInputs
 from engine.layers.norms import Norm
 from engine.layers.weights import Weights
 from engine.models.decoder_layer import DecoderLayer
+from engine.models.eagle import EagleDrafter
 from engine.models.predictor import Predictor
 from engine.ops.ops import BatchT, Ops
 from loader.architectures.decoder import Decoder
@@ -30,6 +32,7 @@ class DecoderModel(Generic[BatchT]):
         if family.scales_embeddings:  # by a factor that is rounded as the embeddings are
             self.embedding_scale = torch.tensor(shape.hidden_size**0.5, dtype=self.embedding.dtype).item()
         self.inputs = LayerInputs(ops, family, shape, weights) if shape.layer_inputs is not None else None
+        self.num_layers = shape.num_layers
         self.layers = [DecoderLayer(ops, family, shape, weights, layer) for layer in range(shape.num_layers)]
         self.norm = Norm(ops, family, shape, weights, names.final_norm)
         self.logit_scale, self.logit_softcap = shape.logit_scale, shape.logit_softcap
@@ -37,20 +40,48 @@ class DecoderModel(Generic[BatchT]):
         if not shape.pooling:
             self.head = self.embedding if shape.tie_word_embeddings else weights.get(f"{names.head}.weight")
         self.head_bias = weights.find(f"{names.head}.bias")
-        self.predictor = Predictor(ops, family, shape, weights) if shape.predicts else None
+        self.branch_scale = shape.branch_scale
+        self.predictor: Predictor[BatchT] | EagleDrafter[BatchT] | None = None
+        self.kept_layers: tuple[int, ...] = ()
+        if shape.eagle is not None:
+            self.predictor, self.kept_layers = EagleDrafter(ops, shape, weights, self.embedding), shape.eagle.read_layers
+        elif shape.predicts:
+            self.predictor = Predictor(ops, family, shape, weights, self.embedding, self.embedding_scale)
+        self.num_kept = len(self.kept_layers) or int(shape.predicts)
 
     def forward(self, batch: BatchT, wanted: Tensor | None) -> Tensor:
         """Stores the batch's keys and values; returns the normed hidden states [N, hidden] of the tokens `wanted` ([N] int64; None:
-        all of them)."""
-        residual = self._embedded(batch)
+        all of them). Fills batch.kept, if it is given, with the states that the model's predictor reads: num_kept tensors [T,
+        hidden]."""
+        residual = self.ops.embedding(batch.input_ids, self.embedding, self.embedding_scale)
         if self.inputs is not None:
             batch.layer_inputs = self.inputs(residual, batch)
         update: Tensor | None = None
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if number in self.kept_layers:
+                self._keep(number, update, residual, batch)
+                update = None
             update = layer(update, residual, batch)
+        if self.num_layers in self.kept_layers:
+            self._keep(self.num_layers, update, residual, batch)
+            update = None
+        if batch.kept is not None and not self.kept_layers:
+            normed = self._normed(update, residual)
+            self.ops.copy(normed, batch.kept[0])
+            return normed if wanted is None else normed[wanted]
         if wanted is not None:
             update, residual = None if update is None else update[wanted], residual[wanted]
+        return self._normed(update, residual)
+
+    def _normed(self, update: Tensor | None, residual: Tensor) -> Tensor:
         return self.norm(residual) if update is None else self.norm.of_sum(update, residual)
+
+    def _keep(self, layer: int, update: Tensor | None, residual: Tensor, batch: BatchT) -> None:
+        """Adds the update to the residual in place, and keeps the sum as the state before a layer."""
+        if update is not None:
+            self.ops.add(update, residual, self.branch_scale)
+        if batch.kept is not None:
+            self.ops.copy(residual, batch.kept[self.kept_layers.index(layer)])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [N, V] of hidden states [N, hidden]. Raises RuntimeError for a model that makes vectors."""
@@ -59,20 +90,27 @@ class DecoderModel(Generic[BatchT]):
         logits = self.ops.scaled(self.ops.linear(hidden, self.head, self.head_bias), self.logit_scale)
         return self.ops.softcap(logits, self.logit_softcap)
 
-    def predict(self, hidden: Tensor, batch: BatchT) -> Tensor:
-        """Returns the predictor's hidden states [T, hidden] (Predictor). batch: its tokens are those that follow. Raises
-        RuntimeError for a model without a predictor."""
-        return self._its_predictor(self._embedded(batch), hidden, batch)
+    def read(self, kept: Sequence[Tensor]) -> Tensor:
+        """Returns the states [T, width of the predictor] that the predictor reads of what `forward` kept. Raises RuntimeError for a
+        model without a predictor."""
+        return self._its_predictor.read(kept)
 
-    def predicted_logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [N, V] of what `predict` returned [N, hidden]."""
-        return self.logits(self._its_predictor.norm(hidden))
+    def state_memory(self, num_tokens: int) -> Tensor:
+        """Returns memory [num_tokens, hidden] for states that are kept."""
+        return self.embedding.new_empty(num_tokens, self.embedding.shape[1])
+
+    def predict(self, states: Tensor, batch: BatchT) -> Tensor:
+        """Returns the predictor's states after the batch's tokens, which are those that follow. states: those that it reads, or
+        returned before."""
+        return self._its_predictor(states, batch)
+
+    def predicted_logits(self, states: Tensor) -> Tensor:
+        """Returns the logits [N, V] of what `predict` returned for N tokens."""
+        predictor = self._its_predictor
+        return predictor.logits(states) if isinstance(predictor, EagleDrafter) else self.logits(predictor.norm(states))
 
     @property
-    def _its_predictor(self) -> Predictor[BatchT]:
+    def _its_predictor(self) -> Predictor[BatchT] | EagleDrafter[BatchT]:
         if self.predictor is None:
             raise RuntimeError("the model has no predictor")
         return self.predictor
-
-    def _embedded(self, batch: BatchT) -> Tensor:
-        return self.ops.embedding(batch.input_ids, self.embedding, self.embedding_scale)

@@ -5,6 +5,7 @@ T tokens of all rows end to end; hidden: model width; V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic
 
 import torch
@@ -22,22 +23,28 @@ from loader.model_shape import ModelShape
 class Predictor(Generic[BatchT]):
     """Reads of each token the hidden state that the model ended with, and the embedding of the token that follows; its own hidden
     state then stands for the token after that one. To predict further it reads its own hidden state in the place of the model's.
-    It has keys and values of its own."""
+    It has keys and values of its own. embedding, scale: the model's."""
 
-    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights) -> None:
+    def __init__(
+        self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, embedding: Tensor, scale: float
+    ) -> None:
         prefix = family.names.layer.format(shape.num_layers)
         of_norm = (ops, family, shape, weights)
-        self.ops = ops
+        self.ops, self.embedding, self.embedding_scale = ops, embedding, scale
         self.token_norm, self.hidden_norm = Norm(*of_norm, prefix + TOKEN_NORM), Norm(*of_norm, prefix + HIDDEN_NORM)
         self.projection = weights.get(f"{prefix}{PROJECTION}.weight")
         self.layer = DecoderLayer(ops, family, shape, weights, shape.num_layers)
         self.norm = Norm(*of_norm, prefix + OUTPUT_NORM)
 
-    def __call__(self, embedded: Tensor, hidden: Tensor, batch: BatchT) -> Tensor:
-        """Stores keys and values at the positions of the batch, and returns hidden states [T, hidden]; their norms are what logits
-        are made of. embedded [T, hidden]: of the tokens that follow. hidden [T, hidden]: of the tokens themselves, normed as the
-        model's logits need it, or what this returned before."""
-        read = torch.cat((self.token_norm(embedded), self.hidden_norm(hidden)), dim=1)
+    def read(self, kept: Sequence[Tensor]) -> Tensor:
+        """Returns the states [T, hidden] that it reads of the model: its hidden states, normed as its logits need them."""
+        return kept[0]
+
+    def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
+        """Stores keys and values at the positions of the batch, whose tokens are those that follow. Returns its own hidden states
+        [T, hidden] after them."""
+        embedded = self.ops.embedding(batch.input_ids, self.embedding, self.embedding_scale)
+        read = torch.cat((self.token_norm(embedded), self.hidden_norm(states)), dim=1)
         residual = self.ops.linear(read, self.projection)
         update = self.layer(None, residual, batch)
         if update is not None:

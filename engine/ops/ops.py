@@ -288,6 +288,7 @@ class StepBatch(Protocol):
     """The inputs of one step. Models read the tokens, and hand the rest to the operations of the same device."""
 
     layer_inputs: Tensor | None  # [T L, W]: the inputs of L layers that have inputs of their own, set by the model
+    kept: list[Tensor] | None  # [T, W] each: filled with what the model's predictor reads; None: there is nothing to keep
 
     @property
     def adapters(self) -> BatchAdapters | None:
@@ -350,6 +351,10 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
 
     def add(self, update: Tensor, residual: Tensor, scale: float = 1.0) -> None:
         """Adds update [T, W] times scale to residual in place."""
+        ...
+
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        """Copies x [T, W] to out [T, W]."""
         ...
 
     def add_and_scale(self, update: Tensor, residual: Tensor, factor: Tensor) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from engine.contracts.steps import CapturesSteps, HostedEncoder, HostedModel, LaunchesAhead, Proposed
 from engine.host.threads_apart import ThreadsApart
 from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
-from engine.protocol import MTP, Configure, LoadModel, Stats, WeightsHeld
+from engine.protocol import EAGLE3, MTP, Configure, LoadModel, Stats, WeightsHeld
 from engine.serve.embedder import Embedder
 from engine.serve.identity import adapter_name, kv_identity, weights_identity
 from engine.serve.kv_caches import make_kv_cache
@@ -31,7 +31,8 @@ from scheduler.batch.turns import Turns
 log = logging.getLogger("engine")
 
 CAPTURE_EVERY_DECODES = 16
-DRAFTERS: dict[str, Drafter | None] = {"none": None, "prompt-lookup": looked_up, MTP: looked_up}  # by LoadModel.speculator
+# by LoadModel.speculator
+DRAFTERS: dict[str, Drafter | None] = {"none": None, "prompt-lookup": looked_up, MTP: looked_up, EAGLE3: looked_up}
 
 
 class Arena(Protocol):

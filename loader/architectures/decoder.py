@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 
+from loader.architectures import predictor
 from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
 from loader.architectures.cut_sizes import cut_sizes
 from loader.architectures.delta import Deltas
@@ -19,7 +20,6 @@ from loader.architectures.experts import Experts
 from loader.architectures.factors import Factors, factor
 from loader.architectures.full_heads import FullHeads
 from loader.architectures.latent import Latents
-from loader.architectures.predictor import holds_predictor, predictor_groups
 from loader.architectures.windows import CHUNKED, Windows
 from loader.config_fields import Fields
 from loader.model_shape import OPTIONAL_STACKS, HeadShape, LayerInputShape, ModelShape, TemperatureShape
@@ -216,7 +216,7 @@ class Decoder:
         sparse, last = self._expert_groups(shape), self._groups_at_the_end(shape)
         kinds: dict[tuple[HeadShape, int], tuple[list[TensorGroup], list[TensorGroup], list[TensorGroup]]] = {}
         of_predictor: list[TensorGroup] = []
-        for layer in range(shape.num_computed_layers):
+        for layer in range(shape.num_layers + (shape.predicts and shape.eagle is None)):
             kind = shape.heads_of(layer), shape.inner_size_of(layer)
             if kind not in kinds:  # a list of each kind is made once: there may be many layers
                 kinds[kind] = (*self._groups_around_mlp(shape, kind[0]), self._mlp_groups(shape, kind[1]))
@@ -225,7 +225,7 @@ class Decoder:
             inner = [*dense, *sparse] if has_experts_beside(shape) else sparse if has_experts(shape, layer) else dense
             own = [*first, *inner, *behind, *last]
             if layer == shape.num_layers:
-                of_predictor = [group.in_layer(layer, prefix) for group in predictor_groups(shape, own)]
+                of_predictor = [group.in_layer(layer, prefix) for group in predictor.predictor_groups(shape, own)]
             else:
                 groups += [group.in_layer(layer, prefix) for group in own]
         groups += self._norms(hidden, names.final_norm)
@@ -266,7 +266,7 @@ class Decoder:
         """Returns the shape with the layer that predicts one token further (predictor.py), if a checkpoint whose tensors have these
         names holds one that can draft tokens; otherwise None."""
         plain = not shape.num_predicting_layers or shape.pooling or shape.delta is not None or any(shape.layer_windows)
-        if plain or not holds_predictor(self.decoder_of(shape).names.layer.format(shape.num_layers), names):
+        if plain or not predictor.holds_predictor(self.decoder_of(shape).names.layer.format(shape.num_layers), names):
             return None
         return replace(shape, predicts=True)
 

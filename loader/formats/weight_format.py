@@ -80,7 +80,8 @@ class Space(NamedTuple):
 
 
 def _as_they_are(group: TensorGroup) -> list[StoredTensor]:
-    return [StoredTensor(name, dims) for name, dims in group.tensors]
+    dtypes = ("I64",) if group.held_as == "int64" else FLOATS
+    return [StoredTensor(name, dims, dtypes) for name, dims in group.tensors]
 
 
 def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:

@@ -21,6 +21,7 @@ from engine.memory.host_tier import HostTier
 from engine.ops import reference
 from engine.protocol import Configure, LoadModel
 from loader.catalog import scan_one
+from loader.drafters import joined
 from loader.kv_layout import KVGroupSpec
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table
 from tests.engine import gpt_oss_checkpoint
@@ -486,6 +487,7 @@ def load(
     kv_cache_dtype: str = "",
     name: str = "",
     speculator: str = "none",
+    head: str = "",
 ) -> CpuModel:
     name = name or f"tiny{next(_names)}"  # a new name gets a new weight range
     seen = scan_one(folder)
@@ -493,7 +495,9 @@ def load(
     held = quantize or seen.shape.stored_format
     limits = (1 << 20, 0, 0, max_len, max_sequences, list(eos))
     formats = {"quantize": held, "kv_cache_dtype": kv_cache_dtype}
-    spec = LoadModel(1, name, str(folder), dtype, seen.fingerprint, *limits, **formats, speculator=speculator)
+    fingerprint = joined(seen, scan_one(head)).fingerprint if head else seen.fingerprint
+    drafts = {"speculator": speculator, "head_path": head}
+    spec = LoadModel(1, name, str(folder), dtype, fingerprint, *limits, **formats, **drafts)
     model = runner.load(load_task(spec, memory=runner.memory))
     assert isinstance(model, CpuModel)
     return model

@@ -46,17 +46,14 @@ class RecordedSteps:
         max_rows: int,
         max_tokens: int,
         title: str,
-        keeps_hidden: bool = False,
     ) -> None:
         """Starts without programs. max_decodes: the most rows that may sample in a step. max_rows, max_tokens: the largest step
-        with chunks. With 0, steps of that kind are not recorded. title: of the model and its dtype, for the log. keeps_hidden:
-        whether steps leave all their normed hidden states in `kept`."""
+        with chunks. With 0, steps of that kind are not recorded. title: of the model and its dtype, for the log."""
         self._title = title
         self._ops, self._model, self._inputs, self._scratch = ops, model, inputs, scratch
         self._max_decodes, self._max_rows, self._max_tokens = max_decodes, max_rows, max_tokens
         self._draws = True  # False once sampling was found to be more than kernel calls
-        self.kept: Tensor | None = None  # [tokens, W]: the latest step's; None: none was recorded, or they are not kept
-        self._keeps_hidden = keeps_hidden
+        self.kept: list[Tensor] | None = None  # [tokens, W] each: StepBatch.kept of the latest step; None: no step was recorded
         self._picked: Tensor | None = None  # [rows, W]: hidden states that steps with chunks sample from
         self.decodes: dict[int, DecodeProgram] = {}
         self.chunks: dict[int, ChunkProgram] = {}
@@ -153,8 +150,7 @@ class RecordedSteps:
     def _record_decode(self, num_rows: int) -> DecodeProgram:
         recorder = Recorder(self._scratch, watches=not self.decodes)  # one size is enough: they share the model's code
         with recording(recorder):
-            hidden = self._model.forward(self._inputs.batch(num_rows, with_long_rows=False), None)
-            self._keep(hidden)
+            hidden = self._model.forward(self._keeping(self._inputs.batch(num_rows, with_long_rows=False)), None)
             program = DecodeProgram(recorder.calls, hidden, self._model.logits(hidden))
         if self._may_repeat(recorder):
             self.decodes[num_rows] = program
@@ -164,8 +160,7 @@ class RecordedSteps:
         recorder = Recorder(self._scratch, watches=not self.chunks and not dry, dry=dry)
         last_tokens = self._inputs.last_tokens
         with recording(recorder):
-            hidden = self._model.forward(self._inputs.batch(num_tokens, with_long_rows=True), None)
-            self._keep(hidden)
+            hidden = self._model.forward(self._keeping(self._inputs.batch(num_tokens, with_long_rows=True)), None)
             if self._picked is None:
                 self._picked = torch.empty(len(last_tokens), hidden.shape[1], dtype=hidden.dtype)
             num_picked = min(num_tokens, len(last_tokens))
@@ -175,14 +170,15 @@ class RecordedSteps:
             self.chunks[num_tokens] = program
         return program
 
-    def _keep(self, hidden: Tensor) -> None:
-        """Copies hidden states [T, W] to where sampling does not overwrite them."""
-        if not self._keeps_hidden:
-            return
+    def _keeping(self, batch: HostBatch) -> HostBatch:
+        """Has a step keep what the model's predictor reads, where nothing overwrites it before the next step of the model."""
+        if not (num := self._model.num_kept):
+            return batch
         if self.kept is None:
             size = max(self._inputs.recorded_rows(self._max_rows), self._max_tokens)
-            self.kept, self._all = torch.empty(size, hidden.shape[1], dtype=hidden.dtype), np.arange(size)
-        self._ops.pick(hidden, torch.from_numpy(self._all[: len(hidden)]), self.kept[: len(hidden)])
+            self.kept = [self._model.state_memory(size) for _ in range(num)]
+        batch.kept = [one[: len(batch.input_ids)] for one in self.kept]
+        return batch
 
     def _record_head(self, num_rows: int) -> LogitsProgram:
         assert self._picked is not None

@@ -1,0 +1,78 @@
+"""A head that drafts tokens from states within the model (EAGLE-3, loader/architectures/eagle.py).
+
+T tokens of all rows end to end; W the model's width, H the head's; V the model's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from engine.layers.attention import Attention
+from engine.layers.mlp import MLP
+from engine.layers.norms import Norm
+from engine.layers.weights import Weights
+from engine.ops.ops import BatchT, Ops
+from loader.architectures import eagle as names
+from loader.architectures.eagle import layer_family
+from loader.model_shape import ModelShape
+
+
+class EagleDrafter(Generic[BatchT]):
+    """Reads of each token the states that the model had within, as one, and the embedding of the token that follows. To predict
+    further it reads its own state in the place of the model's. embedding [V, H]: the model's, if the head has none."""
+
+    def __init__(self, ops: Ops[BatchT], shape: ModelShape, weights: Weights, embedding: Tensor) -> None:
+        assert shape.eagle is not None
+        head, family = shape.eagle, layer_family(shape.eagle)
+        own, number = head.layer, shape.num_layers
+        outer, layer = names.PREFIX + head.outer_prefix, family.names.layer
+        parts = (ops, family, own, weights)
+        self.ops, self.vocab_size = ops, shape.vocab_size
+        self.states = weights.get(f"{outer}{names.STATES}.weight")
+        self.one_norm = Norm(*parts, outer + names.ONE_NORM) if head.one_norm else None
+        num_normed = len(head.read_layers) if head.norms else 0
+        self.norms = [Norm(*parts, outer + names.NORMS.format(one)) for one in range(num_normed)]
+        self.embedding = weights.get(f"{outer}{names.EMBEDDING}.weight") if head.has_embedding else embedding
+        self.token_norm, self.state_norm = Norm(*parts, layer + names.TOKEN_NORM), Norm(*parts, layer + names.STATE_NORM)
+        self.attention = Attention(ops, family, own, weights, number)
+        self.mlp_norm = Norm(*parts, layer + names.MLP_NORM)
+        self.mlp = MLP.of_layer(ops, family, own, weights, number)
+        self.norm = Norm(*parts, outer + names.NORM)
+        self.norm_before_residual, self.norm_output = head.norm_before_residual, head.norm_output
+        self.head = weights.get(f"{names.PREFIX}{names.HEAD}.weight")
+        self.offsets = weights.get(names.PREFIX + names.OFFSETS) if head.has_offsets else None
+
+    def read(self, kept: Sequence[Tensor]) -> Tensor:
+        """Returns the states [T, H] that it reads of the model's [T, W], layer by layer."""
+        if self.norms:
+            kept = [norm(one.contiguous()) for norm, one in zip(self.norms, kept, strict=True)]
+        states = torch.cat(tuple(kept), dim=1)
+        if self.one_norm is not None:
+            states = self.one_norm(states)
+        return self.ops.linear(states, self.states)
+
+    def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
+        """Stores keys and values at the positions of the batch, whose tokens are those that follow. Returns its own states [T, H]
+        after them."""
+        embedded = self.ops.embedding(batch.input_ids, self.embedding, 1.0)
+        normed = self.state_norm(states)
+        residual = normed.clone() if self.norm_before_residual else states.clone()  # the sum is made in place
+        attended = self.attention(torch.cat((self.token_norm(embedded), normed), dim=1), batch)
+        self.ops.add(self.mlp(self.mlp_norm.of_sum(attended, residual), batch), residual)
+        return self.norm(residual) if self.norm_output else residual
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Returns the logits [N, V] of its own states [N, H]. Tokens that it does not know have the lowest number there is."""
+        own = self.ops.linear(states if self.norm_output else self.norm(states), self.head)
+        if self.offsets is None and own.shape[1] == self.vocab_size:
+            return own
+        ids = torch.arange(own.shape[1], device=own.device)
+        if self.offsets is not None:
+            ids = (ids + self.offsets).clamp_(0, self.vocab_size - 1)
+        logits = own.new_full((len(own), self.vocab_size), torch.finfo(own.dtype).min)
+        logits[:, ids] = own
+        return logits
