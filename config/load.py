@@ -25,7 +25,6 @@ TLS_VERSIONS = ("1.2", "1.3")
 RUNNERS = ("torch", "null")
 QUANTIZATIONS = ("int8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
-SPECULATORS = ("auto", "mtp", "prompt-lookup", "none")
 TOOL_PARSERS = (
     "deepseek_v3",
     "deepseek_v31",
@@ -442,7 +441,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "dtype": _one_of(*DTYPES),
     "quantize": _one_of(*QUANTIZATIONS),
     "kv_cache_dtype": _one_of(*KV_CACHE_DTYPES),
-    "speculator": _one_of(*SPECULATORS),
+    "speculator": _not_empty,
     "log_level": _one_of(*LOG_LEVELS),
     "log_format": _one_of(*LOG_FORMATS),
     "audit_log": _audit_log,

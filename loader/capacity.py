@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 
 from loader.formats.weight_format import WeightFormat
 from loader.gpu_sizing import gpu_work_space_bytes
-from loader.kv_layout import KVGroupSpec, group_chunks, is_bounded, kv_bytes_per_token, kv_dtype_of, kv_groups, kv_reserved_bytes
+from loader.kv_layout import (
+    KVGroupSpec,
+    group_chunks,
+    has_several_groups,
+    kv_bytes_per_token,
+    kv_dtype_of,
+    kv_groups,
+    kv_reserved_bytes,
+)
 from loader.layout import num_parameters, weights_bytes
 from loader.model_shape import ModelShape
 from loader.work_space import work_space_bytes
@@ -149,7 +157,7 @@ def _sequence_bytes(shape: ModelShape, settings: Settings) -> int:
     if shape.is_encoder:
         return 0
     kv_dtype, chunk = kv_dtype_of(settings.dtype, settings.kv_cache_dtype), settings.chunk_bytes
-    if is_bounded(shape):
+    if has_several_groups(shape):
         lengths = settings.max_model_len, settings.block_tokens, settings.max_num_batched_tokens
         return kv_reserved_bytes(shape, kv_dtype, *lengths, chunk) + chunk
     return _chunks(settings.max_model_len * kv_bytes_per_token(shape, kv_dtype), chunk) + chunk

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from loader import hub_cache, layout, open_files
@@ -23,6 +24,7 @@ from loader.config_fields import json_fields
 from loader.dtypes import DTYPES
 from loader.errors import CheckpointError, FileTooShort, UnsupportedModel, shortened
 from loader.formats.registry import stored_format
+from loader.formats.weight_format import StoredTensor
 from loader.hf_config import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -181,7 +183,7 @@ def walk(
                     watched(os.path.join(folder, inner))
             yield Seen(_scan_folder(folder, name, files, (previous or {}).get(name)), in_cache)
             if not _is_adapter({entry.name for entry in files}):
-                within = [entry for entry in below if _holds_adapter(entry, looking, watched)]
+                within = [entry for entry in below if _belongs_to_model(entry, looking, watched)]
                 folders += [(Path(entry.path), f"{name}/{entry.name}", MAX_DEPTH, in_cache) for entry in within]
         elif depth < MAX_DEPTH:
             for entry in unanswered:
@@ -268,6 +270,18 @@ def holds_adapter(folder: str | Path) -> bool:
         return _is_adapter({entry.name for entry in entries if not entry.name.startswith(".") and _is_file(entry)})
 
 
+def holds_head(folder: str | Path) -> bool:
+    """Returns whether a folder holds a head that drafts tokens for a model. Raises OSError."""
+    try:
+        text = read_regular(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES)
+    except FileNotFoundError:
+        return False
+    try:
+        return eagle.is_head(json_fields(text, CONFIG_NAME))
+    except CheckpointError:
+        return False
+
+
 def _looks_like_model(names: set[str]) -> bool:
     known = (CONFIG_NAME, INDEX_NAME, lora.CONFIG_NAME)
     return any(name in names for name in known) or any(name.endswith(".safetensors") for name in names)
@@ -281,14 +295,15 @@ def _is_adapter(names: Collection[str]) -> bool:
     return own and SINGLE_NAME not in names and INDEX_NAME not in names
 
 
-def _holds_adapter(entry: os.DirEntry[str], looking: Callable[[str], None], watched: Callable[[str], None]) -> bool:
-    """Returns whether a folder in a model's folder is an adapter's. Links are not followed: they may lead anywhere."""
+def _belongs_to_model(entry: os.DirEntry[str], looking: Callable[[str], None], watched: Callable[[str], None]) -> bool:
+    """Returns whether a folder in a model's folder is an adapter's, or that of a head. Links are not followed: they may lead
+    anywhere."""
     if entry.name in _INNER or not _is_real_dir(entry) or not entry.name.isprintable():
         return False
     looking(entry.path)
     watched(entry.path)
     try:
-        return holds_adapter(entry.path)
+        return holds_adapter(entry.path) or holds_head(entry.path)
     except OSError as error:
         if open_files.are_used_up(error):
             raise
@@ -378,7 +393,7 @@ def _fill(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tuple[int, i
     digest.update(config_text + b"\0" + (generation_text or b"") + b"\0" + (b"" if quant_text is None else quant_text + b"\0"))
     if eagle.is_head(fields := json_fields(config_text, CONFIG_NAME)):
         headers = read_headers(folder)
-        checkpoint.head = eagle.parse_head(fields, {tensor.name for header in headers.values() for tensor in header.tensors})
+        checkpoint.head = eagle.parse_head(fields, [tensor for header in headers.values() for tensor in header.tensors])
         _sum_up(checkpoint, folder, stats, headers, digest)
         return
     shape = parse_config(config_text, quant_text=quant_text)
@@ -493,18 +508,27 @@ def check_counts(shape: ModelShape, num_tensors: int) -> None:
 def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
     """Raises CheckpointError, which names file and tensor, unless the files hold every parameter in its shape and no other
     tensors but those that the model ignores."""
-    wanted = {tensor.name: tensor for tensor in layout.stored_tensors(shape)}
-    for file, header in headers.items():
-        for tensor in header.tensors:
-            expected = wanted.pop(tensor.name, None)
-            if expected is None:
-                if not layout.is_ignored_tensor(shape, tensor.name):
-                    raise CheckpointError(file, tensor.name, f"{shape.architecture} with this config.json has no such parameter")
-            elif not expected.fits(tensor.shape):
-                asked = list(expected.shape)
-                raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, config.json asks for {asked}")
-            elif tensor.dtype not in expected.dtypes:
-                supported = ", ".join(expected.dtypes)
-                raise CheckpointError(file, tensor.name, f"dtype {tensor.dtype} is not supported here; supported: {supported}")
+    tensors = [tensor for header in headers.values() for tensor in header.tensors]
+    what = f"{shape.architecture} with this config.json"
+    check_tensors(layout.stored_tensors(shape), tensors, partial(layout.is_ignored_tensor, shape), what, ", ".join(headers))
+
+
+def check_tensors(
+    stored: Iterable[StoredTensor], tensors: Iterable[TensorRef], is_ignored: Callable[[str], bool], what: str, files: str
+) -> None:
+    """Raises CheckpointError, which names file and tensor, unless there is each of the `stored` tensors, and no other but those
+    that are ignored. what: asks for them, in messages; files: where they are looked for."""
+    wanted = {tensor.name: tensor for tensor in stored}
+    for tensor in tensors:
+        expected = wanted.pop(tensor.name, None)
+        if expected is None:
+            if not is_ignored(tensor.name):
+                raise CheckpointError(tensor.file, tensor.name, f"{what} has no such parameter")
+        elif not expected.fits(tensor.shape):
+            asked = list(expected.shape)
+            raise CheckpointError(tensor.file, tensor.name, f"has shape {list(tensor.shape)}, config.json asks for {asked}")
+        elif tensor.dtype not in expected.dtypes:
+            supported = ", ".join(expected.dtypes)
+            raise CheckpointError(tensor.file, tensor.name, f"dtype {tensor.dtype} is not supported here; supported: {supported}")
     for name in wanted:
-        raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")
+        raise CheckpointError(files, name, "missing: config.json asks for it")

@@ -79,6 +79,11 @@ def is_bounded(shape: ModelShape) -> bool:
     return any(shape.layer_windows) or shape.delta is not None
 
 
+def has_several_groups(shape: ModelShape) -> bool:
+    """Returns whether some layers have KV groups of their own, which take chunks of their own."""
+    return is_bounded(shape) or shape.eagle is not None
+
+
 def _layer_bytes(shape: ModelShape, layer: int, kv_dtype: str) -> int:
     """Returns the bytes of one token's keys and values in one layer."""
     num, kv_heads, head_dim = kv_token_dims(shape, layer)

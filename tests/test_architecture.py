@@ -41,6 +41,7 @@ DAEMON_FROM_LOADER = {
     "loader.catalog",
     "loader.described_model",
     "loader.direct_io",
+    "loader.drafters",
     "loader.dtypes",
     "loader.errors",
     "loader.formats.registry",

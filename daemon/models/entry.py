@@ -47,7 +47,9 @@ class ModelEntry:
     quantize: str = ""  # "int8" if the layers' matrices are quantised
     weights_bytes: int = 0  # in memory
     num_parameters: int = 0
-    speculator: str = "none"  # what drafts tokens for its requests: mtp, prompt-lookup or none
+    speculator: str = "none"  # what drafts tokens for its requests, as LoadModel.speculator has it
+    head: str = ""  # the EAGLE-3 head that does
+    head_path: str = ""
     upstream: str = ""  # host and port of the server that answers for this name; "": this node does
     adapter: ServedAdapter | None = None  # with which the model answers; None: it answers alone
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from config.load import ConfigError, located_setting
 from config.nearest import nearest
 from config.schema import NodeConfig
+from daemon.models import speculators
 from daemon.models.adapters import foreign_settings
 from loader import catalog
 
@@ -42,6 +43,10 @@ def check(config: NodeConfig, source: str) -> list[str]:
         elif model.base is not None:
             message = f"is for LoRA adapters, and {name!r} is none"
             raise located_setting(ConfigError(source, f'models."{name}".base', message))
+        heads = [one for one, checkpoint in found.items() if checkpoint.head is not None]
+        if model.speculator not in (*speculators.KINDS, *heads):
+            message = f"there is no EAGLE-3 head {model.speculator!r} in {config.models_dir} (yet)"
+            warnings.append(str(located_setting(ConfigError(source, f'models."{name}".speculator', message))))
         if model.base is not None:
             warnings += _about_base(config, source, name, model.base, found)
     return warnings + _about_names(config, source, names)

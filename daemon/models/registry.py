@@ -41,6 +41,10 @@ async def scan_in_thread(models_dir: str, previous: Mapping[str, catalog.Checkpo
     return await asyncio.to_thread(catalog.scan, models_dir, previous)
 
 
+_NO_HEADS: Mapping[str, catalog.Checkpoint] = {}
+_IS_HEAD = 'it drafts tokens for another model: name it there (speculator in [models."NAME"])'
+
+
 class Registry:
     """All registered models; the ModelPort for the API."""
 
@@ -139,6 +143,9 @@ class Registry:
         self, config: NodeConfig, before: Mapping[str, Registered], checkpoints: Mapping[str, catalog.Checkpoint]
     ) -> dict[str, Registered]:
         result = {}
+        heads = {name: one for name, one in checkpoints.items() if one.head is not None}
+        heads_before = {name: one.checkpoint for name, one in before.items() if one.checkpoint.head is not None}
+        same_heads = heads.keys() == heads_before.keys() and all(heads_before[name] is one for name, one in heads.items())
         for name, checkpoint in checkpoints.items():
             if config.models.get(name, ModelConfig()).upstream is not None:
                 if name in before or name not in self.upstreams:
@@ -147,11 +154,11 @@ class Registry:
             if checkpoint.is_adapter:
                 continue
             known = before.get(name)
-            if known is not None and known.checkpoint is checkpoint and config is self.config:
+            if known is not None and known.checkpoint is checkpoint and config is self.config and same_heads:
                 result[name] = known
                 continue
             try:
-                result[name] = self.register(config, checkpoint)
+                result[name] = self.register(config, checkpoint, heads)
             except Exception as error:  # an error in one folder must not hide the other models
                 log.exception("%s: what its files say cannot be used", name)
                 problem = f"what its files say cannot be used: {type(error).__name__}: {shortened(str(error))}"
@@ -175,8 +182,10 @@ class Registry:
         )
         return Registered(checkpoint, facts, None, settings.dtype or config.dtype, problem)
 
-    def register(self, config: NodeConfig, checkpoint: catalog.Checkpoint) -> Registered:
-        """Returns what the checkpoint and the settings together say about one model."""
+    def register(
+        self, config: NodeConfig, checkpoint: catalog.Checkpoint, heads: Mapping[str, catalog.Checkpoint] = _NO_HEADS
+    ) -> Registered:
+        """Returns what the checkpoint and the settings together say about one model. heads: those that may draft tokens for it."""
         name = checkpoint.name
         settings = config.models.get(name, ModelConfig())
         dtype = settings.dtype or config.dtype
@@ -184,20 +193,23 @@ class Registry:
         weight_format = held_format(shape, settings.quantize) if shape is not None else asked_format(settings.quantize)
         kv_cache_dtype = kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype)
         misfit = base_setting_misfit(name, settings) or (self._without_carve_out.get(name, "") if settings.isolate else "")
+        if checkpoint.head is not None and checkpoint.complete:
+            misfit = _IS_HEAD
         if shape is not None:
+            choice = speculators.Choice(settings, checkpoint, shape, self._kinds_of_devices(name, settings, shape), heads)
             misfit = misfit or self._encoder_misfit(name, settings, shape) or self._kv_misfit(name, settings, shape)
-            misfit = misfit or self._format_misfit(name, settings, shape) or self._draft_misfit(name, settings, checkpoint, shape)
+            misfit = misfit or self._format_misfit(name, settings, shape) or choice.misfit()
         if not checkpoint.complete or shape is None or misfit:
             return self._unusable(config, checkpoint, checkpoint.reason or checkpoint.error or misfit or "not a model")
         dtype = self._computed_dtype(dtype, name, settings, shape)
-        speculator = speculators.chosen(settings, checkpoint, shape, self._kinds_of_devices(name, settings, shape))
-        facts = self._facts(config, checkpoint, settings, speculator.shape, dtype)
-        if speculator.shape is not shape and not self._fits(facts, config, settings, shape):
+        speculator = choice.chosen()
+        facts = self._facts(config, checkpoint, settings, speculator, dtype)
+        if speculator.predicts and not self._fits(facts, config, settings, shape):
             why = "with it the model would not fit its devices"
-            speculator = speculators.Speculator(speculators.PROMPT_LOOKUP, shape, why)
-            facts = self._facts(config, checkpoint, settings, shape, dtype)
+            speculator = speculator.left_out(shape, checkpoint.fingerprint, why)
+            facts = self._facts(config, checkpoint, settings, speculator, dtype)
         if speculator.why_not:
-            log.info("%s: drafts by prompt lookup and not by its own predictor: %s", name, speculator.why_not)
+            log.info("%s: drafts by prompt lookup and not by a predictor: %s", name, speculator.why_not)
         generation = checkpoint.generation
         given = settings.sampling
         defaults: dict[str, float | int | None] = {"max_tokens": given.max_tokens}
@@ -213,7 +225,7 @@ class Registry:
             eos_token_ids=generation.eos_token_ids,
             bos_token_id=generation.bos_token_id,
             created=checkpoint.created,
-            fingerprint=checkpoint.fingerprint,
+            fingerprint=speculator.fingerprint,
             generation_defaults={key: value for key, value in defaults.items() if value is not None},
             chat_template=settings.chat_template,
             max_sequences=settings.max_sequences,
@@ -228,14 +240,21 @@ class Registry:
             weights_bytes=facts.weights_bytes,
             num_parameters=layout.num_parameters(shape),
             speculator=speculator.name,
+            head="" if speculator.head is None else speculator.head.name,
+            head_path="" if speculator.head is None else speculator.head.path,
         )
         return Registered(checkpoint, facts, entry, dtype, "", weight_format.name, kv_cache_dtype, speculator.shape)
 
     def _facts(
-        self, config: NodeConfig, checkpoint: catalog.Checkpoint, settings: ModelConfig, shape: ModelShape, dtype: str
+        self,
+        config: NodeConfig,
+        checkpoint: catalog.Checkpoint,
+        settings: ModelConfig,
+        speculator: speculators.Speculator,
+        dtype: str,
     ) -> events.ModelFacts:
-        """Returns what the scheduler needs to know of a model that is loaded with this shape."""
-        name = checkpoint.name
+        """Returns what the scheduler needs to know of a model that is loaded with what drafts tokens for it."""
+        name, shape = checkpoint.name, speculator.shape
         kv_dtype = kv_layout.kv_dtype_of(dtype, kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
         max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
         return events.ModelFacts(
@@ -253,7 +272,7 @@ class Registry:
             pinned=self._state.pinned.get(name, settings.pinned),
             enabled=self._state.enabled.get(name, True),
             devices=self._named_devices(name, settings, shape),
-            fingerprint=checkpoint.fingerprint,
+            fingerprint=speculator.fingerprint,
         )
 
     def _fits(self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape) -> bool:
@@ -265,10 +284,6 @@ class Registry:
 
     def _kinds_of_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> set[str]:
         return {device.kind for device in self._allowed(name, settings, shape)}
-
-    def _draft_misfit(self, name: str, settings: ModelConfig, checkpoint: catalog.Checkpoint, shape: ModelShape) -> str:
-        """Returns why the configured speculator cannot be used, or ""."""
-        return speculators.misfit(name, settings, checkpoint, shape, self._kinds_of_devices(name, settings, shape))
 
     def _computed_dtype(self, asked: str, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns what loader.dtypes.computed_dtype says for the devices the model may live on; the log tells where a model loses
@@ -456,6 +471,7 @@ class Registry:
         held = f"{found.dtype}, {found.quantize} matrices" if found.quantize else found.dtype
         held += f", {found.kv_cache_dtype} KV" if found.kv_cache_dtype else ""
         held += ", drafts by its own predictor" if found.entry.speculator == speculators.MTP else ""
+        held += f", drafts by {found.entry.head}" if found.entry.head else ""
         return (
             f"{name}: {held}, max_model_len {facts.max_model_len}{capped}, weights {format_bytes(facts.weights_bytes)}, "
             f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
@@ -490,7 +506,7 @@ def _has_fp8_kv(settings: ModelConfig) -> bool:
 def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num_tokens: int) -> int:
     """Returns the KV bytes to reserve for a model with sliding windows or states (ModelFacts.kv_reserved_bytes), or 0 for any other
     model."""
-    if not kv_layout.is_bounded(shape):
+    if not kv_layout.has_several_groups(shape):
         return 0
     return kv_layout.kv_reserved_bytes(
         shape, kv_dtype, num_tokens, config.block_tokens, config.max_num_batched_tokens, int(config.chunk_bytes)

@@ -2,55 +2,121 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from config.schema import ModelConfig
 from loader.catalog import Checkpoint
+from loader.drafters import joined
+from loader.errors import CheckpointError
 from loader.model_shape import ModelShape
 
-AUTO, NONE, PROMPT_LOOKUP, MTP = "auto", "none", "prompt-lookup", "mtp"
-_PREDICTING_KINDS = frozenset({"cpu"})  # kinds of devices that run a model's own predictor
+AUTO, NONE, PROMPT_LOOKUP, MTP, EAGLE3 = "auto", "none", "prompt-lookup", "mtp", "eagle3"
+KINDS = (AUTO, NONE, PROMPT_LOOKUP, MTP)  # values of the setting that name no head
+_DEVICE_KINDS = frozenset({"cpu"})  # that run predictors
 
 
 @dataclass(slots=True, frozen=True)
 class Speculator:
-    """What drafts tokens for one model. name: as LoadModel.speculator has it. shape: what is loaded. why_not: why it is not the
-    model's own predictor although that would come first, "" if it is or there is none."""
+    """What drafts tokens for one model. name: as LoadModel.speculator has it. shape: what is loaded; fingerprint: of its files.
+    head: the head that does. why_not: why it is not the predictor that would come first, "" if it is or there is none."""
 
     name: str
     shape: ModelShape
+    fingerprint: str
+    head: Checkpoint | None = None
     why_not: str = ""
 
+    @property
+    def predicts(self) -> bool:
+        """Whether something is loaded beside the model."""
+        return self.shape.predicts
 
-def chosen(settings: ModelConfig, checkpoint: Checkpoint, shape: ModelShape, kinds: set[str]) -> Speculator:
-    """Returns what drafts tokens for a model with this shape, if memory suffices for it. kinds: of the devices that it may live
-    on."""
-    if settings.speculator == NONE or _why_no_drafts(shape):
-        return Speculator(NONE, shape)
-    if settings.speculator == PROMPT_LOOKUP:
-        return Speculator(PROMPT_LOOKUP, shape)
-    if checkpoint.predicting is None:
-        return Speculator(PROMPT_LOOKUP, shape, checkpoint.predictor_error)
-    if settings.speculator == AUTO and not kinds <= _PREDICTING_KINDS:
-        return Speculator(PROMPT_LOOKUP, shape, _where(kinds))
-    return Speculator(MTP, checkpoint.predicting)
+    def left_out(self, shape: ModelShape, fingerprint: str, why: str) -> Speculator:
+        """Returns what drafts instead of a predictor that cannot be loaded. shape, fingerprint: the model's own."""
+        return Speculator(PROMPT_LOOKUP, shape, fingerprint, why_not=why)
 
 
-def misfit(name: str, settings: ModelConfig, checkpoint: Checkpoint, shape: ModelShape, kinds: set[str]) -> str:
-    """Returns why the configured speculator cannot be used, or ""."""
-    asked, why = settings.speculator, ""
-    if asked not in (AUTO, NONE):
-        why = _why_no_drafts(shape)
-    if asked == MTP and not why:
-        if checkpoint.predicting is None:
+@dataclass(slots=True, frozen=True)
+class Choice:
+    """What there is to choose from for one model. kinds: of the devices that it may live on. heads: all in the models folder, by
+    name."""
+
+    settings: ModelConfig
+    checkpoint: Checkpoint
+    shape: ModelShape
+    kinds: set[str]
+    heads: Mapping[str, Checkpoint]
+
+    def chosen(self) -> Speculator:
+        """Returns what drafts tokens for the model, if memory suffices for it. Called where there is no misfit."""
+        asked, checkpoint, shape = self.settings.speculator, self.checkpoint, self.shape
+        own = Speculator(PROMPT_LOOKUP, shape, checkpoint.fingerprint)
+        if asked == NONE or _why_no_drafts(shape):
+            return Speculator(NONE, shape, checkpoint.fingerprint)
+        if asked == PROMPT_LOOKUP:
+            return own
+        head = self._head_beside() if asked == AUTO else self.heads.get(asked)
+        if head is None and checkpoint.predicting is None:
+            return own.left_out(shape, checkpoint.fingerprint, checkpoint.predictor_error)
+        if self._elsewhere:
+            return own.left_out(shape, checkpoint.fingerprint, self._elsewhere)
+        why = ""
+        if head is not None:
+            try:
+                both = joined(checkpoint, head)
+                return Speculator(EAGLE3, both.shape, both.fingerprint, head)
+            except CheckpointError as error:
+                why = str(error)
+        if checkpoint.predicting is not None:
+            return Speculator(MTP, checkpoint.predicting, checkpoint.fingerprint)
+        return own.left_out(shape, checkpoint.fingerprint, why)
+
+    def misfit(self) -> str:
+        """Returns why the configured speculator cannot be used, or ""."""
+        asked, checkpoint, why = self.settings.speculator, self.checkpoint, ""
+        if asked not in (AUTO, NONE):
+            why = _why_no_drafts(self.shape)
+        if why or asked in (AUTO, NONE, PROMPT_LOOKUP):
+            pass
+        elif asked == MTP and checkpoint.predicting is None:
             why = checkpoint.predictor_error or "its files hold no layer that predicts further tokens"
-        elif not kinds <= _PREDICTING_KINDS:
-            why = _where(kinds)
-    return f'models."{name}".speculator: {asked}: {why}; leave it out' if why else ""
+        elif asked != MTP and asked not in self.heads:
+            known = f"there are {', '.join(sorted(self.heads))}" if self.heads else "there is none"
+            why = f"not mtp, prompt-lookup, none, auto or the name of an EAGLE-3 head in the models folder ({known})"
+        elif self._elsewhere:
+            why = self._elsewhere
+        elif asked != MTP and checkpoint.complete:
+            why = _misfit_of(checkpoint, self.heads[asked])
+        return f'models."{checkpoint.name}".speculator: {asked}: {why}; leave it out' if why else ""
+
+    @property
+    def _elsewhere(self) -> str:
+        """Why the model's devices run no predictors, "" if they do."""
+        if self.kinds <= _DEVICE_KINDS:
+            return ""
+        return f"the model may live on {' and '.join(sorted(self.kinds))} devices, and predictors are built for cpu devices alone"
+
+    def _head_beside(self) -> Checkpoint | None:
+        """Returns a head in the model's folder, or else one that says that it was made for a model of this name, the first by
+        name."""
+        name = self.checkpoint.name
+        inside = [head for at, head in self.heads.items() if at.startswith(f"{name}/")]
+        made_for = [one for one in self.heads.values() if one.head is not None and _is_name(one.head.verifier, name)]
+        return min((*inside, *(() if inside else made_for)), key=lambda head: head.name, default=None)
 
 
-def _where(kinds: set[str]) -> str:
-    return f"the model may live on {' and '.join(sorted(kinds))} devices, and predictors are built for cpu devices alone"
+def _is_name(verifier: str, name: str) -> bool:
+    return bool(verifier) and (verifier == name or os.path.basename(verifier) == os.path.basename(name))
+
+
+def _misfit_of(checkpoint: Checkpoint, head: Checkpoint) -> str:
+    try:
+        joined(checkpoint, head)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _why_no_drafts(shape: ModelShape) -> str:

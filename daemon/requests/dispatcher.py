@@ -265,6 +265,7 @@ class Dispatcher:
                 kv_index=action.kv_index,
                 kv_cache_dtype=source.kv_cache_dtype,
                 speculator=entry.speculator,
+                head_path=entry.head_path,
             ),
         )
 

@@ -7,7 +7,7 @@ with PREFIX.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from loader.architectures import llama, qwen3
@@ -15,6 +15,7 @@ from loader.architectures.architecture import TensorGroup, one_tensor
 from loader.architectures.decoder import Decoder
 from loader.config_fields import Fields
 from loader.model_shape import EagleShape, ModelShape
+from loader.safetensors import TensorRef
 
 PREFIX = "drafter."
 STATES, ONE_NORM, NORMS, NORM, HEAD, OFFSETS, EMBEDDING = "fc", "input_norm", "fc_norm.{}", "norm", "lm_head", "d2t", "embed_tokens"
@@ -29,17 +30,20 @@ MOST_READ = 8  # layers; published heads read three
 
 @dataclass(slots=True, frozen=True)
 class EagleHead:
-    """What the files of a head say. read_layers: of the model, those before which its states are read; (): the default ones.
-    target_size: the model's width; 0: the head's own. verifier: the name of the model it was made for, "" if it is not said."""
+    """What the files of a head say. tensors: as their headers list them. read_layers: of the model, those before which its states
+    are read; (): the default ones. target_size: the model's width; 0: the head's own. verifier: the name of the model it was made
+    for, "" if it is not said."""
 
     shape: EagleShape
+    tensors: tuple[TensorRef, ...]
     read_layers: tuple[int, ...]
     target_size: int
     verifier: str
 
-    def fitted(self, shape: ModelShape, fields: Fields) -> EagleShape:
-        """Returns the head's shape as a part of a model with this shape. fields: the head's config.json. Raises CheckpointError,
+    def fitted(self, shape: ModelShape, file: str) -> EagleShape:
+        """Returns the head's shape as a part of a model with this shape. file: the head's config.json. Raises CheckpointError,
         which names the key, where they do not belong together."""
+        fields = Fields({}, file)
         num_layers, own = shape.num_layers, self.shape
         if own.layer.vocab_size != shape.vocab_size:
             raise fields.fail("vocab_size", f"{own.layer.vocab_size} is not the model's {shape.vocab_size}")
@@ -64,8 +68,10 @@ def is_head(fields: Fields) -> bool:
     return any(name in _ARCHITECTURES for name in names) or fields.values.get("speculators_model_type") == "eagle3"
 
 
-def parse_head(fields: Fields, names: Collection[str]) -> EagleHead:
-    """Reads a head's config.json. names: of its tensors. Raises UnsupportedModel and CheckpointError, which name the key."""
+def parse_head(fields: Fields, tensors: Sequence[TensorRef]) -> EagleHead:
+    """Reads a head's config.json. tensors: from the headers of its files. Raises UnsupportedModel and CheckpointError, which name
+    the key."""
+    names = {tensor.name for tensor in tensors}
     inner = fields.mapping(_LAYER_KEY)
     layer_fields = fields if inner is None else inner
     family = family_of(layer_fields)
@@ -94,7 +100,7 @@ def parse_head(fields: Fields, names: Collection[str]) -> EagleHead:
     if shape.draft_vocab_size < layer.vocab_size and not shape.has_offsets:
         raise fields.fail("draft_vocab_size", f"{shape.draft_vocab_size} tokens, and no tensor {OFFSETS} says which")
     target_size = fields.integer("target_hidden_size") if fields.has("target_hidden_size") else 0
-    return EagleHead(shape, _read_layers(fields, eagle), target_size, _verifier(fields))
+    return EagleHead(shape, tuple(tensors), _read_layers(fields, eagle), target_size, _verifier(fields))
 
 
 def family_of(layer_fields: Fields) -> Decoder:

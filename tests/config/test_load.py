@@ -67,7 +67,7 @@ def test_file_and_flags(tmp_path: Path) -> None:
         ("listen = '::1:8000'", ["listen", "brackets"]),
         ("listen = 'a:70000'", ["listen", "65535"]),
         ('[models.a]\nquantize = "int4"', ['models."a".quantize', "'int4'", "int8, none"]),
-        ('[models.a]\nspeculator = "eagle"', ['models."a".speculator', "'eagle'", "auto, prompt-lookup, none"]),
+        ('[models.a]\nspeculator = " "', ['models."a".speculator', "must not be empty"]),
         ('[models.a]\nkv_cache_dtype = "int8"', ['models."a".kv_cache_dtype', "'int8'", "auto, fp8"]),
         ("dtype = 'fp8'", ["dtype", "'fp8'", "auto, float32, bfloat16, float16"]),
         ("runner = 'vllm'", ["runner", "torch, null"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from loader.formats.stored_int8 import STORED_INT8
 from scheduler.node import events
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.e2e.test_embeddings import make_encoder
+from tests.engine.eagle_checkpoint import make_head
 from tests.engine.model_bench import CASES, make_checkpoint
 from tests.loader import fp8
 from tests.loader.checkpoints import write_checkpoint
@@ -289,6 +291,66 @@ async def test_what_drafts_tokens(tmp_path: Path) -> None:
     assert chosen == {"a": "prompt-lookup"}
     assert facts["encoder"].unusable == 'models."encoder".speculator: prompt-lookup: encoders generate no text; leave it out'
     assert "the states of its layers cannot go back" in facts["gated"].unusable
+
+
+async def test_a_head_drafts_for_the_model_that_names_it_or_beside_which_it_lies(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "tiny", **CASES["llama"])
+    make_head(tmp_path / "other", "specforge", model)
+
+    async def scanned(budget_mib: int = 64, **settings: Any) -> tuple[events.ModelFacts, Registry]:
+        config = NodeConfig(models_dir=str(tmp_path), models={"tiny": ModelConfig(**settings)}, chunk_bytes=64 << 10)
+        registry = Registry(config, [DeviceBudget("cpu:0", budget_mib * MIB)], NodeState(str(tmp_path / "s")))
+        facts = registered(await registry.rescan())
+        assert "it drafts tokens for another model" in facts["other"].unusable
+        return facts["tiny"], registry
+
+    plain, registry = await scanned()
+    entry = registry.resolve("tiny")
+    assert (entry.speculator, entry.head) == ("prompt-lookup", ""), "nothing says that it was made for this model"
+    with_head, registry = await scanned(speculator="other")
+    entry = registry.resolve("tiny")
+    assert (entry.speculator, entry.head, entry.head_path) == ("eagle3", "other", str(tmp_path / "other"))
+    assert with_head.weights_bytes > plain.weights_bytes + 50_000
+    assert with_head.kv_bytes_per_token == plain.kv_bytes_per_token + 2 * 2 * 12 * 4
+    assert entry.fingerprint == with_head.fingerprint != plain.fingerprint
+    assert ", drafts by other, max_model_len" in registry.describe("tiny")
+    make_head(tmp_path / "tiny" / "draft", "speculators", model)
+    inside, registry = await scanned()
+    assert registry.resolve("tiny").head == "tiny/draft"
+    assert (await scanned(speculator="none"))[0].weights_bytes == plain.weights_bytes
+    absent, _ = await scanned(speculator="nobody")
+    assert absent.unusable.endswith("name of an EAGLE-3 head in the models folder (there are other, tiny/draft); leave it out")
+    tight = (inside.weights_bytes + inside.work_space_bytes) / MIB
+    small, registry = await scanned(budget_mib=int(tight), max_model_len=64)
+    assert (registry.resolve("tiny").speculator, small.weights_bytes) == ("prompt-lookup", plain.weights_bytes), "it does not fit"
+
+
+async def test_a_head_that_does_not_fit_its_model_is_told_by_key_or_tensor(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "tiny", **CASES["llama"])
+    make_head(tmp_path / "head", "3.1", model)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    node = NodeConfig(models_dir=str(tmp_path), models={"tiny": ModelConfig(speculator="head")}, chunk_bytes=64 << 10)
+
+    async def told(**changes: Any) -> str:
+        (tmp_path / "head" / "config.json").write_text(json.dumps(config | changes))
+        registry = Registry(node, [DeviceBudget("cpu:0", 64 * MIB)], NodeState(str(tmp_path / "s")))
+        facts = registered(await registry.rescan())
+        return facts["tiny"].unusable
+
+    assert await told() == ""
+    reads = {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}
+    for changes, words in (
+        ({"vocab_size": 200}, "key vocab_size: 200 is not the model's 211"),
+        ({"target_hidden_size": 64}, "key target_hidden_size: 64 is not the model's 48"),
+        ({"eagle_config": reads}, "[1, 2, 8] reaches beyond the model's 3 layers"),
+        ({"eagle_config": {}}, "a model of 3 layers has no default"),
+        ({"fc_norm": False}, "head/model.safetensors: tensor fc_norm.0.weight: a head with"),
+        ({"intermediate_size": 60}, "tensor midlayer.mlp.down_proj.weight: has shape [48, 56], config.json asks for [48, 60]"),
+        ({"num_hidden_layers": 2}, "not mtp, prompt-lookup, none, auto or the name of an EAGLE-3 head"),
+    ):
+        found = await told(**changes)
+        assert found.startswith('models."tiny".speculator: head: '), changes
+        assert words in found, changes
 
 
 async def test_fp8_kv_is_counted_asked_for_and_kept_from_cpu_devices(tmp_path: Path) -> None:
