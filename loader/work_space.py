@@ -113,6 +113,18 @@ def delta_bytes(shape: ModelShape, dtype: str) -> int:
     return (delta.conv_width + values + 2 * delta.num_value_heads) * item + delta.conv_width * 4 + 3 * values * item
 
 
+def predictor_values(shape: ModelShape) -> int:
+    """Returns the numbers that what predicts further tokens takes for each token of a step, besides a layer as the model's."""
+    if not shape.predicts:
+        return 0
+    if (eagle := shape.eagle) is None:  # all normed hidden states, beside the embeddings that follow, both normed, and both as one
+        return 6 * shape.hidden_size
+    own = eagle.layer
+    heads = (own.num_heads + 2 * own.num_kv_heads) * own.head_dim
+    # the states it reads, these normed and as one; its own, the embeddings, both normed and as one; a layer
+    return 3 * len(eagle.read_layers) * shape.hidden_size + 9 * own.hidden_size + 4 * heads + 4 * own.intermediate_size
+
+
 def sampler_rows(vocab_size: int) -> int:
     """Returns from how many rows of logits the reference sampler samples at a time. It does not apply to greedy rows, which need
     no copies."""
@@ -144,8 +156,7 @@ def work_space_bytes(
     if shape.parallel_branches:  # attention's result, beside the MLP's
         residual += tokens * hidden * item
     residual += tokens * (3 * input_values(shape) + beside_values(shape)) * item
-    if shape.predicts:  # all normed hidden states, beside the embeddings that follow, both normed, and both as one
-        residual += tokens * 6 * hidden * item
+    residual += tokens * predictor_values(shape) * item
     attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.widest_head_dim * 2 * 4
     if shape.whole_width_norms:  # the queries, and their norms
         attention += tokens * 2 * query * item
@@ -162,6 +173,8 @@ def work_space_bytes(
     attention = max(attention, tokens * delta_bytes(shape, dtype))
     mlp = tokens * max(shape.widest_inner_size * 4 * item, expert_bytes(shape, dtype))
     logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
+    if shape.eagle is not None:  # those of its own tokens, too
+        logits += logits_rows(shape, dtype, max_sequences) * shape.eagle.draft_vocab_size * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
     if shape.pooling:  # no logits, but the vectors of all rows, in float32 and scaled
         logits, sampling = max_sequences * hidden * (item + 2 * 4), 0

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from loader import dtypes, hf_config, layout, model_shape
+from loader.architectures import eagle
+from loader.config_fields import Fields
 
 BEGIN, END, USER, ASSISTANT, SYSTEM = "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIALS = (BEGIN, END, USER, ASSISTANT, SYSTEM)
@@ -85,11 +87,30 @@ def make_model(
 def write_weights(path: Path, shape: model_shape.ModelShape, seed: int, agreeing: bool = False) -> None:
     """One safetensors file with every parameter the shape asks for, drawn with std 0.2 so that logits differ clearly. agreeing:
     layers add nothing, norms have no weights, and a predictor passes on the embedding of the token that follows."""
+    write_tensors(path, layout.parameter_shapes(shape), shape.dtype, seed, agreeing)
+
+
+def make_head(folder: Path, model: Path, *, seed: int = 9, **config: Any) -> Path:
+    """Writes an EAGLE-3 head of random weights for a model that `make_model` wrote, and returns its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = json.loads((model / "config.json").read_text())
+    reads = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}
+    settings = own | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1} | reads | config
+    head = eagle.parse_head(Fields(settings, "config.json"), [])
+    fitted = head.fitted(hf_config.parse_config(json.dumps(own).encode()), "config.json")
+    shapes = {name.removeprefix(eagle.PREFIX): dims for group in eagle.eagle_groups(fitted, 0) for name, dims in group.tensors}
+    write_tensors(folder / "model.safetensors", shapes, own["torch_dtype"], seed)
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_tensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, agreeing: bool = False) -> None:
+    """One safetensors file with tensors of these names. agreeing: as in `write_weights`."""
     generator = np.random.default_rng(seed)
     header: dict[str, Any] = {}
     parts: list[bytes] = []
     offset = 0
-    for name, dims in layout.parameter_shapes(shape).items():
+    for name, dims in shapes.items():
         values = generator.standard_normal(math.prod(dims), dtype=np.float32) * np.float32(0.2)
         if "norm" in name:
             values = values * np.float32(not agreeing) + np.float32(1)
@@ -97,8 +118,8 @@ def write_weights(path: Path, shape: model_shape.ModelShape, seed: int, agreeing
             values[:] = 0
         elif agreeing and name.endswith("eh_proj.weight"):
             values = np.eye(dims[0], dims[1], dtype=np.float32).reshape(-1)
-        data = _as_bytes(values, shape.dtype)
-        kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[shape.dtype]
+        data = _as_bytes(values, dtype)
+        kind = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]
         header[name] = {"dtype": kind, "shape": list(dims), "data_offsets": [offset, offset + len(data)]}
         parts.append(data)
         offset += len(data)

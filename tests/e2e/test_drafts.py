@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.checkpoints import make_model
+from tests.e2e.checkpoints import make_head, make_model
 from tests.e2e.node import Node
 
 CONFIG = '[models."plain"]\nspeculator = "none"\n'
@@ -95,3 +97,19 @@ def test_a_checkpoints_own_predictor_drafts(tmp_path: Path) -> None:
         told = drafted(node, "m")
         assert told["accepted"] > 0.8 * told["drafted"], "what does not hold is behind the end of a text, or edited"
         assert "m: float32, drafts by its own predictor, max_model_len" in node.log_text()
+
+
+def test_a_head_beside_a_model_drafts_for_it(tmp_path: Path) -> None:
+    """One of random weights is hardly ever right, which changes no text, and is soon left alone."""
+    models = tmp_path / "models"
+    make_model(models / "plain", max_position_embeddings=512)
+    shutil.copytree(models / "plain", models / "m")
+    make_head(models / "m" / "head", models / "m")
+    with Node(tmp_path, devices=["cpu=64MiB"], runner="torch", config=CONFIG, flags=["--dtype", "float32"]) as node:
+        expected = answers(node, "plain")
+        assert answers(node, "m") == expected
+        assert drafted(node, "m")["drafted"] > 0
+        assert "m: float32, drafts by m/head, max_model_len" in node.log_text()
+        assert "it drafts tokens for another model" in node.cli("why", "m/head").stdout
+        os.kill(node.engine_pids()[0], signal.SIGKILL)
+        assert answers(node, "m") == expected
