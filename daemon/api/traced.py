@@ -75,14 +75,22 @@ def _http(request: web.Request, endpoint: Endpoint, status: int) -> dict[str, Va
 def _model(scope: RequestScope, endpoint: Endpoint) -> tuple[str, dict[str, Value]]:
     """Returns the span's name and what it says of the model and its work."""
     if not endpoint.operation:
-        return f"POST {endpoint.paths[0]}", {"hearth.model": scope.model} if scope.model else {}
+        return f"POST {endpoint.paths[0]}", {"hearth.model": scope.model, **_adapter(scope)} if scope.model else {}
     attributes: dict[str, Value] = {"gen_ai.operation.name": endpoint.operation, "gen_ai.provider.name": "hearthd"}
-    asked = scope.asked or scope.model
+    answers = scope.adapter or scope.model
+    asked = scope.asked or answers
     if asked:
-        attributes |= {"gen_ai.request.model": asked, "gen_ai.response.model": scope.model}
+        attributes |= {"gen_ai.request.model": asked, "gen_ai.response.model": answers}
+    if scope.adapter:
+        attributes |= {"hearth.model": scope.model, **_adapter(scope)}
     if scope.generations:
         attributes |= _sequences(scope, endpoint)
     return f"{endpoint.operation} {asked}" if asked else endpoint.operation, attributes
+
+
+def _adapter(scope: RequestScope) -> dict[str, Value]:
+    """Returns the name of the LoRA adapter that the model answers with, if it does with one."""
+    return {"hearth.adapter": scope.adapter} if scope.adapter else {}
 
 
 def _sequences(scope: RequestScope, endpoint: Endpoint) -> dict[str, Value]:

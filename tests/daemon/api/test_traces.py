@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from daemon.errors import NotNow, ServerFault
+from daemon.models.entry import ServedAdapter
 from daemon.traces.tracer import Tracer
 from engine.protocol import FINISH_NONE
 from tests.daemon.api import fakes
@@ -20,7 +21,8 @@ from tests.daemon.traces.otlp_schema import SpanRead
 from tests.daemon.traces.test_trace_context import GOOD, SPAN, TRACE
 from tests.daemon.traces.test_tracer import Out
 
-MODELS = [fakes.entry(), fakes.entry("org/encoder", aliases=(), embedding_size=4)]
+ADAPTER = ServedAdapter("me/sql", "/models/me/sql", "a" * 32, ("sql",), 1700000001, 8, 4096)
+MODELS = [fakes.entry(), fakes.entry("org/encoder", aliases=(), embedding_size=4), fakes.entry(adapter=ADAPTER)]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 
 
@@ -88,6 +90,30 @@ async def test_a_chat() -> None:
         "hearth.request_id": "mine",
     }
     assert "hello" not in str(span)
+
+
+async def test_an_adapter_is_named_beside_its_base() -> None:
+    async with traced() as made:
+        assert (await made.post("/v1/chat/completions", CHAT | {"model": "sql"}))[0] == 200
+        span = await made.span()
+    assert span.name == "chat me/sql"
+    told = {key: value for key, value in span.attributes.items() if "model" in key or "adapter" in key}
+    assert told == {
+        "gen_ai.request.model": "me/sql",
+        "gen_ai.response.model": "me/sql",
+        "hearth.model": "org/tiny",
+        "hearth.adapter": "me/sql",
+    }
+
+
+async def test_an_adapter_is_named_in_work_that_is_no_model_s() -> None:
+    async with traced() as made:
+        assert (await made.post("/tokenize", {"model": "sql", "prompt": "hi"}))[0] == 200
+        span = await made.span()
+    assert {key: span.attributes[key] for key in ("hearth.model", "hearth.adapter")} == {
+        "hearth.model": "org/tiny",
+        "hearth.adapter": "me/sql",
+    }
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
