@@ -15,7 +15,7 @@ import msgspec
 
 from loader.kv_layout import kv_dtype_of
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 # How a sequence ended, in `TokensOut.finish`; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -170,6 +170,21 @@ class Abort(Message, frozen=True):
     """Drops these requests at once, wherever they are; unknown ids are ignored. Not answered."""
 
     request_ids: list[int]
+
+
+class BringAdapter(Message, frozen=True):
+    """Asks for an adapter in the device's memory before a request names it. Nothing happens where the model is not there, or where
+    the adapter cannot be read or finds no room: requests for it are told why. Answered by AdapterLoaded if it was read."""
+
+    model: str
+    adapter: AdapterSource
+
+
+class RetireAdapter(Message, frozen=True):
+    """Drops an adapter from the device's memory, once the requests that run with it have ended. Not answered."""
+
+    model: str
+    adapter: AdapterSource
 
 
 class Shutdown(Message, frozen=True):
@@ -357,7 +372,7 @@ class Stats(Message, frozen=True):
     adapters: dict[str, dict[str, int]] = {}  # model -> adapter in memory -> its bytes there, of models that have some
 
 
-ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | Shutdown
+ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | BringAdapter | RetireAdapter | Shutdown
 FromEngine = (
     EngineReady
     | EngineFault

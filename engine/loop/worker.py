@@ -39,11 +39,13 @@ from engine.protocol import (
     PROTOCOL_VERSION,
     SCORE,
     Abort,
+    BringAdapter,
     Configure,
     EngineReady,
     EvictModel,
     LoadModel,
     RequestFailed,
+    RetireAdapter,
     SetLease,
     Shutdown,
     Submit,
@@ -269,10 +271,10 @@ class Engine:
             self._handle(message)
 
     def _look_after_adapters(self) -> None:
-        """Goes on with the adapters that requests wait for. A first step that runs has its own view of its model's adapters."""
+        """Goes on with the adapters that are wanted. A first step that runs has its own view of its model's adapters."""
         first_steps = self.lifecycle.first_steps.values()
         held = (first.served for first in first_steps if not first.running)
-        waiting = [served for served in (*self.models.by_name.values(), *held) if served.scheduler.adapters.num_waiting]
+        waiting = [served for served in (*self.models.by_name.values(), *held) if self.adapters.is_wanted(served)]
         if waiting or self.adapters.under_way:
             self.adapters.look_after(waiting, self.models.may_free_memory or bool(first_steps))
 
@@ -357,6 +359,15 @@ class Engine:
                 self.lifecycle.evict(message)
             case SetLease():
                 self.models.set_lease(message.lease_chunks)
+            case BringAdapter():
+                first = self.lifecycle.first_steps.get(message.model)
+                served = self.models.by_name.get(message.model) if first is None else first.served
+                if served is not None:
+                    self.adapters.bring(served, message.adapter)
+            case RetireAdapter():
+                # a model whose first step runs keeps it until something needs its memory
+                if message.model in self.models.by_name and message.model not in self.lifecycle.first_steps:
+                    self.adapters.retire(self.models.by_name[message.model], message.adapter)
             case Shutdown():
                 self._shutdown = True
             case _:

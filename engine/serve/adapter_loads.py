@@ -1,4 +1,4 @@
-"""Brings the LoRA adapters that requests wait for into the device's memory.
+"""Brings the LoRA adapters that requests wait for, or an operator has loaded, into the device's memory.
 
 A thread reads an adapter's files into host memory (engine/lifecycle/loads.py), because a file system may take any time. Then the
 engine's loop copies it, between two steps, to the chunks that the model's Adapters draw for it: some 10 ms for 100 MB.
@@ -65,9 +65,10 @@ Fail = Callable[[int, str, str], None]  # (request, code, error), as in RequestF
 
 @dataclass(slots=True)
 class _OfModel:
-    """One model's adapters on their way, by key."""
+    """One model's adapters on their way, by key. ahead: those that are wanted before a request names them, in order."""
 
     sources: dict[str, AdapterSource] = field(default_factory=dict)
+    ahead: dict[str, None] = field(default_factory=dict)
     reads: dict[str, AdapterRead] = field(default_factory=dict)
     stuck_since_s: dict[str, float] = field(default_factory=dict)  # read ones for which nothing that runs could make room
 
@@ -97,6 +98,29 @@ class AdapterLoads:
         self._of.setdefault(served.spec.model, _OfModel()).sources[adapter_identity(source)] = source
         return ""
 
+    def bring(self, served: ServedModel, source: AdapterSource) -> None:
+        """Wants an adapter before a request names it. One that cannot be read, or finds no room, is only logged."""
+        key = adapter_identity(source)
+        if served.scheduler.adapters.keep(key):
+            return
+        if why_not := self.why_not(served, source):
+            log.warning("%s: adapter %s is not read ahead: %s", served.spec.model, source.name, why_not)
+        else:
+            self._of[served.spec.model].ahead[key] = None
+
+    def retire(self, served: ServedModel, source: AdapterSource) -> None:
+        """Drops an adapter once the requests that run with it have ended."""
+        key = adapter_identity(source)
+        if (own := self._of.get(served.spec.model)) is not None:
+            own.ahead.pop(key, None)
+        served.scheduler.adapters.retire(key)
+        self._models.discard_returned()
+
+    def is_wanted(self, served: ServedModel) -> bool:
+        """Returns whether an adapter of the model is to be read, for requests or ahead of them."""
+        own = self._of.get(served.spec.model)
+        return bool(served.scheduler.adapters.num_waiting or (own is not None and own.ahead))
+
     def forget(self, model: str) -> None:
         """Drops what is known of a model that has left."""
         self._of.pop(model, None)
@@ -112,13 +136,13 @@ class AdapterLoads:
         self._tried_version = -1
 
     def look_after(self, waiting: Collection[ServedModel], may_free_memory: bool) -> None:
-        """Starts reads, places what has been read, and fails requests that wait in vain. waiting: models with requests that wait
-        for adapters. may_free_memory: whether something runs whose end could make room."""
+        """Starts reads, places what has been read, and fails requests that wait in vain. waiting: models whose adapters are wanted
+        (is_wanted). may_free_memory: whether something runs whose end could make room."""
         now, retry = time.monotonic(), self._tried_version != self._models.chunks.version
         self._forget_unwanted(waiting)
         for served in waiting:
             own = self._of.setdefault(served.spec.model, _OfModel())
-            for key in list(served.scheduler.adapters.wanted):
+            for key in self._wanted(served):
                 read = own.reads.get(key)
                 if read is None:
                     self._start(served, own, key, now)
@@ -130,13 +154,23 @@ class AdapterLoads:
                     self._give_up(served, key, code, _said(read.error))
                 elif may_free_memory and not retry:
                     own.stuck_since_s.pop(key, None)
-                elif not self._place(served, own, read, key):
+                elif self._place(served, own, read, key):
+                    own.ahead.pop(key, None)
+                elif key in own.ahead and key not in served.scheduler.adapters.wanted:
+                    del own.reads[key]
+                    self._give_up(served, key, "no_adapter_room", "no room for it now, so it is read when a request names it")
+                else:
                     self._check_stuck(served, own, read, key, None if may_free_memory else now)
         self._tried_version = self._models.chunks.version
 
+    def _wanted(self, served: ServedModel) -> list[str]:
+        """Returns the keys of a model's adapters that are to be read: first those that requests wait for."""
+        own = self._of.get(served.spec.model)
+        return list(dict.fromkeys([*served.scheduler.adapters.wanted, *(own.ahead if own is not None else ())]))
+
     def _forget_unwanted(self, waiting: Collection[ServedModel]) -> None:
         """Drops what was read for requests that have gone meanwhile."""
-        wanted = {served.spec.model: set(served.scheduler.adapters.wanted) for served in waiting}
+        wanted = {served.spec.model: set(self._wanted(served)) for served in waiting}
         for model, own in self._of.items():
             for key in [key for key, read in own.reads.items() if read.is_over and key not in wanted.get(model, ())]:
                 del own.reads[key]
@@ -197,7 +231,9 @@ class AdapterLoads:
 
     def _give_up(self, served: ServedModel, key: str, code: str, why: str) -> None:
         """Fails the requests that wait for an adapter."""
-        name = self._of[served.spec.model].sources[key].name
+        own = self._of[served.spec.model]
+        own.ahead.pop(key, None)
+        name = own.sources[key].name
         log.warning("%s: adapter %s: %s", served.spec.model, name, why)
         for request in served.scheduler.adapters.take_waiting(key):
             self._fail(request.request_id, code, f"model {served.spec.model}: adapter {name}: {why}")

@@ -24,7 +24,7 @@ MAX_ADAPTERS = 64  # of one model in memory; the device's tables have a column f
 class ResidentAdapter:
     """An adapter in device memory. key: identifies its files. number: its column in the model's tables. num_rows: running sequences
     that use it. last_used: larger for one that was used later. is_new: requests that waited for it are queued, and none has run;
-    another adapter must not drive it out then, or two could drive each other out for ever."""
+    another adapter must not drive it out then, or two could drive each other out for ever. is_retired: leaves with its last row."""
 
     key: str
     number: int
@@ -32,6 +32,7 @@ class ResidentAdapter:
     num_rows: int = 0
     last_used: int = 0
     is_new: bool = False
+    is_retired: bool = False
 
 
 class Adapters:
@@ -66,12 +67,31 @@ class Adapters:
     def leave(self, key: str) -> None:
         """Takes back one `take`, after which others may have its chunks if it is idle."""
         self.undo(key)
-        if not self.resident[key].num_rows:
+        adapter = self.resident[key]
+        if adapter.is_retired and not adapter.num_rows:
+            self._drop(adapter)
+        elif not adapter.num_rows:
             self._chunks.version += 1
 
     def undo(self, key: str) -> None:
         """Takes back a `take` of a moment ago: nobody who waits for memory is woken."""
         self.resident[key].num_rows -= 1
+
+    def retire(self, key: str) -> None:
+        """Drops an adapter that no further request will name, once its last row has ended."""
+        adapter = self.resident.get(key)
+        if adapter is None:
+            return
+        adapter.is_retired = True
+        if not adapter.num_rows and not adapter.is_new:
+            self._drop(adapter)
+
+    def keep(self, key: str) -> bool:
+        """Returns whether an adapter is resident; it is retired no longer."""
+        adapter = self.resident.get(key)
+        if adapter is not None:
+            adapter.is_retired = False
+        return adapter is not None
 
     def gone(self, request: BatchRequest) -> None:
         """Notes that a queued request was aborted, for whose adapter nobody may be left."""

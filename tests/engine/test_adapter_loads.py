@@ -97,7 +97,7 @@ class Desk:
         self.served.scheduler.submit(BatchRequest(request_id, tokens, num_prompt, SamplingParams(4), adapter=key))
 
     def look(self, may_free_memory: bool = True) -> None:
-        served = [self.served] if "m" in self.node.models.by_name and self.served.scheduler.adapters.num_waiting else []
+        served = [self.served] if "m" in self.node.models.by_name and self.loads.is_wanted(self.served) else []
         self.loads.look_after(served, may_free_memory)
 
     def finish_reads(self) -> None:
@@ -275,3 +275,77 @@ def test_a_model_that_takes_none_says_so(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.served.hosted.adapter_memory = None  # type: ignore[misc]
     assert desk.loads.why_not(desk.served, source("a")) == "model m takes no adapters"
+
+
+def test_one_that_is_loaded_ahead_is_there_for_its_first_request(desk: Desk) -> None:
+    desk.loads.bring(desk.served, source("a"))
+    desk.look()
+    desk.look()
+    assert [read.source.name for read in desk.reads] == ["a"]
+    desk.finish_reads()
+    desk.look()
+    assert [(message.adapter, message.num_bytes) for message in desk.sent if isinstance(message, AdapterLoaded)] == [
+        ("a", CHUNK_BYTES)
+    ]
+    assert not desk.loads.is_wanted(desk.served)
+    desk.loads.bring(desk.served, source("a"))
+    desk.submit(1, "a")
+    assert not desk.served.scheduler.adapters.num_waiting
+    desk.node.run("m")
+    desk.loads.retire(desk.served, source("a"))
+    assert not desk.memory.known
+    assert desk.node.models.stats(1).adapters == {}
+    desk.look()
+    assert not desk.reads
+
+
+@pytest.mark.parametrize("how", ["broken", "no room", "hung", "retired"])
+def test_one_that_cannot_be_loaded_ahead_is_given_up(desk: Desk, how: str) -> None:
+    desk.memory.num_bytes["a"] = (17 if how == "no room" else 1) * CHUNK_BYTES
+    desk.memory.error = CheckpointError("adapter_config.json", None, "no") if how == "broken" else None
+    desk.loads.bring(desk.served, source("a"))
+    desk.look()
+    if how == "hung":
+        desk.reads[0].is_prepared = True
+        desk.now = adapter_loads.READ_LIMIT_S + 1
+        desk.look()
+        assert not desk.loads.is_wanted(desk.served)
+    if how == "retired":
+        desk.loads.retire(desk.served, source("a"))
+    desk.finish_reads()
+    desk.look()
+    desk.look()
+    assert not desk.loads.is_wanted(desk.served)
+    assert not desk.loads.under_way
+    assert not desk.failed
+    assert not desk.memory.known
+    assert not desk.served.scheduler.adapters.num_without_room
+    desk.memory.error = None
+    desk.memory.num_bytes["a"] = CHUNK_BYTES
+    desk.submit(1, "a")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    desk.node.run("m")
+    assert not desk.failed
+
+
+def test_a_request_for_one_that_is_loaded_ahead_waits_for_room_as_others_do(desk: Desk) -> None:
+    desk.memory.num_bytes["big"] = 17 * CHUNK_BYTES
+    desk.loads.bring(desk.served, source("big"))
+    desk.submit(1, "big")
+    desk.look()
+    desk.finish_reads()
+    desk.look()
+    assert desk.served.scheduler.adapters.num_without_room == 1
+    desk.node.models.set_lease(20)
+    desk.look()
+    assert not desk.loads.is_wanted(desk.served)
+    assert desk.memory.known
+
+
+def test_none_is_loaded_ahead_for_a_model_that_takes_none(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.served.hosted.adapter_memory = None  # type: ignore[misc]
+    desk.loads.bring(desk.served, source("a"))
+    assert not desk.loads.is_wanted(desk.served)

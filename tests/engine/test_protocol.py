@@ -14,9 +14,12 @@ from engine import protocol
 from engine.protocol import (
     JOURNAL_BYTES,
     Abort,
+    AdapterSource,
+    BringAdapter,
     Configure,
     FrameReader,
     FromEngine,
+    RetireAdapter,
     Submit,
     ToEngine,
     TokensOut,
@@ -32,6 +35,8 @@ MESSAGES: list[Any] = [
     load_message("/models/m"),
     submit_message(1, max_tokens=3, stop_token_ids=[4], output=[1, 2]),
     Abort([1, 2]),
+    BringAdapter("m", AdapterSource("a", "/a", "print")),
+    RetireAdapter("m", AdapterSource("a", "/a", "print")),
 ]
 
 

@@ -231,6 +231,37 @@ def test_no_more_than_the_tables_have_columns_for() -> None:
     assert adapters.resident.keys() == {"1", "3"}
 
 
+def test_a_retired_one_leaves_with_its_last_row() -> None:
+    harness = AdapterHarness(lease_chunks=8)
+    for key in ("1", "2", "3"):
+        harness.place(key)
+    harness.submit(1, prompt_of(5), LONG, adapter="1")
+    harness.submit(2, prompt_of(6, 1), LONG, adapter="3")
+    harness.step()
+    adapters = harness.scheduler.adapters
+    for key in ("1", "2", "3", "none"):
+        adapters.retire(key)
+    assert adapters.resident.keys() == {"1", "3"}, "rows use these two"
+    assert adapters.keep("3"), "loaded again meanwhile"
+    assert not adapters.keep("2")
+    harness.run()
+    assert adapters.resident.keys() == {"3"}
+    for request_id, prompt in ((1, prompt_of(5)), (2, prompt_of(6, 1))):
+        assert harness.output[request_id] == expected_output(prompt, LONG, 64)
+    harness.check_no_leak()
+
+
+def test_one_that_queued_requests_wait_for_is_not_dropped_before_they_run() -> None:
+    harness = AdapterHarness(lease_chunks=8)
+    harness.submit(1, prompt_of(5), LONG, adapter="1")
+    harness.place("1")
+    harness.scheduler.adapters.retire("1")
+    assert harness.scheduler.adapters.is_resident("1")
+    harness.run()
+    assert harness.output[1] == expected_output(prompt_of(5), LONG, 64)
+    assert not harness.scheduler.adapters.resident
+
+
 def test_chunks_are_adjacent_and_of_the_shortest_run() -> None:
     chunks = ChunkPool(10, 64, 10)
     chunks.take(np.array([2, 5], np.int32), reserved=False)  # free: 0-1, 3-4, 6-9
@@ -252,7 +283,7 @@ def test_texts_do_not_depend_on_adapters_coming_and_going(lease: int, data: st.D
     prompts: dict[int, list[int]] = {}
     aborted = set()
     for number in range(data.draw(st.integers(3, 25))):
-        match data.draw(st.integers(0, 5)):
+        match data.draw(st.integers(0, 6)):
             case 0 | 1:
                 prompts[number + 1] = prompt_of(data.draw(st.integers(1, 30)), number)
                 adapter = data.draw(st.sampled_from(["", "1", "2", "3"]))
@@ -266,6 +297,8 @@ def test_texts_do_not_depend_on_adapters_coming_and_going(lease: int, data: st.D
                 request_id = data.draw(st.sampled_from(sorted(prompts)))
                 if harness.scheduler.abort(request_id):
                     aborted.add(request_id)
+            case 5:
+                harness.scheduler.adapters.retire(data.draw(st.sampled_from(sorted(sizes))))
             case _:
                 harness.step()
         harness.check()
