@@ -172,6 +172,27 @@ class ModelPort(Protocol):
         ...
 
 
+class LoadedAdapter(NamedTuple):
+    """A LoRA adapter that was loaded or unloaded. not_saved: why a restart would forget that; None if it is saved."""
+
+    name: str
+    base: str
+    not_saved: HearthError | None = None
+
+
+class AdapterPort(Protocol):
+    """What loads LoRA adapters from folders of this machine, by names that operators give them."""
+
+    async def load(self, name: str, path: str, in_place: bool) -> LoadedAdapter:
+        """Serves the adapter in a folder by this name, from now on and after a restart, and has it read into memory if its base is
+        there. in_place: also where an adapter was loaded under the name. Raises HearthError; nothing has changed then."""
+        ...
+
+    async def unload(self, name: str) -> LoadedAdapter:
+        """Serves it no longer. Its requests that run go on to their end, then its memory is free. Raises HearthError."""
+        ...
+
+
 class Resident(NamedTuple):
     """A model in a device's memory. size_bytes: its weights and its KV. gpu_bytes: the part of them on a GPU. leaves: Unix seconds
     at which it leaves the memory if no further request comes; inf: not before its memory is needed."""
@@ -231,6 +252,9 @@ class Guarded(Protocol):
 
     @property
     def watching(self) -> bool: ...
+
+    @property
+    def operating(self) -> bool: ...
 
     @property
     def for_operators(self) -> bool: ...

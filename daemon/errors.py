@@ -110,11 +110,14 @@ _REFUSALS: dict[str, tuple[type[HearthError], int]] = {
 }
 _EXIT_CODES = {
     "model_not_found": EXIT_NOT_FOUND,
+    "adapter_not_found": EXIT_NOT_FOUND,
     "model_removed": EXIT_NOT_FOUND,
     "request_not_found": EXIT_NOT_FOUND,
     "not_found": EXIT_NOT_FOUND,
     "model_too_large": EXIT_NO_FIT,
     "model_unusable": EXIT_NO_FIT,
+    "adapter_unusable": EXIT_NO_FIT,
+    "adapter_without_base": EXIT_NO_FIT,
     "would_not_fit": EXIT_NO_FIT,
     "not_kept": EXIT_NO_FIT,
     "permission_denied": EXIT_DENIED,

@@ -155,6 +155,7 @@ class Lifecycle:
             rescans = Rescans(node.rescan, scanner)
             self._folder_watch = FolderWatch(rescans.changed)
             scanner.looked_into = self._folder_watch.look_at
+            node.adapters.changed = rescans.changed
             await node.rescan()
             node.registry.unknown_models()
             node.take_up_kept()
@@ -249,6 +250,7 @@ class Lifecycle:
             node.audit,
             lambda: node.traces.tracer,
             node.upstreams,
+            node.adapters,
         )
         return make_runner(app, FLUSH_LIMIT_S)
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from loader import hub_cache, layout, open_files
@@ -104,26 +105,33 @@ class Checkpoint:
 
 @dataclass(slots=True, frozen=True)
 class Seen:
-    """A model that `walk` found. in_cache: whether it is in a Hugging Face cache."""
+    """A model that was found. in_cache: whether it is in a Hugging Face cache. is_named: whether it is one of `named_adapters`."""
 
     checkpoint: Checkpoint
     in_cache: bool = False
+    is_named: bool = False
 
 
-def scan(models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None) -> dict[str, Checkpoint]:
-    """Returns all models below models_dir by name (their path below it), sorted. previous: as for `walk`. Raises OSError if
-    models_dir itself can't be read, or if no more files can be opened."""
-    return merged(walk(models_dir, previous))
+def scan(
+    models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None, named: Mapping[str, str] | None = None
+) -> dict[str, Checkpoint]:
+    """Returns all models below models_dir by name (their path below it), sorted. previous: as for `walk`. named: adapters in other
+    folders, as for `named_adapters`. Raises OSError if models_dir itself can't be read, or if no more files can be opened."""
+    return merged(chain(walk(models_dir, previous), named_adapters(named or {}, previous)))
 
 
 def merged(found: Iterable[Seen]) -> dict[str, Checkpoint]:
-    """Returns the models by name, sorted. Where a Hugging Face cache and a plain folder have a model of the same name, the plain
-    one counts."""
+    """Returns the models by name, sorted. Where several have the same name, a named adapter counts, then a plain folder, then what
+    a Hugging Face cache has."""
     plain: dict[str, Checkpoint] = {}
     cached: dict[str, Checkpoint] = {}
+    named: dict[str, Checkpoint] = {}
     for seen in found:
-        (cached if seen.in_cache else plain)[seen.checkpoint.name] = seen.checkpoint
-    return dict(sorted((cached | plain).items()))
+        (named if seen.is_named else cached if seen.in_cache else plain)[seen.checkpoint.name] = seen.checkpoint
+    below = cached | plain
+    for name in named.keys() & below.keys():
+        log.warning("%s: its folder %s is hidden by the adapter that was loaded under this name", name, below[name].path)
+    return dict(sorted((below | named).items()))
 
 
 def walk(
@@ -207,6 +215,39 @@ def walk(
                 inner = repo or entry.name
                 if inside is not None:
                     folders.append((inside, f"{name}/{inner}" if name else inner, depth + 1, in_cache or repo is not None))
+
+
+def named_adapters(
+    named: Mapping[str, str],
+    previous: Mapping[str, Checkpoint] | None = None,
+    looking: Callable[[str], None] = lambda path: None,
+    silent: Mapping[str, str] | None = None,
+    watched: Callable[[str], None] = lambda folder: None,
+) -> Iterator[Seen]:
+    """Yields the LoRA adapters in these folders, which may lie anywhere. named: name -> folder, whatever it holds. The others: as
+    for `walk`. Raises OSError if no more files can be opened."""
+    for name, path in named.items():
+        if path in (silent or {}):
+            checkpoint = Checkpoint(name, path, reason=(silent or {})[path], is_adapter=True)
+        else:
+            looking(path)
+            watched(path)
+            checkpoint = _named_adapter(name, path, (previous or {}).get(name))
+        yield Seen(checkpoint, is_named=True)
+
+
+def _named_adapter(name: str, path: str, previous: Checkpoint | None) -> Checkpoint:
+    try:
+        files = [entry for entry in os.scandir(path) if not entry.name.startswith(".") and _is_file(entry)]
+    except OSError as error:
+        if open_files.are_used_up(error):
+            raise
+        return Checkpoint(name, path, reason=f"{path}: {error.strerror}", is_adapter=True)
+    if not _is_adapter({entry.name for entry in files}):
+        has_config = any(entry.name == lora.CONFIG_NAME for entry in files)
+        problem = f"{path} is a model's folder" if has_config else f"{path} holds no {lora.CONFIG_NAME}"
+        return Checkpoint(name, path, error=problem, is_adapter=True)
+    return _scan_folder(Path(path), name, files, previous)
 
 
 def _identities_above(root: Path) -> set[tuple[int, int]]:

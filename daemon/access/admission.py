@@ -74,6 +74,10 @@ class Access:
         NotAllowed, whose `details` say for the audit log which key it was."""
         if self.keys is None:
             self._refuse_other_sites(request, endpoint)
+            if endpoint is not None and endpoint.operating and not _is_of_this_machine(request.remote):
+                self._refused("no admin", request)
+                message = "Without keys, what the node serves is changed from its own machine only; set keys to do it from others."
+                raise NotAllowed("not_admin", message)
             return NO_KEY
         found = self._keys_in(request)
         key = self.keys.find(found[0]) if len(found) == 1 else None
@@ -94,6 +98,10 @@ class Access:
         if endpoint is not None and endpoint.watching and not self.keys.may_watch(key.tenant):
             self._refused("no admin", request)
             message = "This tells of all tenants; only keys of a tenant with `admin = true` open it."
+            raise NotAllowed("not_admin", message, details=_known(key))
+        if endpoint is not None and endpoint.operating and not key.tenant.admin:
+            self._refused("no admin", request)
+            message = "This changes what the node serves; only keys of a tenant with `admin = true` may do it."
             raise NotAllowed("not_admin", message, details=_known(key))
         return key
 
@@ -164,6 +172,17 @@ class Access:
 
 def _known(key: Key) -> dict[str, object]:
     return {"tenant": key.tenant.name, "key": key.sum_start}
+
+
+def _is_of_this_machine(remote: str | None) -> bool:
+    """Returns whether a connection comes from this machine. remote: its other end's address; none for a Unix socket."""
+    if not remote:
+        return True
+    try:
+        address = ipaddress.ip_address(remote.partition("%")[0])
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def is_address(host: str) -> bool:

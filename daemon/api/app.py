@@ -21,7 +21,7 @@ from daemon.api.forwarding import answer_elsewhere
 from daemon.api.progress import Progress
 from daemon.api.request_scope import RequestScope
 from daemon.api.response_store import ResponseStore
-from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort
+from daemon.contracts import AdapterPort, Guarded, HealthPort, HttpSettings, ModelPort, RequestPort
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.http.answers import SERVER, error_response
 from daemon.http.connection import ANSWERING, Answering, Connection, Runner
@@ -58,13 +58,14 @@ def make_app(
     audit: AuditLog | None = None,
     tracer: Callable[[], Tracer | None] = lambda: None,
     upstreams: Upstreams | None = None,
+    adapters: AdapterPort | None = None,
 ) -> web.Application:
     """Returns the application. It must be served through `make_runner`, without whose settings a client's disconnect goes
     unnoticed. access: by default no keys, and this machine's names only. serves: whether an endpoint is served here. feed:
     what the status page shows; None: there is no page. answered: called for each answer with the endpoint's name ("" for an
     unknown path) and the status. stored: the responses that later ones may follow; by default none are. quotas: what tenants have
     used of their limits; listeners share it. audit: by default it is off. tracer: returns what traces requests, None while nothing
-    does. upstreams: names that other servers answer; by default there are none."""
+    does. upstreams: names that other servers answer; by default there are none. adapters: loads adapters; None: nothing does."""
     context = ApiContext(
         requests=requests,
         models=models,
@@ -81,6 +82,7 @@ def make_app(
         quotas=quotas or Quotas(),
         audit=audit or AuditLog(),
         upstreams=upstreams,
+        adapters=adapters,
     )
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -245,6 +247,7 @@ async def _handle(
         return response
     sender = "" if key is None else key.tenant.name
     call = Call(request, context, endpoint, target.scope, target.path_id, progress, key is None, sender)
+    call.key = "" if key is None else key.sum_start
     upstreams = context.upstreams
     if endpoint.passes_on and upstreams is not None and upstreams.by_name:
         passed_on = await answer_elsewhere(call, upstreams, endpoint.passes_on)

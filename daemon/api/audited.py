@@ -1,9 +1,14 @@
-"""Writes what the HTTP API refused, and requests if they are wanted, to the audit log."""
+"""Writes what the HTTP API refused, operators' commands, and requests if they are wanted, to the audit log."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 from aiohttp import web
 
+from daemon.api.endpoint import Call
 from daemon.api.request_scope import RequestScope
 from daemon.errors import HearthError
 from daemon.record.audit_log import AuditLog
@@ -22,6 +27,26 @@ def refused(
     elif scope is not None and error.code in _OVER_LIMIT:
         tenant = scope.tenant.name
         audit.write_refusal(f"limit {tenant}", "limit_refused", error.code, tenant=tenant, key=scope.key.sum_start, **about)
+
+
+@contextmanager
+def command(audit: AuditLog, call: Call, name: str, model: str, options: Mapping[str, object] | None = None) -> Iterator[None]:
+    """Writes how an operator's command ended that is given within this context. name: as `hearth` has it."""
+    result, message = "internal", None
+    try:
+        yield
+        result = "ok"
+    except HearthError as error:
+        result, message = error.code, error.message
+        raise
+    except asyncio.CancelledError:
+        result, message = "cancelled", "the client left before the command ended"
+        raise
+    finally:
+        about = {"tenant": call.tenant or None, "key": call.key or None, "address": call.request.remote}
+        audit.write(
+            "command", result, **about, request_id=call.request_id, command=name, model=model, options=options, message=message
+        )
 
 
 def request(audit: AuditLog, request: web.Request, request_id: str, endpoint: str, status: int, scope: RequestScope) -> None:

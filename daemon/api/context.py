@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from daemon.access.admission import Access
 from daemon.access.quotas import Quotas
 from daemon.api.response_store import ResponseStore
-from daemon.contracts import Guarded, HealthPort, HttpSettings, ModelPort, RequestPort, SenderPort
+from daemon.contracts import AdapterPort, Guarded, HealthPort, HttpSettings, ModelPort, RequestPort, SenderPort
 from daemon.page.feed import PageFeed
 from daemon.record.audit_log import AuditLog
 from daemon.streams.stream_clock import StreamClock
@@ -48,6 +48,7 @@ class ApiContext:
     audit: AuditLog = field(default_factory=AuditLog)
     sender: SenderPort = _NO_SENDER
     upstreams: Upstreams | None = None  # None: this node answers for all its names itself
+    adapters: AdapterPort | None = None  # None: none are loaded over HTTP
 
     def scoped(self, models: ModelPort, requests: RequestPort, sender: SenderPort, more_headers: Mapping[str, str]) -> ApiContext:
         """Returns the context of one request. It is written out because dataclasses.replace() takes longer than all of a
@@ -55,5 +56,5 @@ class ApiContext:
         return ApiContext(
             requests, models, self.text, self.health, self.settings, self.clock, self.max_body_bytes,
             self.stored, self.access, self.serves, self.page, more_headers, self.answered,
-            self.quotas, self.audit, sender, self.upstreams,
+            self.quotas, self.audit, sender, self.upstreams, self.adapters,
         )  # fmt: skip

@@ -83,6 +83,7 @@ class Endpoint:
 
     open: served without a key where keys are set; handle() then has to keep the node's inside from strangers (Call.stranger).
     watching: reports on all tenants, so an admin's key is needed as soon as there is one.
+    operating: changes what the node serves, so an admin's key is needed, or a connection of this machine where no keys are set.
     for_operators: leaves the main listener if operators have a listener of their own."""
 
     name: str
@@ -98,13 +99,15 @@ class Endpoint:
     passes_on: str = ""
     open: bool = False
     watching: bool = False
+    operating: bool = False
     for_operators: bool = False
 
 
 @dataclass(slots=True)
 class Call:
     """One request at an endpoint. scope: the model of /m/MODEL/…; None: the path names none. path_id: what stands for the {id} of
-    the endpoint's path. stranger: keys are set and the request has none. tenant: its sender's name, "" without keys."""
+    the endpoint's path. stranger: keys are set and the request has none. tenant: its sender's name, "" without keys. key: how its
+    key's sum begins, or ""."""
 
     request: web.Request
     context: ApiContext
@@ -114,6 +117,7 @@ class Call:
     progress: Progress
     stranger: bool = False
     tenant: str = ""
+    key: str = ""
     data: bytes | None = None  # the body, once it is read
     resolved: ModelEntry | None = None  # the body's model, if it was looked up before the endpoint's own look
 

@@ -62,6 +62,22 @@ CODES: dict[str, tuple[int, str, str]] = {
         "the LoRA adapter's files cannot be read, or do not fit the model; the message says why",
         "correct the files",
     ),
+    "adapter_loaded": (
+        400,
+        "a LoRA adapter is to be loaded under a name under which one was loaded",
+        "`load_inplace` true, or `hearth load --replace`, replaces it",
+    ),
+    "adapter_without_base": (
+        400,
+        "a LoRA adapter is to be loaded whose base is no model of this node; the message names it",
+        "add the base, or name it with `base` in the adapter's settings",
+    ),
+    "adapter_in_folder": (
+        400,
+        "a LoRA adapter is to be unloaded that lies in the models folder and was not loaded",
+        "`hearth rm` deletes it",
+    ),
+    "name_taken": (400, "a LoRA adapter is to be loaded under a name that something else has", "choose another name"),
     "model_too_large": (
         400,
         "the model can never be loaded here; the message has the arithmetic",
@@ -75,11 +91,21 @@ CODES: dict[str, tuple[int, str, str]] = {
         "a page of another site asked, in somebody's browser",
         "serve the page from the same origin, or set `allowed_origins`",
     ),
-    "not_admin": (403, "this tells of all tenants and the key's tenant is no `admin`", "use an admin's key"),
+    "not_admin": (
+        403,
+        "this tells of all tenants, or changes what the node serves, and the key's tenant is no `admin`; without keys, the latter "
+        "is for connections from the node's own machine",
+        "use an admin's key",
+    ),
     "permission_denied": (403, "a command over the status socket, or a socket one may not open", "join the group hearthd"),
     "not_found": (404, "no such path; `hearth why`: no such model or request", "see the paths above"),
     "response_not_found": (404, "no response of that id is kept for this key's tenant", "see stored_responses_bytes"),
     "model_not_found": (404, "no model of that name that this key may use", "see `GET /v1/models`, `hearth models`"),
+    "adapter_not_found": (
+        404,
+        "the folder of a LoRA adapter that is to be loaded is not there, or not readable",
+        "correct the path",
+    ),
     "model_removed": (404, "the model's folder went while the request waited", "put it back"),
     "method_not_allowed": (405, "the path is there for another method; `Allow` names it", "use that"),
     "head_timeout": (408, "address and headers of a request were not in within 10 s", "send them at once"),

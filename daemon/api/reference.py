@@ -35,7 +35,8 @@ CONTROL = {
     "GET /control/v1/history": "`hearth history`: the last placements with victims and scores; `?model=NAME`",
     "GET /control/v1/top": "`hearth top`: devices, models, tokens and the last swaps, as they are now",
     "POST /control/v1/models/{name}/{command}": "load, unload, pin, unpin, enable, disable: progress, a JSON object a line, the "
-    "last one the result; `?wait=0` answers at once; `unload?to=warm` leaves its weights in host memory",
+    "last one the result; `?wait=0` answers at once; `unload?to=warm` leaves its weights in host memory; `load?adapter=DIR` "
+    "loads the LoRA adapter in a folder by this name, `&replace=1` in place of one that was loaded so",
     "POST /control/v1/drain": "`hearth drain`; `?model=NAME`",
     "POST /control/v1/resume": "`hearth resume`; `?model=NAME`",
     "POST /control/v1/reload": "`hearth reload`: what was applied and what needs a restart",
@@ -95,9 +96,11 @@ def reference() -> str:
         "",
         "Made by `python -m daemon.api.reference` from the code; do not edit by hand.",
         "",
-        "All but `/ping`, `/version`, `/load` and the status page are there twice: as written here, and below `/m/MODEL`, for that",
-        "model alone. Where keys are set each path needs `Authorization: Bearer KEY`, except the *open* ones; those marked *admin*",
-        "need a tenant with `admin = true` as soon as there is one. The key may also stand in `x-api-key` or `api-key`.",
+        "All but `/ping`, `/version`, `/load`, the status page and what loads adapters are there twice: as written here, and below",
+        "`/m/MODEL`, for that model alone. Where keys are set each path needs `Authorization: Bearer KEY`, except the *open* ones;",
+        "those marked *admin* need a tenant with `admin = true` as soon as there is one, and those marked *operator* always.",
+        "Without keys the latter are for connections from the node's own machine. The key may also stand in `x-api-key` or",
+        "`api-key`.",
         "`X-Request-Id` is taken from the request or made, and always returned. Where [traces](../operations.md#traces) are on,",
         "`traceparent` and `tracestate` are read and `traceresponse` is returned. `OPTIONS` is answered to pages of",
         "`allowed_origins` ([keys.md](keys.md#pages-of-other-sites)).",
@@ -106,7 +109,7 @@ def reference() -> str:
         "|---|---|---|---|",
     ]
     for endpoint in ENDPOINTS:
-        access = "open" if endpoint.open else "admin" if endpoint.watching else "yes"
+        access = "operator" if endpoint.operating else "open" if endpoint.open else "admin" if endpoint.watching else "yes"
         lines.append(f"| {endpoint.methods[0]} | `{endpoint.paths[0]}` | {access} | {endpoint.about} |")
     for title, body, meanings in tables():
         lines += ["", f"## {title}", "", "| field | type | meaning |", "|---|---|---|"]

@@ -56,7 +56,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("status", node.status, "the daemon, its devices and engines")
     add("gpus", gpus.gpus, "the machine's GPUs: who uses them, temperature, memory, faults; also without a daemon")
     load = add("load", models.command, "load a model and wait until it is ready", "NAME")
-    unload = add("unload", models.command, "evict a model now; requests that wait for it may bring it back", "NAME")
+    load.add_argument(
+        "--adapter", metavar="DIR", help="serve the LoRA adapter in this folder by the name, from now on; `unload NAME` ends that"
+    )
+    load.add_argument("--replace", action="store_true", help="with --adapter: in place of one that was loaded under the name")
+    unload = add(
+        "unload", models.command, "evict a model now; requests that wait for it may bring it back. Or end `load --adapter`", "NAME"
+    )
     unload.add_argument(
         "--to", choices=("cold", "warm"), default="cold", help="warm: its weights stay in host memory, if a copy is there"
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
-from daemon.cli.client import Client
+from daemon.cli.client import Client, CommandError
+from daemon.cli.drafts import acceptance
 from daemon.cli.table import ago, duration, size, table
 from daemon.engines.kernels import sentence as kernels_sentence
+from daemon.errors import EXIT_USAGE
 from daemon.operate.control_status import EXIT_OF_STATUS
 
 ROW_KEYS = (
@@ -28,6 +31,7 @@ ROW_KEYS = (
     "keep_alive_s",
     "leaves",
 )
+DRAFT_KEYS = ("drafted_tokens", "accepted_tokens")  # of models that have drafted
 NOT_TO_BE_LOADED = ("disabled", "incomplete", "refused")
 DONE = {
     "load": "is loaded",
@@ -47,7 +51,8 @@ def ps(client: Client, options: argparse.Namespace) -> None:
     rows = [row for row in held if row["state"] not in ("cold", *NOT_TO_BE_LOADED)]
     num_others = sum(row["state"] in NOT_TO_BE_LOADED for row in found)
     if options.json:
-        print(json.dumps([{key: row[key] for key in ROW_KEYS} for row in rows], indent=1))
+        shown = [{key: row[key] for key in ROW_KEYS} | {key: row[key] for key in DRAFT_KEYS if key in row} for row in rows]
+        print(json.dumps(shown, indent=1))
     else:
         print(_table(rows) if rows else "no model is loaded; `hearth models` lists all")
         compiling = {row["device"]: row["kernels"] for row in rows if row.get("kernels")}
@@ -82,7 +87,8 @@ def models(client: Client, options: argparse.Namespace) -> None:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     with_leaves = any(row["keep_alive_s"] is not None for row in rows)
-    last = ("LEAVES",) if with_leaves else ()
+    with_drafts = any(map(acceptance, rows))
+    last = (*(("LEAVES",) if with_leaves else ()), *(("ACCEPTED",) if with_drafts else ()))
     header = ("NAME", "STATE", "DEVICE", "WEIGHTS", "KV", "ACTIVE", "QUEUED", "PINNED", "LAST USED", *last)
     lines = [
         (
@@ -96,6 +102,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
             "yes" if row["pinned"] else "",
             "-" if row["state"] == "adapter" else ago(row["last_used"]),
             *((_leaves(row),) if with_leaves else ()),
+            *((acceptance(row),) if with_drafts else ()),
         )
         for row in rows
     ]
@@ -135,12 +142,18 @@ def command(client: Client, options: argparse.Namespace) -> int | None:
     was done could not be saved, otherwise None."""
     verb, name = options.command, options.name
     path = f"/control/v1/models/{quote(name)}/{verb}"
-    if getattr(options, "no_wait", False):
+    folder = getattr(options, "adapter", None)
+    if folder is None and getattr(options, "replace", False):
+        error = {"code": "invalid_request", "message": "--replace: goes with --adapter DIR", "details": {}}
+        raise CommandError(EXIT_USAGE, error)
+    if folder is not None:
+        path += "?" + urlencode({"adapter": os.path.abspath(folder), "replace": int(options.replace)})
+    elif getattr(options, "no_wait", False):
         path += "?wait=0"
     if getattr(options, "to", "cold") != "cold":
         path += f"?to={options.to}"
     lines = client.lines("POST", path)
-    if verb in ("load", "pin") and not options.json and sys.stdout.isatty():
+    if verb in ("load", "pin") and folder is None and not options.json and sys.stdout.isatty():
         from daemon.cli.progress import show
 
         lines = show(name, lines)
@@ -159,4 +172,6 @@ def command(client: Client, options: argparse.Namespace) -> int | None:
 
 
 def _extra(verb: str, result: dict[str, Any]) -> str:
-    return f" ({result['state']})" if verb in ("pin", "enable", "unload") else ""
+    if result["state"] == "adapter":
+        return f", an adapter of {result['base']}"
+    return f" ({result['state']})" if verb in ("pin", "enable", "unload") and result["state"] != "absent" else ""

@@ -35,7 +35,8 @@ def status(client: Client, options: argparse.Namespace) -> None:
     if value["state_not_saved"] is not None:
         lost = value["state_not_saved"]
         print(
-            f"state not saved: {lost['message']} (first {ago(lost['since'])}); a restart would forget pins and switched-off models"
+            f"state not saved: {lost['message']} (first {ago(lost['since'])}); a restart would forget pins, "
+            "switched-off models and loaded adapters"
         )
     print(f"longest stall of the event loop {1000 * value['event_loop_stall_max_s']:.1f} ms\n")
     header = ("DEVICE", "ENGINE", "BUDGET", "MODELS", "WORK SPACE", "KV LEASE", "RESTARTS")

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from daemon.cli.client import Client, CommandError
+from daemon.cli.drafts import acceptance
 from daemon.cli.node import host_memory
 from daemon.cli.table import size, table
 from daemon.errors import EXIT_USAGE
@@ -73,6 +74,7 @@ def lines(now: dict[str, Any], before: dict[str, Any], columns: int, colours: bo
         found.append(_cut(host_memory(now["host_tier"]), columns))
     found.append("")
     found += [_cut(line, columns) for line in _models(now, before, passed_s, letters).splitlines()]
+    found += [_cut(line, columns) for line in _adapters(now)]
     found += ["", _cut(_timeline(now, columns), columns)]
     found += [_cut(_swap(row, now["time"]), columns) for row in now["swaps"][-5:]]
     return found
@@ -114,6 +116,9 @@ def _models(now: dict[str, Any], before: dict[str, Any], passed_s: float, letter
     shown = [model for model in now["models"] if model["state"] not in ("cold", "disabled", "refused", "incomplete")]
     if not shown:
         return "no model is loaded"
+    earlier = {model["name"]: model for model in before["models"]}
+    accepted = {model["name"]: acceptance(model, earlier.get(model["name"])) for model in shown}
+    with_drafts = any(accepted.values())
     rows = []
     for model in shown:
         name = model["name"]
@@ -128,9 +133,21 @@ def _models(now: dict[str, Any], before: dict[str, Any], passed_s: float, letter
                 str(model["active"]),
                 str(model["queued"]),
                 f"{max(0.0, tokens / passed_s):.0f}",
+                *((accepted[name],) if with_drafts else ()),
             )
         )
-    return table(("", "MODEL", "STATE", "WEIGHTS", "KV", "RUNS", "WAITS", "TOK/S"), rows, frozenset({3, 4, 5, 6, 7}))
+    header = ("", "MODEL", "STATE", "WEIGHTS", "KV", "RUNS", "WAITS", "TOK/S", *(("ACCEPTED",) if with_drafts else ()))
+    return table(header, rows, frozenset({3, 4, 5, 6, 7, 8}))
+
+
+def _adapters(now: dict[str, Any]) -> list[str]:
+    """Returns a line for each model that has LoRA adapters in memory."""
+    lines = []
+    for model in now["models"]:
+        if resident := model.get("adapters"):
+            count = f"{len(resident)} of {model['num_adapters']} in memory, {size(sum(resident.values()))}"
+            lines.append(f"adapters of {model['name']}: {count}: {', '.join(sorted(resident))}")
+    return ["", *lines] if lines else []
 
 
 def _timeline(now: dict[str, Any], columns: int) -> str:

@@ -125,7 +125,7 @@ FAMILIES = (
     _of(GAUGE, "hearth_config_reload_failing", "", "",
         "1 while the last reading of the settings or the keys was refused and older ones are in use; `hearth status` says why"),
     _of(GAUGE, "hearth_state_not_saved", "", "",
-        "1 while pins and switched-off models could not be written to state_dir; `hearth status` says why"),
+        "1 while pins, switched-off models and loaded adapters could not be written to state_dir; `hearth status` says why"),
     _of(GAUGE, "hearth_tls_certificate_expiry_time_seconds", "seconds", "",
         "Unix time at which the certificate of new connections expires; absent without TLS"),
     _of(COUNTER, "hearth_audit_dropped_total", "acts", "",

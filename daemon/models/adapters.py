@@ -33,7 +33,8 @@ log = logging.getLogger("hearthd.models")
 class AdapterRecord:
     """An adapter's name. base: the name of its base, "" while none is known. served: None while it cannot be served; `problem` says
     why, and is_incomplete whether that may pass without a change of the adapter's files: files or the base are missing. checked:
-    the base's shape that the adapter was held against, and what came of it (misfit)."""
+    the base's shape that the adapter was held against, and what came of it (misfit). loaded_from: the folder that an operator has
+    loaded it from, "" if it was found in the models folder."""
 
     checkpoint: Checkpoint
     base: str = ""
@@ -41,6 +42,7 @@ class AdapterRecord:
     problem: str = ""
     is_incomplete: bool = False
     checked: tuple[ModelShape, str] | None = None
+    loaded_from: str = ""
 
     @property
     def name(self) -> str:
@@ -67,12 +69,15 @@ class AdapterRecord:
 
     def lines(self) -> list[str]:
         """Returns what `hearth why` says of the adapter itself."""
+        by = f"an operator has loaded it from {self.loaded_from}; `hearth unload {self.name}` ends that"
+        loaded = [by] if self.loaded_from else []
         if self.served is None:
             of_base = f" of {self.base}" if self.base else ""
-            return [f"{self.name} is a LoRA adapter{of_base} and is {self.state}: {self.problem}"]
+            return [f"{self.name} is a LoRA adapter{of_base} and is {self.state}: {self.problem}", *loaded]
         return [
             f"{self.name} is a LoRA adapter of {self.base}: {self.about}",
             f"requests for it run in the steps of {self.base}; its file is read when the first of them runs",
+            *loaded,
         ]
 
     def row(self) -> dict[str, Any]:
@@ -93,14 +98,19 @@ class AdapterRecord:
             "leaves": None,
             "base": self.base,
             "rank": self.served.rank if self.served is not None else None,
+            "loaded_from": self.loaded_from,
         }
 
 
 def register_adapters(
-    config: NodeConfig, checkpoints: Mapping[str, Checkpoint], models: Mapping[str, Registered], before: Mapping[str, AdapterRecord]
+    config: NodeConfig,
+    checkpoints: Mapping[str, Checkpoint],
+    models: Mapping[str, Registered],
+    before: Mapping[str, AdapterRecord],
+    named: Mapping[str, str],
 ) -> dict[str, AdapterRecord]:
     """Returns the adapters among the checkpoints by name. models: all registered models. before: the last result; a record that
-    says the same is taken from it."""
+    says the same is taken from it. named: the folders that an operator has loaded adapters from, by name."""
     names = _NamesOfBases(config, models, checkpoints)
     found = {}
     for name, checkpoint in checkpoints.items():
@@ -112,6 +122,7 @@ def register_adapters(
             log.exception("%s: what its files say cannot be used", name)
             problem = f"what its files say cannot be used: {type(error).__name__}: {shortened(str(error))}"
             record = AdapterRecord(checkpoint, problem=problem)
+        record = replace(record, loaded_from=named.get(name, ""))
         known = before.get(name)
         found[name] = known if known == record else record
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
@@ -16,6 +17,7 @@ from config.units import format_bytes, parse_duration_s
 from config.upstream import host_of
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
 from daemon.models import speculators
+from daemon.models.adapter_loading import check_name, check_path, load_refusal, unload_refusal
 from daemon.models.adapters import AdapterRecord, base_setting_misfit, register_adapters, with_adapter
 from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import LoadSource, ModelEntry
@@ -32,13 +34,18 @@ from scheduler.node import events
 from scheduler.node.ledger import kv_reserved_bytes, size_of
 
 log = logging.getLogger("hearthd.models")
-# (models folder, the last result) -> every model by name; raises OSError if the folder can't be read
-Scan = Callable[[str, Mapping[str, catalog.Checkpoint]], Awaitable[dict[str, catalog.Checkpoint]]]
+# (models folder, or "" for none; the last result; adapters in other folders) -> every model by name; raises OSError if the models
+# folder can't be read
+Scan = Callable[[str, Mapping[str, catalog.Checkpoint], Mapping[str, str]], Awaitable[dict[str, catalog.Checkpoint]]]
 
 
-async def scan_in_thread(models_dir: str, previous: Mapping[str, catalog.Checkpoint]) -> dict[str, catalog.Checkpoint]:
-    """Scans the models folder in a thread, for callers that trust the folder and may wait for it."""
-    return await asyncio.to_thread(catalog.scan, models_dir, previous)
+async def scan_in_thread(
+    models_dir: str, previous: Mapping[str, catalog.Checkpoint], named: Mapping[str, str]
+) -> dict[str, catalog.Checkpoint]:
+    """Scans in a thread, for callers that trust the folders and may wait for them."""
+    if models_dir:
+        return await asyncio.to_thread(catalog.scan, models_dir, previous, named)
+    return catalog.merged(catalog.named_adapters(named, previous))
 
 
 _NO_HEADS: Mapping[str, catalog.Checkpoint] = {}
@@ -61,6 +68,7 @@ class Registry:
         self._without_carve_out = without_carve_out or {}
         self.models: dict[str, Registered] = {}
         self.adapters: dict[str, AdapterRecord] = {}
+        self.num_adapters: Mapping[str, int] = {}  # those that can be served, by their bases' names
         self._with_adapters: dict[str, ModelEntry] = {}  # the bases of adapters that can be served, by the adapter's name
         self.upstreams: dict[str, ModelEntry] = {}  # names that other servers answer, from the first scan on
         self._started = int(time.time())
@@ -132,12 +140,74 @@ class Registry:
         models folder cannot be read; nothing is changed then."""
         async with self._rescan_lock:
             config = config or self.config
-            before = self.models
-            known = {name: one.checkpoint for name, one in (before | self.adapters).items()}
-            checkpoints = await self._scan(config.models_dir, known)
+            before, named = self.models, self._state.adapters
+            checkpoints = await self._scan(config.models_dir, self._known(), named)
             found = await asyncio.to_thread(self._register_all, config, before, checkpoints)
-            adapters = await asyncio.to_thread(register_adapters, config, checkpoints, found, self.adapters)
+            adapters = await asyncio.to_thread(register_adapters, config, checkpoints, found, self.adapters, named)
             return self._swap(config, found, adapters)
+
+    def _known(self) -> dict[str, catalog.Checkpoint]:
+        return {name: one.checkpoint for name, one in (self.models | self.adapters).items()}
+
+    # ---- adapters that an operator loads
+
+    async def load_adapter(self, name: str, path: str, in_place: bool = False) -> AdapterRecord:
+        """Registers the adapter in a folder of this machine under a name. in_place: also where an adapter was loaded under that
+        name, which is replaced. It is in the state's `adapters` then, which the caller saves. Raises HearthError if it cannot be
+        served; nothing is changed then."""
+        check_name(name)
+        check_path(path)
+        async with self._rescan_lock:
+            self._refuse_taken(name, in_place)
+            try:
+                found = await self._scan("", self._known(), {name: path})
+            except OSError as error:
+                raise NotNow("adapter_unavailable", f"{path}: {error.strerror}", retry_after_s=10.0) from None
+            named = self._state.adapters | {name: path}
+            adapters = await asyncio.to_thread(register_adapters, self.config, found, self.models, self.adapters, named)
+            record = adapters[name]
+            if (refusal := load_refusal(record)) is not None:
+                raise refusal
+            if isinstance(base := self._served(record.base), HearthError):
+                raise base
+            self._state.adapters = named
+            self._take_adapters(self.adapters | adapters)
+            self._name_all()
+            return record
+
+    async def unload_adapter(self, name: str) -> AdapterRecord | None:
+        """Ends what load_adapter has begun; the caller saves the state. Returns the adapter as it was; None if no scan has looked
+        at it yet. Raises HearthError for a name that no adapter was loaded under."""
+        async with self._rescan_lock:
+            if name not in self._state.adapters:
+                raise unload_refusal(name, name in self.adapters)
+            self._state.adapters = {each: path for each, path in self._state.adapters.items() if each != name}
+            record = self.adapters.get(name)
+            self._take_adapters({each: one for each, one in self.adapters.items() if each != name})
+            self._name_all()
+            return record
+
+    def was_loaded(self, name: str) -> bool:
+        """Returns whether an operator has loaded an adapter under this name."""
+        return name in self._state.adapters
+
+    def _refuse_taken(self, name: str, in_place: bool) -> None:
+        """Raises HearthError if something else has the name of an adapter that is to be loaded."""
+        if self.was_loaded(name):
+            if in_place:
+                return
+            message = f"The adapter {name!r} is loaded already; load_inplace true replaces it."
+            raise BadRequest("adapter_loaded", message, param="lora_name")
+        if name in self.adapters or name in self.models:
+            kind = "an adapter" if name in self.adapters else "a model"
+            why = f"{kind} in the models folder, which is read anew whenever its files change"
+        elif name in self.upstreams:
+            why = "a model that another server answers"
+        elif self.names.knows(name):
+            why = "an alias of a model, or an entry of [names]"
+        else:
+            return
+        raise BadRequest("name_taken", f"{name!r} is the name of {why}; choose another one.", param="lora_name")
 
     def _register_all(
         self, config: NodeConfig, before: Mapping[str, Registered], checkpoints: Mapping[str, catalog.Checkpoint]
@@ -412,22 +482,28 @@ class Registry:
             for name, settings in config.models.items()
             if settings.upstream is not None
         }
+        self._name_all()
+        return changes
+
+    def _name_all(self) -> None:
+        """Makes the names and the list of models follow what is registered."""
         self.names = self._names_now()
-        entries = [registered.entry for registered in found.values() if registered.entry is not None]
+        entries = [registered.entry for registered in self.models.values() if registered.entry is not None]
         entries += [*self.upstreams.values(), *self._with_adapters.values()]
         self._entries = sorted(entries, key=lambda entry: entry.own_name)
-        return changes
 
     def _take_adapters(self, found: dict[str, AdapterRecord]) -> None:
         """Takes over the adapters of a scan, and logs what has changed of them."""
         before, self.adapters, self._with_adapters = self.adapters, found, {}
         for name in before.keys() - found.keys():
-            log.info("%s: the adapter's folder is gone", name)
+            told = "the adapter is unloaded" if before[name].loaded_from else "the adapter's folder is gone"
+            log.info("%s: %s", name, told)
         for name, record in found.items():
             if record.served is not None and (base := self.models[record.base].entry) is not None:
                 self._with_adapters[name] = with_adapter(base, record.served)
             if record is not before.get(name):
                 log.log(logging.INFO if record.served is not None else logging.WARNING, "%s", record.describe())
+        self.num_adapters = Counter(base.name for base in self._with_adapters.values())
 
     def _entry_of_upstream(self, name: str, settings: ModelConfig) -> ModelEntry:
         return ModelEntry(

@@ -39,6 +39,7 @@ from daemon.http.tls import Tls
 from daemon.metrics.counters import Metrics
 from daemon.models.registry import Registry
 from daemon.node.live_settings import LiveSettings
+from daemon.node.loaded_adapters import LoadedAdapters
 from daemon.node.reloads import Reloads
 from daemon.node.warming import Warming
 from daemon.process import moment
@@ -145,6 +146,7 @@ class NodeParts:
         self.stored = ResponseStore(int(config.stored_responses_bytes))
         self.upstreams = Upstreams(self._upstream_changed)
         self.warming = Warming(lambda: self.config, self.dispatcher, self.tasks, self.ring)
+        self.adapters = LoadedAdapters(self.registry, self.scheduler, self.dispatcher, self.state_keeper, self.ring)
         self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         self.url = ""
         self.keys: Keys | None = None  # None: no keys are set
@@ -303,6 +305,8 @@ class NodeParts:
             }
             if (found := self.registry.models.get(view.name)) is not None and found.entry is not None:
                 row["task"] = found.entry.task
+            if drafted := self.metric.drafted_tokens.get(view.name, 0):
+                row["drafted_tokens"], row["accepted_tokens"] = drafted, self.metric.accepted_tokens.get(view.name, 0)
             if not view.device and (not_warmed := self.warming.problems.get(view.name)) is not None:
                 row["not_warmed"] = not_warmed
             if view.quarantined_until is not None:
@@ -325,6 +329,10 @@ class NodeParts:
                     row["device"], row["weights_bytes"] = device, num_bytes
             rows.append(row)
         return rows
+
+    def adapters_in_memory(self) -> dict[str, dict[str, int]]:
+        """Returns the LoRA adapters in a device's memory, each with its bytes there, by the models that they are for."""
+        return {base: adapters for stats in self.engine_events.stats.values() for base, adapters in stats.adapters.items()}
 
     def residents(self) -> dict[str, Resident]:
         """Returns the models that are in a device's memory, loading ones left out."""

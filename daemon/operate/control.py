@@ -19,6 +19,7 @@ from aiohttp import web
 
 from config.devices import NoGpus
 from daemon.api.app import http_log
+from daemon.contracts import LoadedAdapter
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault, from_refusal
 from daemon.http.answers import SERVER
 from daemon.http.connection import ANSWERING, Answering, Runner
@@ -213,13 +214,19 @@ class ControlApi:
 
     async def command(self, request: web.Request) -> web.StreamResponse:
         """Runs load, unload, pin, unpin, enable or disable for a model. `?wait=0`: answers as soon as the scheduler has not
-        refused. `unload?to=warm`: keeps the copy of the weights in host memory."""
+        refused. `unload?to=warm`: keeps the copy of the weights in host memory. `load?adapter=DIR`: loads the LoRA adapter in a
+        folder by this name; `&replace=1`: in place of one that was loaded so. `unload` of such an adapter ends that."""
         command = request.match_info["command"]
         make = _COMMANDS.get(command)
         if make is None:
             raise BadRequest("not_found", f"no command {command!r}; known: {', '.join(_COMMANDS)}", status=404)
-        name = self._node.registry.names.local(request.match_info["name"])
-        node = self._node
+        asked, node = request.match_info["name"], self._node
+        if command == "load" and (path := request.query.get("adapter")) is not None:
+            in_place = request.query.get("replace") == "1"
+            return await self._adapter(request, node.adapters.load(asked, path, in_place), "adapter")
+        if command == "unload" and (loaded := self._loaded_adapter(asked)):
+            return await self._adapter(request, node.adapters.unload(loaded), "absent")
+        name = node.registry.names.local(asked)
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(FOLLOW_LIMIT)
         stop = node.ring.follow(lambda event: _offer(queue, event) if event.get("model") == name else None)
         try:
@@ -250,6 +257,22 @@ class ControlApi:
             return response
         finally:
             stop()
+
+    def _loaded_adapter(self, name: str) -> str:
+        """Returns the adapter that was loaded under a name, or the one that the name is an alias of; "" if there is none."""
+        registry = self._node.registry
+        if registry.was_loaded(name):
+            return name
+        record = registry.names.adapter(name)
+        return record.name if record is not None and registry.was_loaded(record.name) else ""
+
+    async def _adapter(self, request: web.Request, work: Awaitable[LoadedAdapter], state: str) -> web.StreamResponse:
+        """Answers a command that loads or unloads an adapter. state: the adapter's when it is done."""
+        done = await work
+        response = await _start_lines(request)
+        result = {"event": "result", "ok": True, "model": done.name, "base": done.base, "state": state, **_saved(done.not_saved)}
+        await response.write(_line(result))
+        return response
 
     async def _pass_on(
         self, response: web.StreamResponse, queue: asyncio.Queue[dict[str, Any]], done: asyncio.Future[Refusal | None]

@@ -18,8 +18,11 @@ def snapshot(node: NodeParts) -> dict[str, Any]:
     """Returns the node's state as values for JSON. Equal states give equal results: nothing in it changes by itself."""
     rows = node.rows()
     cached = {name: counts[3] for stats in node.engine_events.stats.values() for name, counts in stats.models.items()}
+    registered, resident = node.registry.num_adapters, node.adapters_in_memory()
     for row in rows:
         row["kv_cached_bytes"] = cached.get(row["name"], 0)
+        if (num_adapters := registered.get(row["name"], 0)) or row["name"] in resident:
+            row["num_adapters"], row["adapters"] = num_adapters, resident.get(row["name"], {})
     shown = rows if len(rows) <= MAX_MODELS else sorted(rows, key=lambda row: (row["state"] == "cold", row["name"]))[:MAX_MODELS]
     healthy, _ = node.health()
     ready, body = node.ready()

@@ -163,6 +163,7 @@ function drawModel(row) {
   const name = h("th", { scope: "row" }, h("div", { class: "name" }, loaded ? h("i", { class: "dot", style: colour(row.name), "aria-hidden": "true" }) : null, row.name, row.pinned ? h("span", { class: "badge" }, "pinned") : null));
   const telling = kind === "bad" || row.state === "loading" || row.state === "draining" || row.state === "paused" || row.state === "disabled";
   if (telling && row.reason) name.append(h("div", { class: `reason ${kind}` }, row.reason.replace(/\d+ bytes \(([\d.]+ [KMGT]iB)\)/g, "$1")));
+  for (const line of row.lines) name.append(h("div", { class: "dim" }, line));
   if (row.host_bytes && !loaded) name.append(h("div", { class: "dim" }, `${bytes(row.host_bytes)} in host memory`));
   return h("tr", { class: loaded || row.queued ? null : "away" }, name, state, cell("Device", row.device || row.upstream || "–", false), cell("Weights", row.weights_bytes ? bytes(row.weights_bytes) : "–"), cell("KV in use", loaded ? bytes(row.kv_bytes) : "–"),
     cell("Active", String(row.active)), cell("Queued", String(row.queued)), cell("Last used", row.last_used === null ? "never" : row.ago));
@@ -172,12 +173,33 @@ function drawModels(state) {
   const rows = state.models.filter((row) => !wanted || row.name.toLowerCase().includes(wanted) || row.state.includes(wanted));
   rows.sort((a, b) => (RANK[a.state] ?? 9) - (RANK[b.state] ?? 9) || (a.name < b.name ? -1 : 1));
   // rounded, because exact seconds would redraw each row twice a second
-  const told = rows.map((row) => ({ ...row, last_used: row.last_used && 1, ago: row.last_used && ago(state.time - row.last_used) }));
+  const told = rows.map((row) => ({ ...row, drafted_tokens: 0, accepted_tokens: 0, lines: [...acceptance(row), ...adaptersOf(row)], last_used: row.last_used && 1, ago: row.last_used && ago(state.time - row.last_used) }));
   keyed($("models"), told, (row) => row.name, drawModel);
   const total = Object.values(state.states).reduce((sum, count) => sum + count, 0), left = total - state.models.length;
   $("filter-label").hidden = total < 12;
   $("models-more").hidden = rows.length > 0 && left === 0;
   setText($("models-more"), left ? `${several(left, "cold model")} more: hearth models` : wanted ? "No model is called that." : "No models yet: put a checkpoint's folder below the models folder.");
+}
+const DRAFTS_S = 10;
+let drafts = new Map(); // model -> [[Unix time, tokens drafted, tokens accepted]] of the last seconds, and the last one before them
+function noteDrafts(state) {
+  const now = new Map();
+  for (const { name, drafted_tokens: drafted, accepted_tokens: accepted } of state.models) {
+    if (!drafted) continue;
+    const all = [...drafts.get(name) || [], [state.time, drafted, accepted]];
+    const first = all.findLastIndex(([time]) => time < state.time - DRAFTS_S);
+    now.set(name, all.slice(Math.max(0, first)));
+  }
+  drafts = now;
+}
+function acceptance({ name }) {
+  const points = drafts.get(name) || [], [from, to] = [points[0], points.at(-1)];
+  const drafted = points.length ? to[1] - from[1] : 0;
+  return drafted > 0 ? [`${Math.round(100 * (to[2] - from[2]) / drafted)} % of drafted tokens accepted`] : [];
+}
+function adaptersOf({ adapters, num_adapters: total }) {
+  const names = Object.keys(adapters || {}).sort(), size = Object.values(adapters || {}).reduce((sum, one) => sum + one, 0);
+  return names.length ? [`${names.length} of ${several(total, "adapter")} in memory, ${bytes(size)}: ${names.join(", ")}`] : total ? [`${several(total, "adapter")}, none in memory`] : [];
 }
 const ago = (seconds) => seconds < 10 ? "now" : seconds < 60 ? `${Math.floor(seconds / 10) * 10} s ago` : `${duration(seconds)} ago`;
 
@@ -274,6 +296,7 @@ function onSnapshot(state) {
   addEvents(state.events);
   if (!samples.length || state.time - samples.at(-1)[0] >= .9) samples.push([state.time, state.counters.requests, state.counters.tokens, state.counters.open]);
   samples = samples.slice(-400);
+  noteDrafts(state);
   last = state;
   $("main").hidden = false;
   const { node } = state;

@@ -1,4 +1,6 @@
-"""The operator's decisions that must survive a restart: pins and switched-off models, in one JSON file in the state folder."""
+"""The operator's decisions that must survive a restart: pins, switched-off models, loaded adapters; in one JSON file in the state
+folder.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,13 @@ VERSION = 1
 
 class NodeState:
     """Maps models to the operator's last decision. pinned: by `hearth pin|unpin`. enabled: by `hearth enable|disable`. A model
-    without an entry follows the config."""
+    without an entry follows the config. adapters: the folders of LoRA adapters that were loaded by name; replaced as a whole."""
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder) / "state.json"
         self.pinned: dict[str, bool] = {}
         self.enabled: dict[str, bool] = {}
+        self.adapters: dict[str, str] = {}
 
     def load(self) -> None:
         """Reads the file, and removes what an interrupted write has left. An invalid file is kept as state.json.bad-TIME, with a
@@ -44,16 +47,23 @@ class NodeState:
             pinned, enabled = values["pinned"], values["enabled"]
             if not all(isinstance(value, bool) for value in (*pinned.values(), *enabled.values())):
                 raise ValueError("a value is neither true nor false")
-            self.pinned, self.enabled = dict(pinned), dict(enabled)
+            adapters = values.get("adapters", {})  # files of earlier versions have none
+            if not all(isinstance(value, str) for value in adapters.values()):
+                raise ValueError("an adapter's folder is no text")
+            self.pinned, self.enabled, self.adapters = dict(pinned), dict(enabled), dict(adapters)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             aside = self.path.with_name(f"{self.path.name}.bad-{int(time.time())}")
             self.path.replace(aside)
             log.warning(
-                "%s cannot be read (%s: %s); kept as %s, starting without pins", self.path, type(error).__name__, error, aside
+                "%s cannot be read (%s: %s); kept as %s, starting without pins and loaded adapters",
+                self.path,
+                type(error).__name__,
+                error,
+                aside,
             )
 
     def snapshot(self) -> bytes:
-        values = {"version": VERSION, "pinned": self.pinned, "enabled": self.enabled}
+        values = {"version": VERSION, "pinned": self.pinned, "enabled": self.enabled, "adapters": self.adapters}
         return json.dumps(values, indent=1, sort_keys=True).encode() + b"\n"
 
     def write(self, data: bytes) -> None:

@@ -14,6 +14,7 @@ from daemon.record.state import NodeState
 
 log = logging.getLogger("hearthd.state")
 RETRY_S = 5.0
+KEPT = "pins, switched-off models and loaded adapters"
 
 
 class StateKeeper:
@@ -35,11 +36,16 @@ class StateKeeper:
             self._state.pinned[name] = command == "pin"
         else:
             self._state.enabled[name] = command == "enable"
+        return await self.save(f"{command} {name}")
+
+    async def save(self, done: str) -> ServerFault | None:
+        """Stores what the state says now, and returns the error if it could not be saved. done: the command that has changed it.
+        Once called it is completed, even if the caller is cancelled."""
         problem = await asyncio.shield(asyncio.ensure_future(self._save()))
         if not problem:
             return None
         message = (
-            f"{command} {name}: done, but not saved: {problem}. hearthd tries again every {self._retry_s:g} s; until `hearth "
+            f"{done}: done, but not saved: {problem}. hearthd tries again every {self._retry_s:g} s; until `hearth "
             "status` says no more of it, a restart would forget it"
         )
         return ServerFault("state_not_saved", message, status=507, details={"state_file": str(self._state.path)})
@@ -56,7 +62,9 @@ class StateKeeper:
         if self.problem:
             await self._save()
         if self.problem:
-            log.error("pins and switched-off models were not saved, the next start finds older ones: %s", self.problem)
+            log.error(
+                "pins, switched-off models and loaded adapters were not saved, the next start finds older ones: %s", self.problem
+            )
 
     async def _save(self) -> str:
         """Saves the state and returns the problem, or "" if there is none."""
@@ -73,7 +81,9 @@ class StateKeeper:
 
     def _failed(self, problem: str) -> None:
         if problem != self.problem:
-            log.error("pins and switched-off models are not saved: %s; tried again every %g s", problem, self._retry_s)
+            log.error(
+                "pins, switched-off models and loaded adapters are not saved: %s; tried again every %g s", problem, self._retry_s
+            )
         if not self.problem:
             self.since = round(time.time(), 3)
         self.problem = problem

@@ -8,11 +8,12 @@ import signal
 import socket
 import sys
 from dataclasses import replace
+from itertools import chain
 
 from daemon.scanning.messages import Finished, Found, Looking, Same, Scan
 from engine.host.child_process import limit_memory
 from engine.protocol import FrameReader, Message, encode
-from loader.catalog import Checkpoint, walk
+from loader.catalog import Checkpoint, named_adapters, walk
 
 MEMORY_BYTES = 1 << 30  # of address space, enough for headers of 100 MB, which the format allows
 LARGE_BYTES = 48 << 20  # resident; a process of this size ends after the scan, which returns its memory
@@ -49,16 +50,19 @@ def _scan(connection: socket.socket, request: Scan) -> bool:
     error = None
     folders: list[str] = []
     try:
-        for seen in walk(request.models_dir, previous, lambda path: send(Looking(_text(path))), request.silent, folders.append):
-            checkpoint = seen.checkpoint
+        how = previous, lambda path: send(Looking(_text(path))), request.silent, folders.append
+        below = walk(request.models_dir, *how) if request.models_dir else ()
+        for seen in chain(below, named_adapters(request.named, *how)):
+            checkpoint, where = seen.checkpoint, (seen.in_cache, seen.is_named)
             if checkpoint is previous.get(checkpoint.name):
-                send(Same(checkpoint.name, seen.in_cache))
+                send(Same(checkpoint.name, *where))
             else:
                 try:
-                    send(Found(_plain(checkpoint), seen.in_cache))
+                    send(Found(_plain(checkpoint), *where))
                 except (OverflowError, UnicodeEncodeError) as failure:  # a number or text that a message cannot hold
-                    problem = f"what its files say cannot be used: {failure}"
-                    send(Found(Checkpoint(checkpoint.name, checkpoint.path, error=_text(problem)), seen.in_cache))
+                    problem = _text(f"what its files say cannot be used: {failure}")
+                    unusable = Checkpoint(checkpoint.name, checkpoint.path, error=problem, is_adapter=seen.is_named)
+                    send(Found(unusable, *where))
     except OSError as failure:
         error = (failure.errno or 0, failure.strerror or str(failure))
     finally:

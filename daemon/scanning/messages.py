@@ -10,12 +10,13 @@ from loader.catalog import Checkpoint
 
 
 class Scan(Message, frozen=True):
-    """Asks for a scan of models_dir. known: name -> (path, signature) in the last result. silent: path -> why it is not to be
-    looked at."""
+    """Asks for a scan of models_dir, of none if it is "", and of adapters in other folders. known: name -> (path, signature) in the
+    last result. silent: path -> why it is not to be looked at. named: name -> folder of an adapter."""
 
     models_dir: str
     known: dict[str, tuple[str, str]]
     silent: dict[str, str]
+    named: dict[str, str]
 
 
 class Looking(Message, frozen=True):
@@ -29,6 +30,7 @@ class Same(Message, frozen=True):
 
     name: str
     in_cache: bool
+    is_named: bool = False
 
 
 class Found(Message, frozen=True):
@@ -36,6 +38,7 @@ class Found(Message, frozen=True):
 
     checkpoint: Checkpoint
     in_cache: bool
+    is_named: bool = False
 
 
 class Finished(Message, frozen=True):

@@ -70,18 +70,22 @@ class ModelScanner:
             return None
         return max(0.0, min(one.until_s for one in self._silent.values()) - time.monotonic())
 
-    async def scan(self, models_dir: str, previous: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
-        """Returns the models by name, sorted; unchanged folders keep the object they have in `previous`. Raises OSError if
-        models_dir cannot be read or does not answer."""
+    async def scan(
+        self, models_dir: str, previous: Mapping[str, Checkpoint], named: Mapping[str, str] | None = None
+    ) -> dict[str, Checkpoint]:
+        """Returns the models by name, sorted; unchanged folders keep the object they have in `previous`. named: adapters in other
+        folders, by name. models_dir: if it is "", only those are looked at. Raises OSError if models_dir cannot be read or does not
+        answer."""
+        named = named or {}
         async with self._lock:
             limit_s = self._answer_limit_s
-            due = self._due()
+            due = {path for path in self._due() if models_dir or path in named.values()}
             for _ in range(MAX_SILENT):
                 if self._closed:
                     raise _stopping(models_dir)
                 silent = {path: one.why for path, one in self._silent.items() if path not in due}
                 try:
-                    found = await self._scan_once(models_dir, previous, silent, limit_s)
+                    found = await self._scan_once(models_dir, previous, named, silent, limit_s)
                 except NoAnswer as failed:
                     await self._end()
                     if failed.path == models_dir:
@@ -113,7 +117,12 @@ class ModelScanner:
         log.warning("%s %s; it is looked at again in %.0f s", failed.path, failed.why, pause_s)
 
     async def _scan_once(
-        self, models_dir: str, previous: Mapping[str, Checkpoint], silent: Mapping[str, str], limit_s: float
+        self,
+        models_dir: str,
+        previous: Mapping[str, Checkpoint],
+        named: Mapping[str, str],
+        silent: Mapping[str, str],
+        limit_s: float,
     ) -> dict[str, Checkpoint]:
         process = self._process
         if process is None or not process.takes_scans:
@@ -124,7 +133,7 @@ class ModelScanner:
         if self._idle is not None:
             self._idle.cancel()
         known = {name: (one.path, one.signature) for name, one in previous.items() if one.signature}
-        seen, finished = await process.scan(Scan(models_dir, known, dict(silent)), previous, limit_s)
+        seen, finished = await process.scan(Scan(models_dir, known, dict(silent), dict(named)), previous, limit_s)
         if finished.is_last:
             await self._end()
         else:
@@ -133,8 +142,10 @@ class ModelScanner:
             log.warning("%s", line)
         if finished.error is not None:
             raise OSError(*finished.error, models_dir)
-        self.looked_into(finished.folders)
-        return merged(_with_known(seen, silent, previous))
+        if models_dir:
+            self.looked_into(finished.folders)
+            return merged(_with_known(seen, silent, previous, named))
+        return merged(seen)
 
     async def _end(self) -> None:
         process, self._process = self._process, None
@@ -149,11 +160,14 @@ def _stopping(models_dir: str) -> OSError:
     return OSError(errno.ECANCELED, "hearthd is stopping", models_dir)
 
 
-def _with_known(found: Iterable[Seen], silent: Mapping[str, str], previous: Mapping[str, Checkpoint]) -> Iterable[Seen]:
+def _with_known(
+    found: Iterable[Seen], silent: Mapping[str, str], previous: Mapping[str, Checkpoint], named: Mapping[str, str]
+) -> Iterable[Seen]:
     """Yields the models that were found, and those known before on paths that do not answer: they may be running, or kept in
     memory."""
     kept = [one for one in previous.values() if one.complete and any(_is_below(one.path, path) for path in silent)]
-    yield from map(Seen, kept)
+    for one in kept:
+        yield Seen(one, is_named=named.get(one.name) == one.path)
     for seen in found:
         is_silent = seen.checkpoint.path in silent
         if not is_silent or not any(_is_below(one.path, seen.checkpoint.path) for one in kept):
@@ -247,9 +261,9 @@ class _Process(asyncio.Protocol):
             if isinstance(message, Looking):
                 self._path = message.path
             elif isinstance(message, Found):
-                self._seen.append(Seen(self._shared(message.checkpoint), message.in_cache))
+                self._seen.append(Seen(self._shared(message.checkpoint), message.in_cache, message.is_named))
             elif isinstance(message, Same):
-                self._seen.append(Seen(self._previous[message.name], message.in_cache))
+                self._seen.append(Seen(self._previous[message.name], message.in_cache, message.is_named))
             elif self._answer is not None and not self._answer.done():
                 self._answer.set_result((self._seen, message))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +19,7 @@ import pytest
 from tests.e2e.adapters import make_adapter, merge
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
-from tests.e2e.node import Node, without_drafts
+from tests.e2e.node import SAFETY_S, Node, without_drafts
 
 NAMES = ("red", "green", "blue")
 PROMPTS = ("one two three", "what is a socket?", "a")
@@ -115,6 +118,74 @@ def test_a_killed_engine_costs_no_stream_of_an_adapter(node: Node) -> None:
     os.kill(engine, signal.SIGKILL)
     assert [stream.join().text for stream in streams] == expected
     assert not any(stream.error for stream in streams)
+
+
+def post(node: Node, path: str, **body: object) -> tuple[int, str]:
+    request = urllib.request.Request(node.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())["error"]["code"]
+
+
+def in_memory(node: Node) -> dict[str, int]:
+    """Returns the adapters of oak that are in memory, as `hearth top` and the status page show them."""
+    (row,) = [row for row in node.json("top")["models"] if row["name"] == "oak"]
+    adapters: dict[str, int] = row["adapters"]
+    assert row["num_adapters"] >= len(adapters)
+    return adapters
+
+
+def endless(node: Node, model: str) -> Stream:
+    return Stream(node, model, PROMPTS[0], 400, extra_body={"ignore_eos": True})
+
+
+def test_one_is_loaded_by_its_folder_and_a_name_until_it_is_unloaded(node: Node) -> None:
+    elsewhere = node.folder / "elsewhere"
+    make_adapter(elsewhere / "1", node.models / "oak", seed=20, rank=8)
+    make_adapter(elsewhere / "2", node.models / "oak", seed=21, rank=4)
+    base = text(node, "oak", PROMPTS[0])
+    before = loads(node)
+    load = {"lora_name": "team/lora", "lora_path": str(elsewhere / "1")}
+    assert post(node, "/v1/load_lora_adapter", **load) == (200, "Success: LoRA adapter 'team/lora' of oak is loaded.")
+    node.wait_for(lambda: loads(node) == before + 1, "it to be read before a request names it")
+    node.wait_for(lambda: in_memory(node).get("team/lora"), "its place among the adapters in memory")
+    one = text(node, "team/lora", PROMPTS[0])
+    assert one not in (base, *(text(node, adapter(name), PROMPTS[0]) for name in NAMES))
+    assert post(node, "/v1/load_lora_adapter", **load) == (400, "adapter_loaded")
+    assert post(node, "/v1/load_lora_adapter", lora_name="oak", lora_path=str(elsewhere / "1")) == (400, "name_taken")
+    assert node.openai().models.retrieve("team/lora").model_dump()["parent"] == "oak"
+    assert f"loaded it from {elsewhere / '1'}" in node.cli("why", "team/lora").stdout
+    # another one under its name; a stream that runs goes on with the one that it began with
+    long_one = endless(node, "team/lora").join().text
+    stream = endless(node, "team/lora")
+    stream.wait_for_chunks(3)
+    replaced = node.cli("load", "team/lora", "--adapter", os.path.relpath(elsewhere / "2"), "--replace")
+    assert replaced.stdout == "team/lora is loaded, an adapter of oak\n", replaced.stderr
+    two = text(node, "team/lora", PROMPTS[0])
+    assert two != one
+    assert (stream.join().text, stream.error) == (long_one, "")
+    node.stop()
+    node.start()
+    assert text(node, "team/lora", PROMPTS[0]) == two, "the name outlives a restart"
+    assert post(node, "/v1/unload_lora_adapter", lora_name="oak/red") == (400, "adapter_in_folder")
+    long_two = endless(node, "team/lora").join().text
+    stream = endless(node, "team/lora")
+    stream.wait_for_chunks(3)
+    assert post(node, "/v1/unload_lora_adapter", lora_name="team/lora")[0] == 200
+    assert (stream.join().text, stream.error) == (long_two, "")
+    node.wait_for(lambda: "team/lora" not in in_memory(node), "its memory to be free")
+    with pytest.raises(openai.NotFoundError):
+        text(node, "team/lora", "a")
+    assert post(node, "/v1/unload_lora_adapter", lora_name="team/lora") == (404, "model_not_found")
+    assert node.cli("load", "gone", "--adapter", str(elsewhere / "3")).returncode == 3
+    assert node.cli("load", "gone", "--adapter", str(node.models / "oak")).returncode == 4
+    assert "--replace: goes with --adapter DIR" in node.cli("load", "oak", "--replace").stderr
+    assert node.cli("load", "lora", "--adapter", str(elsewhere / "2")).returncode == 0
+    assert node.cli("unload", "lora").stdout == "lora is unloaded\n"
+    assert "Traceback" not in node.log_text()
 
 
 def test_more_adapters_than_fit_take_turns(tmp_path: Path) -> None:

@@ -59,6 +59,13 @@ def test_texts_are_those_of_a_model_without_drafts(tmp_path: Path) -> None:
         assert told["accepted"] <= told["drafted"]
         assert told["generated"] % drafted(node, "plain")["generated"] == 0
         assert drafted(node, "plain").keys() == {"generated"}
+        rows = {row["name"]: row for row in node.ps()}
+        assert (rows["m"]["drafted_tokens"], rows["m"]["accepted_tokens"]) == (told["drafted"], told["accepted"])
+        assert "drafted_tokens" not in rows["plain"]
+        shown = {line.split()[0]: line for line in node.cli("ps").stdout.splitlines() if line}
+        assert shown["NAME"].endswith("ACCEPTED")
+        assert shown["m"].endswith(f" {100 * told['accepted'] / told['drafted']:.0f} %")
+        assert not shown["plain"].endswith("%")
         letters = {str(ord(letter)): 30 for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}  # each of them is a token
         chat: dict[str, Any] = {"messages": [{"role": "user", "content": "one two"}], "temperature": 0, "max_tokens": 80}
         chat["logit_bias"] = letters

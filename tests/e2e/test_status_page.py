@@ -24,6 +24,13 @@ MIB = 1 << 20
 EVIL = "<script>document.title='owned'</script>"  # two folders: the name is their path
 EVIL_IMAGE = "<img src=x onerror=document.title='owned'>"
 DEVICES = ("cpu=64MiB", "cpu:1=64MiB")
+# as if the node had sent another snapshot, in which one model has something more
+ONE_MORE = """((changes, seconds) => {
+  const models = last.models.map((each) => each.name === "org/one" ? { ...each, ...changes } : each), told = last;
+  onSnapshot({ ...last, models, time: last.time + seconds, events: [] });
+  last = told;
+  return [...document.querySelectorAll('#models tr')].find((row) => row.textContent.startsWith("org/one"));
+})"""
 needs_browser = pytest.mark.skipif(browser.find() is None, reason="no Chromium here (Debian: apt-get install chromium)")
 
 
@@ -104,6 +111,18 @@ async def test_it_follows_the_node_without_a_reload(tmp_path: Path, chromium: Br
         assert await page.evaluate("document.querySelectorAll('main script, main img').length") == 0
         assert await page.evaluate("document.title") == "hearthd"
         assert await page.evaluate("window.same") is True
+
+        model = {"num_adapters": 3, "adapters": {"me/red": MIB, "blue": MIB // 2}, "drafted_tokens": 100, "accepted_tokens": 50}
+        later = model | {"drafted_tokens": 200, "accepted_tokens": 121}
+        shown = [
+            await page.evaluate(f"{ONE_MORE}({json.dumps(changes)}, {seconds}).textContent")
+            for changes, seconds in ((model, 1), (later, 2), (later | {"adapters": {}}, 30), ({}, 31))
+        ]
+        assert "2 of 3 adapters in memory, 1.5 MiB: blue, me/red" in shown[0]
+        assert "drafted" not in shown[0]
+        assert "71 % of drafted tokens accepted" in shown[1]
+        assert "3 adapters, none in memory" in shown[2]
+        assert not any(word in shown[at] for at, word in ((2, "drafted"), (3, "drafted"), (3, "adapter")))
 
         with node.openai() as client:
             create = client.completions.create

@@ -7,6 +7,7 @@ from daemon.api.endpoints.chat import CHAT
 from daemon.api.endpoints.completions import COMPLETIONS
 from daemon.api.endpoints.embeddings import EMBEDDINGS
 from daemon.api.endpoints.health import HEALTH, HEALTHZ, PING, READYZ
+from daemon.api.endpoints.lora_adapters import LOAD_ADAPTER, UNLOAD_ADAPTER
 from daemon.api.endpoints.messages import COUNT_TOKENS, MESSAGES
 from daemon.api.endpoints.models import MODEL, MODELS
 from daemon.api.endpoints.node import LOAD, METRICS, NODE_VERSION

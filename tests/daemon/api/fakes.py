@@ -15,10 +15,11 @@ from daemon.access.admission import Access
 from daemon.access.quotas import Quotas
 from daemon.api.app import make_app, make_runner
 from daemon.api.response_store import ResponseStore
-from daemon.contracts import Generation, Resident
+from daemon.contracts import AdapterPort, Generation, Resident
 from daemon.errors import BadRequest, HearthError, no_model
 from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import ModelEntry
+from daemon.record.audit_log import AuditLog
 from daemon.text.jobs import TextFacts
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, SKIPPED, PackedTable, TokenTable
 from daemon.text.worker import body_reader
@@ -291,6 +292,8 @@ async def serve(
     tracer: Callable[[], Tracer | None] = lambda: None,
     upstreams: Upstreams | None = None,
     quotas: Quotas | None = None,
+    adapters: AdapterPort | None = None,
+    audit: AuditLog | None = None,
 ) -> AsyncIterator[Node]:
     """A real server on a free port."""
     requests, text, health, settings = FakeRequests(script), FakeText(), FakeHealth(), settings or Settings()
@@ -302,6 +305,8 @@ async def serve(
         tracer=tracer,
         upstreams=upstreams,
         quotas=quotas,
+        adapters=adapters,
+        audit=audit,
     )
     runner = make_runner(app, shutdown_timeout_s=0.1)
     await runner.setup()

@@ -81,3 +81,33 @@ def test_timeline() -> None:
     cells = line[line.index("[") + 1 : line.index("]")]
     assert cells[-1] == "f"
     assert cells.index("l") == int(len(cells) * 0.75)
+
+
+def with_drafts(time: float, drafted: int, accepted: int) -> dict[str, Any]:
+    made = snapshot(time)
+    made["models"][0] |= {"drafted_tokens": drafted, "accepted_tokens": accepted}
+    return made
+
+
+def test_acceptance_is_that_of_the_last_interval() -> None:
+    shown = lines(with_drafts(1002.0, 1100, 570), with_drafts(1000.0, 1000, 500), 120, False)
+    (header,) = [line for line in shown if "TOK/S" in line]
+    assert header.endswith("ACCEPTED")
+    (row,) = [line for line in shown if line.startswith("A ")]
+    assert row.endswith(" 70 %")
+    for now, before in (
+        (with_drafts(1002.0, 1000, 500), with_drafts(1000.0, 1000, 500)),
+        (snapshot(), snapshot()),
+    ):
+        assert not [line for line in lines(now, before, 120, False) if "ACCEPTED" in line or "%" in line]
+    (row,) = [line for line in lines(with_drafts(1002.0, 10, 5), snapshot(), 120, False) if line.startswith("A ")]
+    assert row.endswith(" 50 %"), "all of them are new"
+
+
+def test_adapters_in_memory_are_told_with_their_base() -> None:
+    made = snapshot()
+    made["models"][0] |= {"num_adapters": 3, "adapters": {"me/red": MIB, "blue": MIB}}
+    made["models"][1] |= {"num_adapters": 2, "adapters": {}}
+    assert "adapters of a: 2 of 3 in memory, 2.0 MiB: blue, me/red" in lines(made, made, 120, False)
+    assert len([line for line in lines(made, made, 120, False) if "adapters of" in line]) == 1
+    assert not any("adapters" in line for line in lines(snapshot(), snapshot(), 120, False))

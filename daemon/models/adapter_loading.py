@@ -1,0 +1,56 @@
+"""What may be loaded as a LoRA adapter by its folder and a name of the operator's, and the refusals of what may not.
+
+Messages and `param` are in the terms of POST /v1/load_lora_adapter.
+"""
+
+from __future__ import annotations
+
+import re
+
+from daemon.errors import BadRequest, HearthError, NotNow
+from daemon.models.adapters import AdapterRecord
+from daemon.models.name_table import MAX_MATCHED
+
+MAX_PATH = 4096
+# parts as in the paths of folders; no colon, which is for BASE:ADAPTER, and no wildcard of the keys file's patterns
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+=~-]*(/[A-Za-z0-9_][A-Za-z0-9_.@+=~-]*)*")
+
+
+def check_name(name: str) -> None:
+    """Raises BadRequest for what cannot be an adapter's name."""
+    if len(name) > MAX_MATCHED or not _NAME.fullmatch(name):
+        allowed = "letters, digits and _ . @ + = ~ - in parts with / between them, each beginning with a letter, a digit or _"
+        message = f"lora_name: {name[:MAX_MATCHED]!r} is no name for an adapter: {allowed}; at most {MAX_MATCHED} characters"
+        raise BadRequest("invalid_request", message, param="lora_name")
+
+
+def check_path(path: str) -> None:
+    """Raises BadRequest for what cannot be the path of a folder on this machine."""
+    if not path.startswith("/") or len(path) > MAX_PATH or not path.isprintable():
+        message = f"lora_path: {path[:MAX_MATCHED]!r} is no absolute path of a folder on the machine of hearthd"
+        raise BadRequest("invalid_request", message, param="lora_path")
+
+
+def load_refusal(record: AdapterRecord) -> HearthError | None:
+    """Returns why an adapter is not loaded, or None if its own files and its base's let it be served."""
+    if record.served is not None:
+        return None
+    checkpoint, path = record.checkpoint, record.checkpoint.path
+    if checkpoint.reason and not checkpoint.signature:
+        return BadRequest("adapter_not_found", checkpoint.reason, param="lora_path", status=404)
+    if checkpoint.reason:
+        return NotNow("adapter_unavailable", f"{path} is not complete: {checkpoint.reason}", retry_after_s=10.0)
+    if checkpoint.complete and record.is_incomplete:
+        return BadRequest("adapter_without_base", f"{path}: {record.problem}", param="lora_path")
+    return BadRequest("adapter_unusable", f"{path} cannot be served: {record.problem}", param="lora_path")
+
+
+def unload_refusal(name: str, is_in_folder: bool) -> HearthError:
+    """Returns why an adapter is not unloaded that no operator has loaded. is_in_folder: the models folder has it."""
+    if is_in_folder:
+        message = (
+            f"The adapter {name!r} lies in the models folder and is served as long as it is there; its memory is free for others "
+            f"while no request uses it. `hearth rm {name}` deletes it."
+        )
+        return BadRequest("adapter_in_folder", message, param="lora_name")
+    return BadRequest("model_not_found", f"There is no adapter {name!r}.", param="lora_name", status=404)

@@ -1,0 +1,61 @@
+"""LoRA adapters that operators load by folder and name, at /v1/load_lora_adapter or with `hearth load NAME --adapter DIR`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from daemon.contracts import LoadedAdapter
+from daemon.models.adapters import AdapterRecord
+from daemon.models.registry import Registry
+from daemon.record.event_ring import EventRing
+from daemon.record.state_keeper import StateKeeper
+from daemon.requests.dispatcher import Dispatcher
+from engine.protocol import AdapterSource, BringAdapter, Message, RetireAdapter
+from scheduler.node import residency
+from scheduler.node.node_scheduler import NodeScheduler
+
+
+class LoadedAdapters:
+    """AdapterPort for the API and the control socket. changed: set by the lifecycle; has all folders scanned and watched anew."""
+
+    def __init__(
+        self, registry: Registry, scheduler: NodeScheduler, dispatcher: Dispatcher, keeper: StateKeeper, ring: EventRing
+    ) -> None:
+        """keeper: saves what the registry notes in the state."""
+        self._registry, self._scheduler, self._dispatcher = registry, scheduler, dispatcher
+        self._keeper, self._ring = keeper, ring
+        self.changed: Callable[[], None] = lambda: None
+
+    async def load(self, name: str, path: str, in_place: bool) -> LoadedAdapter:
+        before = self._registry.adapters.get(name)
+        record = await self._registry.load_adapter(name, path, in_place)
+        if before is not None and _identity(before) != _identity(record):
+            self._tell_engine(before, RetireAdapter)
+        self._tell_engine(record, BringAdapter)
+        self._ring.add("adapter_added", model=record.base, adapter=name, path=path)
+        self.changed()
+        return LoadedAdapter(name, record.base, await self._keeper.save(f"load {name}"))
+
+    async def unload(self, name: str) -> LoadedAdapter:
+        record = await self._registry.unload_adapter(name)
+        base = "" if record is None else record.base
+        if record is not None:
+            self._tell_engine(record, RetireAdapter)
+        self._ring.add("adapter_removed", model=base, adapter=name)
+        self.changed()
+        return LoadedAdapter(name, base, await self._keeper.save(f"unload {name}"))
+
+    def _tell_engine(self, record: AdapterRecord, message: Callable[[str, AdapterSource], Message]) -> None:
+        """Sends the message to the engine that has the adapter's base in memory, if one has."""
+        view = self._scheduler.model(record.base)
+        if record.served is None or view is None or view.state not in residency.RUNNING:
+            return
+        engine = self._dispatcher.engines.get(view.device)
+        if engine is not None:
+            served = record.served
+            engine.send(message(record.base, AdapterSource(served.name, served.path, served.fingerprint)))
+
+
+def _identity(record: AdapterRecord) -> tuple[str, str]:
+    """Names the base and the files: an adapter for which it is the same is the same in memory."""
+    return record.base, record.served.fingerprint if record.served is not None else ""
