@@ -89,7 +89,7 @@ class CpuModel:
         self.adapter_memory = HostAdapterMemory(shape, spec.dtype, self._use_adapters)
         self._predicting = None
         if shape.predicts:
-            self._predicting = Predicting(ops, self._model, self._batch, self._logits_rows, shape.vocab_size)
+            self._predicting = Predicting(ops, self._model, self._batch, self._logits_rows)
         self._kept: list[Tensor] | None = None  # of the latest step: what the predictor reads (StepBatch.kept)
         self.arena = memory.arena
         self._awaits_kernels = not self._has_final_kernels

@@ -1,13 +1,12 @@
 """Drafts tokens with a model's predictor, after each step and from what the step computed.
 
-Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that sample, W width, K drafted tokens.
+Shapes: R rows of the step, T its tokens, N sampling rows, W width.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,8 +17,8 @@ from engine.cpu.batch import HostBatch
 from engine.cpu.sliced import slices
 from engine.models.registry import CausalLM
 from engine.ops.ops import SamplingOps
-from engine.sampling.sampler import sample_tokens, sampling_rows
-from scheduler.batch.drafting import agreeing_rows
+from engine.sampling.proposing import following_tokens, sampled_sequences
+from engine.sampling.sampler import SamplingRows, plain_rows, sample_tokens
 from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 
@@ -33,10 +32,8 @@ class Predicting:
         model: CausalLM[HostBatch],
         batch: Callable[[BatchPlan, SequenceTable], HostBatch],
         logits_rows: int,
-        vocab_size: int,
     ) -> None:
-        self._ops, self._model, self._batch = ops, model, batch
-        self._logits_rows, self._vocab_size = logits_rows, vocab_size
+        self._ops, self._model, self._batch, self._logits_rows = ops, model, batch, logits_rows
 
     def after(
         self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: IntArray, max_tokens: int | None = None
@@ -50,7 +47,8 @@ class Predicting:
         assert plan.to_propose is not None
         began_s = time.perf_counter()
         last = np.cumsum(plan.num_new, dtype=np.int64) - 1  # each row's last token in the step
-        follow = _following(plan, table, last, ids)
+        follow = following_tokens(plan, table).astype(np.int64)
+        follow[last[plan.samples]] = ids
         sliced = max_tokens is not None and len(follow) > max_tokens
         own: list[Tensor] = []
         begin = 0
@@ -62,11 +60,7 @@ class Predicting:
             own.append(made[torch.from_numpy(last[(last >= begin) & (last < begin + num)] - begin)])
             begin += num
         seen_s = time.perf_counter()
-        rows = np.flatnonzero(plan.samples)
-        if plan.drafted:
-            counting = agreeing_rows(plan, table, ids)
-            newest = counting & np.append(~counting[1:] | (plan.slots[1:] != plan.slots[:-1]), True)
-            rows = rows[newest]
+        rows = np.flatnonzero(plan.samples)[sampled_sequences(plan, table).newest(ids)]
         slots, counts = plan.slots[rows], plan.to_propose[rows]
         computed = (plan.num_computed + plan.num_new)[rows]
         tokens = np.zeros((len(rows), int(counts.max(initial=0))), np.int32)
@@ -80,31 +74,17 @@ class Predicting:
                 states[torch.from_numpy(going)] = self._model.predict(_padded(states, going, len(batch.input_ids)), batch)[
                     : len(going)
                 ]
-            step = _one_token(plan, slots[going], computed[going] + number)
-            tokens[going, number] = self._sampled(states, going, step, table)
+            tokens[going, number] = self._sampled(states, going, plain_rows(table, slots[going], computed[going] + number + 1))
         return Proposed(slots, counts, tokens, seen_s - began_s, time.perf_counter() - seen_s)
 
-    def _sampled(self, states: Tensor, going: LongArray, plan: BatchPlan, table: SequenceTable) -> IntArray:
-        """Returns the tokens that the rows of a plan sample, given the predictor's hidden states; `going`: theirs. Whatever a
-        request asks for besides sampling settings is left out."""
-        rows = replace(sampling_rows(plan, table, [], self._vocab_size), edits={}, num_top=None)
+    def _sampled(self, states: Tensor, going: LongArray, rows: SamplingRows) -> IntArray:
+        """Returns the tokens that are sampled by these settings from the predictor's hidden states `going`."""
         ids = np.empty(len(going), np.int32)
         for first in range(0, len(going), self._logits_rows):
             part = going[first : first + self._logits_rows]
             logits = self._model.predicted_logits(states[torch.from_numpy(part)])
             ids[first : first + len(part)] = sample_tokens(self._ops, logits, rows, first)[0]
         return ids
-
-
-def _following(plan: BatchPlan, table: SequenceTable, last: LongArray, ids: IntArray) -> LongArray:
-    """Returns the token that follows each of a step's T tokens: of the table, or what the step has sampled."""
-    first = plan.num_computed.astype(np.int64)
-    rows = np.repeat(np.arange(len(plan.slots)), plan.num_new)
-    positions = np.arange(len(rows)) - (last + 1 - plan.num_new)[rows] + first[rows]
-    next_ones = np.minimum(positions + 1, table.tokens.shape[1] - 1)
-    follow = table.tokens[plan.slots[rows], next_ones].astype(np.int64)
-    follow[last[plan.samples]] = ids
-    return follow
 
 
 def _one_token(plan: BatchPlan, slots: IntArray, computed: IntArray) -> BatchPlan:

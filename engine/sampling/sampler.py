@@ -73,16 +73,22 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
     """Reads the settings of the plan's sampling rows from the table's columns."""
     slots = plan.slots[plan.samples]
     position = (plan.num_computed + plan.num_new)[plan.samples]  # index of the token about to be sampled
-    temperature = table.temperature[slots]
-    edits = {}
+    rows = plain_rows(table, slots, position)
     early = position < table.min_tokens_until[slots]
     edited = early | table.edits_logits[slots]
     if edited.any():
         for row in np.flatnonzero(edited).tolist():
-            edits[row] = _edit(table, int(slots[row]), int(position[row]), bool(early[row]), eos_token_ids, vocab_size)
-    num_top: IntArray | None = table.num_logprobs[slots]
-    if num_top is not None and num_top.max() < 0:
-        num_top = None
+            rows.edits[row] = _edit(table, int(slots[row]), int(position[row]), bool(early[row]), eos_token_ids, vocab_size)
+    num_top: IntArray = table.num_logprobs[slots]
+    if num_top.max() >= 0:
+        rows.num_top = num_top
+    return rows
+
+
+def plain_rows(table: SequenceTable, slots: IntArray, position: IntArray) -> SamplingRows:
+    """Returns the settings with which these slots sample their tokens at these positions, without what else a request asks for:
+    edits of logits, log-probabilities, masks."""
+    temperature = table.temperature[slots]
     key0 = key1 = np.empty(0, np.uint32)
     all_greedy = bool((temperature <= 0.0).all())
     if not all_greedy:
@@ -95,8 +101,8 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
         table.min_p[slots],
         key0,
         key1,
-        edits,
-        num_top,
+        {},
+        None,
     )
 
 

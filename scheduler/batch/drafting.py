@@ -207,25 +207,9 @@ class Verified:
 def _rows_that_count(plan: BatchPlan, table: SequenceTable, ids: IntArray, bad: BoolArray, endings: Endings) -> BoolArray:
     """Returns for each row of a plan with drafts whether its token is the sequence's. ids, bad: what the rows sampled. A row counts
     unless one before it, of the same sequence, sampled another token than was drafted, ended the sequence, or was bad."""
-    position = plan.num_computed + 1
-    return _before_the_first_stop(plan.slots, _agrees(plan, table, ids) & ~bad & ~endings.ended(plan.slots, ids, position + 1))
-
-
-def agreeing_rows(plan: BatchPlan, table: SequenceTable, ids: IntArray) -> BoolArray:
-    """Returns for each row of a plan with drafts whether all rows before it, of the same sequence, sampled what was drafted. ids:
-    what the rows sampled."""
-    return _before_the_first_stop(plan.slots, _agrees(plan, table, ids))
-
-
-def _agrees(plan: BatchPlan, table: SequenceTable, ids: IntArray) -> BoolArray:
-    """Returns for each row whether it sampled the token of the row behind it."""
-    agrees = np.ones(len(ids), np.bool_)
-    agrees[:-1] = table.tokens[plan.slots[:-1], plan.num_computed[:-1] + 1] == ids[:-1]
-    return agrees
-
-
-def _before_the_first_stop(slots: IntArray, goes_on: BoolArray) -> BoolArray:
-    """Returns for each row whether all rows before it, of the same slot, go on."""
+    slots, position = plan.slots, plan.num_computed + 1
+    goes_on = ~bad & ~endings.ended(slots, ids, position + 1)
+    goes_on[:-1] &= table.tokens[slots[:-1], position[:-1]] == ids[:-1]
     counts, before, counting = [], -1, True
     for slot, on in zip(slots.tolist(), goes_on.tolist(), strict=True):
         counting = counting or slot != before
