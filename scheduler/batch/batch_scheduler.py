@@ -230,8 +230,6 @@ class BatchScheduler:
     def finish_step(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> StepOutcome:
         """Takes the sampled ids in (`ids[k]`, `bad[k]`: k-th sampling row of the plan) and ends what is finished."""
         table = self.table
-        if self._drafts is not None and self._drafts.proposals is not None:
-            self._drafts.proposals.stepped(plan)
         if self._ahead:
             plan, ids, bad = self._ahead.finish(plan, ids, bad)
         verified: Verified | None = None

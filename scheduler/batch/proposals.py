@@ -40,9 +40,9 @@ class Proposals:
         self._counts[slot] = 0
 
     def ask(self, plan: BatchPlan, drafting: BoolArray, chance: float, capacity: IntArray, room: StepRoom) -> BatchPlan:
-        """Returns the plan with what the predictor is to draft after it, if it is to see it. drafting [R]: rows behind which drafts
-        may be of use. chance: that a drafted token holds. capacity [R]: positions that the blocks of each row's sequence can
-        hold."""
+        """Returns the plan, which is then run, with what the predictor is to draft after it, if it is to see it. drafting [R]: rows
+        behind which drafts may be of use. chance: that a drafted token holds. capacity [R]: positions that the blocks of each row's
+        sequence can hold."""
         drafting = drafting & plan.samples & ~self._lost[plan.slots]
         computed = plan.num_computed + plan.num_new
         slots = np.unique(plan.slots[drafting])
@@ -51,6 +51,7 @@ class Proposals:
             context = float(computed[drafting].mean())
             num = self._depth(room, len(slots), context, chance)
         if not num and plan.all_decode and (not len(slots) or self._pause >= MOST_PAUSE):
+            self._lost[plan.slots] = True  # now, because the next plan may be made before this step has ended
             return plan
         # the last drafted token is sampled, but not computed
         most = np.minimum(capacity - computed + 1, self._table.max_total_tokens[plan.slots] - computed - 2)
@@ -68,11 +69,6 @@ class Proposals:
             return 0
         self._paused, self._pause = 0, min(MOST_PAUSE, max(1, 2 * self._pause))
         return 1
-
-    def stepped(self, plan: BatchPlan) -> None:
-        """Notes what a step means for its sequences."""
-        if plan.to_propose is None:
-            self._lost[plan.slots] = True
 
     def take(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
         """Takes what was drafted behind sequences whose newest tokens are in the table: counts[q] tokens of tokens[q]."""

@@ -57,10 +57,12 @@ class StepsAhead:
 
     def going_on(self, running: IntArray) -> IntArray:
         """Returns the running slots that need another step after the started ones. Raises TokensNeeded if one of them must wait
-        for its token."""
+        for its token, or if tokens are being drafted for the next step."""
         if not self._steps:
             return running
-        if self._waits[running].any() or self._steps[-1][0].drafted:
+        last = self._steps[-1][0]
+        drafting = last.drafted or (last.to_propose is not None and last.to_propose.any())
+        if drafting or self._waits[running].any():
             raise TokensNeeded
         return running[self.total()[running] < self._table.max_total_tokens[running]]
 
