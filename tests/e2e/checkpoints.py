@@ -99,7 +99,7 @@ def make_head(folder: Path, model: Path, *, seed: int = 9, **config: Any) -> Pat
     head = eagle.parse_head(Fields(settings, "config.json"), [])
     fitted = head.fitted(hf_config.parse_config(json.dumps(own).encode()), "config.json")
     shapes = {name.removeprefix(eagle.PREFIX): dims for group in eagle.eagle_groups(fitted, 0) for name, dims in group.tensors}
-    write_tensors(folder / "model.safetensors", shapes, own["torch_dtype"], seed)
+    write_tensors(folder / "model.safetensors", shapes, own.get("dtype") or own["torch_dtype"], seed)
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
 
