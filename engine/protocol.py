@@ -286,7 +286,8 @@ class Evicted(Message, frozen=True):
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of some of a step's tokens, by the softmax of the model's own logits (before bias, penalties and
-    temperature). Flat: token i belongs to request_ids[i] and has the next counts[i] alternatives, the most likely first."""
+    temperature). Flat: token i belongs to request_ids[i] and has the next counts[i] alternatives, the most likely first. Several
+    tokens of one request follow each other in their order."""
 
     request_ids: list[int]
     chosen: list[float]

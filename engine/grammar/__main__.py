@@ -18,9 +18,10 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from engine.grammar.matchers import GrammarError, Matchers
-from engine.grammar.messages import Advance, Broken, Ended, Forget, Open, Opened, Ready, Start, ToGrammar, row_bytes
+from engine.grammar.messages import Advance, Broken, Draft, Ended, Forget, Open, Opened, Ready, Start, ToGrammar, row_bytes
 from engine.protocol import FrameReader, Message, encode
 
 log = logging.getLogger("grammar")
@@ -54,10 +55,13 @@ class GrammarProcess:
                             self._loaded().forget(key)
 
     def _open(self, message: Open) -> None:
-        memory = mmap.mmap(self._masks_fd, message.num_rows * row_bytes(message.vocab_size))
+        rows_each = message.rows_each
+        memory = mmap.mmap(self._masks_fd, message.num_rows * rows_each * row_bytes(message.vocab_size))
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         try:
-            self._matchers = Matchers(message.folder, message.vocab_size, message.eos_token_ids, memoryview(memory), address)
+            self._matchers = Matchers(
+                message.folder, message.vocab_size, message.eos_token_ids, memoryview(memory), address, rows_each
+            )
         except GrammarError as error:
             self._send(Opened(str(error)))
         else:
@@ -79,23 +83,31 @@ class GrammarProcess:
             self._loaded().add(key, matcher)
             if key in self._starting:
                 self._starting.discard(key)
-                self._send(Ended([key]) if ended else Ready([key]))
+                self._send(Ended([key]) if ended else Ready([key], {}))
             else:
                 self._loaded().forget(key)
 
     def _advance(self, message: Advance) -> None:
         ready: list[int] = []
         ended: list[int] = []
-        for key, token in zip(message.keys, message.tokens, strict=True):
+        drafts: dict[int, Draft] = {}
+        matchers, tokens = self._loaded(), iter(message.tokens)
+        for key, count in zip(message.keys, message.counts or [1] * len(message.keys), strict=True):
+            new = list(islice(tokens, count))
             try:
-                complete = self._loaded().advance(key, token)
+                complete = matchers.advance(key, new)
             except GrammarError as error:
                 self._send(Broken(key, str(error)))
                 continue
-            if complete is not None:
-                (ended if complete else ready).append(key)
+            if complete:
+                ended.append(key)
+            elif complete is not None:
+                ready.append(key)
+                draft = matchers.draft(key, message.guesses.get(key, []))
+                if draft is not None:
+                    drafts[key] = draft
         if ready:
-            self._send(Ready(ready))
+            self._send(Ready(ready, drafts))
         if ended:
             self._send(Ended(ended))
 

@@ -9,16 +9,19 @@ Building a grammar takes 1 ms, a hostile one up to a second. Building the tokeni
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.grammar.compile import compile_grammar, parser_limits
-from engine.grammar.messages import row_bytes
+from engine.grammar.messages import Draft, row_bytes
 from engine.grammar.refusals import plain
 
 log = logging.getLogger("grammar")
+
+GUESSING_S = 0.001  # after so long no more guesses are added to a draft: their masks may be for nothing
 
 
 class GrammarError(Exception):
@@ -28,7 +31,7 @@ class GrammarError(Exception):
 
 @dataclass(slots=True)
 class Matcher:
-    """The state of one request in its grammar. row: where its masks are written."""
+    """The state of one request in its grammar. row: where its masks are written, of num_rows."""
 
     row: int
     state: LLMatcher
@@ -36,12 +39,14 @@ class Matcher:
 
 
 class Matchers:
-    """The matchers of one model's requests, by key. masks: memory of num_rows rows of `row_bytes(vocab_size)`, at `address`. Bit
-    i of a row says that token i is allowed next.
+    """The matchers of one model's requests, by key. masks: memory of rows of `row_bytes(vocab_size)`, rows_each for a request, at
+    `address`. Bit i of a row says that token i is allowed next.
 
     `start` may run in a thread while other methods are called."""
 
-    def __init__(self, folder: str, vocab_size: int, eos_token_ids: list[int], masks: memoryview, address: int) -> None:
+    def __init__(
+        self, folder: str, vocab_size: int, eos_token_ids: list[int], masks: memoryview, address: int, rows_each: int = 1
+    ) -> None:
         """Loads the tokenizer of the checkpoint in `folder`. Raises GrammarError if llguidance cannot read it, or if the model
         has no end id."""
         file = Path(folder) / "tokenizer.json"
@@ -55,7 +60,7 @@ class Matchers:
             raise GrammarError("its tokenizer.json is of a kind that grammars cannot be followed with") from None
         self._end_ids = [end for end in eos_token_ids if end < vocab_size]
         self._row_bytes = row_bytes(vocab_size)
-        self._masks, self._address = masks, address
+        self._masks, self._address, self._rows_each = masks, address, rows_each
         self._matchers: dict[int, Matcher] = {}
 
     def start(self, row: int, grammar: str, output: list[int]) -> tuple[Matcher, bool]:
@@ -66,36 +71,69 @@ class Matchers:
         except ValueError as error:
             raise GrammarError(plain(str(error), grammar)) from None
         matcher = Matcher(row, LLMatcher(self._tokenizer, compiled, log_level=0, limits=parser_limits()), grammar)
-        self._check(matcher)
+        self._check(matcher.state, matcher)
         if output and not matcher.state.consume_tokens(output):
-            self._check(matcher)
-        return matcher, self._ended(matcher)
+            self._check(matcher.state, matcher)
+        return matcher, self._ended(matcher.state, matcher)
 
     def add(self, key: int, matcher: Matcher) -> None:
         self._matchers[key] = matcher
 
-    def advance(self, key: int, token: int) -> bool | None:
-        """Takes a request's next token and returns whether its text is complete, or None for an unknown key. The mask is written
+    def advance(self, key: int, tokens: list[int]) -> bool | None:
+        """Takes a request's next tokens and returns whether its text is complete, or None for an unknown key. The mask is written
         unless the text is complete. Raises GrammarError."""
         matcher = self._matchers.get(key)
         if matcher is None:
             return None
-        matcher.state.consume_token(token)
-        return self._ended(matcher)
+        matcher.state.consume_tokens(tokens)
+        return self._ended(matcher.state, matcher)
+
+    def draft(self, key: int, guesses: list[int]) -> Draft | None:
+        """Returns tokens that may follow a request's, after `advance` has written its mask: those that the grammar forces, and the
+        guesses as far as they agree with these and the grammar allows them. The mask behind each is written. Returns None where
+        there are none."""
+        matcher = self._matchers[key]
+        if self._rows_each == 1 or not (guesses or matcher.state.compute_ff_tokens()):
+            return None
+        state = matcher.state.deep_copy()  # its errors do no harm, and what it learns of the grammar is shared
+        tokens: list[int] = []
+        sure: list[bool] = []
+        until_s = time.monotonic() + GUESSING_S
+        while len(tokens) < self._rows_each - 1:
+            forced = state.compute_ff_tokens()
+            agree = tokens == guesses[: len(tokens)] and len(tokens) < len(guesses) and time.monotonic() < until_s
+            if not forced and not agree:
+                break
+            token = forced[0] if forced else guesses[len(tokens)]
+            if not self._goes_on(state, matcher, token, len(tokens) + 1):
+                break
+            tokens.append(token)
+            sure.append(bool(forced))
+        return Draft(tokens, sure) if tokens else None
+
+    def _goes_on(self, state: LLMatcher, matcher: Matcher, token: int, at: int) -> bool:
+        """Takes a token into a copy of a matcher's state, and writes the mask behind it to row `at` of the request's. Returns False
+        where the token is not allowed, or completes the text: it need not be drafted then, because nothing follows."""
+        if token in self._end_ids or state.validate_tokens([token]) != 1:
+            return False
+        state.consume_token(token)
+        try:
+            return not self._ended(state, matcher, at)
+        except GrammarError:  # it is told when the token comes
+            return False
 
     def forget(self, key: int) -> None:
         self._matchers.pop(key, None)
 
-    def _ended(self, matcher: Matcher) -> bool:
-        """Writes the matcher's mask, unless it has stopped. Returns True if only an end id may follow, that is, if the text is
-        complete. Raises GrammarError."""
-        state = matcher.state
-        self._check(matcher)
+    def _ended(self, state: LLMatcher, matcher: Matcher, at: int = 0) -> bool:
+        """Writes the mask of a state to row `at` of the request's, unless it has stopped. Returns True if only an end id may
+        follow, that is, if the text is complete. Raises GrammarError."""
+        self._check(state, matcher)
         if state.is_stopped():
             return True
-        start = matcher.row * self._row_bytes
+        start = (matcher.row * self._rows_each + at) * self._row_bytes
         state.unsafe_compute_mask_ptr(self._address + start, self._row_bytes)
-        self._check(matcher)
+        self._check(state, matcher)
         row = bytearray(self._masks[start : start + self._row_bytes])
         for end in self._end_ids:
             row[end >> 3] &= ~(1 << (end & 7)) & 0xFF
@@ -106,6 +144,6 @@ class Matchers:
         return True
 
     @staticmethod
-    def _check(matcher: Matcher) -> None:
-        if matcher.state.is_error():
-            raise GrammarError(plain(matcher.state.get_error() or "", matcher.grammar))
+    def _check(state: LLMatcher, matcher: Matcher) -> None:
+        if state.is_error():
+            raise GrammarError(plain(state.get_error() or "", matcher.grammar))

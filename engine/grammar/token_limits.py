@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.grammar.row_masks import clear
+from engine.grammar.row_masks import clear, holds_any
 from engine.protocol import SamplingParams
+
+Bits = npt.NDArray[np.uint32]
 
 
 class TokenLimits:
@@ -21,6 +23,7 @@ class TokenLimits:
     def __init__(self, model: str, params: SamplingParams, vocab_size: int, output: Sequence[int]) -> None:
         self.model, self.params = model, params
         self._output = list(output)
+        self._longest = max((len(sequence) for sequence in params.bad_words), default=1)
         allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
         if params.allowed_token_ids:
             ids = np.array(params.allowed_token_ids, np.int64)
@@ -33,17 +36,28 @@ class TokenLimits:
                 self._longer.setdefault(sequence[-2], []).append(sequence)
             elif sequence and 0 <= sequence[0] < vocab_size:
                 allowed[sequence[0]] = False
-        self._always: npt.NDArray[np.uint32] = np.packbits(allowed, bitorder="little").view(np.uint32)
-        self.bits = self._next()
+        self._always: Bits = np.packbits(allowed, bitorder="little").view(np.uint32)
+        self.bits = self.behind(())
 
     @property
     def num_output(self) -> int:
         return len(self._output)
 
-    def append(self, token: int) -> None:
-        """Records the next token of the request's output and updates `bits`."""
-        self._output.append(token)
-        self.bits = self._next()
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Records the next tokens of the request's output and updates `bits`."""
+        self._output += tokens
+        self.bits = self.behind(())
+
+    def num_leading_on(self, tokens: Sequence[int], masks: Sequence[Bits] | None = None) -> int:
+        """Returns how many of the next tokens are allowed and leave one that may follow. masks [one more than tokens, W]: what
+        the request's grammar allows in place of each and behind the last; None: it has none."""
+        for number, token in enumerate(tokens):
+            before, behind = self.behind(tokens[:number]), self.behind(tokens[: number + 1])
+            if masks is not None:
+                before, behind = before & masks[number], behind & masks[number + 1]
+            if not holds_any(before, (token,)) or not behind.any():
+                return number
+        return len(tokens)
 
     def why_stuck(self) -> str:
         """Returns the error message for a client whose request ends because no token is left for it."""
@@ -53,9 +67,12 @@ class TokenLimits:
         leave = "leave" if len(names) > 1 else "leaves"
         return f"{' and '.join(names)} {leave} no token that may follow {len(self._output)} tokens of output"
 
-    def _next(self) -> npt.NDArray[np.uint32]:
-        """Returns the mask of the tokens allowed next: it rules out those that would complete a bad sequence."""
-        output = self._output
+    def behind(self, tokens: Sequence[int]) -> Bits:
+        """Returns the mask of the tokens allowed behind further tokens, not to be written to. It rules out those that would
+        complete a bad sequence."""
+        if not self._longer:
+            return self._always
+        output = [*self._output[-self._longest :], *tokens]
         begun = self._longer.get(output[-1], ()) if output else ()
         completing = [sequence[-1] for sequence in begun if output[1 - len(sequence) :] == sequence[:-1]]
         if not completing:

@@ -237,7 +237,7 @@ class Engine:
         if result.proposed is not None:
             scheduler.take_proposals(result.proposed.slots, result.proposed.counts, result.proposed.tokens)
         if masks is not None:
-            self.constraints.sampled(served, masks, result.ids, result.bad)
+            self.constraints.sampled(served, masks, outcome)
         if outcome.request_ids:
             self.channel.send(answer(served, plan, result, outcome, asked))
             for request_id in compress(outcome.request_ids, outcome.finish):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.contracts.steps import StepResult
 from engine.protocol import EmbeddingsOut, TokensOut
+from engine.sampling.logprobs import of_first_tokens
 from engine.serve.served_models import ServedModel
 from scheduler.batch.plan import BatchPlan, LongArray, StepOutcome
 
@@ -19,6 +20,9 @@ def answer(
         vectors = dict(zip(asked.tolist(), result.vectors.astype("<f4"), strict=True))
         values = [vectors[request_id].tobytes() for request_id in outcome.request_ids]
         return EmbeddingsOut(name, plan.step_id, seconds, outcome.request_ids, values, steps)
+    logprobs = result.logprobs
+    if logprobs is not None and outcome.counts:  # rows behind a wrong draft have some, too
+        logprobs = of_first_tokens(logprobs, dict(zip(outcome.request_ids, outcome.counts, strict=True)))
     return TokensOut(
         name,
         plan.step_id,
@@ -29,7 +33,7 @@ def answer(
         outcome.finish,
         cached=outcome.cached,
         resumed=outcome.resumed,
-        logprobs=result.logprobs,
+        logprobs=logprobs,
         steps=steps,
         drafted=outcome.drafted,
     )

@@ -1,10 +1,13 @@
 """Tracks the constrained requests of an engine on their way between the batch scheduler and their models' grammar processes.
 
-A request with a grammar enters the batch scheduler once its first mask is ready. After each of its tokens the scheduler holds it
+A request with a grammar enters the batch scheduler once its first mask is ready. After each of its steps the scheduler holds it
 until its next mask is ready, while rows without a grammar go on. A model's grammar process is started by the model's first
 request with a grammar and ends with the model. If the process dies, it is started again and replays the output of every request.
 A request that it was working on at two deaths fails. Requests that only rule out tokens by id wait for nothing: their masks are
 computed here.
+
+With a mask comes a draft: the tokens that the grammar forces next, or guesses of the scheduler's that it allows, with the masks
+behind each of them.
 """
 
 from __future__ import annotations
@@ -16,29 +19,36 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.grammar.messages import Advance, Broken, Ended, Forget, Open, Opened, Ready, Start
+from engine.grammar.messages import Advance, Broken, Draft, Ended, Forget, Open, Opened, Ready, Start, row_bytes
 from engine.grammar.row_masks import RowMasks, constrained_rows, hold_ends_back, holds_any
 from engine.grammar.token_limits import TokenLimits
 from engine.protocol import SamplingParams
 from engine.serve.grammar_port import GrammarPort, ProcessDied, folder_of
 from engine.serve.served_models import ServedModel
-from scheduler.batch.plan import BatchPlan, BoolArray, IntArray
+from scheduler.batch.drafting import MOST_DRAFTED
+from scheduler.batch.plan import BatchPlan, StepOutcome
 from scheduler.batch.request import BatchRequest
 
 log = logging.getLogger("engine")
 
 GRACE_S = 0.0005  # how long a step waits for masks that are nearly ready: they usually take a tenth of this
 MAX_DEATHS = 2
+MASKS_BYTES = 64 << 20  # of the masks of a model's drafts, at most; pages that no draft needs are not touched
+
+
+NO_DRAFT = Draft([], [])
 
 
 @dataclass(slots=True, eq=False)
 class Constrained:
     """A request with a grammar. started: the process has received it (until then it is parked). working: the process has been
-    asked for a mask and has not answered. deaths: how often the process died while working on this request."""
+    asked for a mask and has not answered. guessed: guesses were wanted for the mask it was asked for last. deaths: how often the
+    process died while working on this request."""
 
     key: int
     request: BatchRequest
@@ -48,6 +58,7 @@ class Constrained:
     started: bool = False
     working: bool = False
     scheduled: bool = False  # it is in the batch scheduler
+    guessed: bool = False
     deaths: int = 0
 
 
@@ -155,64 +166,80 @@ class Constraints:
         rows = constrained_rows(plan, table)
         if not len(rows):
             return None
-        request_ids = table.request_id[plan.slots[plan.samples][rows]].tolist()
-        bits = np.stack([self._mask(grammars, request_id) for request_id in request_ids])
-        for request_id, row in zip(request_ids, bits, strict=True):
-            self._hold_ends_back(grammars, request_id, row, served.spec.eos_token_ids)
+        slots = plan.slots[plan.samples][rows]
+        request_ids = table.request_id[slots].tolist()
+        drafts: list[list[int]] = [[]] * len(rows)  # in front of each row's token
+        if plan.drafted:
+            ends = (plan.num_computed + plan.num_new)[plan.samples][rows]
+            known = table.num_tokens[slots]
+            drafts = [table.tokens[slot, num:end].tolist() for slot, num, end in zip(slots, known, ends, strict=True)]
+        bits = np.stack([self._mask(grammars, request_id, draft) for request_id, draft in zip(request_ids, drafts, strict=True)])
+        for request_id, draft, row in zip(request_ids, drafts, bits, strict=True):
+            self._hold_ends_back(grammars, request_id, len(draft), row, served.spec.eos_token_ids)
         return RowMasks(request_ids, rows, bits)
 
-    def _mask(self, grammars: ModelGrammars | None, request_id: int) -> npt.NDArray[np.uint32]:
-        """Returns the mask [W] of the tokens that both grammar and limits allow next. It allows at least one token and must not
-        be written to."""
+    def _mask(self, grammars: ModelGrammars | None, request_id: int, draft: list[int]) -> npt.NDArray[np.uint32]:
+        """Returns the mask [W] of the tokens that both grammar and limits allow behind a draft, which may be empty. It allows at
+        least one token and must not be written to."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         limits = self._limits.get(request_id)
         if grammars is None or each is None:
             assert limits is not None
-            return limits.bits
-        mask: npt.NDArray[np.uint32] = grammars.port.masks[each.row]
-        return mask if limits is None else mask & limits.bits
+            return limits.behind(draft) if draft else limits.bits
+        mask: npt.NDArray[np.uint32] = grammars.port.masks[each.row, len(draft)]
+        return mask if limits is None else mask & limits.behind(draft)
 
     def _hold_ends_back(
-        self, grammars: ModelGrammars | None, request_id: int, bits: npt.NDArray[np.uint32], ends: list[int]
+        self, grammars: ModelGrammars | None, request_id: int, num_drafted: int, bits: npt.NDArray[np.uint32], ends: list[int]
     ) -> None:
-        """Clears the end ids that are not allowed yet (min_tokens, ignore_eos) in a mask, in place. If the mask would be empty
-        without them they stay: they may then be sampled without ending the text (class Endings)."""
+        """Clears the end ids that are not allowed yet (min_tokens, ignore_eos) in the mask behind so many drafted tokens, in place.
+        If the mask would be empty without them they stay: they may then be sampled without ending the text (class Endings)."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         if each is not None:
             params, num_output = each.params, len(each.output)
         else:
             limits = self._limits[request_id]
             params, num_output = limits.params, limits.num_output
-        if num_output < params.min_tokens:
+        if num_output + num_drafted < params.min_tokens:
             hold_ends_back(bits, [*ends, *params.stop_token_ids])
         elif params.ignore_eos and each is not None:  # with a grammar an end id would end the text; otherwise it is a normal token
             hold_ends_back(bits, ends)
 
-    def sampled(self, served: ServedModel, masks: RowMasks, ids: IntArray, bad: BoolArray) -> None:
-        """Records the tokens of a step, after the scheduler did, and asks for the masks that follow them. `ids`, `bad`: of all
-        sampling rows of the step."""
-        model = served.spec.model
+    def sampled(self, served: ServedModel, masks: RowMasks, outcome: StepOutcome) -> None:
+        """Records the tokens that a step with these masks has brought, and asks for the masks that follow them."""
+        model, scheduler = served.spec.model, served.scheduler
         grammars = self._models.get(model)
-        keys, tokens = [], []
-        rows = masks.rows
-        for request_id, token, failed in zip(masks.request_ids, ids[rows].tolist(), bad[rows].tolist(), strict=True):
-            if failed or request_id not in served.scheduler:
+        keys, told, counts = [], [], []
+        guesses = {}
+        tokens_of = _tokens_of(outcome)
+        for request_id in dict.fromkeys(masks.request_ids):
+            tokens = tokens_of.get(request_id)
+            if tokens is None or request_id not in scheduler:
                 self.drop(model, request_id)
                 continue
             limits = self._limits.get(request_id)
             if limits is not None:
-                limits.append(token)
+                limits.extend(tokens)
             each = None if grammars is None else grammars.by_id.get(request_id)
-            if grammars is None or each is None:
-                if limits is not None and not limits.bits.any():
-                    self._stuck[request_id] = model
+            if limits is not None and each is None and not limits.bits.any():
+                self._stuck[request_id] = model
                 continue
-            each.output.append(token)
+            guess = scheduler.guess(request_id)
+            if grammars is None or each is None:
+                if guess is not None and limits is not None:
+                    num = limits.num_leading_on(guess.tolist())
+                    scheduler.propose(request_id, guess[:num], np.zeros(num, np.bool_), guessed=True)
+                continue
+            each.output += tokens
+            each.guessed = guess is not None
             self._set_working(grammars, each, True)
             keys.append(each.key)
-            tokens.append(token)
+            told += tokens
+            counts.append(len(tokens))
+            if guess is not None and len(guess):
+                guesses[each.key] = guess.tolist()
         if grammars is not None and keys:
-            self._send(grammars, Advance(keys, tokens))
+            self._send(grammars, Advance(keys, told, counts if len(told) > len(keys) else [], guesses))
 
     def ready(self, served: ServedModel) -> list[End]:
         """Prepares for the model's next step: waits up to GRACE_S for masks that are nearly ready, and ends requests that no
@@ -245,9 +272,12 @@ class Constraints:
     # ---- the process
 
     def _open(self, served: ServedModel, num_rows: int) -> GrammarPort:
-        port = GrammarPort(served.hosted.vocab_size, num_rows)
+        vocab_size, rows_each = served.hosted.vocab_size, 1
+        if served.scheduler.drafts_masked:
+            rows_each = max(1, min(1 + MOST_DRAFTED, MASKS_BYTES // (num_rows * row_bytes(vocab_size))))
+        port = GrammarPort(vocab_size, num_rows, rows_each)
         self._poller.register(port.fileno(), select.EPOLLIN)
-        port.send(Open(folder_of(served.spec), served.hosted.vocab_size, served.spec.eos_token_ids, num_rows))
+        port.send(Open(folder_of(served.spec), vocab_size, served.spec.eos_token_ids, num_rows, rows_each))
         return port
 
     def _start_parked(self, grammars: ModelGrammars) -> None:
@@ -279,7 +309,7 @@ class Constraints:
                     self._start_parked(grammars)
                 case Ready():
                     for each in self._answered(grammars, message.keys):
-                        ends += self._ready(model, grammars, each)
+                        ends += self._ready(model, grammars, each, message.drafts.get(each.key, NO_DRAFT))
                 case Ended():
                     ends += self._fail(model, grammars, list(self._answered(grammars, message.keys)), "")
                 case Broken():
@@ -292,17 +322,21 @@ class Constraints:
                 self._set_working(grammars, each, False)
                 yield each
 
-    def _ready(self, model: str, grammars: ModelGrammars, each: Constrained) -> list[End]:
+    def _ready(self, model: str, grammars: ModelGrammars, each: Constrained, draft: Draft) -> list[End]:
         """Lets the scheduler run a request whose mask is ready. If the request's own token limits leave nothing of the mask, the
         request ends: as complete where the grammar may end here, otherwise with an error."""
-        limits = self._limits.get(each.request.request_id)
-        mask = grammars.port.masks[each.row]
-        if limits is not None and not (limits.bits & mask).any():
-            may_end = holds_any(mask, grammars.served.spec.eos_token_ids)
-            return self._fail(model, grammars, [each], "" if may_end else limits.why_stuck(), "no_token_left")
+        request_id = each.request.request_id
+        limits, masks, num_drafted = self._limits.get(request_id), grammars.port.masks[each.row], len(draft.tokens)
+        if limits is not None:
+            if not (limits.bits & masks[0]).any():
+                may_end = holds_any(masks[0], grammars.served.spec.eos_token_ids)
+                return self._fail(model, grammars, [each], "" if may_end else limits.why_stuck(), "no_token_left")
+            num_drafted = limits.num_leading_on(draft.tokens, masks)
         scheduler = grammars.served.scheduler
         if each.scheduled:
-            scheduler.hold(each.request.request_id, False)
+            tokens, sure = np.array(draft.tokens, np.int32), np.array(draft.sure, np.bool_)
+            scheduler.propose(request_id, tokens[:num_drafted], sure[:num_drafted], each.guessed)
+            scheduler.hold(request_id, False)
         else:
             each.scheduled = True
             scheduler.submit(each.request)
@@ -356,3 +390,10 @@ class Constraints:
             grammars.port.send(message)
         except ProcessDied:
             log.debug("a grammar process is gone; `receive` will find that")
+
+
+def _tokens_of(outcome: StepOutcome) -> dict[int, list[int]]:
+    """Returns each request's tokens of a step."""
+    told = iter(outcome.ids)
+    counts = outcome.counts or [1] * len(outcome.request_ids)
+    return {request_id: list(islice(told, count)) for request_id, count in zip(outcome.request_ids, counts, strict=True)}

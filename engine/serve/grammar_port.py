@@ -25,15 +25,16 @@ class ProcessDied(Exception):
 
 
 class GrammarPort:
-    """A running grammar process. masks [num_rows, W] uint32: written by the process, and readable after its death until `close`."""
+    """A running grammar process. masks [num_rows, rows_each, W] uint32: written by the process, and readable after its death until
+    `close`."""
 
-    def __init__(self, vocab_size: int, num_rows: int) -> None:
-        num_bytes = num_rows * row_bytes(vocab_size)
+    def __init__(self, vocab_size: int, num_rows: int, rows_each: int = 1) -> None:
+        num_bytes = num_rows * rows_each * row_bytes(vocab_size)
         fd = os.memfd_create("grammar masks", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_bytes)
             memory = mmap.mmap(fd, num_bytes)
-            self.masks: npt.NDArray[np.uint32] = np.frombuffer(memory, np.uint32).reshape(num_rows, -1)
+            self.masks: npt.NDArray[np.uint32] = np.frombuffer(memory, np.uint32).reshape(num_rows, rows_each, -1)
             self._socket, self._process = _spawn(fd)
         finally:
             os.close(fd)

@@ -41,8 +41,9 @@ class BatchScheduler:
     def __init__(
         self, model: str, kv: KVCache, limits: BatchLimits, drafter: Drafter | None = None, has_predictor: bool = False
     ) -> None:
-        """drafter: drafts tokens for sequences that decode. KV must not have state groups then: a state cannot go back.
-        has_predictor: whether the model drafts tokens, too (proposals.py); the drafter is asked where it does not."""
+        """drafter: drafts tokens for sequences that decode; None: only what a grammar forces is drafted. KV must not have state
+        groups if there is one: a state cannot go back. has_predictor: whether the model drafts tokens, too (proposals.py); the
+        drafter is asked where it does not."""
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -67,8 +68,9 @@ class BatchScheduler:
         self._outcomes = Outcomes(limits.eos_token_ids, self.table, self._requests)
         self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that may not have their next token yet
         self._num_constrained = 0  # rows
+        goes_back = not any(group.snapshot_tokens for group in kv.groups)
         proposals = Proposals(self.table) if has_predictor else None
-        self._drafts = None if drafter is None else Drafts(self.table, drafter, proposals)
+        self._drafts = Drafts(self.table, drafter, proposals) if goes_back else None
         self._same_prompts = SamePrompts(self._slot_of, self.table.num_computed, self._held, kv.block_tokens)
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
@@ -142,6 +144,24 @@ class BatchScheduler:
             request.held = held
         elif (slot := self._slot_of.get(request_id)) is not None:
             self._held[slot] = held
+
+    @property
+    def drafts_masked(self) -> bool:
+        """Whether tokens that are proposed for masked sequences are drafted."""
+        return self._drafts is not None
+
+    def guess(self, request_id: int) -> IntArray | None:
+        """Returns tokens that may follow those of a running request with a grammar or token limits; None if no guesses are wanted
+        now."""
+        slot = self._slot_of.get(request_id)
+        return None if slot is None or self._drafts is None else self._drafts.guess(slot)
+
+    def propose(self, request_id: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
+        """Takes tokens to draft for a request with a grammar or token limits in its next step, whose masks are there
+        (masked_drafts.Proposal). A request that does not run gets none."""
+        slot = self._slot_of.get(request_id)
+        if slot is not None and self._drafts is not None:
+            self._drafts.propose(slot, tokens, sure, guessed)
 
     def preempt_one(self) -> bool:
         """Preempts the newest sequence of the lowest priority; returns False if none runs. Called between steps only."""
@@ -276,6 +296,8 @@ class BatchScheduler:
         """Returns a plan of decode rows with drafted tokens, where these are worth their rows. Raises TokensNeeded as `plan`
         does."""
         slots, first = plan.slots, plan.num_computed
+        if drafts.are_none:
+            return plan
         drafts.count_plan()
         if len(slots) >= self.limits.max_sequences:  # no row is left for a drafted token
             return plan

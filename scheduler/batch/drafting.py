@@ -8,6 +8,9 @@ difference on, rows are dropped. The text is the same as without drafts, only in
 How many tokens are drafted follows from what they are worth: the chance that a sequence's drafts hold, learned from its earlier
 ones, against what a step of more rows costs (StepRoom.worth_drafting). A sequence for which nothing pays is left alone for a while,
 twice as long each time.
+
+What may follow a drafted token of a sequence with a grammar or token limits is known elsewhere, so its drafts are proposed from
+there (masked_drafts.py), those that the grammar forces among them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.batch.endings import Endings
+from scheduler.batch.masked_drafts import MaskedDrafts, Proposal
 from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, SequenceTable, StepOutcome
 from scheduler.batch.prompt_lookup import FEWEST_TOKENS
 from scheduler.batch.proposals import Proposals
@@ -32,41 +36,45 @@ _NEVER = np.iinfo(np.int64).max  # next_plan of a sequence for which nothing is 
 _PRIOR = 0.6  # a first draft's chance to hold
 _NEWEST = 0.25  # weight of a new result in a sequence's chance, and in that of the model's new sequences
 _NEWEST_OF_MODEL = 0.02
+_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(slots=True)
 class Drafted:
-    """A drafted token. worth: the chance that it and all drafted before it hold."""
+    """A drafted token. worth: the chance that it and all drafted before it hold. guessed: whether its sequence may be left alone
+    if it is not worth its row."""
 
     row: int  # of the rows that decode
     worth: float
+    guessed: bool = True
 
 
 class Drafts:
     """The drafts of one model's sequences.
 
     chance [S]: that a drafted token holds, if those before it do. next_plan [S]: the number of the first plan in which a sequence
-    is drafted for again; pause [S]: plans it was left alone for."""
+    is drafted for again; pause [S]: plans it was left alone for. A masked sequence is drafted for where there is a proposal, and
+    next_guess [S] is the number of the first plan that may have guesses of it."""
 
-    def __init__(self, table: SequenceTable, drafter: Drafter, proposals: Proposals | None = None) -> None:
-        """proposals: of the model's own predictor, if it has one; the drafter is then asked where there are none."""
+    def __init__(self, table: SequenceTable, drafter: Drafter | None, proposals: Proposals | None = None) -> None:
+        """drafter: None: only what is proposed for masked sequences and sure is drafted. proposals: of the model's own predictor, if
+        it has one; the drafter is then asked where there are none."""
         num_slots = len(table.request_id)
         self._table, self._drafter, self.proposals = table, drafter, proposals
         self._model_chance = _PRIOR
         self._chance: npt.NDArray[np.float64] = np.full(num_slots, _PRIOR)
         self._next_plan: LongArray = np.zeros(num_slots, np.int64)
+        self._next_guess: LongArray = np.zeros(num_slots, np.int64)
         self._pause: IntArray = np.zeros(num_slots, np.int32)
         self._num_plans = 0
         self._predictions: dict[int, IntArray] = {}  # by slot
+        self._masked = MaskedDrafts()
 
     def join(self, slot: int, prediction: IntArray) -> None:
-        """Registers a row whose settings are in the table. prediction: tokens that its output may repeat in parts.
-
-        Nothing is drafted for rows whose logits are masked after each token, or that are told log-probabilities."""
+        """Registers a row whose settings are in the table. prediction: tokens that its output may repeat in parts."""
         self._chance[slot], self._pause[slot] = self._model_chance, 0
-        masked = self._table.constrained[slot] or self._table.limited[slot]
-        told = self._table.num_logprobs[slot] >= 0
-        self._next_plan[slot] = _NEVER if masked or told else 0
+        self._next_plan[slot] = _NEVER if self._drafter is None or self._is_masked(slot) else 0
+        self._next_guess[slot] = _NEVER if self._drafter is None else 0
         if len(prediction):
             self._predictions[slot] = prediction
         if self.proposals is not None:
@@ -74,6 +82,36 @@ class Drafts:
 
     def leave(self, slot: int) -> None:
         self._predictions.pop(slot, None)
+        self._masked.drop(slot)
+
+    def _is_masked(self, slot: int) -> bool:
+        return bool(self._table.constrained[slot] or self._table.limited[slot])
+
+    @property
+    def are_none(self) -> bool:
+        """Whether nothing can be drafted for any sequence now."""
+        return self._drafter is None and not len(self._masked)
+
+    # ---- of masked sequences
+
+    def guess(self, slot: int) -> IntArray | None:
+        """Returns tokens that may follow those of a masked sequence; None while it is left alone."""
+        if self._next_guess[slot] > self._num_plans + 1:
+            return None
+        end = int(self._table.num_tokens[slot])
+        most = min(MOST_DRAFTED, int(self._table.max_total_tokens[slot]) - end - 1)
+        return self._of(slot, end, most) if most > 0 else None
+
+    def propose(self, slot: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
+        """Takes what may be drafted behind a masked sequence's tokens; masked_drafts.Proposal has the meanings. It replaces what was
+        proposed before."""
+        self._masked.drop(slot)
+        self._next_plan[slot] = _NEVER
+        if len(tokens) or guessed:
+            self._masked.put(slot, Proposal(tokens, sure, guessed, int(self._table.num_tokens[slot])))
+            self._next_plan[slot] = 0
+
+    # ---- of a plan
 
     def count_plan(self) -> None:
         """Begins a plan that may draft. Pauses are counted in plans, those of steps that start ahead included."""
@@ -95,27 +133,43 @@ class Drafts:
         table, found = self._table, []
         for row in due.tolist():
             slot, end = int(slots[row]), int(computed[row]) + 1  # the sequence has `end` tokens
-            most = min(MOST_DRAFTED, spare, int(capacity[row]) - end, int(table.max_total_tokens[slot]) - end - 1)
-            drafted = self._of(slot, end, most) if most > 0 else ()
+            most = max(0, min(MOST_DRAFTED, spare, int(capacity[row]) - end, int(table.max_total_tokens[slot]) - end - 1))
+            chance = float(self._chance[slot])
+            if self._is_masked(slot):
+                found += self._proposed(row, slot, end, most, chance)
+                continue
+            drafted = self._of(slot, end, most) if most else ()
             if not len(drafted):
                 self._leave_alone(slot)
                 continue
             table.tokens[slot, end : end + len(drafted)] = drafted
-            chance = float(self._chance[slot])
             found += [Drafted(row, chance**number) for number in range(1, len(drafted) + 1)]
         found.sort(key=lambda one: -one.worth)  # stable: a sequence's own drafts stay in order
         num = room.worth_drafting(computed, [one.worth for one in found[:spare]]) if found else 0
         counts = np.bincount([one.row for one in found[:num]], minlength=len(slots)).astype(np.int32)
-        for row in {one.row for one in found[num:]}:
+        for row in {one.row for one in found[num:] if one.guessed}:
             if not counts[row]:
                 self._leave_alone(int(slots[row]))
         return counts if num else None
+
+    def _proposed(self, row: int, slot: int, num_tokens: int, most: int, chance: float) -> list[Drafted]:
+        """Writes at most so many of the tokens proposed for a slot behind its num_tokens, and returns them."""
+        proposal = self._masked.take(slot, num_tokens)
+        self._next_plan[slot] = _NEVER
+        if proposal is None:
+            return []
+        tokens = proposal.tokens[:most]
+        if proposal.guessed and not len(tokens):
+            self._leave_alone(slot)
+        self._table.tokens[slot, num_tokens : num_tokens + len(tokens)] = tokens
+        return [Drafted(row, worth, proposal.guessed) for worth in proposal.worths(chance, most)]
 
     def _of(self, slot: int, num_tokens: int, most: int) -> IntArray:
         """Returns at most so many tokens that may follow a slot's num_tokens."""
         proposed = None if self.proposals is None else self.proposals.of(slot, num_tokens)
         if proposed is not None:
             return proposed[:most]
+        assert self._drafter is not None
         tokens, prediction = self._table.tokens[slot, :num_tokens], self._predictions.get(slot)
         if prediction is None:
             return self._drafter(tokens, most)
@@ -130,7 +184,7 @@ class Drafts:
         if self.proposals is None:
             return plan
         slots = plan.slots
-        drafting = self._next_plan[slots] < _NEVER
+        drafting = self._next_guess[slots] < _NEVER
         chance = float(self._chance[slots[drafting]].mean()) if drafting.any() else 0.0
         return self.proposals.ask(plan, drafting, chance, capacity[slots], room)
 
@@ -149,19 +203,23 @@ class Drafts:
         return Verified(newest, told[last], bad[counting][last], counts, told, drafted)
 
     def _learn(self, slot: int, num_drafted: int, num_held: int) -> None:
-        """Learns what became of a sequence's drafts."""
+        """Learns what became of a sequence's drafts. What was sure tells nothing of guesses."""
+        sure = self._masked.sure(slot)
         for number in range(min(num_held + 1, num_drafted)):
+            if sure is not None and sure[number]:
+                continue
             held = float(number < num_held)
             self._chance[slot] += _NEWEST * (held - self._chance[slot])
             self._model_chance += _NEWEST_OF_MODEL * (held - self._model_chance)
-        if num_held:
-            self._pause[slot] = 0
+            if number < num_held:
+                self._pause[slot] = 0
 
     def _leave_alone(self, slot: int) -> None:
         """Drafts nothing for a sequence in the next plans. Pauses end together, at multiples of their length: while one sequence
         is drafted for, no step of its model can start before the last one has ended."""
         pause = self._pause[slot] = min(MOST_PAUSE, max(1, 2 * int(self._pause[slot])))
-        self._next_plan[slot] = (self._num_plans // pause + 1) * pause
+        ends = self._next_guess if self._is_masked(slot) else self._next_plan
+        ends[slot] = (self._num_plans // pause + 1) * pause
         if pause == MOST_PAUSE:  # its text may have changed since
             self._chance[slot] += (self._model_chance - self._chance[slot]) / 4
 

@@ -53,7 +53,7 @@ def test_masks_of_lists_and_words() -> None:
     both = SamplingParams(9, allowed_token_ids=[2, 3], bad_words=[[1, 2, 3], [2]])
     assert allowed(both, [1, 2]) == set()
     grown = TokenLimits("m", words, 70, [1])
-    grown.append(2)
+    grown.extend([2])
     assert (grown.bits == TokenLimits("m", words, 70, [1, 2]).bits).all()
 
 

@@ -1,0 +1,63 @@
+"""Drafts that come from outside the scheduler, for sequences whose logits are masked.
+
+Where a grammar or a list of tokens says what may follow, the masks behind a draft are made by whoever knows it (in the engine:
+engine/serve/constraints.py). So these drafts are proposed together with their masks, after each of the sequence's tokens, instead
+of being looked up when a step is planned.
+
+Shapes: S slots, D drafted tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.batch.plan import BoolArray, IntArray
+
+
+@dataclass(slots=True, frozen=True)
+class Proposal:
+    """Drafted tokens of one sequence. tokens [D]. sure [D]: nothing else may follow, so the token holds if those before it do.
+    guessed: it was allowed to hold guesses (Drafts.guess), even if there are none. num_tokens: of the sequence, without these."""
+
+    tokens: IntArray
+    sure: BoolArray
+    guessed: bool
+    num_tokens: int
+
+    def worths(self, chance: float, most: int) -> list[float]:
+        """Returns for each of the first `most` tokens the chance that it and all before it hold. chance: that a guess holds."""
+        worths: list[float] = np.cumprod(np.where(self.sure[:most], 1.0, chance)).tolist()
+        return worths
+
+
+class MaskedDrafts:
+    """The proposals for a sequence table's slots."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, Proposal] = {}  # by slot: not drafted yet
+        self._drafted: dict[int, Proposal] = {}  # in the step that runs
+
+    def __len__(self) -> int:
+        return len(self._next)
+
+    def put(self, slot: int, proposal: Proposal) -> None:
+        self._next[slot] = proposal
+
+    def take(self, slot: int, num_tokens: int) -> Proposal | None:
+        """Returns the proposal for a slot that has num_tokens now, for the step that is planned; None if there is none."""
+        proposal = self._next.pop(slot, None)
+        if proposal is None or proposal.num_tokens != num_tokens:
+            return None
+        self._drafted[slot] = proposal
+        return proposal
+
+    def sure(self, slot: int) -> BoolArray | None:
+        """Returns Proposal.sure of what a slot drafted in the step that has ended; None if its draft was not proposed."""
+        proposal = self._drafted.pop(slot, None)
+        return None if proposal is None else proposal.sure
+
+    def drop(self, slot: int) -> None:
+        self._next.pop(slot, None)
+        self._drafted.pop(slot, None)
