@@ -145,15 +145,6 @@ def test_a_bad_row_fails_its_sequence_and_no_other() -> None:
     harness.check_no_leak()
 
 
-def test_nothing_is_drafted_for_masked_rows_and_log_probabilities() -> None:
-    harness = Harness(drafter=knowing(1.0))
-    harness.submit(1, prompt_of(5), Params(ignore_eos=True, is_limited=True))
-    harness.submit(2, prompt_of(5, 1), Params(ignore_eos=True, logprobs=0))
-    harness.run()
-    assert harness.num_steps >= 12
-    assert {len(tokens) for tokens in harness.output.values()} == {12}
-
-
 def test_a_step_has_no_more_rows_than_the_model_has_slots() -> None:
     harness = Harness(max_sequences=4, drafter=knowing(1.0))
     for request_id in range(1, 5):
