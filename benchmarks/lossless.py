@@ -93,7 +93,7 @@ def known(asked: Requests, answers: dict[int, Answer]) -> dict[int, list[int]]:
 
 def texts(bench: Bench, num: int) -> list[dict[str, Any]]:
     asked = mixed(num)
-    plain = bench.run(asked, jumps=False, at_once=24)
+    plain = bench.run(asked, jumps=False, at_once=bench.spec.max_sequences // 3)
     some = [request_id for request_id in asked if request_id % 4]
     drafters: dict[str, Drafter | None] = {
         "forced only": None,
@@ -103,7 +103,7 @@ def texts(bench: Bench, num: int) -> list[dict[str, Any]]:
     }
     lines = []
     for name, drafter in drafters.items():
-        run = bench.run(asked, drafter, at_once=24, preempt_at=40)
+        run = bench.run(asked, drafter, at_once=bench.spec.max_sequences // 3, preempt_at=40)
         found = differences(plain.answers, run.answers)
         for difference in found[:3]:
             print(difference[:400], file=sys.stderr)
@@ -119,7 +119,7 @@ def distribution(bench: Bench, num_tokens: int) -> dict[str, Any]:
     bias = dict.fromkeys(range(97, 101), 30.0)
     settings: dict[str, Any] = {"ignore_eos": True, "logit_bias": bias, "logprobs": VOCAB_SIZE}
     asked = {at: ([97 + at % 4, 98], SamplingParams(length, 1.0, seed=at, **settings)) for at in range(1, num_tokens // length + 1)}
-    run = bench.run(asked, looked_up, at_once=24)
+    run = bench.run(asked, looked_up, at_once=bench.spec.max_sequences // 3)
     rng, places = np.random.default_rng(0), []
     for answer in run.answers.values():
         for token, (_, ids, values) in zip(answer.tokens, answer.logprobs, strict=True):
@@ -148,7 +148,7 @@ def schemas(bench: Bench, num: int) -> list[dict[str, Any]]:
     for seed in range(num):
         params = SamplingParams(300, 1.0, seed=seed, grammar="json_schema:" + json.dumps(schema(seed)))
         asked[seed + 1] = list(f"Answer {seed}.".encode()), params
-    plain = bench.run(asked, jumps=False, at_once=24)
+    plain = bench.run(asked, jumps=False, at_once=bench.spec.max_sequences // 3)
 
     def counted(answers: dict[int, Answer]) -> Counter[str]:
         kinds: Counter[str] = Counter()
@@ -164,7 +164,7 @@ def schemas(bench: Bench, num: int) -> list[dict[str, Any]]:
 
     before, lines = counted(plain.answers), []
     for name, drafter in (("forced only", None), ("right of 0.8", knowing(known(asked, plain.answers), 0.8, VOCAB_SIZE))):
-        run = bench.run(asked, drafter, at_once=24)
+        run = bench.run(asked, drafter, at_once=bench.spec.max_sequences // 3)
         after, same = counted(run.answers), not differences(plain.answers, run.answers)
         counts = {"drafted": run.num_drafted, "held": run.num_held, "steps": run.num_steps, "steps_without": plain.num_steps}
         kinds = {kind: after[kind] for kind in ("valid", "invalid", "refused", "length")}

@@ -25,16 +25,32 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": "x y z x y z", "temperature": 0, "max_tokens": 90, "stop": ["e"]},
     {"prompt": "a b", "temperature": 1.5, "seed": 2, "max_tokens": 150, "logit_bias": {"70": 13, "71": 11}},  # repeats itself
     {"prompt": "x y z x y z", "temperature": 0.2, "seed": 1, "max_tokens": 60, "n": 3},
+    {
+        "prompt": "a b",
+        "temperature": 0.9,
+        "seed": 4,
+        "max_tokens": 90,
+        "logprobs": 2,
+        "extra_body": {"allowed_token_ids": [70, 71]},
+    },
+]
+
+SCHEMA = {"type": "object", "properties": {"temperature": {"enum": ["cold", "hot"]}}, "required": ["temperature"]}
+STRUCTURED: list[dict[str, Any]] = [
+    {"prompt": "a b a b", "seed": 3, "max_tokens": 90, "logprobs": 1, "extra_body": {"guided_json": SCHEMA}},
+    {"prompt": "a b a b", "temperature": 0, "max_tokens": 60, "extra_body": {"regex": "(one two three ){2,9}end"}},
 ]
 
 
-def answers(node: Node, model: str) -> list[Any]:
+def answers(node: Node, model: str, requests: list[dict[str, Any]]) -> list[Any]:
     def ask(body: dict[str, Any]) -> Any:
         told = node.openai().completions.create(model=model, **body)
-        return [(choice.text, choice.finish_reason) for choice in told.choices], told.usage.completion_tokens
+        texts = [(choice.text, choice.finish_reason) for choice in told.choices]
+        tokens = [choice.logprobs.tokens for choice in told.choices if choice.logprobs is not None]
+        return texts, tokens, told.usage.completion_tokens
 
-    with ThreadPoolExecutor(len(REQUESTS)) as pool:
-        return list(pool.map(ask, REQUESTS))
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(ask, requests))
 
 
 def drafted(node: Node, model: str) -> dict[str, int]:
@@ -47,10 +63,10 @@ def test_texts_are_those_of_a_model_without_drafts(tmp_path: Path) -> None:
     make_model(tmp_path / "models" / "plain", max_position_embeddings=512)
     shutil.copytree(tmp_path / "models" / "plain", tmp_path / "models" / "m")
     with Node(tmp_path, devices=["cpu=64MiB"], runner="torch", config=CONFIG, flags=["--dtype", "float32"]) as node:
-        expected = answers(node, "plain")
+        expected = answers(node, "plain", REQUESTS)
 
         def same_with_drafts() -> bool:
-            assert answers(node, "m") == expected
+            assert answers(node, "m", REQUESTS) == expected
             return drafted(node, "m").get("accepted", 0) > 0
 
         # where other work makes steps of more rows look dear, nothing is drafted until their costs are learned anew
@@ -81,6 +97,13 @@ def test_texts_are_those_of_a_model_without_drafts(tmp_path: Path) -> None:
             return bool(details.accepted_prediction_tokens > 30)
 
         node.wait_for(predicted, "a prediction that holds")
+
+        def forced() -> bool:  # with and without guesses what a grammar forces is drafted
+            before = drafted(node, "plain").get("accepted", 0)
+            assert answers(node, "m", STRUCTURED) == answers(node, "plain", STRUCTURED)
+            return drafted(node, "plain").get("accepted", 0) > before
+
+        node.wait_for(forced, "drafts that a grammar forces")
         chat["prediction"]["content"][0] = {"type": "image_url"}
         with pytest.raises(openai.BadRequestError, match=r"prediction.content\[0\].type: only text parts"):
             node.openai().chat.completions.create(model="m", **chat)

@@ -4,7 +4,9 @@ tests and benchmarks/lossless.py can compare what comes out.
 
 from __future__ import annotations
 
+import os
 import select
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,10 +70,12 @@ class Bench:
         jumps: bool = True,
         limits: StepLimits | None = None,
         preempt_at: int = -1,
+        kill_at: int = -1,
         at_once: int = 0,
     ) -> Run:
         """Runs requests, given as (prompt, settings). jumps: whether what a grammar forces is drafted. limits: decide how many
-        drafts are worth their rows; None: all are. preempt_at: a step before which a sequence is preempted. at_once: requests that
+        drafts are worth their rows; None: all are. preempt_at, kill_at: a step behind which a sequence is
+        preempted, and one behind which the grammar process is killed. at_once: requests that
         are there at a time; 0: all."""
         done = Run({request_id: Answer() for request_id in requests})
         left, waiting = len(requests), iter(requests.items())
@@ -120,6 +124,8 @@ class Bench:
                 left, open_ = left - len(ended), open_ - len(ended)
                 if done.num_steps == preempt_at:
                     scheduler.preempt_one()
+                if done.num_steps == kill_at:
+                    os.kill(constraints._models[self.spec.model].port.pid, signal.SIGKILL)
         finally:
             done.seconds = time.monotonic() - began_s
             constraints.close(self.spec.model)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.lossless import distribution
 from benchmarks.schemas import schema
 from engine.protocol import FINISH_STOP, LoadModel, SamplingParams
 from tests.e2e.checkpoints import END_ID, VOCAB_SIZE, make_model
@@ -75,10 +76,10 @@ def test_answers_are_those_without_drafts(bench: Bench) -> None:
     assert plain.num_drafted == 0
     kinds = [(one.finish, bool(one.error), bool(one.logprobs)) for one in plain.answers.values()]
     assert len(set(kinds)) > 4, "requests that end in every way"
-    for accuracy, preempt_at in ((1.0, -1), (0.6, 9)):
+    for accuracy, preempt_at, kill_at in ((1.0, -1, 14), (0.6, 9, -1)):
         some = [request_id for request_id in asked if request_id % 3]
         drafter = knowing(texts(asked, plain.answers), accuracy, VOCAB_SIZE, some)
-        drafted = bench.run(asked, drafter, preempt_at=preempt_at, at_once=6)
+        drafted = bench.run(asked, drafter, preempt_at=preempt_at, kill_at=kill_at, at_once=6)
         assert differences(plain.answers, drafted.answers) == []
         assert drafted.num_drafted >= drafted.num_held > 300 * accuracy
         assert drafted.num_steps < plain.num_steps
@@ -121,3 +122,11 @@ def test_answers_on_a_gpu_are_those_without_drafts(tmp_path: Path) -> None:
     drafted = bench.run(asked, knowing(texts(asked, plain.answers), 0.8, model.vocab_size))
     assert differences(plain.answers, drafted.answers) == []
     assert drafted.num_held > 2
+
+
+def test_sampled_tokens_follow_the_models_own_distribution(bench: Bench) -> None:
+    """A chi-square test at p > 0.01; benchmarks/lossless.py takes more tokens."""
+    told = distribution(bench, 10_000)
+    assert told["sampled"] == 10_000
+    assert told["held"] > 500
+    assert told["passed"], told
