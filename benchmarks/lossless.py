@@ -173,13 +173,13 @@ def schemas(bench: Bench, num: int) -> list[dict[str, Any]]:
     return lines
 
 
-def jumps(bench: Bench, passes: int = 5) -> list[dict[str, Any]]:
+def jumps(bench: Bench, passes: int = 3) -> list[dict[str, Any]]:
     """Steps and milliseconds an answer, the grammar process's included: medians of alternating runs."""
     lines = []
     for kind in ("compact_json", "json_schema"):
         ratios, runs, same = [], [], True
         limits = StepLimits(turn_s=0.01, stretch=2.0)
-        asked = {at: ([40 + at], SamplingParams(400, 1.0, seed=at, grammar=f"{kind}:{json.dumps(KEYS)}")) for at in range(1, 9)}
+        asked = {at: ([40 + at], SamplingParams(400, 1.0, seed=at, grammar=f"{kind}:{json.dumps(KEYS)}")) for at in range(1, 5)}
         for _ in range(passes + 1):
             plain = bench.run(asked, jumps=False, limits=limits, at_once=1)
             forced = bench.run(asked, limits=limits, at_once=1)
