@@ -7,7 +7,7 @@ alternatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,26 +61,6 @@ class LogprobCollector:
             top_ids=[token_id for each in self._top_ids for token_id in each],
             top=[value for each in self._top for value in each],
         )
-
-
-def of_first_tokens(told: TokenLogprobs, counts: Mapping[int, int]) -> TokenLogprobs | None:
-    """Returns the log-probabilities of the first counts[request_id] tokens of each request; None if there are none."""
-    left, ends = dict(counts), np.cumsum(told.counts).tolist()
-    kept = []
-    for at, request_id in enumerate(told.request_ids):
-        if (num := left.get(request_id, 0)) > 0:
-            left[request_id] = num - 1
-            kept.append(at)
-    if not kept:
-        return None
-    parts = [slice(ends[at] - told.counts[at], ends[at]) for at in kept]
-    return TokenLogprobs(
-        request_ids=[told.request_ids[at] for at in kept],
-        chosen=[told.chosen[at] for at in kept],
-        counts=[told.counts[at] for at in kept],
-        top_ids=[token_id for part in parts for token_id in told.top_ids[part]],
-        top=[value for part in parts for value in told.top[part]],
-    )
 
 
 @dataclass(slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import accumulate
+
 from engine.contracts.steps import StepResult
-from engine.protocol import EmbeddingsOut, TokensOut
-from engine.sampling.logprobs import of_first_tokens
+from engine.protocol import EmbeddingsOut, TokenLogprobs, TokensOut
 from engine.serve.served_models import ServedModel
 from scheduler.batch.plan import BatchPlan, LongArray, StepOutcome
 
@@ -36,4 +38,24 @@ def answer(
         logprobs=logprobs,
         steps=steps,
         drafted=outcome.drafted,
+    )
+
+
+def of_first_tokens(told: TokenLogprobs, counts: Mapping[int, int]) -> TokenLogprobs | None:
+    """Returns the log-probabilities of the first counts[request_id] tokens of each request; None if there are none."""
+    left, ends = dict(counts), list(accumulate(told.counts))
+    kept = []
+    for at, request_id in enumerate(told.request_ids):
+        if (num := left.get(request_id, 0)) > 0:
+            left[request_id] = num - 1
+            kept.append(at)
+    if not kept:
+        return None
+    parts = [slice(ends[at] - told.counts[at], ends[at]) for at in kept]
+    return TokenLogprobs(
+        request_ids=[told.request_ids[at] for at in kept],
+        chosen=[told.chosen[at] for at in kept],
+        counts=[told.counts[at] for at in kept],
+        top_ids=[token_id for part in parts for token_id in told.top_ids[part]],
+        top=[value for part in parts for value in told.top[part]],
     )
