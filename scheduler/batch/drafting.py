@@ -57,8 +57,8 @@ class Drafts:
     next_guess [S] is the number of the first plan that may have guesses of it."""
 
     def __init__(self, table: SequenceTable, drafter: Drafter | None, proposals: Proposals | None = None) -> None:
-        """drafter: None: only what is proposed for masked sequences and sure is drafted. proposals: of the model's own predictor, if
-        it has one; the drafter is then asked where there are none."""
+        """drafter: None: only what is proposed for masked sequences and sure is drafted. proposals: of the model's own predictor,
+        if it has one; the drafter is then asked where there are none."""
         num_slots = len(table.request_id)
         self._table, self._drafter, self.proposals = table, drafter, proposals
         self._model_chance = _PRIOR
@@ -103,8 +103,8 @@ class Drafts:
         return self._of(slot, end, most) if most > 0 else None
 
     def propose(self, slot: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
-        """Takes what may be drafted behind a masked sequence's tokens; masked_drafts.Proposal has the meanings. It replaces what was
-        proposed before."""
+        """Takes what may be drafted behind a masked sequence's tokens; masked_drafts.Proposal has the meanings. It replaces what
+        was proposed before."""
         self._masked.drop(slot)
         self._next_plan[slot] = _NEVER
         if len(tokens) or guessed:

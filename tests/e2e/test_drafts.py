@@ -117,10 +117,10 @@ def test_a_checkpoints_own_predictor_drafts(tmp_path: Path) -> None:
     make_model(tmp_path / "models" / "plain", agreeing_predictor=True, max_position_embeddings=512, **family)
     shutil.copytree(tmp_path / "models" / "plain", tmp_path / "models" / "m")
     with Node(tmp_path, devices=["cpu=64MiB"], runner="torch", config=CONFIG, flags=["--dtype", "float32"]) as node:
-        expected = answers(node, "plain")
+        expected = answers(node, "plain", REQUESTS)
 
         def same_with_drafts() -> bool:
-            assert answers(node, "m") == expected
+            assert answers(node, "m", REQUESTS) == expected
             return drafted(node, "m").get("accepted", 0) > 100
 
         node.wait_for(same_with_drafts, "drafted tokens that hold")
@@ -136,10 +136,10 @@ def test_a_head_beside_a_model_drafts_for_it(tmp_path: Path) -> None:
     shutil.copytree(models / "plain", models / "m")
     make_head(models / "m" / "head", models / "m")
     with Node(tmp_path, devices=["cpu=64MiB"], runner="torch", config=CONFIG, flags=["--dtype", "float32"]) as node:
-        expected = answers(node, "plain")
-        assert answers(node, "m") == expected
+        expected = answers(node, "plain", REQUESTS)
+        assert answers(node, "m", REQUESTS) == expected
         assert drafted(node, "m")["drafted"] > 0
         assert "m: float32, drafts by m/head, max_model_len" in node.log_text()
         assert "it drafts tokens for another model" in node.cli("why", "m/head").stdout
         os.kill(node.engine_pids()[0], signal.SIGKILL)
-        assert answers(node, "m") == expected
+        assert answers(node, "m", REQUESTS) == expected
