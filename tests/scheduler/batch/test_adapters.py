@@ -70,7 +70,8 @@ class AdapterHarness(Harness):
         """Until nothing is left to do, placing adapters as they are wanted."""
 
         def place_wanted() -> bool:
-            return any([self.place(key, sizes[key]) for key in list(self.scheduler.adapters.wanted)])
+            placed = [self.place(key, sizes[key]) for key in list(self.scheduler.adapters.wanted)]
+            return any(placed)
 
         for _ in range(10_000):
             placed = place_wanted()
