@@ -69,9 +69,10 @@ class BatchScheduler:
         self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that may not have their next token yet
         self._num_constrained = 0  # rows
         goes_back = not any(group.snapshot_tokens for group in kv.groups)
-        proposals = Proposals(self.table) if has_predictor else None
+        proposals = Proposals(self.table, kv.block_tokens) if has_predictor else None
         self._drafts = Drafts(self.table, drafter, proposals) if goes_back else None
         self._same_prompts = SamePrompts(self._slot_of, self.table.num_computed, self._held, kv.block_tokens)
+        self._taken_in: IntArray = np.zeros(0, np.int32)  # slots of the step whose results were taken in last
         self._next_order = 0
         self._blocked_version = -1  # chunk pool's version when the head of the queue last found no memory
 
@@ -200,7 +201,9 @@ class BatchScheduler:
         admitted."""
         room = room or StepRoom()
         plan = self._plan(step_id, room, max_tokens)
-        return plan if plan is None or self._drafts is None else self._drafts.ask(plan, self.blocks.capacity, room)
+        if plan is None or self._drafts is None:
+            return plan
+        return self._drafts.ask(plan, self.blocks, self.limits.max_sequences, room)
 
     def _plan(self, step_id: int, room: StepRoom, max_tokens: int | None) -> BatchPlan | None:
         """Returns the next step as `plan` does, without what the model's predictor is to draft after it."""
@@ -252,6 +255,7 @@ class BatchScheduler:
         table = self.table
         if self._ahead:
             plan, ids, bad = self._ahead.finish(plan, ids, bad)
+        self._taken_in = plan.slots
         verified: Verified | None = None
         if plan.drafted and self._drafts is not None:
             verified = self._drafts.verify(plan, ids, bad, self._outcomes.endings)
@@ -286,9 +290,10 @@ class BatchScheduler:
 
     def take_proposals(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
         """Takes what the model's predictor drafted after the step whose results were taken in last: counts[q] tokens of tokens[q]
-        [Q, K] for the sequence in slots[q]."""
+        [Q, K] for the sequence in slots[q]. What is meant for one that ended while the step ran is dropped."""
         if self._drafts is not None and self._drafts.proposals is not None:
-            self._drafts.proposals.take(slots, counts, tokens)
+            there = np.isin(slots, self._taken_in)
+            self._drafts.proposals.take(slots[there], counts[there], tokens[there])
 
     # ---- inside a step
 
@@ -449,7 +454,7 @@ class BatchScheduler:
         self._ahead.join(slot)
         self._outcomes.join(slot, request, params)
         if self._drafts is not None:
-            self._drafts.join(slot, request.prediction)
+            self._drafts.join(slot, request.prediction, request.keys[: admission.num_shared])
         if request.resubmitted:
             request.num_cached, request.num_recomputed = num_cached, num_tokens - num_cached
         elif not request.has_first_token:
@@ -467,7 +472,10 @@ class BatchScheduler:
         full = num_tokens // self.block_tokens
         if full > self.blocks.num_learned[slot]:
             extend_keys(request.keys, self.seed_of(request), self.table.tokens[slot], self.block_tokens, full)
+            first = int(self.blocks.num_learned[slot])
             self.blocks.learn(slot, request.keys[:full])
+            if self._drafts is not None:
+                self._drafts.learned(slot, first, request.keys[:full], self.kv.groups[0].prefixes)
 
     def _leave(self, slot: int, poisoned: bool = False) -> None:
         """Frees a slot and its blocks; `_running.drop_gone` must follow."""

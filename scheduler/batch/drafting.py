@@ -15,7 +15,7 @@ there (masked_drafts.py), those that the grammar forces among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,8 +24,10 @@ import numpy.typing as npt
 from scheduler.batch.endings import Endings
 from scheduler.batch.masked_drafts import MaskedDrafts, Proposal
 from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, SequenceTable, StepOutcome
+from scheduler.batch.prefix_cache import PrefixCache
 from scheduler.batch.prompt_lookup import FEWEST_TOKENS
 from scheduler.batch.proposals import Proposals
+from scheduler.batch.sequence_blocks import SequenceBlocks
 from scheduler.batch.step_room import StepRoom
 
 Drafter = Callable[[IntArray, int], IntArray]  # (tokens of a sequence, how many to draft) -> that many drafted tokens, or none
@@ -70,15 +72,23 @@ class Drafts:
         self._predictions: dict[int, IntArray] = {}  # by slot
         self._masked = MaskedDrafts()
 
-    def join(self, slot: int, prediction: IntArray) -> None:
-        """Registers a row whose settings are in the table. prediction: tokens that its output may repeat in parts."""
+    def join(self, slot: int, prediction: IntArray, cached: Sequence[bytes] = ()) -> None:
+        """Registers a row whose settings are in the table. prediction: tokens that its output may repeat in parts. cached: keys of
+        the cached blocks that it begins with."""
         self._chance[slot], self._pause[slot] = self._model_chance, 0
         self._next_plan[slot] = _NEVER if self._drafter is None or self._is_masked(slot) else 0
         self._next_guess[slot] = _NEVER if self._drafter is None else 0
         if len(prediction):
             self._predictions[slot] = prediction
         if self.proposals is not None:
-            self.proposals.join(slot)
+            self.proposals.join(slot, cached)
+
+    def learned(self, slot: int, first: int, keys: Sequence[bytes], prefixes: PrefixCache) -> None:
+        """Notes that the prefix cache was told which blocks of a sequence, from its `first` one on, have these keys."""
+        if self.proposals is not None and self.proposals.minds(slot):
+            own = self._table.block_tables[0][slot, first : len(keys)].tolist()
+            owned = [prefixes.block_of(key) == block for key, block in zip(keys[first:], own, strict=True)]
+            self.proposals.learned(slot, first, keys[first:], owned)
 
     def leave(self, slot: int) -> None:
         self._predictions.pop(slot, None)
@@ -100,7 +110,8 @@ class Drafts:
             return None
         end = int(self._table.num_tokens[slot])
         most = min(MOST_DRAFTED, int(self._table.max_total_tokens[slot]) - end - 1)
-        return self._of(slot, end, most) if most > 0 else None
+        proposed = bool(self._proposed(np.array([slot]), np.array([end]))[0])
+        return self._of(slot, end, most, proposed) if most > 0 else None
 
     def propose(self, slot: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
         """Takes what may be drafted behind a masked sequence's tokens; masked_drafts.Proposal has the meanings. It replaces what
@@ -119,7 +130,8 @@ class Drafts:
 
     def wanted(self, slots: IntArray) -> bool:
         """Returns whether this plan may draft for any of the slots, which needs all their tokens."""
-        return bool((self._next_plan[slots] <= self._num_plans).any())
+        due = bool((self._next_plan[slots] <= self._num_plans).any())
+        return due or (self.proposals is not None and self.proposals.awaited(slots))
 
     def draft(self, slots: IntArray, computed: IntArray, capacity: IntArray, most_rows: int, room: StepRoom) -> IntArray | None:
         """Writes drafts behind the tokens of sequences that decode. Returns how many each of `slots` got [R]; None: there are none.
@@ -128,6 +140,9 @@ class Drafts:
         rows, more than R. room: tells what rows cost."""
         spare = most_rows - len(slots)
         due = np.flatnonzero(self._next_plan[slots] <= self._num_plans)
+        proposed = self._proposed(slots, computed + 1)
+        if proposed.any():  # while a sequence is left alone, too: this was paid for already
+            due = np.union1d(due, np.flatnonzero(proposed))
         if not len(due):
             return None
         table, found = self._table, []
@@ -136,9 +151,9 @@ class Drafts:
             most = max(0, min(MOST_DRAFTED, spare, int(capacity[row]) - end, int(table.max_total_tokens[slot]) - end - 1))
             chance = float(self._chance[slot])
             if self._is_masked(slot):
-                found += self._proposed(row, slot, end, most, chance)
+                found += self._under_masks(row, slot, end, most, chance)
                 continue
-            drafted = self._of(slot, end, most) if most else ()
+            drafted = self._of(slot, end, most, bool(proposed[row])) if most else ()
             if not len(drafted):
                 self._leave_alone(slot)
                 continue
@@ -146,14 +161,17 @@ class Drafts:
             found += [Drafted(row, chance**number) for number in range(1, len(drafted) + 1)]
         found.sort(key=lambda one: -one.worth)  # stable: a sequence's own drafts stay in order
         num = room.worth_drafting(computed, [one.worth for one in found[:spare]]) if found else 0
+        if self.proposals is not None and self.proposals.on_trial:
+            found.sort(key=lambda one: not proposed[one.row])
+            num = max(num, min(spare, sum(bool(proposed[one.row]) for one in found)))
         counts = np.bincount([one.row for one in found[:num]], minlength=len(slots)).astype(np.int32)
         for row in {one.row for one in found[num:] if one.guessed}:
             if not counts[row]:
                 self._leave_alone(int(slots[row]))
         return counts if num else None
 
-    def _proposed(self, row: int, slot: int, num_tokens: int, most: int, chance: float) -> list[Drafted]:
-        """Writes at most so many of the tokens proposed for a slot behind its num_tokens, and returns them."""
+    def _under_masks(self, row: int, slot: int, num_tokens: int, most: int, chance: float) -> list[Drafted]:
+        """Writes at most so many of the tokens proposed for a masked slot behind its num_tokens, and returns them."""
         proposal = self._masked.take(slot, num_tokens)
         self._next_plan[slot] = _NEVER
         if proposal is None:
@@ -164,11 +182,14 @@ class Drafts:
         self._table.tokens[slot, num_tokens : num_tokens + len(tokens)] = tokens
         return [Drafted(row, worth, proposal.guessed) for worth in proposal.worths(chance, most)]
 
-    def _of(self, slot: int, num_tokens: int, most: int) -> IntArray:
-        """Returns at most so many tokens that may follow a slot's num_tokens."""
-        proposed = None if self.proposals is None else self.proposals.of(slot, num_tokens)
-        if proposed is not None:
-            return proposed[:most]
+    def _proposed(self, slots: IntArray, num_tokens: IntArray) -> BoolArray:
+        """Returns for each slot whether the model's predictor has drafted tokens behind its num_tokens."""
+        return np.zeros(len(slots), np.bool_) if self.proposals is None else self.proposals.are_there(slots, num_tokens)
+
+    def _of(self, slot: int, num_tokens: int, most: int, proposed: bool) -> IntArray:
+        """Returns at most so many tokens that may follow a slot's num_tokens. proposed: whether the predictor has drafted some."""
+        if proposed and self.proposals is not None:
+            return self.proposals.of(slot)[:most]
         assert self._drafter is not None
         tokens, prediction = self._table.tokens[slot, :num_tokens], self._predictions.get(slot)
         if prediction is None:
@@ -178,15 +199,14 @@ class Drafts:
             return prediction[len(output) :][:most]  # too little to be looked up
         return self._drafter(np.concatenate((prediction, tokens)), most)
 
-    def ask(self, plan: BatchPlan, capacity: IntArray, room: StepRoom) -> BatchPlan:
-        """Returns the plan with what the model's predictor is to draft after it. capacity [S]: positions that each slot's blocks
-        can hold."""
+    def ask(self, plan: BatchPlan, blocks: SequenceBlocks, most_rows: int, room: StepRoom) -> BatchPlan:
+        """Returns the plan with what the model's predictor is to draft after it. blocks: of the sequences. most_rows: bound on the
+        rows of the next step."""
         if self.proposals is None:
             return plan
         slots = plan.slots
         drafting = self._next_guess[slots] < _NEVER
-        chance = float(self._chance[slots[drafting]].mean()) if drafting.any() else 0.0
-        return self.proposals.ask(plan, drafting, chance, capacity[slots], room)
+        return self.proposals.ask(plan, drafting, self._chance[slots], blocks, most_rows, room)
 
     def verify(self, plan: BatchPlan, ids: IntArray, bad: BoolArray, endings: Endings) -> Verified:
         """Returns what the drafts of a step came to, and learns from it. ids, bad: what its rows sampled."""

@@ -140,20 +140,25 @@ class StepLimits:
                 best, best_rate = number, expected / step_s
         return best
 
-    def worth_proposing(self, num_rows: int, context: float, chance: float, most: int, turns: int) -> int:
-        """Returns how many tokens a predictor is to draft for each of num_rows decoding sequences, at most `most`, so that they get
-        the most tokens a second; 0: none. While it is not known what steps cost, it is one.
+    def worth_proposing(
+        self, num_rows: int, num_drafting: int, spare: int, context: float, chance: float, most: int, turns: int
+    ) -> int:
+        """Returns how many tokens, at most `most`, a predictor is to draft for each of num_drafting of num_rows decoding sequences,
+        so that all get the most tokens a second; 0: none. While it is not known what steps cost, it is one.
 
-        context: average number of positions a row attends to. chance: that a drafted token holds, if those before it do. turns: as
-        in StepRoom."""
+        spare: rows for drafted tokens, of which at most so many are verified. context: average number of positions a row attends
+        to. chance: that a drafted token holds, if those before it do. turns: as in StepRoom."""
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
-            return min(1, most)
+            return min(1, most, spare)
         longest_s = self.turns_s(turns) if turns else float("inf")
         best, best_rate, expected = 0, num_rows / plain_s, float(num_rows)
         for number in range(1, most + 1):
-            rows = num_rows * (1 + number)
-            expected += num_rows * chance**number
+            verified = min(num_drafting, spare - num_drafting * (number - 1))
+            if verified <= 0:
+                break
+            rows = num_rows + min(num_drafting * number, spare)
+            expected += verified * chance**number
             step_s = self.decoding.hoped(rows, (rows * context,)) + self.proposing.seconds(num_rows, number)
             if step_s > longest_s:
                 break

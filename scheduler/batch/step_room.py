@@ -63,12 +63,13 @@ class StepRoom:
             return len(worths)
         return self._limits.worth_drafting(len(contexts), float(contexts.mean()), worths, self._turns)
 
-    def worth_proposing(self, num_sequences: int, context: float, chance: float, most: int) -> int:
-        """Returns how many tokens, at most `most`, a model's predictor is to draft for each sequence. context: average number of
-        positions of each. chance: that a drafted token holds."""
+    def worth_proposing(self, num_rows: int, num_drafting: int, spare: int, context: float, chance: float, most: int) -> int:
+        """Returns how many tokens, at most `most`, a model's predictor is to draft for each of num_drafting of num_rows sequences.
+        spare: rows that the next step has for drafted tokens. context: average number of positions of each. chance: that a drafted
+        token holds."""
         if self._limits is None:
-            return most
-        return self._limits.worth_proposing(num_sequences, context, chance, most, self._turns)
+            return min(most, -(-spare // num_drafting))
+        return self._limits.worth_proposing(num_rows, num_drafting, spare, context, chance, most, self._turns)
 
     def open(self, max_tokens: int, contexts: IntArray, loads: Sequence[TenantLoad]) -> None:
         """Sets what the step decodes. contexts: positions of each sequence that decodes. max_tokens: bound on the whole step."""

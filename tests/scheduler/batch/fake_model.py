@@ -4,6 +4,10 @@ It stores each new token's id, with a check sum of all tokens up to it, in the t
 stores keys and values, and looks at nothing else when it samples. A window group shows it the last tokens only. In a state group it
 keeps a digest of all tokens, which it can only update by the next one. A wrong block table, a block freed too early or a wrong
 prefix hit fails a check or changes the text.
+
+A predictor beside it drafts what the model will sample, and errs now and then. It stores the same check sums of the tokens it has
+seen in an arena of its own, at the model's places, and checks all those before a draft: a token that it was not shown, or whose
+block is another's, fails.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from scheduler.batch.group_cache import GroupCache
 from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
 from scheduler.batch.request import BatchRequest
+from scheduler.batch.step_limits import StepLimits
 from scheduler.batch.step_room import StepRoom
 from tests.scheduler.batch.params import Params
 
@@ -84,21 +89,30 @@ def stored(tokens: IntArray, position: int) -> int:
     return int(tokens[position]) + VOCAB * (zlib.crc32(tokens[: position + 1].tobytes()) % (1 << 23))
 
 
-class FakeModel:
-    """arena [bytes / 4]: all groups and models see the same one. A block of n bytes holds as many copies of its tokens as fit."""
+Proposed = tuple[IntArray, IntArray, IntArray]  # slots, counts and tokens, as BatchScheduler.take_proposals takes them
 
-    def __init__(self, arena: IntArray, groups: list[tuple[int, int]]) -> None:
+
+class FakeModel:
+    """arena [bytes / 4]: all groups and models see the same one. A block of n bytes holds as many copies of its tokens as fit.
+    accuracy: of the predictor at each token; None: there is none."""
+
+    def __init__(self, arena: IntArray, groups: list[tuple[int, int]], accuracy: float | None = None) -> None:
         self.arena = arena
         self.groups = groups  # (block_bytes, window)
         self.num_computed_tokens = 0
+        self.accuracy = accuracy
+        self.predicted = np.full_like(arena, -1)  # what the predictor has stored, in the blocks of the first group
+        self.num_seen_steps = self.num_proposed_tokens = 0
+        self._rng = np.random.default_rng(0)
 
     def copy_blocks(self, block_bytes: int, sources: IntArray, targets: IntArray) -> None:
         """As the device's arena does it. What was there is of no use any more."""
         assert not set(sources.tolist()) & set(targets.tolist())
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             place, old = (slice(block * block_bytes // 4, (block + 1) * block_bytes // 4) for block in (target, source))
-            self.arena[place] = self.arena[old]
-            self.arena[old] = -1
+            for arena in (self.arena, self.predicted):
+                arena[place] = arena[old]
+                arena[old] = -1
 
     def _at(self, group: int, block: int, position: int) -> slice:
         """Where the copies of a token are."""
@@ -127,6 +141,59 @@ class FakeModel:
             if samples:
                 ids.append(next_token(seen))
         return np.array(ids, np.int32), np.zeros(len(ids), np.bool_)
+
+    def propose(self, plan: BatchPlan, table: SequenceTable, ids: IntArray, capacity: IntArray) -> Proposed | None:
+        """What the predictor drafts behind a step that sampled `ids`; None: it does not see it. capacity [S]: positions that the
+        slots' blocks hold."""
+        if self.accuracy is None:
+            assert plan.to_propose is None
+            return None
+        is_seen = plan.to_propose is not None
+        self.num_seen_steps += is_seen
+        for slot, computed, num_new in zip(plan.slots, plan.num_computed, plan.num_new, strict=True):
+            for position in range(computed, computed + num_new):
+                self.predicted[self._place(table, slot, position)] = stored(table.tokens[slot], position) if is_seen else -1
+        if plan.to_propose is None:
+            return None
+        slots, counts, tokens = [], [], []
+        sampled = iter(ids.tolist())
+        stopped: set[int] = set()  # slots of which another token was sampled than was drafted
+        for row, slot in enumerate(plan.slots.tolist()):
+            token = next(sampled) if plan.samples[row] else -1
+            end = int(plan.num_computed[row] + plan.num_new[row])
+            next_row = row + 1 < len(plan.slots) and plan.slots[row + 1] == slot
+            if token < 0 or slot in stopped or (next_row and table.tokens[slot, end] == token):
+                continue
+            stopped.add(slot)
+            num = int(plan.to_propose[row])
+            slots.append(slot)
+            counts.append(num)
+            tokens.append(self._drafts(table, slot, [*table.tokens[slot, :end].tolist(), token], num, int(capacity[slot])))
+        width = max(counts, default=0)
+        padded = [[*drafted, *[VOCAB] * (width - len(drafted))] for drafted in tokens]
+        return np.array(slots, np.int32), np.array(counts, np.int32), np.array(padded, np.int32).reshape(len(slots), width)
+
+    def _drafts(self, table: SequenceTable, slot: int, text: list[int], num: int, capacity: int) -> list[int]:
+        if not num:
+            return []
+        end = len(text) - 1
+        for position in range(end):
+            copies = self.predicted[self._place(table, slot, position)]
+            assert (copies == stored(table.tokens[slot], position)).all(), f"position {position}: not seen"
+        drafted: list[int] = []
+        for number in range(num):
+            if number:  # it reads what it drafted last
+                assert end + number - 1 < capacity, f"position {end + number - 1}: no block"
+                self.predicted[self._place(table, slot, end + number - 1)] = -2
+            token = next_token(text + drafted)
+            assert self.accuracy is not None
+            drafted.append(token if self._rng.random() < self.accuracy else (token + 1) % VOCAB)
+        assert end + 1 + num < table.max_total_tokens[slot], "beyond the text's end"
+        self.num_proposed_tokens += num
+        return drafted
+
+    def _place(self, table: SequenceTable, slot: int, position: int) -> slice:
+        return self._at(0, int(table.block_tables[0][slot, position // BLOCK_TOKENS]), position)
 
     def _read(self, table: SequenceTable, slot: int, computed: int, num_tokens: int) -> list[int]:
         """Checks what the queries of a chunk attend to; what the last of them does."""
@@ -174,6 +241,10 @@ def make_group(pool: BlockPool, window: int) -> GroupCache:
     return GroupCache(pool, BLOCK_TOKENS, abs(window), is_chunked=window < 0)
 
 
+def no_drafts(tokens: IntArray, num: int) -> IntArray:
+    return tokens[:0]
+
+
 class Harness:
     """One batch scheduler with its fake model, and what came out."""
 
@@ -193,19 +264,23 @@ class Harness:
         more_groups: Sequence[tuple[int, int, int]] = (),
         arena: IntArray | None = None,
         drafter: Drafter | None = None,
+        accuracy: float | None = None,
+        limits: StepLimits | None = None,
     ) -> None:
         """more_groups: (window, block_bytes, reserved_chunks) of each KV group after the first. window: below 0 a chunk's, or
-        STATE."""
+        STATE. accuracy: of the model's predictor; None: it has none. limits: of its steps."""
         groups = [(window, block_bytes, reserved_chunks), *more_groups]
         num_chunks = lease_chunks + sum(reserved for _, _, reserved in groups)
         self.chunks = chunks or ChunkPool(num_chunks, chunk_bytes, lease_chunks)
         self.windows = tuple(window for window, _, _ in groups)
         self.kv = KVCache([make_group(BlockPool(self.chunks, size, reserved), window) for window, size, reserved in groups])
-        limits = BatchLimits(max_sequences, max_model_len, max_num_batched_tokens, (EOS,), fingerprint, "float32")
-        self.scheduler = BatchScheduler("m", self.kv, limits, drafter)
+        self.limits = limits
+        most = BatchLimits(max_sequences, max_model_len, max_num_batched_tokens, (EOS,), fingerprint, "float32")
+        drafter = no_drafts if drafter is None and accuracy is not None else drafter
+        self.scheduler = BatchScheduler("m", self.kv, most, drafter, accuracy is not None)
         if arena is None:
             arena = np.full(self.chunks.num_chunks * self.chunks.chunk_bytes // 4, -1, np.int32)
-        self.model = FakeModel(arena, [(size, window) for window, size, _ in groups])
+        self.model = FakeModel(arena, [(size, window) for window, size, _ in groups], accuracy)
         self.compaction = Compaction(self.model.copy_blocks)
         self.output: dict[int, list[int]] = {}
         self.finish: dict[int, int] = {}
@@ -219,11 +294,19 @@ class Harness:
         self.scheduler.submit(BatchRequest(request_id, tokens, len(prompt), params or Params(), **options))  # type: ignore[arg-type]
 
     def step(self, max_prompt_tokens: int | None = None) -> StepOutcome | None:
-        plan = self.scheduler.plan(self.num_steps, StepRoom(max_tokens=max_prompt_tokens))
+        plan = self.scheduler.plan(self.num_steps, StepRoom(self.limits, max_tokens=max_prompt_tokens))
         if plan is None:
             return None
         self.num_steps += 1
-        outcome = self.scheduler.finish_step(plan, *self.model.execute(plan, self.scheduler.table))
+        ids, bad = self.model.execute(plan, self.scheduler.table)
+        proposed = self.model.propose(plan, self.scheduler.table, ids, self.scheduler.blocks.capacity)
+        return self.take_in(plan, ids, bad, proposed)
+
+    def take_in(self, plan: BatchPlan, ids: IntArray, bad: np.ndarray, proposed: Proposed | None) -> StepOutcome:
+        outcome = self.scheduler.finish_step(plan, ids, bad)
+        if proposed is not None:
+            self.scheduler.take_proposals(*proposed)
+        assert not self.finish.keys() & outcome.request_ids, "a token after the end"
         self.deliver(outcome)
         return outcome
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler.batch.plan import BatchPlan, IntArray, StepOutcome
 from scheduler.batch.steps_ahead import TokensNeeded
-from tests.scheduler.batch.fake_model import BLOCK_TOKENS, Harness, expected_output
+from tests.scheduler.batch.fake_model import BLOCK_TOKENS, Harness, Proposed, expected_output
 from tests.scheduler.batch.params import Params
 from tests.scheduler.batch.test_batch_scheduler import prompt_of
 
@@ -24,7 +24,7 @@ class AheadHarness(Harness):
     def __init__(self, depth: int, **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
         self.depth = depth
-        self.under_way: deque[tuple[BatchPlan, IntArray, np.ndarray]] = deque()
+        self.under_way: deque[tuple[BatchPlan, IntArray, np.ndarray, Proposed | None]] = deque()
         self.device_tokens = np.zeros_like(self.scheduler.table.tokens)
         self.num_waits = 0
         self.bad: set[int] = set()
@@ -58,14 +58,12 @@ class AheadHarness(Harness):
         self.device_tokens[plan.slots[plan.samples], ends[plan.samples]] = ids
         for row, slot in enumerate(plan.slots[plan.samples]):
             bad[row] = int(table.request_id[slot]) in self.bad
+        proposed = self.model.propose(plan, seen, ids, self.scheduler.blocks.capacity)
         self.scheduler.start_step(plan)
-        self.under_way.append((plan, ids, bad))
+        self.under_way.append((plan, ids, bad, proposed))
 
     def read(self) -> StepOutcome:
-        outcome = self.scheduler.finish_step(*self.under_way.popleft())
-        assert not self.finish.keys() & outcome.request_ids, "a token after the end"
-        self.deliver(outcome)
-        return outcome
+        return self.take_in(*self.under_way.popleft())
 
     def settle(self) -> None:
         while self.under_way:
@@ -178,7 +176,7 @@ def test_steps_end_in_the_order_in_which_they_were_started() -> None:
     harness.step()
     harness.step()
     with pytest.raises(RuntimeError, match="step 1 ends before step 0"):
-        harness.scheduler.finish_step(*harness.under_way[1])
+        harness.scheduler.finish_step(*harness.under_way[1][:3])
 
 
 ACTIONS = st.sampled_from(["submit", "step", "step", "step", "abort", "preempt", "lease", "prefixes"])
