@@ -94,6 +94,33 @@ class Share:
         return self.sequences > 0
 
 
+@dataclass(slots=True, frozen=True)
+class PredictorNeed:
+    """What the layer adds that predicts one token further. kv_token_bytes: of one token. work_space_bytes: on each device."""
+
+    num_parameters: int
+    weights_bytes: int
+    kv_token_bytes: int
+    work_space_bytes: int
+
+
+def predictor_need(plain: ModelShape, whole: ModelShape, settings: Settings, kind: str) -> PredictorNeed | None:
+    """Returns what a model with this `whole` shape takes more than without its predictor; None: it has none. kind: of devices."""
+    if not whole.predicts:
+        return None
+    kv_dtype = kv_dtype_of(settings.dtype, settings.kv_cache_dtype)
+    with_it, without = (
+        (
+            num_parameters(shape),
+            weights_bytes(shape, settings.dtype, settings.weight_format),
+            kv_bytes_per_token(shape, kv_dtype),
+            _work_space_bytes(shape, settings, kind),
+        )
+        for shape in (whole, plain)
+    )
+    return PredictorNeed(*(more - less for more, less in zip(with_it, without, strict=True)))
+
+
 def model_need(shape: ModelShape, settings: Settings) -> ModelNeed:
     total = num_parameters(shape)
     groups = _groups(shape, settings)
@@ -176,7 +203,8 @@ def _idle_parameters(shape: ModelShape) -> int:
     if experts is None:
         return 0
     each = 3 * experts.intermediate_size * shape.hidden_size
-    return (shape.num_layers - len(experts.dense_layers)) * (experts.num_experts - experts.num_chosen) * each
+    num_layers = shape.num_computed_layers if shape.eagle is None else shape.num_layers
+    return (num_layers - len(experts.dense_layers)) * (experts.num_experts - experts.num_chosen) * each
 
 
 def _chunks(num_bytes: int, chunk_bytes: int) -> int:

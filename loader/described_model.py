@@ -20,10 +20,12 @@ HEADERS, INDEX, CONFIG = "headers", "index", "config"
 @dataclass(slots=True, frozen=True)
 class DescribedModel:
     """A model, and what its sizes follow from: HEADERS, INDEX or CONFIG. With CONFIG, those matrices of a quantised checkpoint
-    count as plain that the configuration lists."""
+    count as plain that the configuration lists. predicting, predictor_error: as in catalog.Checkpoint."""
 
     shape: ModelShape
     source: str
+    predicting: ModelShape | None = None
+    predictor_error: str = ""
 
 
 def described_model(folder: Path) -> DescribedModel:
@@ -38,23 +40,36 @@ def described_model(folder: Path) -> DescribedModel:
     if checkpoint.error:
         raise CheckpointError(str(folder), None, checkpoint.error)
     if checkpoint.complete and checkpoint.shape is not None:
-        return DescribedModel(checkpoint.shape, HEADERS)
+        return DescribedModel(checkpoint.shape, HEADERS, checkpoint.predicting, checkpoint.predictor_error)
     try:
         names = set(read_index(folder))
     except FileNotFoundError:
         _check_count(shape)
+        whole = layout.predicting(shape, None)
         if shape.stored_format:
             is_plain = plain_modules(config, quant_text=quant_config)
             shape = replace(shape, plain_groups=layout.plain_groups_of_modules(shape, is_plain))
-        return DescribedModel(shape, CONFIG)
+            if whole is not None:
+                whole = replace(whole, plain_groups=layout.plain_groups_of_modules(whole, is_plain))
+        return DescribedModel(shape, CONFIG, whole)
     catalog.check_counts(shape, len(names))
-    shape = layout.as_stored(shape, names)
+    shape = _named(layout.as_stored(shape, names), names)
+    whole, error = layout.predicting(shape, names), ""
+    try:
+        whole = whole if whole is None else _named(whole, names)
+    except CheckpointError as damage:
+        whole, error = None, str(damage)
+    return DescribedModel(shape, INDEX, whole, error)
+
+
+def _named(shape: ModelShape, names: set[str]) -> ModelShape:
+    """Returns the shape with the formats that these names tell. Raises CheckpointError for a tensor that is not among them."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups_by_name(shape, names))
     for tensor in layout.stored_tensors(shape):
         if tensor.name not in names:
             raise CheckpointError(INDEX_NAME, tensor.name, "missing: config.json asks for it")
-    return DescribedModel(shape, INDEX)
+    return shape
 
 
 def _text(path: Path) -> bytes | None:

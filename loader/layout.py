@@ -38,9 +38,10 @@ def as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
     return architecture_of(shape).as_stored(shape, names)
 
 
-def predicting(shape: ModelShape, names: Collection[str]) -> ModelShape | None:
+def predicting(shape: ModelShape, names: Collection[str] | None) -> ModelShape | None:
     """Returns the shape with the layer that predicts one token further, if a checkpoint whose tensors have these names holds one
-    that can draft tokens (loader/architectures/predictor.py); otherwise None."""
+    that can draft tokens (loader/architectures/predictor.py); otherwise None. names: None: they are not known, and config.json
+    counts."""
     family = architecture_of(shape)
     return family.predicting(shape, names) if isinstance(family, Decoder | Wrapper) else None
 

@@ -18,7 +18,8 @@ from config.schema import ModelConfig, NodeConfig
 from daemon.cli.client import CommandError
 from daemon.cli.table import size
 from daemon.errors import EXIT_NO_FIT, EXIT_OK, EXIT_USAGE
-from loader import capacity
+from daemon.models import speculators
+from loader import capacity, catalog
 from loader.described_model import CONFIG, HEADERS, INDEX, DescribedModel, described_model
 from loader.dtypes import computed_dtype
 from loader.errors import CheckpointError
@@ -40,19 +41,24 @@ def capacity_plan(options: argparse.Namespace) -> int:
     """Prints the plan, as JSON alone where that is asked for; returns the exit code. Raises CommandError."""
     kind, num_devices, memory_bytes = _devices(options.devices) if options.devices else ("", 0, 0)
     described = _described(options.config)
-    shape, settings = described.shape, _settings(options, described.shape, kind)
-    need = capacity.model_need(shape, settings)
+    settings = _settings(options, described.shape, kind)
     budget_bytes = max(0, memory_bytes - (CUDA_LEFT_BYTES if kind == "cuda" else 0))
     # on one device, as this version places it, and divided over all of them
-    shares = [
-        capacity.share_of(shape, settings, capacity.Devices(kind, number, budget_bytes))
-        for number in sorted({1, num_devices} - {0})
-    ]
-    shares = shares if num_devices else []
+    devices = [capacity.Devices(kind, number, budget_bytes) for number in sorted({1, num_devices} - {0}) if num_devices]
+    speculator = _speculator(options, described, kind)
+    shares = [capacity.share_of(speculator.shape, settings, each) for each in devices]
+    if shares and speculator.shape is not described.shape and not any(share.fits for share in shares):
+        plain = [capacity.share_of(described.shape, settings, each) for each in devices]
+        if any(share.fits for share in plain):  # as on a node
+            why = "with it the model would not fit"
+            speculator, shares = speculator.left_out(described.shape, "", why), plain
+    need, plain_need = (capacity.model_need(shape, settings) for shape in (speculator.shape, described.shape))
+    need = replace(need, num_parameters=plain_need.num_parameters, active_parameters=plain_need.active_parameters)
+    predictor = capacity.predictor_need(described.shape, speculator.shape, settings, kind)
     if options.json:
-        print(json.dumps(_as_json(described, settings, need, shares), indent=1))
+        print(json.dumps(_as_json(described, settings, need, shares, speculator, predictor), indent=1))
     else:
-        _tell(described, settings, need, shares, memory_bytes)
+        _tell(described, settings, need, shares, memory_bytes, speculator, predictor)
     if not shares or any(share.fits for share in shares):
         return EXIT_OK
     if not options.json:
@@ -68,6 +74,25 @@ def _described(folder: str) -> DescribedModel:
         raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{folder}: {error}", "details": {}}) from None
     except OSError as error:
         raise _usage(f"--config {error.filename or folder}: {error.strerror}") from None
+
+
+def _speculator(options: argparse.Namespace, described: DescribedModel, kind: str) -> speculators.Speculator:
+    """Returns what would draft tokens on such devices. Raises CommandError for one that the model or the devices do not allow."""
+    heads, folder = {}, options.speculator
+    if folder not in speculators.KINDS:
+        try:
+            heads[folder] = catalog.scan_one(folder)
+        except OSError:
+            heads.clear()
+        if not heads or heads[folder].head is None:
+            raise _usage(f"--speculator: one of {', '.join(speculators.KINDS)}, or the folder of an EAGLE-3 head, not {folder!r}")
+    settings, kinds = ModelConfig(speculator=folder), {kind} - {""}
+    model = catalog.Checkpoint(options.config, options.config, shape=described.shape)
+    choice = speculators.Choice(settings, described, described.shape, kinds, model, heads)
+    if why := choice.why_not():
+        message = f"{options.config}: --speculator {options.speculator}: {why}"
+        raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": message, "details": {}})
+    return choice.chosen()
 
 
 def _devices(text: str) -> tuple[str, int, int]:
@@ -129,7 +154,12 @@ def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capa
 
 
 def _as_json(
-    described: DescribedModel, settings: capacity.Settings, need: capacity.ModelNeed, shares: list[capacity.Share]
+    described: DescribedModel,
+    settings: capacity.Settings,
+    need: capacity.ModelNeed,
+    shares: list[capacity.Share],
+    speculator: speculators.Speculator,
+    predictor: capacity.PredictorNeed | None,
 ) -> dict[str, Any]:
     named = {**asdict(replace(settings, weight_format=FORMATS[""])), "weight_format": settings.weight_format.name}
     return {
@@ -138,6 +168,9 @@ def _as_json(
         "source": described.source,
         "settings": named,
         **asdict(need),
+        "speculator": speculator.name,
+        "predictor": None if predictor is None else asdict(predictor),
+        "no_predictor": speculator.why_not,
         "shares": [{**asdict(share), "fits": share.fits} for share in shares],
     }
 
@@ -148,6 +181,8 @@ def _tell(
     need: capacity.ModelNeed,
     shares: list[capacity.Share],
     memory_bytes: int,
+    speculator: speculators.Speculator,
+    predictor: capacity.PredictorNeed | None,
 ) -> None:
     of_token = f", {_count(need.active_parameters)} for a token" if need.active_parameters < need.num_parameters else ""
     held = f"{settings.weight_format.name} matrices, the rest {settings.dtype}" if settings.weight_format.name else settings.dtype
@@ -163,6 +198,11 @@ def _tell(
         print(f"{'KV' if not number else '':12}{held}")
     if need.kv:
         print(f"{'':12}{size(need.sequence_bytes)} for one request of {settings.max_model_len} tokens{_fp8(settings)}")
+    if predictor is not None:
+        own = f"{size(predictor.weights_bytes)} of the weights, {size(predictor.kv_token_bytes)} of a token's KV"
+        print(f"predictor   {own}, {size(predictor.work_space_bytes)} of a step's work space (speculator {speculator.name})")
+    elif speculator.why_not:
+        print(f"predictor   not counted: {speculator.why_not}")
     for share in shares:
         _tell_share(share, settings, memory_bytes)
     if len(shares) > 1:

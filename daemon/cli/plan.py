@@ -36,6 +36,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", metavar="DTYPE", default="auto", help="with --config: the model's dtype (default: the checkpoint's)")
     add("--quantize", metavar="FORMAT", default=None, help="with --config: the model's quantize")
     add("--kv-cache-dtype", metavar="DTYPE", default="auto", help="with --config: the model's kv_cache_dtype")
+    add("--speculator", metavar="NAME", default="auto", help="with --config: the model's speculator")
     add("--max-model-len", metavar="TOKENS", type=int, default=None, help="with --config: default: the checkpoint's")
     add("--max-sequences", metavar="N", type=int, default=None, help="with --config: in one batch (default 256)")
 

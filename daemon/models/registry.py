@@ -266,9 +266,10 @@ class Registry:
         if checkpoint.head is not None and checkpoint.complete:
             misfit = _IS_HEAD
         if shape is not None:
-            choice = speculators.Choice(settings, checkpoint, shape, self._kinds_of_devices(name, settings, shape), heads)
+            kinds = self._kinds_of_devices(name, settings, shape)
+            choice = speculators.Choice(settings, checkpoint, shape, kinds, checkpoint, heads)
             misfit = misfit or self._encoder_misfit(name, settings, shape) or self._kv_misfit(name, settings, shape)
-            misfit = misfit or self._format_misfit(name, settings, shape) or choice.misfit()
+            misfit = misfit or self._format_misfit(name, settings, shape) or choice.misfit(name)
         if not checkpoint.complete or shape is None or misfit:
             return self._unusable(config, checkpoint, checkpoint.reason or checkpoint.error or misfit or "not a model")
         dtype = self._computed_dtype(dtype, name, settings, shape)

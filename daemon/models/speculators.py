@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from config.schema import ModelConfig
 from loader.catalog import Checkpoint
@@ -15,6 +16,15 @@ from loader.model_shape import ModelShape
 AUTO, NONE, PROMPT_LOOKUP, MTP, EAGLE3 = "auto", "none", "prompt-lookup", "mtp", "eagle3"
 KINDS = (AUTO, NONE, PROMPT_LOOKUP, MTP)  # values of the setting that name no head
 _DEVICE_KINDS = frozenset({"cpu"})  # that run predictors
+
+
+class MayPredict(Protocol):
+    """What is known of a checkpoint's own predictor: loader.catalog.Checkpoint has the meanings."""
+
+    @property
+    def predicting(self) -> ModelShape | None: ...
+    @property
+    def predictor_error(self) -> str: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,56 +50,61 @@ class Speculator:
 
 @dataclass(slots=True, frozen=True)
 class Choice:
-    """What there is to choose from for one model. kinds: of the devices that it may live on. heads: all in the models folder, by
-    name."""
+    """What there is to choose from for one model of this shape. own: what is known of its own predictor. kinds: of the devices that
+    it may live on. checkpoint: the model's; None: it has no heads. heads: all that there are, by name."""
 
     settings: ModelConfig
-    checkpoint: Checkpoint
+    own: MayPredict
     shape: ModelShape
     kinds: set[str]
-    heads: Mapping[str, Checkpoint]
+    checkpoint: Checkpoint | None = None
+    heads: Mapping[str, Checkpoint] = field(default_factory=dict)
 
     def chosen(self) -> Speculator:
-        """Returns what drafts tokens for the model, if memory suffices for it. Called where there is no misfit."""
-        asked, checkpoint, shape = self.settings.speculator, self.checkpoint, self.shape
-        own = Speculator(PROMPT_LOOKUP, shape, checkpoint.fingerprint)
+        """Returns what drafts tokens for the model, if memory suffices for it. Called where `why_not` finds nothing."""
+        asked, own, shape = self.settings.speculator, self.own, self.shape
+        fingerprint = "" if self.checkpoint is None else self.checkpoint.fingerprint
+        looked_up = Speculator(PROMPT_LOOKUP, shape, fingerprint)
         if asked == NONE or _why_no_drafts(shape):
-            return Speculator(NONE, shape, checkpoint.fingerprint)
+            return Speculator(NONE, shape, fingerprint)
         if asked == PROMPT_LOOKUP:
-            return own
+            return looked_up
         head = self._head_beside() if asked == AUTO else self.heads.get(asked)
-        if head is None and checkpoint.predicting is None:
-            return own.left_out(shape, checkpoint.fingerprint, checkpoint.predictor_error)
+        if head is None and own.predicting is None:
+            return looked_up.left_out(shape, fingerprint, own.predictor_error)
         if self._elsewhere:
-            return own.left_out(shape, checkpoint.fingerprint, self._elsewhere)
+            return looked_up.left_out(shape, fingerprint, self._elsewhere)
         why = ""
-        if head is not None:
+        if head is not None and self.checkpoint is not None:
             try:
-                both = joined(checkpoint, head)
+                both = joined(self.checkpoint, head)
                 return Speculator(EAGLE3, both.shape, both.fingerprint, head)
             except CheckpointError as error:
                 why = str(error)
-        if checkpoint.predicting is not None:
-            return Speculator(MTP, checkpoint.predicting, checkpoint.fingerprint)
-        return own.left_out(shape, checkpoint.fingerprint, why)
+        if own.predicting is not None:
+            return Speculator(MTP, own.predicting, fingerprint)
+        return looked_up.left_out(shape, fingerprint, why)
 
-    def misfit(self) -> str:
-        """Returns why the configured speculator cannot be used, or ""."""
-        asked, checkpoint, why = self.settings.speculator, self.checkpoint, ""
-        if asked not in (AUTO, NONE):
-            why = _why_no_drafts(self.shape)
-        if why or asked in (AUTO, NONE, PROMPT_LOOKUP):
-            pass
-        elif asked == MTP and checkpoint.predicting is None:
-            why = checkpoint.predictor_error or "its files hold no layer that predicts further tokens"
-        elif asked != MTP and asked not in self.heads:
+    def misfit(self, name: str) -> str:
+        """Returns why the speculator that the settings for the model of this name ask for cannot be used, or ""."""
+        why = self.why_not()
+        return f'models."{name}".speculator: {self.settings.speculator}: {why}; leave it out' if why else ""
+
+    def why_not(self) -> str:
+        """Returns why the speculator that is asked for cannot be used, or ""."""
+        asked, own = self.settings.speculator, self.own
+        if asked in (AUTO, NONE):
+            return ""
+        if (why := _why_no_drafts(self.shape)) or asked == PROMPT_LOOKUP:
+            return why
+        if asked == MTP and own.predicting is None:
+            return own.predictor_error or "its files hold no layer that predicts further tokens"
+        if asked != MTP and asked not in self.heads:
             known = f"there are {', '.join(sorted(self.heads))}" if self.heads else "there is none"
-            why = f"not mtp, prompt-lookup, none, auto or the name of an EAGLE-3 head in the models folder ({known})"
-        elif self._elsewhere:
-            why = self._elsewhere
-        elif asked != MTP and checkpoint.complete:
-            why = _misfit_of(checkpoint, self.heads[asked])
-        return f'models."{checkpoint.name}".speculator: {asked}: {why}; leave it out' if why else ""
+            return f"not mtp, prompt-lookup, none, auto or the name of an EAGLE-3 head in the models folder ({known})"
+        if self._elsewhere or asked == MTP or self.checkpoint is None:
+            return self._elsewhere
+        return _misfit_of(self.checkpoint, self.heads[asked])
 
     @property
     def _elsewhere(self) -> str:
@@ -101,6 +116,8 @@ class Choice:
     def _head_beside(self) -> Checkpoint | None:
         """Returns a head in the model's folder, or else one that says that it was made for a model of this name, the first by
         name."""
+        if self.checkpoint is None:
+            return None
         name = self.checkpoint.name
         inside = [head for at, head in self.heads.items() if at.startswith(f"{name}/")]
         made_for = [one for one in self.heads.values() if one.head is not None and _is_name(one.head.verifier, name)]

@@ -262,9 +262,9 @@ class Decoder:
             return shape
         return replace(shape, experts=self.experts.as_stored(shape.experts, names))
 
-    def predicting(self, shape: ModelShape, names: Collection[str]) -> ModelShape | None:
+    def predicting(self, shape: ModelShape, names: Collection[str] | None) -> ModelShape | None:
         """Returns the shape with the layer that predicts one token further (predictor.py), if a checkpoint whose tensors have these
-        names holds one that can draft tokens; otherwise None."""
+        names holds one that can draft tokens; otherwise None. names: None: they are not known, and config.json counts."""
         plain = not shape.num_predicting_layers or shape.pooling or shape.delta is not None or any(shape.layer_windows)
         if plain or not predictor.holds_predictor(self.decoder_of(shape).names.layer.format(shape.num_layers), names):
             return None

@@ -27,6 +27,7 @@ def predictor_groups(shape: ModelShape, layer: list[TensorGroup]) -> list[Tensor
     ]
 
 
-def holds_predictor(prefix: str, names: Collection[str]) -> bool:
-    """Returns whether a checkpoint whose tensors have these names holds a predictor. prefix: of its layer's tensors."""
-    return f"{prefix}{PROJECTION}.weight" in names
+def holds_predictor(prefix: str, names: Collection[str] | None) -> bool:
+    """Returns whether a checkpoint whose tensors have these names holds a predictor. prefix: of its layer's tensors. names: None:
+    they are not known, and it counts as there."""
+    return names is None or f"{prefix}{PROJECTION}.weight" in names

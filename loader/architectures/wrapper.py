@@ -74,9 +74,9 @@ class Wrapper:
                 break
         return self.text.as_stored(shape, names)
 
-    def predicting(self, shape: ModelShape, names: Collection[str]) -> ModelShape | None:
+    def predicting(self, shape: ModelShape, names: Collection[str] | None) -> ModelShape | None:
         """Returns the shape with the layer that predicts one token further (predictor.py), if a checkpoint whose tensors have these
-        names holds one that can draft tokens; otherwise None."""
+        names holds one that can draft tokens; otherwise None. names: None: they are not known, and config.json counts."""
         return self.decoder_of(shape).predicting(shape, names)
 
     def decoder_of(self, shape: ModelShape) -> Decoder:

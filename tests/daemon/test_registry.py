@@ -18,6 +18,7 @@ from daemon.record.state import NodeState
 from loader.catalog import scan_one
 from loader.formats.stored_int8 import STORED_INT8
 from scheduler.node import events
+from scheduler.node.ledger import size_of
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.e2e.test_embeddings import make_encoder
 from tests.engine.eagle_checkpoint import make_head
@@ -28,12 +29,14 @@ from tests.loader.compressed import compress
 from tests.loader.test_experts import MIXTRAL
 from tests.loader.test_mxfp4 import tensors as mxfp4_tensors
 from tests.loader.test_mxfp4 import write as write_mxfp4
+from tests.loader.test_predictor import config_of, tensors_of
+from tests.loader.test_predictor import write as write_predicting
 
 MIB = 1 << 20
 
 
-def make_registry(folder: Path, budget_bytes: int = 256 * MIB, **models: ModelConfig) -> Registry:
-    config = NodeConfig(models_dir=str(folder), models=models, chunk_bytes=2 * MIB)
+def make_registry(folder: Path, budget_bytes: int = 256 * MIB, chunk_bytes: int = 2 * MIB, **models: ModelConfig) -> Registry:
+    config = NodeConfig(models_dir=str(folder), models=models, chunk_bytes=chunk_bytes)
     return Registry(config, [DeviceBudget("cpu:0", budget_bytes)], NodeState(str(folder / "state")))
 
 
@@ -418,3 +421,39 @@ async def test_an_encoder_lives_on_cpu_devices_only(tmp_path: Path) -> None:
     with pytest.raises(HearthError, match="give the node a cpu device") as caught:
         alone.resolve("enc")
     assert caught.value.code == "model_unusable", "waiting would not help"
+
+
+async def test_a_models_own_predictor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is loaded where it is asked for or comes first, is whole, and there is memory for it; the model is served in any case."""
+    caplog.set_level(logging.INFO)
+    config = config_of("glm4-moe")
+    tensors = tensors_of(config)
+    write_predicting(tmp_path / "whole", config, tensors)
+    write_predicting(tmp_path / "named", config, tensors)
+    write_predicting(tmp_path / "off", config, tensors)
+    write_predicting(tmp_path / "damaged", config, {name: tensors[name] for name in tensors if "layers.2.hnorm" not in name})
+    write_predicting(tmp_path / "damaged-named", config, {name: tensors[name] for name in tensors if "layers.2.hnorm" not in name})
+    asked = {"named": "mtp", "off": "none", "damaged-named": "mtp"}
+    models = {name: ModelConfig(speculator=speculator) for name, speculator in asked.items()}
+    registry = make_registry(tmp_path, **models)
+    facts = registered(await registry.rescan())
+    assert [registry.resolve(name).speculator for name in ("whole", "named", "off", "damaged")] == [
+        *("mtp", "mtp", "none", "prompt-lookup")
+    ]
+    more = facts["whole"].weights_bytes - facts["off"].weights_bytes
+    assert more == facts["named"].weights_bytes - facts["damaged"].weights_bytes > 30_000
+    assert facts["whole"].kv_bytes_per_token * 2 == facts["off"].kv_bytes_per_token * 3
+    assert facts["whole"].work_space_bytes > facts["off"].work_space_bytes
+    assert registry.layout_id("whole") == registry.layout_id("named") != registry.layout_id("off") == registry.layout_id("damaged")
+    with pytest.raises(HearthError, match=r'models."damaged-named".speculator: mtp: .*layers.2.hnorm.weight.*; leave it out'):
+        registry.resolve("damaged-named")
+    assert "damaged: drafts by prompt lookup and not by its own predictor: model.safetensors" in caplog.text
+    small = make_registry(tmp_path, _budget_of(facts["off"]), 64 << 10, **models)
+    await small.rescan()
+    assert [small.resolve(name).speculator for name in ("whole", "off")] == ["prompt-lookup", "none"]
+    assert "whole: drafts by prompt lookup and not by its own predictor: with it the model would not fit its devices" in caplog.text
+
+
+def _budget_of(facts: events.ModelFacts) -> int:
+    size = size_of(facts, 64 << 10)
+    return (size.chunks + size.work_space_chunks) * (64 << 10)

@@ -18,8 +18,9 @@ from loader.safetensors import INDEX_NAME
 from loader.work_space import work_space_bytes
 from scheduler.node.events import ModelFacts
 from scheduler.node.ledger import size_of
-from tests.loader.checkpoints import CONFIG, write_checkpoint
+from tests.loader.checkpoints import CONFIG, safetensors_bytes, write_checkpoint
 from tests.loader.compressed import quantization_config
+from tests.loader.test_predictor import config_of, tensors_of
 
 PUBLISHED = Path(__file__).parents[2] / "published"
 LLAMA31_8B: dict[str, Any] = json.loads((PUBLISHED / "llama-3.1-8b.json").read_text())
@@ -151,6 +152,58 @@ def test_files_that_are_there_are_read(tmp_path: Path, capsys: pytest.CaptureFix
     plan = planned(capsys, "--config", str(tmp_path), "--devices", "cpu=64MiB", "--max-model-len", "32")
     assert plan["source"] == "headers"
     assert plan["shares"][0]["fits"]
+
+
+def test_a_models_predictor_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By config.json, an index or headers; where it fits, and where the devices run one."""
+    flash = json.loads((PUBLISHED / "glm-4.7-flash.json").read_text())
+    args = ("--config", folder_of(tmp_path, flash), "--devices", "cpu=80GiB", "--max-model-len", "32768")
+    plain, auto, named_one = (planned(capsys, *args, "--speculator", name) for name in ("none", "auto", "mtp"))
+    assert auto == named_one == planned(capsys, *args)
+    assert (plain["speculator"], plain["predictor"], auto["speculator"]) == ("none", None, "mtp")
+    own = auto["predictor"]
+    assert auto["num_parameters"] == plain["num_parameters"], "of a model alone"
+    assert own["kv_token_bytes"] == 2 * (512 + 64) == auto["kv"][0]["token_bytes"] - plain["kv"][0]["token_bytes"]
+    assert own["weights_bytes"] == auto["weights_bytes"] - plain["weights_bytes"] >= 2 * own["num_parameters"] > 1e9
+    assert own["work_space_bytes"] > 0
+    assert auto["shares"][0]["free_bytes"] < plain["shares"][0]["free_bytes"] - own["weights_bytes"]
+    assert main.run(["plan", *args]) == 0
+    assert "predictor   1.2 GiB of the weights, 1.1 KiB of a token's KV, 22.5 MiB of a step's work space" in capsys.readouterr().out
+    small = (*args[:2], "--devices", "cpu=57GiB", "--max-model-len", "1024")
+    assert main.run(["plan", *small]) == 0
+    assert "predictor   not counted: with it the model would not fit\n" in capsys.readouterr().out
+    assert planned(capsys, *small)["speculator"] == "prompt-lookup"
+    assert main.run(["plan", *small, "--speculator", "bogus"]) == 2
+    assert "--speculator: one of auto, mtp, prompt-lookup, none, not 'bogus'" in capsys.readouterr().err
+
+
+def test_a_predictor_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path, LLAMA31_8B)
+    assert main.run(["plan", "--config", folder, "--speculator", "mtp"]) == 4
+    assert "--speculator mtp: its files hold no layer that predicts further tokens" in capsys.readouterr().err
+    assert planned(capsys, "--config", folder)["speculator"] == "prompt-lookup"
+    config = config_of("glm4-moe")
+    folder, tensors = folder_of(tmp_path, config), tensors_of(config)
+    for left_out, message in (
+        ("model.layers.2.eh_proj.weight", "its files hold no layer that predicts further tokens"),
+        ("model.layers.2.mlp.experts.1.up_proj.weight", "tensor model.layers.2.mlp.experts.1.up_proj.weight: missing"),
+    ):
+        names = dict.fromkeys(tensors.keys() - {left_out}, "model.safetensors")
+        (tmp_path / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        plan = planned(capsys, "--config", folder)
+        assert (plan["source"], plan["predictor"]) == ("index", None)
+        assert main.run(["plan", "--config", folder, "--speculator", "mtp"]) == 4
+        assert message in capsys.readouterr().err
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    by_index = planned(capsys, "--config", folder)
+    (tmp_path / INDEX_NAME).unlink()
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    by_headers = planned(capsys, "--config", folder)
+    assert (by_index["source"], by_headers["source"]) == ("index", "headers")
+    assert (
+        by_index["predictor"] == by_headers["predictor"] == planned(capsys, "--config", folder, "--speculator", "mtp")["predictor"]
+    )
+    assert by_index["predictor"]["weights_bytes"] > 0
 
 
 def test_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
