@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_head, make_model
 from tests.e2e.node import Node
 
@@ -110,8 +111,8 @@ def test_texts_are_those_of_a_model_without_drafts(tmp_path: Path) -> None:
 
 
 def test_a_checkpoints_own_predictor_drafts(tmp_path: Path) -> None:
-    """It is asked first, and right whatever a row samples, here where it knows the model by heart; and a damaged one does not keep
-    its model from being served."""
+    """It is asked first, and right whatever a row samples, here where it knows the model by heart. Neither its engine's end under a
+    stream nor an eviction shows in a text."""
     sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
     family: dict[str, Any] = {"architecture": "Glm4MoeForCausalLM", "model_type": "glm4_moe", **sizes}
     make_model(tmp_path / "models" / "plain", agreeing_predictor=True, max_position_embeddings=512, **family)
@@ -127,6 +128,18 @@ def test_a_checkpoints_own_predictor_drafts(tmp_path: Path) -> None:
         told = drafted(node, "m")
         assert told["accepted"] > 0.8 * told["drafted"], "what does not hold is behind the end of a text, or edited"
         assert "m: float32, drafts by its own predictor, max_model_len" in node.log_text()
+
+        whole = Stream(node, "plain", "once upon a time", 400).join().text
+        killed = Stream(node, "m", "once upon a time", 400)
+        killed.wait_for_chunks(3)
+        (engine,) = node.engine_pids()
+        os.kill(engine, signal.SIGKILL)
+        assert killed.join().text == whole
+        told = drafted(node, "m")
+        assert node.cli("evict", "m").returncode == 0
+        again = Stream(node, "m", "once upon a time", 400).join()
+        assert (again.text, again.error, killed.error) == (whole, "", "")
+        assert drafted(node, "m")["accepted"] > told["accepted"], "of the model that came back"
 
 
 def test_a_head_beside_a_model_drafts_for_it(tmp_path: Path) -> None:
