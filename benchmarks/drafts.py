@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
 from pathlib import Path
@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.forward import BLOCK_TOKENS, load_model
+from engine.contracts.steps import Proposed
 from engine.cpu.model import CpuModel
 from engine.host.processor import this_processor
 from engine.protocol import SamplingParams
@@ -70,20 +71,30 @@ class Texts:
 
 @dataclass(slots=True)
 class Run:
-    """Sequences that ran to their end. seconds: of steps that only decode."""
+    """Sequences that ran to their end. seconds, num_steps: of steps that only decode."""
 
     outputs: list[list[int]]
     seconds: float = 0.0
+    num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
 
 
-def run(model: CpuModel, limits: StepLimits, texts: Texts, tokens: int, temperature: float, drafter: Drafter | None) -> Run:
-    """Runs all sequences to their end. limits: learns what steps cost."""
+def run(
+    model: CpuModel,
+    limits: StepLimits,
+    texts: Texts,
+    tokens: int,
+    temperature: float,
+    drafter: Drafter | None,
+    spoil: Callable[[Proposed], None] | None = None,
+) -> Run:
+    """Runs all sequences to their end. limits: learns what steps cost. spoil: has the model's predictor draft, too, and changes
+    what it has drafted."""
     slots, longest = max(32, 2 * len(texts.prompts)), PROMPT + tokens + 1
     blocks, block_bytes = len(texts.prompts) * -(-longest // BLOCK_TOKENS), model.kv_groups[0].block_bytes
     kv = KVCache([GroupCache(BlockPool(ChunkPool(blocks, block_bytes, blocks), block_bytes, 0), BLOCK_TOKENS)])
-    scheduler = BatchScheduler("m", kv, BatchLimits(slots, longest, 512, (), "f", ""), drafter)
+    scheduler = BatchScheduler("m", kv, BatchLimits(slots, longest, 512, (), "f", ""), drafter, spoil is not None)
     for number, prompt in enumerate(texts.prompts, 1):
         params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=number, ignore_eos=True)
         scheduler.submit(BatchRequest(number, prompt, PROMPT, params))
@@ -96,8 +107,15 @@ def run(model: CpuModel, limits: StepLimits, texts: Texts, tokens: int, temperat
         result = model.execute(plan, scheduler.table)
         outcome = scheduler.finish_step(plan, result.ids, result.bad)
         limits.note(plan, result.seconds)
+        if result.proposed is not None and spoil is not None:
+            spoil(result.proposed)
+            scheduler.take_proposals(result.proposed.slots, result.proposed.counts, result.proposed.tokens)
+            if plan.all_decode:
+                told_s = result.proposed.seen_s, result.proposed.drafting_s
+                limits.proposing.note(len(result.proposed.slots), result.proposed.tokens.shape[1], *told_s)
         if plan.all_decode:
             done.seconds += time.perf_counter() - begin
+            done.num_steps += 1
         told = iter(outcome.ids)
         for request_id, count in zip(outcome.request_ids, outcome.counts or repeat(1), strict=False):
             done.outputs[request_id - 1] += islice(told, count)

@@ -24,7 +24,7 @@ from engine.cpu.backend import CpuBackend  # noqa: E402
 from engine.cpu.memory import CpuMemory  # noqa: E402
 from engine.cpu.model import CpuModel  # noqa: E402
 from engine.loading.runner import TorchRunner  # noqa: E402
-from engine.protocol import Configure, LoadModel  # noqa: E402
+from engine.protocol import MTP, Configure, LoadModel  # noqa: E402
 from loader import kv_layout, layout  # noqa: E402
 from loader.catalog import scan_one  # noqa: E402
 from loader.formats.registry import FORMATS  # noqa: E402
@@ -103,13 +103,19 @@ def load_model(
     quantize: str = "",
     kv_cache_dtype: str = "",
     spare_chunks: int = 0,
+    speculator: str = "none",
 ) -> tuple[CpuModel, ModelShape, float]:
     """The model, with KV for num_rows sequences of `length` tokens, its shape, and how many seconds its load took, kernels aside.
-    dtype "auto": the checkpoint's. spare_chunks: at the arena's beginning, of which KV uses what it needs."""
+    dtype "auto": the checkpoint's. spare_chunks: at the arena's beginning, of which KV uses what it needs. speculator: mtp: with
+    the checkpoint's predictor."""
     checkpoint = scan_one(path)
     if checkpoint.shape is None or not checkpoint.complete:
         raise SystemExit(f"{path}: {checkpoint.error or checkpoint.reason}")
     shape, dtype = checkpoint.shape, checkpoint.shape.dtype if dtype == "auto" else dtype
+    if speculator == MTP:
+        if checkpoint.predicting is None:
+            raise SystemExit(f"{path}: has no predictor. {checkpoint.predictor_error}")
+        shape = checkpoint.predicting
     blocks = num_rows * -(-length // BLOCK_TOKENS)
     num_chunks = spare_chunks - (-blocks * kv_layout.block_bytes(shape, dtype, BLOCK_TOKENS) // CHUNK_BYTES)
     weights_chunks = -(-layout.weights_bytes(shape, dtype, FORMATS[quantize]) // CHUNK_BYTES)
@@ -118,7 +124,7 @@ def load_model(
     runner = TorchRunner(CpuBackend(CpuMemory(num_chunks + weights_chunks, CHUNK_BYTES), configure), configure)
     limits = (weights_chunks, 0, 0, length, num_rows)
     identity = (1, path.name, str(path), dtype, checkpoint.fingerprint)
-    spec = LoadModel(*identity, *limits, [], quantize=quantize, kv_cache_dtype=kv_cache_dtype)
+    spec = LoadModel(*identity, *limits, [], quantize=quantize, kv_cache_dtype=kv_cache_dtype, speculator=speculator)
     begin = time.perf_counter()
     chunks = np.arange(num_chunks, num_chunks + weights_chunks, dtype=np.int32)
     task = LoadTask(spec, chunks, lambda done, total: None, lambda: False)
