@@ -447,11 +447,11 @@ async def test_a_models_own_predictor(tmp_path: Path, caplog: pytest.LogCaptureF
     assert registry.layout_id("whole") == registry.layout_id("named") != registry.layout_id("off") == registry.layout_id("damaged")
     with pytest.raises(HearthError, match=r'models."damaged-named".speculator: mtp: .*layers.2.hnorm.weight.*; leave it out'):
         registry.resolve("damaged-named")
-    assert "damaged: drafts by prompt lookup and not by its own predictor: model.safetensors" in caplog.text
+    assert "damaged: drafts by prompt lookup and not by a predictor: model.safetensors" in caplog.text
     small = make_registry(tmp_path, _budget_of(facts["off"]), 64 << 10, **models)
     await small.rescan()
     assert [small.resolve(name).speculator for name in ("whole", "off")] == ["prompt-lookup", "none"]
-    assert "whole: drafts by prompt lookup and not by its own predictor: with it the model would not fit its devices" in caplog.text
+    assert "whole: drafts by prompt lookup and not by a predictor: with it the model would not fit its devices" in caplog.text
 
 
 def _budget_of(facts: events.ModelFacts) -> int:

@@ -174,7 +174,7 @@ def test_a_models_predictor_is_counted(tmp_path: Path, capsys: pytest.CaptureFix
     assert "predictor   not counted: with it the model would not fit\n" in capsys.readouterr().out
     assert planned(capsys, *small)["speculator"] == "prompt-lookup"
     assert main.run(["plan", *small, "--speculator", "bogus"]) == 2
-    assert "--speculator: one of auto, mtp, prompt-lookup, none, not 'bogus'" in capsys.readouterr().err
+    assert "one of auto, none, prompt-lookup, mtp, or the folder of an EAGLE-3 head, not 'bogus'" in capsys.readouterr().err
 
 
 def test_a_predictor_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

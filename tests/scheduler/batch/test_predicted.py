@@ -110,10 +110,15 @@ def test_what_does_not_fit_blocks_or_text_is_not_asked_for() -> None:
 
 
 def leave_out(harness: Harness, request_id: int, num_steps: int = 3) -> None:
-    """Has the model decode steps that the predictor does not see, because of a request with log-probabilities alone."""
-    params = Params(ignore_eos=True, max_tokens=num_steps + 1, logprobs=0)
-    harness.submit(request_id, prompt_of(9), params)
-    harness.run()
+    """Has the model decode steps that the predictor does not see, as after a long time in which no draft was worth its cost."""
+    proposals = harness.scheduler._drafts.proposals  # type: ignore[union-attr]
+    assert proposals is not None
+    harness.submit(request_id, prompt_of(9), Params(ignore_eos=True, max_tokens=num_steps + 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proposals, "_depth", lambda *args: 0)
+        proposals._pause, proposals._paused = MOST_PAUSE, 2
+        harness.run()
+    proposals._pause = proposals._paused = 0
 
 
 def test_a_sequence_with_unseen_tokens_is_not_drafted_for_until_they_are_computed_again() -> None:
