@@ -1,0 +1,215 @@
+"""What a model takes on the devices that it may live on, by its files, its settings and what drafts tokens for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from config.schema import DeviceBudget, ModelConfig, NodeConfig
+from config.units import parse_duration_s
+from daemon.models.speculators import Speculator
+from daemon.record.state import NodeState
+from loader import catalog, kv_layout, layout, work_space
+from loader.dtypes import computed_dtype
+from loader.formats.registry import asked_format, held_format, stored_format
+from loader.gpu_sizing import gpu_work_space_bytes
+from loader.model_shape import ModelShape
+from scheduler.node import events
+from scheduler.node.ledger import size_of
+
+log = logging.getLogger("hearthd.models")
+
+
+class Sizing:
+    """What models take and where they may live. without_carve_out: maps each isolated model for which nothing could be set aside to
+    the reason."""
+
+    def __init__(self, devices: Sequence[DeviceBudget], state: NodeState, without_carve_out: Mapping[str, str]) -> None:
+        self._devices, self._state, self._without_carve_out = devices, state, without_carve_out
+
+    def misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Returns why no device can run the model with these settings, or ""."""
+        misfits = (self._encoder_misfit, self._kv_misfit, self._format_misfit)
+        return next((why for misfit in misfits if (why := misfit(name, settings, shape))), "")
+
+    def without_carve_out(self, name: str, settings: ModelConfig) -> str:
+        """Returns why nothing could be set aside for an isolated model, or ""."""
+        return self._without_carve_out.get(name, "") if settings.isolate else ""
+
+    def facts(
+        self,
+        config: NodeConfig,
+        checkpoint: catalog.Checkpoint,
+        settings: ModelConfig,
+        speculator: Speculator,
+        dtype: str,
+    ) -> events.ModelFacts:
+        """Returns what the scheduler needs to know of a model that is loaded with what drafts tokens for it."""
+        name, shape = checkpoint.name, speculator.shape
+        kv_dtype = kv_layout.kv_dtype_of(dtype, kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
+        max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
+        return events.ModelFacts(
+            name=name,
+            weights_bytes=layout.weights_bytes(shape, dtype, held_format(shape, settings.quantize)),
+            kv_bytes_per_token=kv_layout.kv_bytes_per_token(shape, kv_dtype),
+            work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, max_model_len),
+            max_model_len=max_model_len,
+            kv_floor_tokens=settings.kv_floor_tokens or 0,
+            kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
+            max_sequences=settings.max_sequences,
+            max_queued=config.max_queued_per_model if settings.max_queued is None else settings.max_queued,
+            priority=settings.priority,
+            keep_alive_s=parse_duration_s(settings.keep_alive),
+            pinned=self._state.pinned.get(name, settings.pinned),
+            enabled=self._state.enabled.get(name, True),
+            devices=self._named_devices(name, settings, shape),
+            fingerprint=speculator.fingerprint,
+        )
+
+    def fits(self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape) -> bool:
+        """Returns whether a device that the model may live on holds it when nothing else does."""
+        chunk_bytes = int(config.chunk_bytes)
+        size = size_of(facts, chunk_bytes)
+        needed = size.chunks + size.work_space_chunks
+        return any(needed <= one.budget_bytes // chunk_bytes for one in self._allowed(facts.name, settings, shape))
+
+    def kinds(self, name: str, settings: ModelConfig, shape: ModelShape) -> set[str]:
+        return {device.kind for device in self._allowed(name, settings, shape)}
+
+    def computed_dtype(self, asked: str, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Returns what loader.dtypes.computed_dtype says for the devices the model may live on; the log tells where a model loses
+        precision or speed by it."""
+        kinds = self.kinds(name, settings, shape)
+        dtype = computed_dtype(asked, shape.dtype, kinds)
+        if dtype != shape.dtype and asked == "auto":
+            why = f"cpu devices have no kernels for {shape.dtype}; the key dtype decides otherwise"
+            log.info("%s: stored as %s and computed as %s, because %s", name, shape.dtype, dtype, why)
+        elif dtype == "float16" and "cpu" in kinds:
+            log.warning("%s: dtype: float16 has no kernels on cpu devices and is several times slower there than bfloat16", name)
+        return dtype
+
+    def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
+        """Returns the devices the model may live on: its carve-out alone if it has one, or else the configured devices that are
+        no carve-out, of the kinds that can run it."""
+        own = [device for device in self._devices if device.model == name]
+        shared = [device for device in self._devices if not device.model]
+        named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
+        kinds = _kinds(settings, shape)
+        return [device for device in named if device.kind in kinds]
+
+    def _named_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[str, ...]:
+        """Returns the value for ModelFacts.devices, where () means any device."""
+        if len(_kinds(settings, shape)) < 2 or any(device.model for device in self._devices):
+            return tuple(device.name for device in self._allowed(name, settings, shape)) or tuple(settings.devices)
+        return tuple(settings.devices)
+
+    def _work_space_bytes(
+        self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str, max_model_len: int
+    ) -> int:
+        """Returns the work space by the rule for the kind of device that the model may live on; the larger one if it may live on
+        both kinds."""
+        batch, sequences = config.max_num_batched_tokens, settings.max_sequences
+        kinds = self.kinds(name, settings, shape)
+        sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
+        if kinds != {"cuda"}:
+            weight_format = held_format(shape, settings.quantize)
+            sizes.append(work_space.work_space_bytes(shape, dtype, batch, sequences, max_model_len, weight_format))
+        return max(sizes)
+
+    def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Returns why an encoder has no device, or "" if it has one."""
+        if not shape.is_encoder or self._allowed(name, settings, shape):
+            return ""
+        if own := [device for device in self._devices if device.model == name]:
+            return (
+                f'models."{name}".isolate: its part was set aside on {own[0].hardware}, and encoders are not built for cuda '
+                'devices; name a cpu device in its "devices" and restart hearthd'
+            )
+        return f'models."{name}".devices: encoders are not built for cuda devices; give the node a cpu device for them'
+
+    def _format_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Returns why the model cannot be held in the configured weight format, or ""."""
+        if shape.stored_format:
+            if self._allowed(name, settings, shape):
+                return ""
+            title = stored_format(shape).title
+            return f"quantization_config: {title} is not built for cuda devices; give the node a cpu device for it"
+        asked = asked_format(settings.quantize)
+        gpus = [one.name for one in self._devices if one.name.startswith("cuda") and one.name in (settings.devices or [one.name])]
+        if gpus and not asked.runs_on_gpus:
+            return f'models."{name}".quantize: {asked.name} is not built for {gpus[0]}; name cpu devices in its "devices"'
+        if shape.is_encoder and not asked.runs_encoders:
+            return f'models."{name}".quantize: {asked.name} is not built for encoders'
+        if shape.experts is not None and not asked.runs_experts:
+            return f'models."{name}".quantize: {asked.name} is not built for mixtures of experts; leave it out'
+        return ""
+
+    def _kv_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Returns why KV cannot be kept in the configured type, or ""."""
+        if not _has_fp8_kv(settings):
+            return ""
+        if shape.is_encoder:
+            return f'models."{name}".kv_cache_dtype: encoders keep no KV; leave it out'
+        if self._allowed(name, settings, shape):
+            return ""
+        own = [device.hardware for device in self._devices if device.model == name]
+        where = ", ".join(own or settings.devices or [device.name for device in self._devices if not device.model])
+        return f'models."{name}".kv_cache_dtype: fp8 is built for cuda devices only, and this model may live on {where}'
+
+    def _max_model_len(
+        self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str, kv_dtype: str
+    ) -> int:
+        """Returns the configured length (at most the checkpoint's) or a default.
+
+        The default is the checkpoint's length, or what 25 % of the largest allowed device holds as KV if that is less (for a
+        carve-out, 25 % of the device it is part of). It is halved, down to 2,048, while the model with the work space for such
+        contexts would not fit at all."""
+        if settings.max_model_len is not None:
+            return min(settings.max_model_len, shape.max_position_embeddings)
+        allowed = self._allowed(name, settings, shape)
+        budget_bytes = max((device.budget_bytes for device in allowed), default=0)
+        whole_bytes = max((device.whole_bytes or device.budget_bytes for device in allowed), default=0)
+        length = kv_layout.default_max_model_len(shape, kv_dtype, whole_bytes)
+        chunk_bytes = int(config.chunk_bytes)
+        weight_format = held_format(shape, settings.quantize)
+        while length > kv_layout.MIN_MODEL_LEN:
+            facts = events.ModelFacts(
+                name="",
+                weights_bytes=layout.weights_bytes(shape, dtype, weight_format),
+                kv_bytes_per_token=kv_layout.kv_bytes_per_token(shape, kv_dtype),
+                work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, length),
+                max_model_len=length,
+                kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, length),
+            )
+            size = size_of(facts, chunk_bytes)
+            if size.chunks + size.work_space_chunks <= budget_bytes // chunk_bytes:
+                break
+            length = max(kv_layout.MIN_MODEL_LEN, length // 2)
+        return length
+
+
+def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
+    """Returns the kinds of devices that can run a model. There are no kernels for encoders on GPUs, for some formats of checkpoints
+    on GPUs, and for fp8 KV on CPUs."""
+    if shape.is_encoder:
+        return {"cpu"}
+    kinds = {"cpu", "cuda"}
+    if _has_fp8_kv(settings):
+        kinds.remove("cpu")
+    if not stored_format(shape).runs_on_gpus:
+        kinds.discard("cuda")
+    return kinds
+
+
+def _has_fp8_kv(settings: ModelConfig) -> bool:
+    return bool(kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
+
+
+def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num_tokens: int) -> int:
+    """Returns the KV bytes to reserve for a model with sliding windows or states (ModelFacts.kv_reserved_bytes), or 0 for any other
+    model."""
+    if not kv_layout.has_several_groups(shape):
+        return 0
+    return kv_layout.kv_reserved_bytes(
+        shape, kv_dtype, num_tokens, config.block_tokens, config.max_num_batched_tokens, int(config.chunk_bytes)
+    )
