@@ -15,8 +15,11 @@ import torch
 from engine.cpu import model as cpu_model
 from engine.cpu.model import CpuModel
 from engine.loading.runner import TorchRunner
+from engine.memory.weight_arrivals import parameter_places
+from engine.memory.weight_gate import WeightGate
 from engine.protocol import EAGLE3, MTP, LoadModel, SamplingParams
 from engine.serve.kv_caches import make_kv_cache
+from loader.layout import weight_layout
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.prompt_lookup import looked_up
@@ -168,3 +171,19 @@ def test_asked_for_more_than_blocks_hold_it_writes_nothing_else(model: CpuModel)
         scheduler.finish_step(step, result.ids, result.bad)
         assert result.proposed is not None
         scheduler.take_proposals(result.proposed.slots, result.proposed.counts, result.proposed.tokens)
+
+
+def test_a_first_step_in_slices_is_seen(made: Made) -> None:
+    """Of a prompt that is computed while weights arrive, in more slices than one."""
+    model = made.load(make_runner(make_memory()))
+    gate = WeightGate(weight_layout(model.shape, "float32"))
+    for begin, end, _ in parameter_places(weight_layout(model.shape, "float32")):
+        gate.landed(begin, end)
+    gate.open()
+    table, text = make_table(groups=model.kv_groups), prompt_of(11)
+    put(table, 3, text)
+    step = replace(plan((3, 0, len(text))), to_propose=np.array([3], np.int32))
+    result = model.execute_behind(gate, step, table, max_tokens=16)
+    assert result.proposed is not None
+    assert result.proposed.tokens[0].tolist() == made.reference.drafts([*text, *result.ids.tolist()], 3)[0]
+    model.release()
