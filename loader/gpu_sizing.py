@@ -20,6 +20,8 @@ SAMPLING_TOKENS, SAMPLING_BYTES = 4096, 1024
 # What a token's LoRA adapter makes of a product's inputs, before it makes outputs of that (kernels/triton_adapters.py): 256 numbers
 # in float32 for each of up to four matrices. Few tokens take several times as much, but no more than ADAPTER_TOKENS do.
 ADAPTER_BYTES, ADAPTER_TOKENS = 4 * 4 * 256, 512
+# What a predictor's drafts behind one row take: a few columns for each drafted token, as they are sent and as they are picked.
+DRAFT_BYTES = 512
 # cuBLAS's work space, 32 MiB for each stream and thread: of steps, of captures, and of two loads at a time
 LIBRARY_BYTES = 128 << 20
 # Buffers that packed weights pass through, and as many again while their speed is measured (engine/cuda/frames.py).
@@ -37,6 +39,8 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     # residual, normed, a product's result; where branches are parallel, attention's beside the MLP's
     residual = tokens * hidden * (4 if shape.parallel_branches else 3) * item
     residual += tokens * (3 * input_values(shape) + beside_values(shape)) * item
+    if shape.predicts:  # all normed hidden states, the embeddings that follow, and both normed as one, beside the predictor's layer
+        residual += tokens * 4 * hidden * item + max_sequences * DRAFT_BYTES
     num_pieces = max_sequences + -(-DECODE_PIECES // decode_programs(shape, shape.fewest_kv_heads))
     if (latent := shape.latent) is None:
         pieces = num_pieces * shape.num_heads * (shape.widest_head_dim + 1) * 4

@@ -122,6 +122,7 @@ class CudaBackend:
             spec.fingerprint,
             spec.dtype,
             spec.quantize,
+            spec.predicts,
             spec.kv_dtype,
             spec.max_model_len,
             spec.max_sequences,

@@ -16,6 +16,7 @@ from engine.sampling.sampler import SamplingRows
 from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 Columns = dict[str, npt.NDArray[Any]]
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")  # columns of a row that is sampled
 
 
 def sampling_columns(rows: SamplingRows) -> Columns:

@@ -53,10 +53,12 @@ def graph_rows(num_rows: int) -> int:
 @dataclass(slots=True)
 class StepOutputs:
     """What a step leaves on the device. drawn [2, R] int32: the sampled ids, and whether each row was bad. hidden [R, W]: the
-    hidden states that they were sampled from, for rows that the host has more to do with."""
+    hidden states that they were sampled from, for rows that the host has more to do with. kept [>= T, W] each: what
+    the model's predictor reads; None: it has none."""
 
     drawn: Tensor
     hidden: Tensor
+    kept: list[Tensor] | None = None
 
 
 @dataclass(slots=True)

@@ -4,7 +4,8 @@ Most of a step's inputs are computed on the device (kernels/triton_inputs.py): t
 takes a token that the host has not seen yet from where the last step left it. A step that only decodes runs as one CUDA graph
 (engine/cuda/graphs.py), and so does one with pieces of prompts if it is small (mixed_graphs.py). Where the host edits logits, or
 log-probabilities of sampled tokens are wanted, it goes on from the graph's hidden states. A step in which a row has a LoRA adapter
-is one that computes adapters, too, and has graphs of its own; all other steps of the model are as if there were none.
+is one that computes adapters, too, and has graphs of its own; all other steps of the model are as if there were none. A model's
+predictor drafts tokens behind a step, without graphs (predicting.py).
 
 Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
 """
@@ -12,7 +13,7 @@ Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,12 +26,13 @@ from torch import Tensor
 from engine.contracts.steps import Launched, NoWorkSpace, StepResult
 from engine.cuda.adapters import DeviceAdapterMemory
 from engine.cuda.batch import DeviceBatch, DeviceGroup, QueryTiles
-from engine.cuda.columns import Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
+from engine.cuda.columns import SETTINGS, Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
 from engine.cuda.graphs import DecodeGraphs, StepOutputs
 from engine.cuda.kernels import entry
 from engine.cuda.mixed_graphs import MixedGraphs
 from engine.cuda.mixed_steps import MixedSize, mixed_columns, mixed_padding, mixed_sizes, num_tiles
 from engine.cuda.ops import CudaOps
+from engine.cuda.predicting import Predicting, WithProposals
 from engine.cuda.sequences import DeviceSequences, Staging
 from engine.grammar.row_masks import RowMasks
 from engine.layers.rope import rotaries_of
@@ -52,7 +54,6 @@ from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 DECODE_PIECES_PER_CORE = 8  # contexts are cut into this many pieces per multiprocessor
 MEASURE_TRIES = 3  # captures before which sizes are measured that earlier measurements left undecided
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")  # columns of a row that is sampled
 CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are interpreted
 
 
@@ -74,12 +75,12 @@ class PendingStep:
     model embeds, its vectors."""
 
     def __init__(self, told: Tensor, embeds: bool, started: Any, done: Any, began_s: float) -> None:
-        self._told, self._embeds, self._started, self._done, self._began_s = told, embeds, started, done, began_s
+        self._told, self._embeds, self._started, self._done = told, embeds, started, done
+        self._seconds = time.perf_counter() - began_s  # if it has no events, it has ended
 
     def wait(self) -> StepResult:
-        if self._done is None:
-            seconds = time.perf_counter() - self._began_s
-        else:
+        seconds = self._seconds
+        if self._done is not None:
             self._done.synchronize()
             seconds = self._started.elapsed_time(self._done) / 1e3
         if self._embeds:
@@ -126,10 +127,12 @@ class CudaModel:
         self._block_tokens = block_tokens
         self._dtype_name, self._format = spec.dtype, FORMATS[spec.quantize]
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._model: CausalLM[DeviceBatch] | None = self._built()
-        rotaries = rotaries_of(shape, spec.max_model_len)
-        held = {made: replace(made, inv_freq=made.inv_freq.to(self._device)) for made in rotaries}
-        rotary, local = (held[made] for made in rotaries)
+        model = self._built()
+        self._model: CausalLM[DeviceBatch] | None = model
+        rotary, local = rotaries_of(shape, spec.max_model_len)
+        turns = {layer: local if window else rotary for layer, window in enumerate(shape.layer_windows)}
+        turns[shape.num_layers] = rotary if shape.eagle is None else rotaries_of(shape.eagle.layer, spec.max_model_len)[0]
+        held = {made: replace(made, inv_freq=made.inv_freq.to(self._device)) for made in {rotary, *turns.values()}}
         cores = CPU_CORES
         if self._device.type == "cuda":
             cores = torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -139,11 +142,11 @@ class CudaModel:
             kv: tuple[Tensor, Tensor | None] = (
                 (state_view(arena, group), None) if group.kind == "state" else (kv_views(arena, group, dims, spec.kv_dtype))
             )
-            turning = local if group.window_tokens else rotary
+            turning = held[turns.get(group.layers[0], rotary)]
             num_pieces = max(1, cores * DECODE_PIECES_PER_CORE // decode_programs(shape, dims[1]))
             self._memory.append(DeviceGroupMemory(*kv, turning, group.reach, group.block_tokens, num_pieces))
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
-        self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_layers))
+        self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_computed_layers))
         self._staging = Staging(self._device)
         self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
         self.tile_tokens = entry.tile_tokens(shape.widest_head_dim, dtype)
@@ -155,6 +158,14 @@ class CudaModel:
         self._has_adapted = False  # whether a step has had a row with an adapter
         known = (shape, spec.dtype, arena, spec.max_sequences, self._staging)
         self.adapter_memory = DeviceAdapterMemory(*known, prepare_adapters, self._drop_adapted_graphs)
+        self._predicting: Predicting | None = None
+        if shape.predicts:
+            where = (self._staging, self._device, spec.max_sequences, self.tile_tokens)
+            self._predicting = Predicting(self._loaded, self._batch_of, *where)
+        # what small steps keep for the predictor: one for the graphs of all sizes, each of which would keep more
+        self._kept_memory: list[Tensor] = []
+        if max_graph_tokens:
+            self._kept_memory = [model.state_memory(max_graph_tokens) for _ in range(model.num_kept)]
         self._products: list[Tensor] = []  # the weights of matrix products, views of the weight range
         self._measure_tries = MEASURE_TRIES
 
@@ -186,16 +197,23 @@ class CudaModel:
         begun = None if owed is not None else self._begin_padded(plan, table, rows, by_host, adapted)
         if begun is None:
             begun = self._begin_plain(plan, table, None if by_host else rows, None if owed is None else owed.tokens, adapted)
-        num_sampling = int(plan.samples.sum())
+        num_sampling, ids = int(plan.samples.sum()), begun.outputs.drawn[0]
+        launched: Launched
         if by_host:
             hidden, logits = begun.outputs.hidden, self._loaded().logits
             result = sampled_outputs(self._ops, hidden, num_sampling, rows, owed, plan, table, logits, LOGITS_ROWS, began_s)
             if num_sampling:  # the next step may be launched before these tokens are in the table
                 drawn = self._staging.send({"slots": plan.slots[plan.samples], "ids": result.ids})
                 entry.set_entries(self._sequences.last_ids, drawn["slots"], drawn["ids"])
-            return _EndedStep(result)
-        told = begun.outputs.hidden[:num_sampling].float() if self.embeds else begun.outputs.drawn[:, :num_sampling]
-        return self._pending(told, begun.events, began_s)
+                ids = drawn["ids"]
+            launched = _EndedStep(result)
+        else:
+            told = begun.outputs.hidden[:num_sampling].float() if self.embeds else begun.outputs.drawn[:, :num_sampling]
+            launched = self._pending(told, begun.events, began_s)
+        if self._predicting is None or plan.to_propose is None:
+            return launched
+        assert begun.outputs.kept is not None
+        return WithProposals(launched, self._predicting.after(plan, table, begun.outputs.kept, ids[:num_sampling]))
 
     def _begin_padded(
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, by_host: bool, adapted: bool
@@ -227,11 +245,12 @@ class CudaModel:
         """Starts a step of any kind by launching each kernel. rows: of what the device samples; None: it samples nothing. also:
         indices into T of further tokens whose hidden states are wanted, behind those of the sampling rows."""
         events = self._events()
-        hidden = self._forward(extend_step(plan, table, self.tile_tokens, also), adapted)
+        hidden, kept = self._forward(extend_step(plan, table, self.tile_tokens, also), adapted)
         if rows is None:
-            return _Begun(StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), hidden), events)
+            drawn = torch.empty(2, 0, dtype=torch.int32, device=self._device)
+            return _Begun(StepOutputs(drawn, hidden, kept), events)
         sent = self._staging.send(sampling_columns(rows) | {"slots": plan.slots[plan.samples]})
-        return _Begun(self._draw(hidden, sent, sent["slots"]), events)
+        return _Begun(self._draw(hidden, sent, sent["slots"], kept), events)
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -239,7 +258,7 @@ class CudaModel:
         so no KV is written."""
         if self._device.type == "cuda":
             with entry.weights_of_products() as weights:
-                self._decode(self._staging.send(padding_columns(1, self._sequences.num_slots)))
+                self._launch_rows(1)
             self._products = entry.one_of_each_size(weights)
         self.launch_all()
 
@@ -249,7 +268,7 @@ class CudaModel:
         to wait for a compiler (tests/engine/kernels/record_keys.py). Reads and writes what belongs to no sequence."""
         with nullcontext() if entry.INTERPRETED else entry.both_kernels():  # interpreted, our products take minutes
             for num_rows in (*range(1, entry.FEW_ROWS[-1] + 1), entry.MANY_ROWS):
-                self._decode(self._staging.send(padding_columns(num_rows, self._sequences.num_slots)))
+                self._launch_rows(num_rows)
         nobody = np.array([self._sequences.num_slots], np.int32)
         one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
         columns: Columns = {
@@ -264,9 +283,12 @@ class CudaModel:
             "tile_firsts": none,
             "wanted": one,
         }
-        hidden = self._forward(ExtendStep(columns, 0, 1, 1))
+        step = ExtendStep(columns, 0, 1, 1)
+        hidden, kept = self._forward(step)
         sent = self._staging.send(padding_columns(1, self._sequences.num_slots))
         self._draw(hidden, sent, sent["slots"])
+        if self._predicting is not None and kept is not None:
+            self._predicting.see(kept, self._staging.send(columns), step)
         if self.embeds:  # nothing is sampled; block tables are changed by the kernel that stores sampled tokens elsewhere
             entry.set_entries(self._sequences.last_ids, sent["slots"], sent["host_ids"])
             return
@@ -276,6 +298,13 @@ class CudaModel:
         edited = logits.float()
         entry.penalise(edited[0], zero, 0, 0.0, 0.0, 1.0)
         entry.sample(edited, *(sent[name] for name in SETTINGS))
+
+    def _launch_rows(self, num_rows: int) -> None:
+        """Launches what a decode step of so many rows launches, and drafts behind it."""
+        sent = self._staging.send(padding_columns(num_rows, self._sequences.num_slots))
+        hidden = self._decode(sent).hidden
+        if self._predicting is not None:
+            self._predicting.draw(self._predicting.go_on(hidden, sent), sent)
 
     @torch.inference_mode()
     def launch_adapters(self) -> None:
@@ -348,7 +377,7 @@ class CudaModel:
         adapted = self._update(plan, table)
         everything = np.arange(int(plan.num_new.sum())) if every_token else None
         step = extend_step(plan, table, self.tile_tokens, everything)
-        hidden = self._forward(step, adapted)
+        hidden, _ = self._forward(step, adapted)
         part = hidden[step.num_sampling :] if every_token else hidden[: step.num_sampling]
         return self._loaded().logits(part).float().cpu().numpy()
 
@@ -378,7 +407,10 @@ class CudaModel:
 
     def _update(self, plan: BatchPlan, table: SequenceTable) -> bool:
         """Brings what the device knows of a step's sequences up to date. Returns whether any of them has an adapter."""
-        num_blocks = -(-int((plan.num_computed + plan.num_new).max()) // self._block_tokens)
+        ends = plan.num_computed + plan.num_new
+        if plan.to_propose is not None:  # all drafted tokens but the last have keys and values
+            ends = ends + np.maximum(plan.to_propose - 1, 0)
+        num_blocks = -(-int(ends.max()) // self._block_tokens)
         self._sequences.update(plan.slots, num_blocks, table, self._staging)
         adapted = self.adapter_memory.update(plan.slots, table)
         self._has_adapted |= adapted
@@ -403,19 +435,8 @@ class CudaModel:
     def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
         """Computes the device's part of a decode step of R rows from its columns. Runs eagerly, or while a graph is captured, so
         nothing here may read a value back from the device."""
-        numbers = columns["numbers"]
-        batch = self._batch(
-            numbers,
-            columns["host_ids"],
-            columns["slots"],
-            columns["firsts"],
-            numbers,
-            columns["contexts"],
-            columns["contexts"],
-            None,
-            adapted,
-        )
-        return self._draw(self._loaded().forward(batch, None), columns, columns["slots"])
+        hidden, kept = self._computed(self._decode_batch(columns, adapted), None)
+        return self._draw(hidden, columns, columns["slots"], kept)
 
     def compute_mixed(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
         """Does the same for a step with pieces of prompts, from the columns of mixed_steps.py. Any of its R rows may be one that
@@ -433,26 +454,40 @@ class CudaModel:
             tiles,
             adapted,
         )
-        return self._draw(self._loaded().forward(batch, columns["wanted"]), columns, columns["sampled_slots"])
+        hidden, kept = self._computed(batch, columns["wanted"])
+        return self._draw(hidden, columns, columns["sampled_slots"], kept)
 
-    def _forward(self, step: ExtendStep, adapted: bool = False) -> Tensor:
-        """Returns the hidden states of the step's `wanted` tokens."""
+    def _forward(self, step: ExtendStep, adapted: bool = False) -> tuple[Tensor, list[Tensor] | None]:
+        """Returns what `_computed` does, of the step's `wanted` tokens."""
         sent = self._staging.send(step.columns)
+        return self._computed(self._extend_batch(sent, step, adapted), sent["wanted"])
+
+    def _computed(self, batch: DeviceBatch, wanted: Tensor | None) -> tuple[Tensor, list[Tensor] | None]:
+        """Computes a step. Returns the hidden states [N, width] of the tokens `wanted` (None: of all), and what the model's
+        predictor reads of the step, if it has one."""
+        model, num_tokens = self._loaded(), len(batch.input_ids)
+        if self._predicting is not None:
+            batch.kept = [one[:num_tokens] for one in self._kept_memory if num_tokens <= len(one)]
+            if not batch.kept:
+                batch.kept = [model.state_memory(num_tokens) for _ in range(model.num_kept)]
+        return model.forward(batch, wanted), batch.kept
+
+    def _batch_of(self, columns: Mapping[str, Tensor], step: ExtendStep | None) -> DeviceBatch:
+        """Returns the inputs of a forward pass without adapters. columns: sent, those of the step; None: of one that decodes."""
+        return self._decode_batch(columns, False) if step is None else self._extend_batch(columns, step, False)
+
+    def _decode_batch(self, columns: Mapping[str, Tensor], adapted: bool) -> DeviceBatch:
+        numbers, contexts = columns["numbers"], columns["contexts"]
+        rows = (columns["slots"], columns["firsts"], numbers, contexts, contexts)
+        return self._batch(numbers, columns["host_ids"], *rows, None, adapted)
+
+    def _extend_batch(self, sent: Mapping[str, Tensor], step: ExtendStep, adapted: bool) -> DeviceBatch:
         tiles = None
         if step.num_tiles:
             tiles = QueryTiles(sent["tile_rows"], sent["tile_firsts"], self.tile_tokens, sent["starts"], sent["num_new"])
-        batch = self._batch(
-            sent["token_rows"],
-            sent["host_ids"],
-            sent["slots"],
-            sent["firsts"],
-            sent["starts"],
-            sent["contexts"],
-            sent["contexts"][: step.num_decode],
-            tiles,
-            adapted,
-        )
-        return self._loaded().forward(batch, sent["wanted"])
+        contexts = sent["contexts"]
+        rows = (sent["slots"], sent["firsts"], sent["starts"], contexts, contexts[: step.num_decode])
+        return self._batch(sent["token_rows"], sent["host_ids"], *rows, tiles, adapted)
 
     def _batch(
         self,
@@ -486,9 +521,10 @@ class CudaModel:
         adapters = self.adapter_memory.of_tokens(slots, token_rows) if adapted else None
         return DeviceBatch(input_ids, num_decode, groups, self._layer_places, *rows, adapters=adapters)
 
-    def _draw(self, hidden: Tensor, columns: dict[str, Tensor], slots: Tensor) -> StepOutputs:
+    def _draw(self, hidden: Tensor, columns: dict[str, Tensor], slots: Tensor, kept: list[Tensor] | None = None) -> StepOutputs:
         """Samples one id for each row of hidden [N, width], by the settings in columns, and stores it as the last token of the
-        row's slot. Where the model embeds, it scales the rows instead: the outputs' hidden states are then the vectors."""
+        row's slot. Where the model embeds, it scales the rows instead: the outputs' hidden states are then the vectors.
+        kept: as in StepOutputs."""
         if self.embeds:
             return StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), scaled_vectors(hidden))
         drawn = torch.empty(2, len(hidden), dtype=torch.int32, device=self._device)
@@ -497,7 +533,7 @@ class CudaModel:
             logits = self._loaded().logits(hidden[part])
             drawn[0, part], drawn[1, part] = entry.sample(logits, *(columns[name][part] for name in SETTINGS))
         entry.set_entries(self._sequences.last_ids, slots, drawn[0])
-        return StepOutputs(drawn, hidden)
+        return StepOutputs(drawn, hidden, kept)
 
 
 class _EndedStep:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -54,14 +55,16 @@ def load_cuda_model(
     max_graph_rows: int = 0,
     kv_cache_dtype: str = "",
     max_graph_tokens: int = 0,
+    speculator: str = "none",
 ) -> CudaModel:
     limits = (1 << 20, 0, 0, MAX_LEN, 8, [1])
     seen = scan_one(folder)
     assert seen.shape is not None, seen.reason or seen.error
     held = stored_format(seen.shape)
-    spec = LoadModel(1, "tiny", str(folder), dtype, seen.fingerprint, *limits, held.name, kv_cache_dtype=kv_cache_dtype)
+    spec = LoadModel(1, "tiny", str(folder), dtype, seen.fingerprint, *limits, held.name)
+    spec = msgspec.structs.replace(spec, kv_cache_dtype=kv_cache_dtype, speculator=speculator)
     with ExitStack() as stack:
-        source = open_checkpoint(folder, spec.fingerprint, stack, in_place=False)
+        source = open_checkpoint(folder, spec.fingerprint, stack, in_place=False, predicts=spec.predicts)
         on_host = PlainRange(layout.weights_bytes(source.shape, dtype, held), "cpu")
         sink = HostSink(on_host.memory.numpy().data)
         stream_weights(source, dtype, sink, StagingRing(), lambda done, total: None, lambda: False, held)

@@ -48,6 +48,8 @@ class StandInGraph:
         again = self.step()
         self.outputs.drawn.copy_(again.drawn)
         self.outputs.hidden.copy_(again.hidden)
+        for own, kept in zip(self.outputs.kept or (), again.kept or (), strict=True):
+            own.copy_(kept)
 
 
 @pytest.fixture

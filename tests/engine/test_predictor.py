@@ -5,7 +5,7 @@ sequence holds is filled with NaN, so any wrong read shows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +26,9 @@ from scheduler.batch.prompt_lookup import looked_up
 from scheduler.batch.proposals import MOST_PROPOSED
 from scheduler.batch.request import BatchRequest
 from scheduler.batch.step_room import StepRoom
+from tests.engine.drafting_steps import check_drafts
 from tests.engine.eagle_checkpoint import FORMS, EagleReference, make_head
-from tests.engine.model_bench import CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner, make_table, plan, put
+from tests.engine.model_bench import CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner
 from tests.engine.predictor_checkpoint import Reference, make_predicting_checkpoint
 
 NUM_CHUNKS, CHUNK_BYTES, BATCHED_TOKENS, VOCAB = 64, 4096, 24, 211
@@ -84,33 +85,15 @@ def prompt_of(request_id: int) -> list[int]:
 
 
 def test_drafts_are_those_of_transformers_parts(made: Made) -> None:
-    """In a step with a whole prompt, in one of chunks, and in decode steps; recorded or not."""
-    reference, runner = made.reference, make_runner(make_memory())
+    """In steps that are recorded, and in others."""
+    runner = make_runner(make_memory())
     with pytest.MonkeyPatch.context() as patch:
         for recorded in (True, False):
             if not recorded:
                 patch.setattr(cpu_model, "MAX_RECORDED_ROWS", 0)
             model = made.load(runner)
-            table = make_table(groups=model.kv_groups)
-            texts = {2: prompt_of(3), 5: prompt_of(7)}
-            for slot, text in texts.items():
-                put(table, slot, text)
-            first, second = (len(text) for text in texts.values())
-            steps = [
-                plan((2, 0, first), (5, 0, 20), samples=(True, False)),
-                plan((2, first, 1), (5, 20, second - 20)),
-                plan((2, first + 1, 1), (5, second, 1)),
-                plan((2, first + 2, 1), (5, second + 1, 1)),
-            ]
-            for step in steps:
-                asked = np.where(step.samples, 3, 0).astype(np.int32)
-                result = model.execute(replace(step, to_propose=asked), table)
-                assert result.proposed is not None
-                for slot, token in zip(step.slots[step.samples].tolist(), result.ids.tolist(), strict=True):
-                    texts[slot].append(token)
-                    put(table, slot, texts[slot])
-                for slot, drafted in zip(result.proposed.slots.tolist(), result.proposed.tokens.tolist(), strict=True):
-                    assert drafted == reference.drafts(texts[slot], 3)[0]
+            check_drafts(model, made.reference, {2: prompt_of(3), 5: prompt_of(7)})
+            check_drafts(model, made.reference, {2: prompt_of(4), 5: prompt_of(6)}, edited=2)
             model.release()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ pytest.importorskip("triton")
 
 from engine.cuda import mixed_graphs
 from engine.cuda.model import CudaModel
-from engine.protocol import SamplingParams
+from engine.protocol import MTP, SamplingParams
 from scheduler.batch.plan import write_sampling
 from tests.engine.cuda_bench import KINDS, OTHER, PROMPT, load_cuda_model
+from tests.engine.drafting_steps import check_drafts
 from tests.engine.embedder_checkpoint import expected, make_embedder
 from tests.engine.model_bench import CASES, MAX_LEN, make_checkpoint, make_table, plan, put
+from tests.engine.predictor_checkpoint import make_predicting_checkpoint
 from tests.engine.test_cuda_adapters import make_adapter, put_adapters
 from tests.engine.test_cuda_model import scheduled
 
@@ -141,11 +145,11 @@ def test_vectors_of_steps_launched_ahead(tmp_path: Path, monkeypatch: pytest.Mon
         assert np.abs(result.vectors - wanted).max() < TOLERANCE["float32"]
 
 
-def test_nothing_is_compiled_once_it_is_warm(made: tuple[Path, Any]) -> None:
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Yields the names of the kernels that Triton compiles inside the context."""
     from triton.runtime.jit import JITFunction
 
-    model = load_cuda_model(made[0], "cuda", max_graph_rows=8, max_graph_tokens=64)
-    model.warm()
     compiled: list[str] = []
     original = JITFunction._do_compile
 
@@ -155,11 +159,36 @@ def test_nothing_is_compiled_once_it_is_warm(made: tuple[Path, Any]) -> None:
 
     JITFunction._do_compile = counted
     try:
+        yield compiled
+    finally:
+        JITFunction._do_compile = original
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("case", ["glm4-moe", "deepseek-v3"])
+def test_a_predictor_drafts_as_transformers_parts_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, graphs: bool
+) -> None:
+    """Behind graphs and behind launched steps, also where the host samples; and nothing is compiled for it once it is warm."""
+    monkeypatch.setattr(mixed_graphs, "pays", lambda device_s, launch_s: True)
+    reference = make_predicting_checkpoint(tmp_path, case)
+    model = load_cuda_model(tmp_path, "cuda", max_graph_rows=8 * graphs, max_graph_tokens=64 * graphs, speculator=MTP)
+    model.warm()
+    with compilations() as compiled:
+        while model.num_uncaptured:
+            model.capture_next()
+        check_drafts(model, reference, {2: PROMPT[:17], 5: OTHER[:33]}, edited=5)
+        check_drafts(model, reference, {5: PROMPT[:40], 2: OTHER[:9]})
+    assert compiled == []
+
+
+def test_nothing_is_compiled_once_it_is_warm(made: tuple[Path, Any]) -> None:
+    model = load_cuda_model(made[0], "cuda", max_graph_rows=8, max_graph_tokens=64)
+    model.warm()
+    with compilations() as compiled:
         decoded(model, 40, 2)
         while model.num_uncaptured:
             model.capture_next()
         decoded(model, 2, 2)
-    finally:
-        JITFunction._do_compile = original
     assert compiled == []
     assert sorted(model.graphs.captured) == [1, 2, 4, 8]

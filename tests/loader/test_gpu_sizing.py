@@ -13,6 +13,8 @@ def test_it_grows_with_tokens_sequences_and_item_size() -> None:
     assert LIBRARY_BYTES < base < gpu_work_space_bytes(model, "bfloat16", 4096, 64)
     assert base < gpu_work_space_bytes(shape(vocab_size=200_000), "bfloat16", 512, 64)
     assert base < gpu_work_space_bytes(model, "float32", 512, 64)
+    predicting = gpu_work_space_bytes(replace(model, predicts=True), "bfloat16", 512, 64)
+    assert predicting > base + 3 * 512 * model.hidden_size * 2, "hidden states of all tokens, and what the predictor makes of them"
     in_gptq, ordered = (replace(model, stored_format=name) for name in ("gptq by 32", "gptq by 32, desc_act"))
     assert base < gpu_work_space_bytes(in_gptq, "bfloat16", 512, 64) < gpu_work_space_bytes(ordered, "bfloat16", 512, 64)
     assert gpu_work_space_bytes(model, "bfloat16", 16, 64) == gpu_work_space_bytes(model, "bfloat16", 64, 64)

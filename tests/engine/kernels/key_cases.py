@@ -48,7 +48,8 @@ SMALL: dict[str, Any] = {
 class KeyCase:
     """A model. config: a config.json, changed by SMALL and `more`. block_offset: where the first of each three groups of parameters
     begins, in bytes from a block's boundary, the others 8 and 16 bytes further; -1: all are aligned. max_len: the length of its
-    sequences, in tokens. pooling: of ModelShape. adapters: whether rows of its steps have LoRA adapters."""
+    sequences, in tokens. pooling: of ModelShape. adapters: whether rows of its steps have LoRA adapters. predicts: whether its
+    predictor drafts behind each step."""
 
     name: str
     config: dict[str, Any]
@@ -60,10 +61,12 @@ class KeyCase:
     more: dict[str, Any] = field(default_factory=dict)
     pooling: str = ""
     adapters: bool = False
+    predicts: bool = False
 
     @property
     def shape(self) -> ModelShape:
-        shape = replace(parse_config(json.dumps(self.config | SMALL | self.more).encode()), pooling=self.pooling)
+        shape = parse_config(json.dumps(self.config | SMALL | self.more).encode())
+        shape = replace(shape, pooling=self.pooling, predicts=self.predicts)
         if self.block_offset < 0:
             return shape
         num_groups = len(architecture_of(shape).tensor_groups(shape))
@@ -143,7 +146,13 @@ CASES = [
         adapters=True,
     ),
     KeyCase("mixtral float32 at odd places", MIXTRAL_8X7B, "float32", block_offset=8, more={"num_experts": 8, "vocab_size": 4096}),
-    KeyCase("glm4 moe", GLM45_AIR, max_rows=5, more={"vocab_size": 1024, "n_routed_experts": 24, "n_group": 4, "topk_group": 2}),
+    KeyCase(
+        "glm4 moe",
+        GLM45_AIR,
+        max_rows=5,
+        more={"hidden_size": 384, "vocab_size": 1024, "n_routed_experts": 24, "n_group": 4, "topk_group": 2},
+        predicts=True,
+    ),
     KeyCase("gpt-oss", GPT_OSS_20B, max_rows=17, more={"vocab_size": 1024, "num_local_experts": 8, "layer_types": None}),
     KeyCase(
         "deepseek v3 fp8",
@@ -151,6 +160,7 @@ CASES = [
         kv_cache_dtype="fp8",
         max_rows=65,
         more={"vocab_size": 1024, "first_k_dense_replace": 1, "n_routed_experts": 16, "n_group": 4, "topk_group": 2},
+        predicts=True,
     ),
     KeyCase(
         "deepseek v2 lite float16",
@@ -264,6 +274,9 @@ class KeyStep:
         bits = np.ones((len(masks), -(-model.vocab_size // 32)), np.uint32)
         row_masks = RowMasks([1] * len(masks), np.array(masks, np.intp), bits) if masks else None
         plan = BatchPlan(0, model.name, slots, columns[:, 0].copy(), columns[:, 1].copy(), samples)
+        if model.shape.predicts:
+            room = np.clip(max_len - columns.sum(axis=1), 0, 2).astype(np.int32)
+            plan = replace(plan, to_propose=np.where(samples, room, np.int32(0)))
         model.launch(plan, table, row_masks).wait()
 
 

@@ -1,8 +1,8 @@
 """One random run of an engine on the stand-in for a device.
 
 Its loop does in random order what engine/loop does, and for each model what engine/lifecycle does: loads, steps launched ahead,
-captures in idle time, compaction, evictions that save KV. Loads, copies and everything of engine/cuda are the real code; a model's
-layers and the kernels are replaced by launches that tell what they access.
+captures in idle time, compaction, evictions that save KV. One model has a predictor. Loads, copies and everything of engine/cuda
+are the real code; a model's layers and the kernels are replaced by launches that tell what they access.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event, Lock
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from engine.contracts.loads import LoadCancelled
 from engine.contracts.steps import NoWorkSpace, StepResult
-from engine.cuda import backend, graphs, mixed_graphs, model, sequences
+from engine.cuda import backend, graphs, mixed_graphs, model, predicting, sequences
 from engine.cuda.backend import CudaBackend
 from engine.cuda.kernels import linear_choice
 from engine.lifecycle import loads
@@ -32,7 +33,7 @@ from engine.lifecycle.loads import Load, Loads
 from engine.loading import runner
 from engine.memory import transfers
 from engine.ops.ops import Rotary
-from engine.protocol import Configure, LoadModel
+from engine.protocol import MTP, Configure, LoadModel
 from engine.serve.served_models import Place
 from loader import checksum
 from scheduler.batch.plan import BatchPlan, make_sequence_table
@@ -46,6 +47,7 @@ from tests.loader.checkpoints import shape
 
 CHUNK = cuda_stand_in.GRANULARITY
 NAMES, NUM_CHUNKS, WEIGHT_CHUNKS, KV_CHUNKS = "abc", 12, 2, 1
+PREDICTS = "c"  # the model that does
 WIDTH, LENGTH, BLOCK_TOKENS = 16, 64, 16
 SHAPE = shape()
 ACTIONS = 80
@@ -100,12 +102,22 @@ class Driver(cuda_stand_in.Driver):
 class Layers:
     """A model's layers: two products, one around an access to its KV."""
 
-    def __init__(self, on: Device, weights: Any) -> None:
-        self._on = on
+    def __init__(self, on: Device, weights: Any, predicts: bool) -> None:
+        self._on, self.num_kept = on, int(predicts)
         self._inner = weights.tensor(0, (WIDTH, WIDTH), torch.bfloat16)
         self._outer = weights.tensor((WEIGHT_CHUNKS - 1) * CHUNK, (32, WIDTH), torch.bfloat16)
 
     def forward(self, batch: Any, wanted: Tensor | None) -> Tensor:
+        out = self._computed(batch)
+        for kept in batch.kept or ():
+            kept.copy_(out)
+        if wanted is None:
+            return out
+        rows = self._made(len(wanted))
+        self._on.launch("gather", [reads(out), reads(wanted), writes(rows)])
+        return rows
+
+    def _computed(self, batch: Any) -> Tensor:
         x = self._made(len(batch.input_ids))
         self._on.launch("embedding", [reads(batch.input_ids), reads(self._inner), writes(x)])
         x, out = linear_choice.linear(x, self._inner, None), self._made(len(batch.input_ids))
@@ -116,17 +128,33 @@ class Layers:
         if (tiles := batch.tiles) is not None:
             inputs += [tiles.rows, tiles.firsts, tiles.starts, tiles.num_new]
         self._on.launch("attention", [*map(reads, [x, *inputs]), ("kv", True), writes(out)])
-        if wanted is None:
-            return out
-        rows = self._made(len(wanted))
-        self._on.launch("gather", [reads(out), reads(wanted), writes(rows)])
-        return rows
+        return out
+
+    def state_memory(self, num_tokens: int) -> Tensor:
+        return self._made(num_tokens)
+
+    def read(self, kept: Any) -> Tensor:
+        (states,) = kept
+        return states
+
+    def predict(self, states: Tensor, batch: Any) -> Tensor:
+        out = self._computed(batch)
+        self._on.launch("predictor", [reads(states), writes(out)])
+        return out
+
+    def predicted_logits(self, hidden: Tensor) -> Any:
+        return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Any:
         return linear_choice.linear(hidden, self._outer, None)
 
     def _made(self, num_rows: int) -> Any:
         return Torch(self._on).empty(num_rows, WIDTH, dtype=torch.bfloat16, device=self._inner.device)
+
+
+def opened(path: str, fingerprint: str, stack: Any, in_place: bool, wants_packed: Any, predicts: bool, *head: str) -> Any:
+    """Stands in for open_checkpoint."""
+    return SimpleNamespace(shape=replace(SHAPE, predicts=predicts))
 
 
 def kernels(on: Device) -> SimpleNamespace:
@@ -245,7 +273,6 @@ class EngineRun:
         threading = SimpleNamespace(Thread=self.schedule.thread, Lock=Lock, Event=Event)
         entry, ended = kernels(device), Future[None]()
         ended.set_result(None)
-        source = SimpleNamespace(shape=SHAPE)
         choice = SimpleNamespace(wants_packed=None)
         patches: list[tuple[Any, dict[str, Any]]] = [
             (cuda_memory, {"torch": torch_on}),
@@ -258,15 +285,16 @@ class EngineRun:
             (sequences, {"torch": torch_on, "entry": entry}),
             (linear_choice, {"torch": torch_on, "functional": torch_on, "triton_linear": few_rows, "_ours_wins": {}}),
             (linear_choice, {"HEAD_START": 2, "REPEATS": 2, "HEAD_START_TRIES": 2}),
+            (predicting, {"torch": torch_on, "entry": entry}),
             (model, {"torch": torch_on, "entry": entry, "Weights": lambda shape, dtype, weights, held_in: weights}),
-            (model, {"build_model": lambda ops, shape, weights: Layers(device, weights)}),
+            (model, {"build_model": lambda ops, shape, weights: Layers(device, weights, shape.predicts)}),
             (model, {"kv_views": lambda arena, *_: (arena, None)}),
             (model, {"rotaries_of": lambda *_: (Rotary(Drawn(device, (8,))),) * 2}),
             (loads, {"threading": threading}),
             (transfers, {"threading": threading}),
             (
                 runner,
-                {"open_checkpoint": lambda *_: source, "SourceChoice": lambda *_: choice, "_in_background": lambda work: ended},
+                {"open_checkpoint": opened, "SourceChoice": lambda *_: choice, "_in_background": lambda work: ended},
             ),
             (runner, {"weights_bytes": lambda *_: WEIGHT_CHUNKS * CHUNK, "StagingRing": lambda: None, "ReadRates": lambda _: None}),
         ]
@@ -274,6 +302,12 @@ class EngineRun:
             for name, value in names.items():
                 monkeypatch.setattr(module, name, value)
         return cuda_memory
+
+    def _proposals(self, life: Life, num_rows: int) -> Any:
+        """Returns how many tokens are drafted behind each row of a step of a model with a predictor, which sees most of them."""
+        if not life.spec.predicts or self._random.random() < 0.2:
+            return None
+        return np.full(num_rows, self._random.choice([0, 1, 2]), np.int32)
 
     def _sampled_by_host(self, ops: Any, hidden: Any, num_sampling: int, *_: Any) -> StepResult:
         """Stands in for sampling whose logits the host edits: a product, of which the host reads the result."""
@@ -330,6 +364,9 @@ class EngineRun:
         life.table.block_tables[0][slots, 0] = self._random.randrange(4)
         life.table.num_logprobs[:] = self._random.choice([-1, -1, -1, 0])
         plan = BatchPlan(1, life.spec.model, slots, computed, num_new, np.ones(num_rows, np.bool_))
+        plan.to_propose = self._proposals(life, num_rows)
+        if plan.to_propose is not None and num_new[-1] == 1:
+            plan.slots[:], plan.drafted = plan.slots[0], True
         self.schedule.host.kv = [((self._arena + chunk * CHUNK, CHUNK), True) for chunk in life.place.kv.tolist()]
         before = self._under_way
         try:
@@ -360,6 +397,8 @@ class EngineRun:
         limits = (WEIGHT_CHUNKS, KV_CHUNKS, NUM_CHUNKS, LENGTH, num_sequences, [])
         total = checksum.combined([0] * WEIGHT_CHUNKS)
         spec = LoadModel(1, name, "", "bfloat16", "f", *limits, source_slots=list(range(WEIGHT_CHUNKS)), checksum=total)
+        if name == PREDICTS:
+            spec = msgspec.structs.replace(spec, speculator=MTP)
         table = make_sequence_table(num_sequences, LENGTH, LENGTH // BLOCK_TOKENS)
         table.temperature[:] = 0.0
         self._lives[name] = Life(spec, place, self._loads.start(spec, place), table)

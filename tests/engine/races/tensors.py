@@ -56,6 +56,8 @@ class Tensor:
             shape = (max(0, end - begin), *self.shape[1:])
         else:
             begin, shape = first, self.shape[1:]
+        if len(rest) > 1:  # of one row's rows
+            return self[first][rest]
         if rest:  # of columns: all of their rows
             end = rest[0].indices(self.shape[1])[1] if isinstance(rest[0], slice) else 0
             shape = (*shape[:1], end) if isinstance(first, slice) else (end,)
@@ -76,6 +78,27 @@ class Tensor:
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
         self.on.launch("copy", [reads(other), writes(self)])
         return self
+
+    def index_select(self, dim: int, rows: Tensor) -> Tensor:
+        shape = (*self.shape[:dim], len(rows), *self.shape[dim + 1 :])
+        return self._result("gather", shape, self.dtype, rows)
+
+    def eq(self, other: Tensor) -> Tensor:
+        return self._result("comparison", self.shape, torch.bool, other)
+
+    def cumprod(self, dim: int) -> Tensor:
+        return self._result("products", self.shape, torch.int64)
+
+    def sum(self, dim: int) -> Tensor:
+        return self._result("sums", self.shape[:dim], torch.int64)
+
+    def __add__(self, other: Tensor) -> Tensor:
+        return self._result("sum", self.shape, other.dtype, other)
+
+    def _result(self, what: str, shape: Sequence[int], dtype: Any, *others: Tensor) -> Tensor:
+        made = Tensor(self.on, shape, dtype, self.device, self.on.allocate((*shape, dtype), "a result"))
+        self.on.launch(what, [reads(self), *map(reads, others), writes(made)])
+        return made
 
     def float(self) -> Tensor:
         made = Tensor(self.on, self.shape, torch.float32, self.device, self.on.allocate((*self.shape, "float32"), "a result"))
