@@ -8,7 +8,7 @@ from loader import frame
 from loader.dtypes import ITEM_BYTES
 from loader.formats.registry import stored_format
 from loader.model_shape import ModelShape
-from loader.work_space import beside_values, delta_bytes, input_values, keys_as_values
+from loader.work_space import beside_values, delta_bytes, input_values, keys_as_values, predictor_values
 
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
 # Contexts are cut into one piece a row and so many more, each with float32 results: some eight for each of 256 multiprocessors.
@@ -39,8 +39,7 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     # residual, normed, a product's result; where branches are parallel, attention's beside the MLP's
     residual = tokens * hidden * (4 if shape.parallel_branches else 3) * item
     residual += tokens * (3 * input_values(shape) + beside_values(shape)) * item
-    if shape.predicts:  # all normed hidden states, the embeddings that follow, and both normed as one, beside the predictor's layer
-        residual += tokens * 4 * hidden * item + max_sequences * DRAFT_BYTES
+    residual += tokens * predictor_values(shape) * item + max_sequences * DRAFT_BYTES * shape.predicts
     num_pieces = max_sequences + -(-DECODE_PIECES // decode_programs(shape, shape.fewest_kv_heads))
     if (latent := shape.latent) is None:
         pieces = num_pieces * shape.num_heads * (shape.widest_head_dim + 1) * 4
@@ -64,6 +63,8 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
     rows = min(LOGITS_ROWS, max(1, max_sequences))
     # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them
     logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item) + sampling_bytes(rows, shape.vocab_size)
+    if shape.eagle is not None:  # those of its own tokens, too
+        logits += rows * shape.eagle.draft_vocab_size * item
     if shape.pooling:  # no logits, but the vectors of all rows, in float32 and scaled
         logits = max_sequences * hidden * (item + 2 * 4)
     adapters = max(tokens, ADAPTER_TOKENS) * ADAPTER_BYTES

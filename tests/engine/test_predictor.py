@@ -5,7 +5,7 @@ sequence holds is filled with NaN, so any wrong read shows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from scheduler.batch.request import BatchRequest
 from scheduler.batch.step_room import StepRoom
 from tests.engine.drafting_steps import check_drafts
 from tests.engine.eagle_checkpoint import FORMS, EagleReference, make_head
-from tests.engine.model_bench import CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner
+from tests.engine.model_bench import CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner, make_table, plan, put
 from tests.engine.predictor_checkpoint import Reference, make_predicting_checkpoint
 
 NUM_CHUNKS, CHUNK_BYTES, BATCHED_TOKENS, VOCAB = 64, 4096, 24, 211
