@@ -40,7 +40,6 @@ class DecoderModel(Generic[BatchT]):
         if not shape.pooling:
             self.head = self.embedding if shape.tie_word_embeddings else weights.get(f"{names.head}.weight")
         self.head_bias = weights.find(f"{names.head}.bias")
-        self.branch_scale = shape.branch_scale
         self.predictor: Predictor[BatchT] | EagleDrafter[BatchT] | None = None
         self.kept_layers: tuple[int, ...] = ()
         if shape.eagle is not None:
@@ -79,7 +78,7 @@ class DecoderModel(Generic[BatchT]):
     def _keep(self, layer: int, update: Tensor | None, residual: Tensor, batch: BatchT) -> None:
         """Adds the update to the residual in place, and keeps the sum as the state before a layer."""
         if update is not None:
-            self.ops.add(update, residual, self.branch_scale)
+            self.norm.of_sum(update, residual)  # for the sum alone: it is one kernel, which a plain addition may not be
         if batch.kept is not None:
             self.ops.copy(residual, batch.kept[self.kept_layers.index(layer)])
 

@@ -19,7 +19,9 @@ from scheduler.batch.sequence_blocks import SequenceBlocks
 from scheduler.batch.step_room import StepRoom
 
 MOST_PROPOSED = 5  # tokens of a sequence: a predictor is less and less sure of what follows its own drafts
-MOST_PAUSE = 64  # plans; after that many without a draft the predictor is left out
+MOST_PAUSE = 64  # plans; after that many without a draft the predictor is left out, or after fewer if to see a step costs much
+WASTED_STEPS = 2.0  # that a predictor may cost while no draft pays, before it is left out
+RETRY_PLANS = 2_000  # for which a predictor is taken to be too slow before its time is measured anew
 _NO_HOLE = np.iinfo(np.int32).max
 _MOST_KEYS = 1 << 16  # of cached blocks with holes; the oldest are forgotten beyond, and count as seen
 
@@ -43,6 +45,7 @@ class Proposals:
         self._asked: BoolArray = np.zeros(num_slots, np.bool_)
         self._holed: dict[bytes, None] = {}
         self._pause = self._paused = 0  # plans without drafts: how many there are to be, and how many there were
+        self._num_slow = 0  # plans for which the predictor was too slow
 
     def join(self, slot: int, cached: Sequence[bytes]) -> None:
         """Registers a sequence. cached: keys of the cached blocks that it begins with. The last position of each may have been
@@ -81,25 +84,42 @@ class Proposals:
         gets another, if there is one to spare. most_rows: bound on the rows of the next step."""
         self.on_trial = False
         self._asked[:] = False
+        if self._is_too_slow(plan, room):
+            np.minimum.at(self._hole, plan.slots, plan.num_computed)
+            return plan
         drafting = drafting & plan.samples & (self._hole[plan.slots] == _NO_HOLE)
         computed = plan.num_computed + plan.num_new
-        slots, num = np.unique(plan.slots[drafting]), 0
+        slots, num, longest = np.unique(plan.slots[drafting]), 0, MOST_PAUSE
         if len(slots):
             numbers = len(np.unique(plan.slots[plan.samples])), len(slots), most_rows - len(np.unique(plan.slots))
-            num = self._depth(room, numbers, float(computed[drafting].mean()), float(chances[drafting].mean()))
-        if not num and plan.all_decode and (not len(slots) or (self._pause >= MOST_PAUSE and self._paused > 1)):
+            context = float(computed[drafting].mean())
+            num = self._depth(room, numbers, context, float(chances[drafting].mean()))
+            share = room.predictor_share(numbers[0], context)
+            longest = MOST_PAUSE if share <= 0.0 else min(MOST_PAUSE, max(2, int(WASTED_STEPS / share)))
+        if not num and plan.all_decode and (not len(slots) or (self._pause >= longest and self._paused > 1)):
             np.minimum.at(self._hole, plan.slots, plan.num_computed)
             return plan
         ends = self._table.max_total_tokens[plan.slots]
         held = blocks.capacity[plan.slots]
         short = np.unique(plan.slots[drafting & (held < np.minimum(computed + 1 + num, ends))])
-        if num and len(short):
+        if num and len(short) and not blocks.windowed:  # what is behind a window then is still read in this step
             blocks.extend(short, blocks.capacity)
         # the last drafted token is sampled, but not computed
         most = np.minimum(blocks.capacity[plan.slots] - computed + 1, ends - computed - 2)
         to_propose = np.where(drafting, np.clip(most, 0, num), 0).astype(np.int32)
         self._asked[plan.slots[to_propose > 0]] = True
         return replace(plan, to_propose=to_propose)
+
+    def _is_too_slow(self, plan: BatchPlan, room: StepRoom) -> bool:
+        """Returns whether the predictor takes so long that drafts would not pay even if all of them held and cost no rows."""
+        num_rows = len(np.unique(plan.slots))
+        if not room.predictor_is_too_slow(num_rows, float(plan.num_computed.mean()), MOST_PROPOSED):
+            return False
+        self._num_slow += 1
+        if self._num_slow >= RETRY_PLANS:
+            self._num_slow = 0
+            room.forget_predictor()
+        return True
 
     def _depth(self, room: StepRoom, numbers: tuple[int, int, int], context: float, chance: float) -> int:
         """Returns how many tokens to draft for each sequence. numbers, context, chance: as StepRoom.worth_proposing takes

@@ -19,6 +19,10 @@ class ProposingCosts:
         if num_drafted:
             _learn(self._drafting, size, drafting_s / num_drafted)
 
+    def knows(self, num_sequences: int) -> bool:
+        """Returns whether tokens were drafted for about so many sequences."""
+        return num_sequences.bit_length() in self._drafting
+
     def seconds(self, num_sequences: int, num_drafted: int) -> float:
         """Returns the seconds behind a step that drafts so many tokens for each of the sequences."""
         size = num_sequences.bit_length()

@@ -166,6 +166,16 @@ class StepLimits:
                 best, best_rate = number, expected / step_s
         return best
 
+    def predictor_share(self, num_rows: int, context: float) -> float:
+        """Returns StepRoom.predictor_share."""
+        step_s = self.decoding.hoped(num_rows, (num_rows * context,))
+        return self.proposing.seconds(num_rows, 0) / step_s if step_s > 0.0 else 0.0
+
+    def predictor_is_too_slow(self, num_rows: int, context: float, most: int) -> bool:
+        """Returns StepRoom.predictor_is_too_slow; False while it is not known."""
+        step_s = self.decoding.hoped(num_rows, (num_rows * context,))
+        return self.proposing.knows(num_rows) and 0.0 < most * step_s <= self.proposing.seconds(num_rows, most)
+
     def turns_s(self, turns: int) -> float:
         """Returns the longest time of a step of `turns` turns. Where even the model's cheapest step is longer than a turn, that
         step counts as the turn, with a small margin."""

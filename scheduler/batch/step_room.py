@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.batch.plan import IntArray
+from scheduler.batch.proposing_costs import ProposingCosts
 from scheduler.batch.step_limits import LEAST_CHUNK_TOKENS, StepLimits
 from scheduler.batch.tenant_time import TenantLoad
 
@@ -70,6 +71,19 @@ class StepRoom:
         if self._limits is None:
             return min(most, -(-spare // num_drafting))
         return self._limits.worth_proposing(num_rows, num_drafting, spare, context, chance, most, self._turns)
+
+    def predictor_share(self, num_rows: int, context: float) -> float:
+        """Returns what share of a step of so many decoding sequences the predictor takes to see it; 0.0 if that is not known."""
+        return 0.0 if self._limits is None else self._limits.predictor_share(num_rows, context)
+
+    def predictor_is_too_slow(self, num_rows: int, context: float, most: int) -> bool:
+        """Returns whether `most` drafted tokens take the predictor longer than so many steps of that many decoding sequences."""
+        return self._limits is not None and self._limits.predictor_is_too_slow(num_rows, context, most)
+
+    def forget_predictor(self) -> None:
+        """Drops what is known of the predictor's time."""
+        if self._limits is not None:
+            self._limits.proposing = ProposingCosts()
 
     def open(self, max_tokens: int, contexts: IntArray, loads: Sequence[TenantLoad]) -> None:
         """Sets what the step decodes. contexts: positions of each sequence that decodes. max_tokens: bound on the whole step."""
