@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.batch.plan import BatchPlan, IntArray
-from scheduler.batch.proposals import MOST_PAUSE, MOST_PROPOSED
+from scheduler.batch.proposals import MOST_PAUSE, MOST_PROPOSED, RETRY_PLANS
 from scheduler.batch.proposing_costs import ProposingCosts
 from scheduler.batch.step_costs import StepCosts
 from scheduler.batch.step_limits import StepLimits
@@ -266,9 +266,12 @@ def test_costs_follow_what_was_measured_for_as_many_sequences() -> None:
 
 
 class Timed:
-    """Streams of a model whose steps take a time that its scheduler learns: 10 ms, and row_s for each row. Its predictor takes SEEN
-    of a step of the same rows to be shown it, and TOKEN of one of as many sequences to draft a token for each. Its tokens are a
-    function of request and position. accuracy: of a drafted token. seconds: of all steps. unseen: steps it was left out of."""
+    """Streams of a model whose steps take a time that its scheduler learns: 10 ms, and row_s for each row. Its predictor takes
+    `seen` of a step of the same rows to be shown it, and `token` of one of as many sequences to draft a token for each. Its tokens
+    are a function of request and position. accuracy: of a drafted token. seconds: of all steps. unseen: steps it was left out
+    of."""
+
+    seen, token = SEEN, TOKEN
 
     def __init__(self, num_streams: int, accuracy: float, row_s: float = 0.0001, num_tokens: int = 400) -> None:
         self.limits = StepLimits(turn_s=1.0, stretch=2.0)
@@ -328,7 +331,7 @@ class Timed:
             self.unseen += 1
             return
         sequences, num = len(np.unique(plan.slots)), int(plan.to_propose.max())
-        seen_s, drafting_s = SEEN * seconds, num * TOKEN * self.cost(sequences)
+        seen_s, drafting_s = self.seen * seconds, num * self.token * self.cost(sequences)
         if plan.all_decode:
             self.limits.proposing.note(sequences, num, seen_s, drafting_s)
         self.seconds += seen_s + drafting_s
@@ -339,6 +342,23 @@ def test_hardly_anything_is_lost_where_nothing_holds(num_streams: int) -> None:
     timed = Timed(num_streams, accuracy=0.0)
     assert timed.rate(2000) >= 0.97
     assert timed.unseen > 1000
+
+
+@pytest.mark.parametrize("num_streams", [1, 32])
+def test_little_is_lost_where_a_predictor_takes_an_eighth_of_a_step(num_streams: int) -> None:
+    timed = Timed(num_streams, accuracy=0.0)
+    timed.seen = timed.token = 0.125
+    assert timed.rate(400) >= 0.97
+
+
+def test_a_predictor_that_is_too_slow_sees_nothing_until_it_is_measured_again() -> None:
+    timed = Timed(2, accuracy=1.0)
+    timed.seen, timed.token = 1.0, 1.2
+    assert timed.rate(600) >= 0.98
+    assert timed.unseen > 580
+    timed.seen, timed.token = SEEN, TOKEN  # such as once its kernels are compiled
+    timed.rate(RETRY_PLANS)
+    assert timed.rate(1000) > 2
 
 
 @pytest.mark.parametrize(("num_streams", "row_s"), [(1, 0.0001), (32, 0.0001), (4, 0.0003)])
