@@ -227,7 +227,7 @@ def held_out_loss(model: PreTrainedModel, tokenizer: Tokenizer, documents: Seque
     return total / num_tokens, total / num_chars
 
 
-def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
