@@ -121,8 +121,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "what guesses the next tokens, which are then computed in one step and kept as far as the model agrees: the name of an "
             "EAGLE-3 head in the models folder, mtp (a layer that checkpoints of some families hold for it), prompt-lookup (what "
             "followed the last tokens where they stood before in the request), none, or auto (a head in the model's folder or made "
-            "for a model of its name, or else mtp, or else prompt-lookup; heads and mtp on cpu devices only; models that keep "
-            "states have none); a guess is made where it pays"
+            "for a model of its name, or else mtp, both on cpu devices alone, or else prompt-lookup; models that keep states have "
+            "none); a guess is made where it pays"
         ),
     ] = "auto"
     sampling: Annotated[SamplingDefaults, key("defaults where a request names none", reload=LIVE)] = SamplingDefaults()

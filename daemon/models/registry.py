@@ -47,7 +47,7 @@ async def scan_in_thread(
 
 
 _NO_HEADS: Mapping[str, catalog.Checkpoint] = {}
-_IS_HEAD = 'it drafts tokens for another model: name it there (speculator in [models."NAME"])'
+_IS_HEAD = 'it drafts tokens for other models: name it there (speculator in [models."NAME"])'
 
 
 class Registry:
@@ -231,6 +231,11 @@ class Registry:
                 log.exception("%s: what its files say cannot be used", name)
                 problem = f"what its files say cannot be used: {type(error).__name__}: {shortened(str(error))}"
                 result[name] = self._unusable(config, checkpoint, problem)
+        for name, head in heads.items():
+            used_by = [one for one, found in result.items() if found.entry is not None and found.entry.head == name]
+            problem = f"it drafts tokens for {', '.join(used_by)}" if used_by else _IS_HEAD
+            if name in result and head.complete and result[name].problem != problem:
+                result[name] = self._unusable(config, head, problem)
         return result
 
     def _unusable(self, config: NodeConfig, checkpoint: catalog.Checkpoint, problem: str) -> Registered:

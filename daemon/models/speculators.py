@@ -15,7 +15,7 @@ from loader.model_shape import ModelShape
 
 AUTO, NONE, PROMPT_LOOKUP, MTP, EAGLE3 = "auto", "none", "prompt-lookup", "mtp", "eagle3"
 KINDS = (AUTO, NONE, PROMPT_LOOKUP, MTP)  # values of the setting that name no head
-_DEVICE_KINDS = frozenset({"cpu"})  # that run predictors
+_PROVEN_KINDS = frozenset({"cpu"})  # of devices on which predictors have run; on others they must be asked for
 
 
 class MayPredict(Protocol):
@@ -72,8 +72,8 @@ class Choice:
         head = self._head_beside() if asked == AUTO else self.heads.get(asked)
         if head is None and own.predicting is None:
             return looked_up.left_out(shape, fingerprint, own.predictor_error)
-        if self._elsewhere:
-            return looked_up.left_out(shape, fingerprint, self._elsewhere)
+        if asked == AUTO and not self.kinds <= _PROVEN_KINDS:
+            return looked_up.left_out(shape, fingerprint, "on cuda devices, where predictors have never run, they must be named")
         why = ""
         if head is not None and self.checkpoint is not None:
             try:
@@ -102,16 +102,9 @@ class Choice:
         if asked != MTP and asked not in self.heads:
             known = f"there are {', '.join(sorted(self.heads))}" if self.heads else "there is none"
             return f"not mtp, prompt-lookup, none, auto or the name of an EAGLE-3 head in the models folder ({known})"
-        if self._elsewhere or asked == MTP or self.checkpoint is None:
-            return self._elsewhere
-        return _misfit_of(self.checkpoint, self.heads[asked])
-
-    @property
-    def _elsewhere(self) -> str:
-        """Why the model's devices run no predictors, "" if they do."""
-        if self.kinds <= _DEVICE_KINDS:
+        if asked == MTP or self.checkpoint is None:
             return ""
-        return f"the model may live on {' and '.join(sorted(self.kinds))} devices, and predictors are built for cpu devices alone"
+        return _misfit_of(self.checkpoint, self.heads[asked])
 
     def _head_beside(self) -> Checkpoint | None:
         """Returns a head in the model's folder, or else one that says that it was made for a model of this name, the first by

@@ -35,7 +35,7 @@ PROMPTS = ("Tell me about exceptions.", "What does close do?", "What is the thre
 class ChainsOfThree(StepRoom):
     """Room for three drafted tokens, whatever they cost."""
 
-    def worth_proposing(self, num_sequences: int, context: float, chance: float, most: int) -> int:
+    def worth_proposing(self, *of_step: object) -> int:
         return 3
 
 
@@ -49,7 +49,7 @@ def test_catalog_has_it_draft_for_its_model() -> None:
     assert list(heads) == [f"{NAME}/{FOLDER}"]
     model = found[NAME]
     assert model.shape is not None
-    speculator = Choice(ModelConfig(), model, model.shape, {"cpu"}, heads).chosen()
+    speculator = Choice(ModelConfig(), model, model.shape, {"cpu"}, model, heads).chosen()
     assert (speculator.name, speculator.head, speculator.why_not) == (EAGLE3, heads[f"{NAME}/{FOLDER}"], "")
 
 
@@ -58,7 +58,7 @@ def test_steps_give_nearly_two_tokens_in_chains_of_three(temperature: float, lea
     found = scan(MODELS)
     model, head = found[NAME], found[f"{NAME}/{FOLDER}"]
     assert model.shape is not None
-    fingerprint = Choice(ModelConfig(), model, model.shape, {"cpu"}, {head.name: head}).chosen().fingerprint
+    fingerprint = Choice(ModelConfig(), model, model.shape, {"cpu"}, model, {head.name: head}).chosen().fingerprint
     memory, weights = CpuMemory(CHUNKS, CHUNK_BYTES), np.arange(CHUNKS // 2, CHUNKS, dtype=np.int32)
     configure = Configure("cpu:0", CHUNKS, CHUNK_BYTES, 0, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=CACHE_DIR)
     paths = {"speculator": EAGLE3, "head_path": head.path}

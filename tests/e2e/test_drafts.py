@@ -111,8 +111,8 @@ def test_texts_are_those_of_a_model_without_drafts(tmp_path: Path) -> None:
 
 
 def test_a_checkpoints_own_predictor_drafts(tmp_path: Path) -> None:
-    """It is asked first, and right whatever a row samples, here where it knows the model by heart. Neither its engine's end under a
-    stream nor an eviction shows in a text."""
+    """Here it knows the model by heart; for so small a one it may be found too slow, and then prompt lookup drafts. Neither its
+    engine's end under a stream nor an eviction shows in a text."""
     sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
     family: dict[str, Any] = {"architecture": "Glm4MoeForCausalLM", "model_type": "glm4_moe", **sizes}
     make_model(tmp_path / "models" / "plain", agreeing_predictor=True, max_position_embeddings=512, **family)
@@ -125,8 +125,6 @@ def test_a_checkpoints_own_predictor_drafts(tmp_path: Path) -> None:
             return drafted(node, "m").get("accepted", 0) > 100
 
         node.wait_for(same_with_drafts, "drafted tokens that hold")
-        told = drafted(node, "m")
-        assert told["accepted"] > 0.8 * told["drafted"], "what does not hold is behind the end of a text, or edited"
         assert "m: float32, drafts by its own predictor, max_model_len" in node.log_text()
 
         whole = Stream(node, "plain", "once upon a time", 400).join().text
@@ -153,6 +151,6 @@ def test_a_head_beside_a_model_drafts_for_it(tmp_path: Path) -> None:
         assert answers(node, "m", REQUESTS) == expected
         assert drafted(node, "m")["drafted"] > 0
         assert "m: float32, drafts by m/head, max_model_len" in node.log_text()
-        assert "it drafts tokens for another model" in node.cli("why", "m/head").stdout
+        assert "it drafts tokens for m" in node.cli("why", "m/head").stdout
         os.kill(node.engine_pids()[0], signal.SIGKILL)
         assert answers(node, "m", REQUESTS) == expected

@@ -17,6 +17,7 @@ from engine.cuda.ops import CudaOps
 from engine.protocol import LoadModel
 from loader import layout
 from loader.catalog import scan_one
+from loader.drafters import joined
 from loader.formats.registry import stored_format
 from loader.sinks import HostSink
 from loader.staging import StagingRing
@@ -56,15 +57,17 @@ def load_cuda_model(
     kv_cache_dtype: str = "",
     max_graph_tokens: int = 0,
     speculator: str = "none",
+    head: str = "",
 ) -> CudaModel:
     limits = (1 << 20, 0, 0, MAX_LEN, 8, [1])
     seen = scan_one(folder)
     assert seen.shape is not None, seen.reason or seen.error
     held = stored_format(seen.shape)
-    spec = LoadModel(1, "tiny", str(folder), dtype, seen.fingerprint, *limits, held.name)
-    spec = msgspec.structs.replace(spec, kv_cache_dtype=kv_cache_dtype, speculator=speculator)
+    fingerprint = joined(seen, scan_one(head)).fingerprint if head else seen.fingerprint
+    spec = LoadModel(1, "tiny", str(folder), dtype, fingerprint, *limits, held.name)
+    spec = msgspec.structs.replace(spec, kv_cache_dtype=kv_cache_dtype, speculator=speculator, head_path=head)
     with ExitStack() as stack:
-        source = open_checkpoint(folder, spec.fingerprint, stack, in_place=False, predicts=spec.predicts)
+        source = open_checkpoint(folder, spec.fingerprint, stack, in_place=False, predicts=spec.predicts, head=head)
         on_host = PlainRange(layout.weights_bytes(source.shape, dtype, held), "cpu")
         sink = HostSink(on_host.memory.numpy().data)
         stream_weights(source, dtype, sink, StagingRing(), lambda done, total: None, lambda: False, held)

@@ -15,7 +15,7 @@ from engine.contracts.steps import StepResult
 from engine.cpu.model import CpuModel
 from engine.cuda import graphs, mixed_steps
 from engine.cuda.model import CudaModel
-from engine.protocol import MTP, LoadModel, SamplingParams
+from engine.protocol import EAGLE3, MTP, LoadModel, SamplingParams
 from engine.serve.kv_caches import make_kv_cache
 from scheduler.batch import proposals
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
@@ -26,7 +26,8 @@ from scheduler.batch.request import BatchRequest
 from scheduler.batch.steps_ahead import TokensNeeded
 from tests.engine.cuda_bench import INTERPRETED, OTHER, PROMPT, load_cuda_model
 from tests.engine.drafting_steps import check_drafts
-from tests.engine.model_bench import CHUNK_BYTES, MAX_LEN, load, make_memory, make_runner
+from tests.engine.eagle_checkpoint import make_head
+from tests.engine.model_bench import CASES, CHUNK_BYTES, MAX_LEN, load, make_checkpoint, make_memory, make_runner
 from tests.engine.predictor_checkpoint import make_predicting_checkpoint
 from tests.engine.stand_in_graphs import remember_steps, stand_in_graphs
 
@@ -52,6 +53,15 @@ def test_drafts_are_those_of_transformers_parts(tmp_path: Path) -> None:
     """Also where the host samples."""
     reference = make_predicting_checkpoint(tmp_path, "glm4-moe", **SMALL)
     check_drafts(load_cuda_model(tmp_path, speculator=MTP), reference, TEXTS, edited=5)
+
+
+def test_drafts_of_a_head(tmp_path: Path) -> None:
+    """Of an EAGLE-3 head, which turns its keys by other angles than its model."""
+    small = {name: SMALL[name] for name in ("num_attention_heads", "num_key_value_heads")} | {"num_hidden_layers": 3}
+    model = make_checkpoint(tmp_path / "model", **CASES["llama"] | small)
+    reference = make_head(tmp_path / "head", "specforge", model)
+    loaded = load_cuda_model(tmp_path / "model", speculator=EAGLE3, head=str(tmp_path / "head"))
+    check_drafts(loaded, reference, TEXTS)
 
 
 def test_drafts_behind_graphs(tmp_path: Path, stand_in_graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
