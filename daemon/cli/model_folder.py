@@ -51,14 +51,16 @@ def path_of(models_dir: Path, name: str) -> Path:
         if folder.is_symlink():
             message = f"{folder} is a link to {os.readlink(folder)}, so what is below it does not belong to {models_dir}"
             raise _error(EXIT_USAGE, "invalid_request", message)
-        if folder.is_dir() and catalog.holds_model(folder) and not _is_adapter_within(models_dir.joinpath(*parts), folder):
+        if folder.is_dir() and catalog.holds_model(folder) and not _is_within(models_dir.joinpath(*parts), folder):
             raise _error(EXIT_USAGE, "invalid_request", f"{folder} is a model itself, and no others are looked for below it")
     return folder / parts[-1]
 
 
-def _is_adapter_within(path: Path, model: Path) -> bool:
-    """Returns whether `path` is an adapter's folder in a model's folder."""
-    return path.parent == model and path.is_dir() and not path.is_symlink() and catalog.holds_adapter(path)
+def _is_within(path: Path, model: Path) -> bool:
+    """Returns whether `path` is the folder of an adapter, or of a head that drafts tokens, in a model's folder."""
+    if path.parent != model or not path.is_dir() or path.is_symlink():
+        return False
+    return catalog.holds_adapter(path) or catalog.holds_head(path)
 
 
 def existing(models_dir: Path, name: str) -> Path:

@@ -68,10 +68,10 @@ def is_head(fields: Fields) -> bool:
     return any(name in _ARCHITECTURES for name in names) or fields.values.get("speculators_model_type") == "eagle3"
 
 
-def parse_head(fields: Fields, tensors: Sequence[TensorRef]) -> EagleHead:
-    """Reads a head's config.json. tensors: from the headers of its files. Raises UnsupportedModel and CheckpointError, which name
-    the key."""
-    names = {tensor.name for tensor in tensors}
+def parse_head(fields: Fields, tensors: Sequence[TensorRef] | None) -> EagleHead:
+    """Reads a head's config.json. tensors: from the headers of its files; None: they are not there yet. Raises UnsupportedModel and
+    CheckpointError, which name the key."""
+    names = {OFFSETS} if tensors is None else {tensor.name for tensor in tensors}
     inner = fields.mapping(_LAYER_KEY)
     layer_fields = fields if inner is None else inner
     family = family_of(layer_fields)
@@ -100,7 +100,7 @@ def parse_head(fields: Fields, tensors: Sequence[TensorRef]) -> EagleHead:
     if shape.draft_vocab_size < layer.vocab_size and not shape.has_offsets:
         raise fields.fail("draft_vocab_size", f"{shape.draft_vocab_size} tokens, and no tensor {OFFSETS} says which")
     target_size = fields.integer("target_hidden_size") if fields.has("target_hidden_size") else 0
-    return EagleHead(shape, tuple(tensors), _read_layers(fields, eagle), target_size, _verifier(fields))
+    return EagleHead(shape, tuple(tensors or ()), _read_layers(fields, eagle), target_size, _verifier(fields))
 
 
 def family_of(layer_fields: Fields) -> Decoder:

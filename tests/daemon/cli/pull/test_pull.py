@@ -22,6 +22,7 @@ from daemon.cli.partial_folder import locked
 from daemon.cli.pull import download
 from loader.catalog import scan
 from tests.daemon.cli.pull.hub import COMMITS, SmallHub
+from tests.e2e.checkpoints import make_head, make_model
 from tests.e2e.node import environment
 from tests.loader.adapters import adapter_tensors, write_adapter
 from tests.loader.checkpoints import CONFIG, write_checkpoint
@@ -130,6 +131,19 @@ def test_an_adapter_is_its_two_files(hub: SmallHub, models: Path, tmp_path: Path
     assert pull(models, name="me/dora") == 2
     assert "key use_dora: DoRA: not supported" in capsys.readouterr().err
     assert not (models / "me" / "dora").exists()
+
+
+def test_a_head_that_drafts_tokens(hub: SmallHub, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_head(tmp_path / "head", make_model(tmp_path / "base"))
+    hub.add("me/head", folder)
+    assert pull(models, name="me/head") == 0
+    assert scan(models)["me/head"].head is not None
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    hub.add("me/deep", folder)
+    capsys.readouterr()
+    assert pull(models, name="me/deep") == 2
+    assert "key num_hidden_layers: 2 is not supported; heads have one layer" in capsys.readouterr().err
 
 
 def test_a_second_pull_fetches_nothing(hub: SmallHub, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
