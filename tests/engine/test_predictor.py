@@ -23,7 +23,6 @@ from loader.layout import weight_layout
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.prompt_lookup import looked_up
-from scheduler.batch.proposals import MOST_PROPOSED
 from scheduler.batch.request import BatchRequest
 from scheduler.batch.step_room import StepRoom
 from tests.engine.drafting_steps import check_drafts
@@ -135,27 +134,7 @@ def test_texts_are_those_without_drafts(model: CpuModel) -> None:
     assert num_drafted > 20
 
 
-def test_asked_for_more_than_blocks_hold_it_writes_nothing_else(model: CpuModel) -> None:
-    """The plan says how many tokens each sequence has room for."""
-    spec = LoadModel(1, "tiny", "", "float32", "", 0, 30, 20, MAX_LEN, 8, [], speculator=MTP)
-    kv = make_kv_cache(spec, model.kv_groups, ChunkPool(NUM_CHUNKS, CHUNK_BYTES, 20), BATCHED_TOKENS)
-    scheduler = BatchScheduler("tiny", kv, BatchLimits(8, MAX_LEN, BATCHED_TOKENS, (), "f", "float32"), looked_up, True)
-    for request_id in (1, 2):
-        tokens = np.array(prompt_of(request_id), np.int32)
-        scheduler.submit(BatchRequest(request_id, tokens, len(tokens), SamplingParams(12, temperature=0.0)))
-    for number in range(6):
-        step = scheduler.plan(number)
-        assert step is not None
-        assert step.to_propose is not None
-        assert step.to_propose.max() <= MOST_PROPOSED
-        held = scheduler.blocks.capacity[step.slots]
-        assert (step.num_computed + step.num_new + step.to_propose - 1 <= held).all()
-        result = model.execute(step, scheduler.table)
-        scheduler.finish_step(step, result.ids, result.bad)
-        assert result.proposed is not None
-        scheduler.take_proposals(result.proposed.slots, result.proposed.counts, result.proposed.tokens)
-
-
+@pytest.mark.parametrize("made", ["glm4-moe", "specforge"], indirect=True)
 def test_a_first_step_in_slices_is_seen(made: Made) -> None:
     """Of a prompt that is computed while weights arrive, in more slices than one."""
     model = made.load(make_runner(make_memory()))
