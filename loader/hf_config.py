@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from loader.architectures import eagle
 from loader.architectures.registry import named_architecture
 from loader.architectures.wrapper import TEXT_KEY, Wrapper
 from loader.config_fields import Fields, json_fields
@@ -52,6 +53,15 @@ def parse_config(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None 
     if stored and shape.experts is not None and shape.experts.stack in OPTIONAL_STACKS:  # quantised experts are stored one by one
         shape = replace(shape, experts=replace(shape.experts, stacked=False))
     return replace(shape, stored_format=stored) if stored else shape
+
+
+def check_config(text: bytes, quant_text: bytes | None) -> None:
+    """Raises UnsupportedModel or CheckpointError, which names the key, unless this config.json is of a model, or of a head that
+    drafts tokens for one. quant_text: as in parse_config."""
+    if eagle.is_head(fields := json_fields(text, CONFIG_NAME)):
+        eagle.parse_head(fields, None)
+    else:
+        parse_config(text, quant_text=quant_text)
 
 
 def _quantised(fields: Fields, is_wrapper: bool) -> Fields:

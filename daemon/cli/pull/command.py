@@ -100,10 +100,8 @@ def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
     only two small files. Raises CommandError."""
     from daemon.cli.pull import plan
     from loader.adapters import adapter
-    from loader.architectures import eagle
-    from loader.config_fields import json_fields
     from loader.errors import CheckpointError
-    from loader.hf_config import CONFIG_NAME, QUANT_CONFIG_NAME, parse_config
+    from loader.hf_config import CONFIG_NAME, QUANT_CONFIG_NAME, check_config
     from loader.safetensors import INDEX_NAME, parse_index
 
     weight_map = None
@@ -116,12 +114,8 @@ def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
             return files
         if CONFIG_NAME not in repo.files:
             raise plan.refused(repo, f"it has no {CONFIG_NAME}")
-        config = hub.text(repo, repo.files[CONFIG_NAME])
-        if eagle.is_head(fields := json_fields(config, CONFIG_NAME)):
-            eagle.parse_head(fields, None)
-            return files
         quantised = repo.files.get(QUANT_CONFIG_NAME)
-        parse_config(config, quant_text=None if quantised is None else hub.text(repo, quantised))
+        check_config(hub.text(repo, repo.files[CONFIG_NAME]), None if quantised is None else hub.text(repo, quantised))
     except CheckpointError as error:
         raise plan.refused(repo, str(error)) from None
     return files
