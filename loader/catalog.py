@@ -514,12 +514,8 @@ def _fill_adapter(checkpoint: Checkpoint, folder: Path, stats: Mapping[str, tupl
         header = read_header(fd, lora.WEIGHTS_NAME)
     finally:
         os.close(fd)
-    size, mtime = stats[lora.WEIGHTS_NAME] if lora.WEIGHTS_NAME in stats else _stat(folder / lora.WEIGHTS_NAME)
     checkpoint.adapter = lora.parse_adapter(config_text, header)
-    checkpoint.files = (FileInfo(lora.WEIGHTS_NAME, size, mtime),)
-    digest = hashlib.blake2b(config_text + b"\0" + f"{lora.WEIGHTS_NAME}\0{size}\0{mtime}\0".encode(), digest_size=16)
-    digest.update(header.raw)
-    checkpoint.fingerprint = digest.hexdigest()
+    _sum_up(checkpoint, folder, stats, {lora.WEIGHTS_NAME: header}, hashlib.blake2b(config_text + b"\0", digest_size=16))
 
 
 def _read_text(folder: Path, name: str, stats: Mapping[str, tuple[int, int]]) -> bytes:

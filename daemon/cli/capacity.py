@@ -51,7 +51,7 @@ def capacity_plan(options: argparse.Namespace) -> int:
         plain = [capacity.share_of(described.shape, settings, each) for each in devices]
         if any(share.fits for share in plain):  # as on a node
             why = "with it the model would not fit"
-            speculator, shares = speculator.left_out(described.shape, "", why), plain
+            speculator, shares = speculators.prompt_lookup(described.shape, "", why), plain
     need, plain_need = (capacity.model_need(shape, settings) for shape in (speculator.shape, described.shape))
     need = replace(need, num_parameters=plain_need.num_parameters, active_parameters=plain_need.active_parameters)
     predictor = capacity.predictor_need(described.shape, speculator.shape, settings, kind)

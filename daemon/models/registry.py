@@ -279,7 +279,7 @@ class Registry:
         facts = self._sizing.facts(config, checkpoint, settings, speculator, dtype)
         if speculator.predicts and not self._sizing.fits(facts, config, settings, shape):
             why = "with it the model would not fit its devices"
-            speculator = speculator.left_out(shape, checkpoint.fingerprint, why)
+            speculator = speculators.prompt_lookup(shape, checkpoint.fingerprint, why)
             facts = self._sizing.facts(config, checkpoint, settings, speculator, dtype)
         if speculator.why_not:
             log.info("%s: drafts by prompt lookup and not by a predictor: %s", name, speculator.why_not)

@@ -43,9 +43,10 @@ class Speculator:
         """Whether something is loaded beside the model."""
         return self.shape.predicts
 
-    def left_out(self, shape: ModelShape, fingerprint: str, why: str) -> Speculator:
-        """Returns what drafts instead of a predictor that cannot be loaded. shape, fingerprint: the model's own."""
-        return Speculator(PROMPT_LOOKUP, shape, fingerprint, why_not=why)
+
+def prompt_lookup(shape: ModelShape, fingerprint: str, why: str = "") -> Speculator:
+    """Returns the choice of prompt lookup. shape, fingerprint: the model's own. why: the reason that no predictor is loaded."""
+    return Speculator(PROMPT_LOOKUP, shape, fingerprint, why_not=why)
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,16 +65,15 @@ class Choice:
         """Returns what drafts tokens for the model, if memory suffices for it. Called where `why_not` finds nothing."""
         asked, own, shape = self.settings.speculator, self.own, self.shape
         fingerprint = "" if self.checkpoint is None else self.checkpoint.fingerprint
-        looked_up = Speculator(PROMPT_LOOKUP, shape, fingerprint)
         if asked == NONE or _why_no_drafts(shape):
             return Speculator(NONE, shape, fingerprint)
         if asked == PROMPT_LOOKUP:
-            return looked_up
+            return prompt_lookup(shape, fingerprint)
         head = self._head_beside() if asked == AUTO else self.heads.get(asked)
         if head is None and own.predicting is None:
-            return looked_up.left_out(shape, fingerprint, own.predictor_error)
+            return prompt_lookup(shape, fingerprint, own.predictor_error)
         if asked == AUTO and not self.kinds <= _PROVEN_KINDS:
-            return looked_up.left_out(shape, fingerprint, "on cuda devices, where predictors have never run, they must be named")
+            return prompt_lookup(shape, fingerprint, "on cuda devices, where predictors have never run, they must be named")
         why = ""
         if head is not None and self.checkpoint is not None:
             try:
@@ -83,7 +83,7 @@ class Choice:
                 why = str(error)
         if own.predicting is not None:
             return Speculator(MTP, own.predicting, fingerprint)
-        return looked_up.left_out(shape, fingerprint, why)
+        return prompt_lookup(shape, fingerprint, why)
 
     def misfit(self, name: str) -> str:
         """Returns why the speculator that the settings for the model of this name ask for cannot be used, or ""."""

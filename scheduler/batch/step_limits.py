@@ -63,6 +63,10 @@ class StepLimits:
     def forget(self) -> None:
         """Drops all learned costs, because steps will cost something else from now on."""
         self.decoding, self.prompting = StepCosts(1), StepCosts(3, CHUNK_STEP_TOKENS)
+        self.forget_predictor()
+
+    def forget_predictor(self) -> None:
+        """Drops what is known of the predictor's time."""
         self.proposing = ProposingCosts()
 
     def expected_s(self, plan: BatchPlan) -> float:

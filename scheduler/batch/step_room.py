@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.batch.plan import IntArray
-from scheduler.batch.proposing_costs import ProposingCosts
 from scheduler.batch.step_limits import LEAST_CHUNK_TOKENS, StepLimits
 from scheduler.batch.tenant_time import TenantLoad
 
@@ -83,7 +82,7 @@ class StepRoom:
     def forget_predictor(self) -> None:
         """Drops what is known of the predictor's time."""
         if self._limits is not None:
-            self._limits.proposing = ProposingCosts()
+            self._limits.forget_predictor()
 
     def open(self, max_tokens: int, contexts: IntArray, loads: Sequence[TenantLoad]) -> None:
         """Sets what the step decodes. contexts: positions of each sequence that decodes. max_tokens: bound on the whole step."""
