@@ -63,7 +63,7 @@ def bench_of(folder: Path, dtype: str, slots: int, end_id: int) -> Bench:
 
 
 def mixed(num: int) -> Requests:
-    """As many greedy requests as seeded ones, num each, of all kinds."""
+    """Returns requests of all kinds: `num` greedy ones and as many seeded ones."""
     made = {}
     for at in range(1, 2 * num + 1):
         rng = np.random.default_rng(at)

@@ -56,7 +56,7 @@ def test_drafts_are_those_of_transformers_parts(tmp_path: Path) -> None:
 
 
 def test_drafts_of_a_head(tmp_path: Path) -> None:
-    """Of an EAGLE-3 head, which turns its keys by other angles than its model."""
+    """The head is an EAGLE-3 head, whose rotary angles differ from its model's."""
     small = {name: SMALL[name] for name in ("num_attention_heads", "num_key_value_heads")} | {"num_hidden_layers": 3}
     model = make_checkpoint(tmp_path / "model", **CASES["llama"] | small)
     reference = make_head(tmp_path / "head", "specforge", model)

@@ -136,7 +136,7 @@ def test_texts_are_those_without_drafts(model: CpuModel) -> None:
 
 @pytest.mark.parametrize("made", ["glm4-moe", "specforge"], indirect=True)
 def test_a_first_step_in_slices_is_seen(made: Made) -> None:
-    """Of a prompt that is computed while weights arrive, in more slices than one."""
+    """The first step computes a prompt while weights arrive, in more slices than one."""
     model = made.load(make_runner(make_memory()))
     gate = WeightGate(weight_layout(model.shape, "float32"))
     for begin, end, _ in parameter_places(weight_layout(model.shape, "float32")):

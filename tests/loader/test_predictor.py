@@ -155,7 +155,7 @@ def test_a_damaged_one_is_named_and_keeps_no_model_from_being_served(
 
 @pytest.mark.parametrize("kind", ["fine-grained", "compressed-channel", "int4"])
 def test_its_layer_may_be_quantised_and_its_projection_is_plain(kind: str, tmp_path: Path) -> None:
-    """As published ones are; a predictor that is plain beside a quantised model is read, too."""
+    """Published predictors are stored so. One that is plain beside a quantised model is read, too."""
     config = config_of("glm4-moe")
     source = tmp_path / "plain"
     write(source, config, tensors_of(config))
