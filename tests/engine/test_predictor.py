@@ -96,7 +96,7 @@ def test_drafts_are_those_of_transformers_parts(made: Made) -> None:
             model.release()
 
 
-def texts_of(model: CpuModel, speculator: str, **ways: int) -> tuple[dict[int, list[int]], int]:
+def texts_of(model: CpuModel, speculator: str) -> tuple[dict[int, list[int]], int]:
     """Returns the outputs of REQUESTS, which run together, with a preemption on the way, and how many tokens were drafted."""
     spec = LoadModel(1, "tiny", "", "float32", "", 0, 30, 20, MAX_LEN, 8, [], speculator=speculator)
     kv = make_kv_cache(spec, model.kv_groups, ChunkPool(NUM_CHUNKS, CHUNK_BYTES, 20), BATCHED_TOKENS)
