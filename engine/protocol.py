@@ -15,7 +15,7 @@ import msgspec
 
 from loader.kv_layout import kv_dtype_of
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 # How a sequence ended, in `TokensOut.finish`; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -85,6 +85,17 @@ class Configure(Message, frozen=True):
 MTP, EAGLE3 = "mtp", "eagle3"
 
 
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """One device's share of a model that is split over several. rank: of this device among them; rank 0 decides what each step
+    computes. members: the engines' numbers in the exchange memory, by rank. region_offset, region_bytes: the part of that memory
+    which is the group's own until all its members have answered EvictModel."""
+
+    rank: int
+    members: list[int]
+    region_offset: int
+    region_bytes: int
+
+
 class LoadModel(Message, frozen=True):
     """Loads a checkpoint into the device. `lease_chunks` is the engine's KV lease once this model is in: before it allocates, the
     engine gives up blocks down to it (cached prefixes first, then sequences, by preemption with recompute).
@@ -111,6 +122,7 @@ class LoadModel(Message, frozen=True):
     kv_cache_dtype: str = ""  # fp8: dtype of keys and values; empty: that of the model
     speculator: str = "none"  # what drafts tokens: none, prompt-lookup, mtp or eagle3 (and prompt-lookup where these have nothing)
     head_path: str = ""  # the folder of an EAGLE-3 head, whose files are part of the fingerprint
+    group: Group | None = None  # of a model that is split over devices, each of which gets a LoadModel; None: it is whole
 
     @property
     def predicts(self) -> bool:

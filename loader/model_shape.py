@@ -148,6 +148,17 @@ class EagleShape:
 
 
 @dataclass(slots=True, frozen=True)
+class SplitShape:
+    """Which share of a model's matrices a shape describes, of a model that is split over the devices of a group. The shape's
+    num_heads, num_kv_heads and intermediate_size are then those of the share; its other sizes are the whole model's.
+
+    rank: which share. size: how many there are, one for each device."""
+
+    rank: int
+    size: int
+
+
+@dataclass(slots=True, frozen=True)
 class ModelShape:
     """Sizes and settings of one model. Counts are numbers of elements, lengths are in tokens. What all models of a family have in
     common is in the family's description (loader/architectures)."""
@@ -206,6 +217,7 @@ class ModelShape:
     tensor_prefix: str = ""  # what the parameters' names begin with, where a family's checkpoints differ in it
     stored_format: str = ""  # the weight format (loader/formats) of the checkpoint's matrices; "": plain
     plain_groups: frozenset[int] = frozenset()  # tensor groups that are stored plain although the others are not
+    split: SplitShape | None = None  # None: the whole model
     block_offsets: tuple[int, ...] = ()  # where large parameters begin in the files (block_offsets in layout.py); (): unknown
 
     @property

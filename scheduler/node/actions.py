@@ -51,6 +51,7 @@ class Load(Action):
     weights_chunks: int
     kv_reserved_chunks: int
     lease_chunks: int  # the device's KV lease once it is in
+    further: tuple[tuple[str, int], ...] = ()  # of a model that is split: the other devices, by rank, and the lease of each
     deadline_s: float  # seconds from now
     fingerprint: str = ""  # of the files that are meant
     source_slots: tuple[int, ...] = ()  # of the host tier: the weights are there, in order; empty: they are read from disk
@@ -81,6 +82,7 @@ class Evict(Action):
     model: str
     device: str
     lease_chunks: int  # after it; the dispatcher passes it on
+    further: tuple[tuple[str, int], ...] = ()  # as in Load; only devices that hold a share still
     save_slots: tuple[int, ...] = ()  # of the host tier, for its KV
     reason: str = ""  # one of leave_rules.EVICT_REASONS
     to: str = "cold"  # or warm: where it is afterwards

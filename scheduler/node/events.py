@@ -38,6 +38,8 @@ class ModelFacts:
     fingerprint: str = ""
     incomplete: str = ""  # which file is missing or too short; empty: complete
     keep_alive_s: float = inf  # how long it may stay on a device after its last request; inf: until its memory is needed
+    # devices that it is split over; its bytes are then those of each share, and it has no KV but what is reserved. 1: it is whole
+    num_ranks: int = 1
     unusable: str = ""  # why its files or settings can't be served however long one waits; empty: they can
 
 
