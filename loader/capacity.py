@@ -1,7 +1,8 @@
 """Computes what a model takes on devices that need not be there: its weights, its work space, its KV, and the tokens that fit.
 
 On several devices the sums are those of tensor parallelism: each device holds an equal part of the matrices and of the KV heads, or
-one KV head where there are fewer heads than devices, and a work space of its own.
+one KV head where there are fewer heads than devices, and a work space of its own. For models that can be split over cpu devices
+(loader/slices.py) they are those of the largest share; for others what one would expect.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
 from loader.gpu_sizing import gpu_work_space_bytes
 from loader.kv_layout import (
@@ -20,8 +22,9 @@ from loader.kv_layout import (
     kv_groups,
     kv_reserved_bytes,
 )
-from loader.layout import num_parameters, weights_bytes
+from loader.layout import num_parameters, share_weights_bytes, weights_bytes
 from loader.model_shape import ModelShape
+from loader.slices import refusal, split
 from loader.work_space import work_space_bytes
 
 
@@ -141,10 +144,15 @@ def _kv_need(group: KVGroupSpec) -> KVNeed:
 
 def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
     chunk = settings.chunk_bytes
-    weights = _chunks(math.ceil(weights_bytes(shape, settings.dtype, settings.weight_format) / devices.num_devices), chunk)
-    work_space = _chunks(_work_space_bytes(shape, settings, devices.kind), chunk)
+    if _is_split(shape, settings, devices):
+        own = split(shape, 0, devices.num_devices)
+        of_weights, of_step = share_weights_bytes(shape, settings.dtype, devices.num_devices), own
+    else:
+        own, of_step = _on_each(shape, devices.num_devices), shape
+        of_weights = math.ceil(weights_bytes(shape, settings.dtype, settings.weight_format) / devices.num_devices)
+    weights = _chunks(of_weights, chunk)
+    work_space = _chunks(_work_space_bytes(of_step, settings, devices.kind), chunk)
     free = devices.budget_bytes // chunk * chunk - weights - work_space
-    own = _on_each(shape, devices.num_devices)
     groups, sequence = _groups(own, settings), _sequence_bytes(own, settings)
     token = sum(one.block_bytes // one.block_tokens for one in groups if not one.window_tokens)
     lengths = settings.max_model_len, settings.max_num_batched_tokens
@@ -159,6 +167,12 @@ def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
         tokens=max(0, free - windows) // token if token else None,
         sequences=max(0, free // sequence) if sequence else int(free >= 0),
     )
+
+
+def _is_split(shape: ModelShape, settings: Settings, devices: Devices) -> bool:
+    """Returns whether the model would be served by shares on these devices."""
+    several_cpus = devices.kind == "cpu" and devices.num_devices > 1
+    return several_cpus and settings.weight_format == PLAIN and not refusal(shape, devices.num_devices)
 
 
 def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:

@@ -24,13 +24,21 @@ from loader.errors import CheckpointError
 from loader.formats.mxfp4 import is_stack
 from loader.formats.plain import PLAIN
 from loader.formats.registry import stored_format
-from loader.formats.weight_format import FLOATS, Space, StoredTensor, WeightFormat, WeightSlot, aligned
+from loader.formats.weight_format import (
+    FLOATS,
+    MIN_BLOCK_ALIGNED_BYTES,
+    Space,
+    StoredTensor,
+    WeightFormat,
+    WeightSlot,
+    aligned,
+)
 from loader.model_shape import ModelShape
 from loader.safetensors import TensorRef
+from loader.slices import block_offsets_of_share, check_format, share_of, split, whole
 
 # To be raised with any change of the bytes that a load writes to a slot, such as another rounding of int8. Changed slots need none.
 CONTENT_VERSION = 1
-MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place instead of costing up to a block of padding
 
 
 def as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
@@ -47,7 +55,8 @@ def predicting(shape: ModelShape, names: Collection[str] | None) -> ModelShape |
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Returns name and shape of every parameter, whatever format the checkpoint stores it in."""
+    """Returns name and shape of every parameter, whatever format the checkpoint stores it in. Those of a split shape are the
+    share's, as in all functions here but stored_tensors."""
     return dict(item for group in _groups(shape) for item in group.tensors)
 
 
@@ -57,8 +66,8 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def stored_tensors(shape: ModelShape) -> list[StoredTensor]:
-    """Returns every tensor that the checkpoint must contain."""
-    own = stored_format(shape)
+    """Returns every tensor that the checkpoint must contain, the whole ones of a split shape."""
+    own, shape = stored_format(shape), whole(shape)
     return [tensor for at, group in enumerate(_groups(shape)) for tensor in _format_of(shape, at, group, own).stored(group)]
 
 
@@ -128,6 +137,8 @@ def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
 
 
 def _groups(shape: ModelShape) -> list[TensorGroup]:
+    if shape.split is not None:
+        return share_of(architecture_of(shape).tensor_groups(whole(shape)), shape.split)
     groups = architecture_of(shape).tensor_groups(shape)
     return groups if shape.eagle is None else groups + eagle.eagle_groups(shape.eagle, shape.num_layers)
 
@@ -141,6 +152,9 @@ def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int,
     """Returns ModelShape.block_offsets: for each group of tensors, the distance from a block's boundary at which it begins in its
     file. -1 if a direct read is not possible (packed, another dtype, an odd position) or not worth it. tensors: from the
     files' headers."""
+    if shape.split is not None:
+        of_all = whole(shape)
+        return block_offsets_of_share(replace(of_all, block_offsets=block_offsets(of_all, tensors)), shape.split)
     stored, own = {tensor.name: tensor for tensor in tensors if tensor.record is None}, stored_format(shape)
     offsets = []
     for at, group in enumerate(_groups(shape)):
@@ -154,7 +168,9 @@ def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int,
 
 
 def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> list[WeightSlot]:
-    """Returns the slots of all parameters in the weight range. Each group of tensors is laid out by its format."""
+    """Returns the slots of all parameters in the weight range. Each group of tensors is laid out by its format. Raises
+    UnsupportedModel for a share of a split model in another format than the plain one."""
+    check_format(shape, weight_format)
     groups = _groups(shape)
     block_offsets = shape.block_offsets if dtype == shape.dtype else ()
     slots: list[WeightSlot] = []
@@ -184,3 +200,9 @@ def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
     layouts = {replace(shape, block_offsets=()), shape}
     ends = (weight_layout(one, dtype, weight_format)[-1] for one in layouts)  # a norm or the head: plain in every format
     return max(aligned(last.offset_bytes + last.num_bytes) for last in ends)
+
+
+def share_weights_bytes(shape: ModelShape, dtype: str, size: int) -> int:
+    """Returns how many bytes each of `size` devices maps for its share of a model's weights: those of the largest share. Raises
+    UnsupportedModel."""
+    return max(weights_bytes(split(shape, rank, size), dtype) for rank in range(size))

@@ -152,10 +152,12 @@ class SplitShape:
     """Which share of a model's matrices a shape describes, of a model that is split over the devices of a group. The shape's
     num_heads, num_kv_heads and intermediate_size are then those of the share; its other sizes are the whole model's.
 
-    rank: which share. size: how many there are, one for each device."""
+    rank: which share. size: how many there are, one for each device. num_kv_heads: of the whole model, which are fewer than `size`
+    where several devices hold the same head; 0: each device has heads of its own."""
 
     rank: int
     size: int
+    num_kv_heads: int = 0
 
 
 @dataclass(slots=True, frozen=True)

@@ -5,6 +5,9 @@ A read consists of whole blocks, so that it can bypass the page cache. A segment
 file has them (layout.weight_layout sees to that). Then the segment's whole blocks are read straight into place: a direct span.
 All other bytes (the blocks at a tensor's ends, tensors placed otherwise, tensors of another dtype) go through a staging slot,
 where they have the same position as in the read.
+
+Of a model that is split over devices only the share's rows are read. Where columns are divided, whole rows are read, and a segment
+of many of them leaves only their parts behind.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from loader.architectures.architecture import Cut
 from loader.direct_io import BLOCK_BYTES, Alignment
 from loader.dtypes import DTYPE_OF, FP8, ITEM_BYTES, SCALES_IN
 from loader.errors import CheckpointError
@@ -37,7 +41,7 @@ class Segment:
     file the frame that the segment consists of, else None. content: the segment that this frame decodes to, with begin and end
     counted as though the file held the tensor unpacked. whole: the place of the whole tensor whose numbers are rearranged
     (loader/formats/relayout.py), else None. What a segment of such a tensor fills is scattered in this place; place_bytes counts as
-    though it were not."""
+    though it were not. columns: the part of each row that is kept; the segment is then of whole rows. None: all of them."""
 
     tensor: TensorRef
     begin: int
@@ -52,6 +56,7 @@ class Segment:
     content: Segment | None = None
     whole: WeightSlot | None = None
     inverse: bool = False
+    columns: Cut | None = None
 
     @property
     def width(self) -> int:
@@ -60,8 +65,8 @@ class Segment:
 
     @property
     def unit_bytes(self) -> tuple[int, int]:
-        """Returns the size of the smallest unit that must not be divided, an element, a row to be quantised, all scales of a
-        matrix, or the rows that are rearranged together: its bytes in the file and in the weight range."""
+        """Returns the size of the smallest unit that must not be divided, an element, a row to be quantised or of which a part is
+        kept, all scales of a matrix, or the rows that are rearranged together: its bytes in the file and in the weight range."""
         if self.whole is not None and (relayout := self.whole.relayout) is not None:
             num_units = self.tensor.shape[0] // relayout.unit_rows(self.tensor.shape)
             return math.prod(self.tensor.shape) * DTYPE_BYTES[self.tensor.dtype] // num_units, self.whole.num_bytes // num_units
@@ -70,7 +75,10 @@ class Segment:
         item = DTYPE_BYTES[self.tensor.dtype]
         if self.target == QUANTIZED:
             return self.width * item, self.width
-        return item, ITEM_BYTES[self.target] if self.target else item
+        held_item = ITEM_BYTES[self.target] if self.target else item
+        if self.columns is not None:
+            return self.width * item, (self.columns.end - self.columns.begin) * held_item
+        return item, held_item
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -152,8 +160,8 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
             if slot is None or not tensor.num_bytes:
                 continue
             is_scale = slot.repeats or slot.held_as in SCALES_IN.values()
-            if slot.shape != tensor.shape and not (is_scale and without_ones(slot.shape) == without_ones(tensor.shape)):
-                raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(slot.shape)}")
+            if slot.stored_shape != tensor.shape and not (is_scale and without_ones(slot.shape) == without_ones(tensor.shape)):
+                raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(slot.stored_shape)}")
             held_as = slot.held_as or dtype
             target = "" if DTYPE_OF.get(tensor.dtype) == held_as else held_as
             if slot.scales_at_bytes >= 0 and not slot.held_as:
@@ -172,6 +180,8 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
                 whole = replace(whole, whole=slot)
             if slot.inverse:
                 whole = replace(whole, inverse=True)
+            if slot.cut is not None:
+                whole = _share(whole, slot.cut)
             if whole.unit_bytes[0] > read_bytes - BLOCK_BYTES:
                 what = "too many scales for a read" if slot.repeats else "too long to be converted"
                 raise CheckpointError(file, tensor.name, f"has rows of {whole.unit_bytes[0]} bytes: {what}")
@@ -180,6 +190,14 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
     for name in slots:
         raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")
     return sorted(reads, key=lambda read: min(segment.stage for segment in read.segments))
+
+
+def _share(whole: Segment, cut: Cut) -> Segment:
+    """Returns the segment of a part of a tensor. whole: that of the whole tensor."""
+    if cut.axis:
+        return replace(whole, columns=cut)
+    row_bytes = (whole.end - whole.begin) // cut.whole
+    return replace(whole, begin=whole.begin + cut.begin * row_bytes, end=whole.begin + cut.end * row_bytes)
 
 
 def _framed(whole: Segment, read_bytes: int) -> Iterator[Segment]:
@@ -245,7 +263,8 @@ def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
     alignment: what the read requires; ANY_ALIGNMENT for a buffered read."""
     spans = []
     for segment in read.segments:
-        if segment.target or segment.frame is not None:  # a frame must be checked before any of it is used
+        # a frame must be checked before any of it is used
+        if segment.target or segment.frame is not None or segment.columns is not None:
             continue
         begin = -(-segment.begin // alignment.offset_bytes) * alignment.offset_bytes
         end = segment.end // alignment.offset_bytes * alignment.offset_bytes

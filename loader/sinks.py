@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from loader.architectures.architecture import Cut
 from loader.dtypes import E8M0, FLOAT_OF, FP8, ITEM_BYTES, SCALES_IN
 from loader.errors import CheckpointError
 from loader.formats.fp8_values import fill_scales, nan_at
@@ -120,6 +121,9 @@ class HostSink:
         if segment.target == QUANTIZED:
             self._quantize(span, read)
             return
+        if segment.columns is not None:
+            self._store_columns(span, segment.columns, read)
+            return
         if segment.target == SCALES:
             self._fill_scales(span, read)
             return
@@ -139,6 +143,21 @@ class HostSink:
             for at in range(0, source.numel(), CONVERT_ELEMENTS):
                 some = slice(at, at + CONVERT_ELEMENTS)
                 write(source[some], held[some])
+
+    def _store_columns(self, span: Span, columns: Cut, read: npt.NDArray[np.uint8]) -> None:
+        """Stores the kept part of each row of a span, a whole segment."""
+        segment = span.segment
+        ((begin, end),) = segment.places
+        stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, segment.width)
+        stored = stored[:, columns.begin : columns.end]
+        place = torch.from_numpy(self._bytes[begin:end])
+        held = place.view(getattr(torch, segment.target) if segment.target else stored.dtype).view(stored.shape)
+        width = stored.shape[1]
+        num_rows = max(1, CONVERT_ELEMENTS // width)
+        for row in range(0, len(stored), num_rows):
+            for column in range(0, width, CONVERT_ELEMENTS):
+                some = slice(row, row + num_rows), slice(column, column + CONVERT_ELEMENTS)
+                held[some].copy_(stored[some])
 
     def _held(self, slot: WeightSlot) -> torch.Tensor:
         """Returns the place of a parameter that is rearranged."""

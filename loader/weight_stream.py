@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 
-from loader import layout
+from loader import layout, slices
 from loader.catalog import Checkpoint
 from loader.checked_again import check_unchanged, open_unchanged, scanned_again
 from loader.drafters import joined, renamed
@@ -24,7 +24,7 @@ from loader.file_reader import Fetched, FileReader
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
 from loader.landings import Landings, Places
-from loader.model_shape import ModelShape
+from loader.model_shape import ModelShape, SplitShape
 from loader.range_plan import Read, plan_reads
 from loader.safetensors import Header, read_header
 from loader.sinks import WeightSink
@@ -47,7 +47,7 @@ class ReadCancelled(Exception):
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A checked checkpoint whose weight files are all open."""
+    """A checked checkpoint whose weight files are all open. shape: of the share that is loaded, where the model is split."""
 
     checkpoint: Checkpoint
     shape: ModelShape
@@ -74,6 +74,8 @@ class OpenCheckpoint:
         """Returns what to report about packed files where there was no choice between them and plain files; "" for nothing."""
         if self.is_packed:
             return "read its packed files: there are no plain ones"
+        if self.shape.split is not None and self.checkpoint.packed_files:
+            return "read its plain files: shares of a model are not read from packed ones"
         why = self.checkpoint.packed_reason
         return f"read its plain files: the packed ones can't stand for them ({why})" if why else ""
 
@@ -86,37 +88,45 @@ def open_checkpoint(
     wants_packed: Callable[[Checkpoint], bool] = lambda checkpoint: False,
     predicts: bool = False,
     head: str = "",
+    split: SplitShape | None = None,
 ) -> OpenCheckpoint:
     """Checks the folder again and opens its weight files; `stack` closes them. fingerprint: that of the registered model, "" to
     accept any. in_place: whether reads may write into the weight range, whose layout then follows the files; otherwise every
     parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain and packed files; returns whether to
     open the packed ones. predicts: whether the layer that predicts one token further is read, too. head: the
-    folder of a head whose files are read, too; the fingerprint is then that of both.
+    folder of a head whose files are read, too; the fingerprint is then that of both. split: the rank and size of the share of the
+    model that is read, from plain files; None: all of it.
 
-    Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again)."""
+    Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again).
+    Raises UnsupportedModel, which names `parallel`, for a share of a model that is served on one device alone."""
     checkpoint = scanned_again(path, "" if head else fingerprint, "model")
     shape = checkpoint.predicting if predicts and not head else checkpoint.shape
     if shape is None:
         raise CheckpointChanged(f"{path}: is no model {'that predicts further tokens ' if predicts else ''}any more")
-    files = checkpoint.packed_files if checkpoint.packed_files and wants_packed(checkpoint) else checkpoint.files
+    may_be_packed = checkpoint.packed_files and split is None
+    files = checkpoint.packed_files if may_be_packed and wants_packed(checkpoint) else checkpoint.files
     further: tuple[FileInfo, ...] = ()
     if head:
         both = joined(checkpoint, scanned_again(head, "", "head"))
         if fingerprint and both.fingerprint != fingerprint:
             raise CheckpointChanged(f"{path}: files changed since the model was registered, or those of its head {head}")
         shape, further = both.shape, both.files
+    if split is not None:
+        shape = slices.split(shape, split.rank, split.size)
     headers, descriptors = {}, {}
     for info in (*files, *further):
         fd = open_unchanged(path, info, "model")
         stack.callback(os.close, fd)
         header = read_header(fd, info.name)
+        slices.check_packed(shape, info.name, header)
         headers[info.name], descriptors[info.name] = renamed(header, info.name) if info in further else header, fd
     return OpenCheckpoint(checkpoint, shape if in_place else replace(shape, block_offsets=()), files, headers, descriptors)
 
 
 @dataclass(slots=True)
 class ReadReport:
-    """What a load read. Sizes are in bytes of tensors, as they are in the files. num_bytes: the whole checkpoint. direct_bytes:
+    """What a load read. Sizes are in bytes of tensors, as they are in the files. num_bytes: the whole checkpoint, or of a share of
+    a model what was read for it. direct_bytes:
     those read past the page cache. staged_bytes: those that went through a slot. refused: file -> why it could not be read
     past the page cache."""
 
@@ -151,8 +161,9 @@ def stream_weights(
     way. Raises CheckpointError, which names file, tensor and offset; CheckpointChanged; ReadCancelled; RuntimeError if the device
     failed."""
     reads = planned_reads(source, dtype, ring, weight_format)
-    total = source.num_bytes
-    done = total - sum(read.num_bytes for read in reads)  # tensors that follow from others are not read
+    planned = sum(read.num_bytes for read in reads)
+    total = source.num_bytes if source.shape.split is None else planned
+    done = total - planned  # tensors that follow from others are not read
     report = ReadReport(total)
     with ExitStack() as stack:
         unpacker = Unpacker(sink, decoder)

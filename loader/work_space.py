@@ -39,6 +39,12 @@ def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
     return rows if rows < 8 else rows // 8 * 8
 
 
+def logits_values(shape: ModelShape) -> int:
+    """Returns the numbers that the logits of one row take: of a share of a model its own, and those gathered of all shares."""
+    own = shape.vocab_size // shape.split.size if shape.split is not None else 0
+    return shape.vocab_size + own
+
+
 def recorded_tokens(num_tokens: int) -> int:
     """Returns the number of tokens to which a recorded step with chunks of prompts is padded: one of a few numbers, all of them
     whole tiles of the matrix unit."""
@@ -65,7 +71,7 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
     around += 3 * input_values(shape) + beside_values(shape)
     rows = min(logits_rows(shape, dtype, max_sequences), MAX_RECORDED_ROWS)
     tokens = recorded_tokens(min(max_num_batched_tokens, MAX_RECORDED_TOKENS))
-    return max(rows * (around + max(layer, shape.vocab_size)), tokens * (around + layer)) * ITEM_BYTES[dtype]
+    return max(rows * (around + max(layer, logits_values(shape))), tokens * (around + layer)) * ITEM_BYTES[dtype]
 
 
 def expert_bytes(shape: ModelShape, dtype: str) -> int:
@@ -172,7 +178,7 @@ def work_space_bytes(
     attention += tokens * keys_as_values(shape) * item
     attention = max(attention, tokens * delta_bytes(shape, dtype))
     mlp = tokens * max(shape.widest_inner_size * 4 * item, expert_bytes(shape, dtype))
-    logits = logits_rows(shape, dtype, max_sequences) * (shape.vocab_size + hidden) * item
+    logits = logits_rows(shape, dtype, max_sequences) * (logits_values(shape) + hidden) * item
     if shape.eagle is not None:  # those of its own tokens, too
         logits += logits_rows(shape, dtype, max_sequences) * shape.eagle.draft_vocab_size * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES

@@ -44,7 +44,7 @@ class DeviceSink:
         if span.segment.whole is not None:
             self._rearrange(span, span.segment.whole, read)
             return
-        is_converted = span.segment.target not in ("", FP8)
+        is_converted = span.segment.target not in ("", FP8) or span.segment.columns is not None
         if span.segment.target == FP8:
             check_codes(span, read)
         if is_converted:

@@ -20,6 +20,7 @@ from loader.formats.relayout import INPUT_ORDER
 from loader.formats.weight_format import WeightFormat, WeightSlot
 from loader.layout import weight_layout
 from loader.model_shape import ModelShape
+from loader.slices import rows_of
 
 
 @cache
@@ -33,7 +34,7 @@ class Weights:
     def __init__(self, shape: ModelShape, dtype: str, memory: WeightRange, weight_format: WeightFormat = PLAIN) -> None:
         self._slots = {slot.name: slot for slot in weight_layout(shape, dtype, weight_format)}
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._memory = memory
+        self._memory, self._split = memory, shape.split
         matrices = adapted_matrices(shape)
         self._adapted = {of: AdaptedProduct(number, matrices[number].outputs) for of, number in numbers_of(shape).items()}
 
@@ -45,6 +46,12 @@ class Weights:
         """Returns the dtype of a parameter whose numbers are plain."""
         dtype: torch.dtype = getattr(torch, slot.held_as) if slot.held_as else self._dtype
         return dtype
+
+    def head_rows(self, name: str) -> Tensor:
+        """Returns the rows of a head with which this rank computes logits: [V / size, K] of [V, K], or all of them where the model
+        is on one device. name: of the head's tensor, or of the embedding that is the head, too."""
+        stored = self.get(name)
+        return stored if self._slots[name].cut is not None else stored[rows_of(len(stored), self._split)]
 
     def ones(self, width: int) -> Tensor:
         """Returns the weight [W] of a norm that has none. It is the same tensor each time a model is built, since graphs that were

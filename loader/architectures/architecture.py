@@ -14,19 +14,41 @@ MAX_LAYERS = 1024  # the deepest models have some 130; a list of so many is buil
 Dims = tuple[int, ...]
 
 
+# How the devices of a group share a tensor (TensorGroup.divided): by its rows, by its columns, or the first device has all of it
+# because what the devices make is added up.
+ROWS, COLUMNS, FIRST_ALONE = "rows", "columns", "first alone"
+
+
+class Cut(NamedTuple):
+    """A share of a stored tensor: elements [begin, end) along an axis, which has `whole` elements. axis: 0 rows, 1 columns."""
+
+    axis: int
+    begin: int
+    end: int
+    whole: int
+
+
 class TensorGroup(NamedTuple):
     """Tensors that lie end to end in a model's memory, because one matrix product reads them together.
 
     tensors: name in the checkpoint and shape of each. layer: the number of the layer that needs them; None: they are needed
     before the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize` may round;
     embeddings, heads, norms and biases are not. held_as: the dtype that they have in memory; "": the model's. may_be_reordered:
-    whether the product that reads them may take its inputs in an order that the checkpoint says."""
+    whether the product that reads them may take its inputs in an order that the checkpoint says.
+
+    divided: how the devices of a group share them: ROWS, COLUMNS, FIRST_ALONE; "": each of them has them whole. unit: so many rows
+    or columns, those of a head, are not divided; with fewer units than devices several devices have the same. cuts: of the share of
+    one device (loader/slices.py), for each tensor: which part of it this is, with shapes in `tensors` that are those of the part;
+    (): they are whole."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
     may_be_quantized: bool = False
     held_as: str = ""
     may_be_reordered: bool = False
+    divided: str = ""
+    unit: int = 1
+    cuts: tuple[Cut, ...] = ()
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:
         """Returns the same group for one layer: its number is `layer`, and its tensors' names begin with `prefix`."""
@@ -62,8 +84,8 @@ class Architecture(Protocol):
         ...
 
 
-def one_tensor(name: str, *dims: int) -> TensorGroup:
-    return TensorGroup(((name, dims),))
+def one_tensor(name: str, *dims: int, divided: str = "") -> TensorGroup:
+    return TensorGroup(((name, dims),), divided=divided)
 
 
 def stored_dtype(fields: Fields, default: str = "float32") -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from loader.architectures import predictor
-from loader.architectures.architecture import MAX_LAYERS, TensorGroup, one_tensor, stored_dtype
+from loader.architectures.architecture import COLUMNS, FIRST_ALONE, MAX_LAYERS, ROWS, TensorGroup, one_tensor, stored_dtype
 from loader.architectures.cut_sizes import cut_sizes
 from loader.architectures.delta import Deltas
 from loader.architectures.experts import Experts
@@ -232,9 +232,9 @@ class Decoder:
         if shape.pooling:  # no logits are computed
             return groups
         if not shape.tie_word_embeddings:
-            groups.append(one_tensor(f"{names.head}.weight", shape.vocab_size, hidden))
+            groups.append(one_tensor(f"{names.head}.weight", shape.vocab_size, hidden, divided=ROWS))
         if self.head_bias:
-            groups.append(one_tensor(f"{names.head}.bias", shape.vocab_size))
+            groups.append(one_tensor(f"{names.head}.bias", shape.vocab_size, divided=ROWS))
         return groups + of_predictor
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
@@ -292,10 +292,10 @@ class Decoder:
         query_norm, key_norm = (query, key) if self.whole_width_norms else (heads.head_dim, heads.head_dim)
         before = [
             *self._norms(hidden, names.attention_norm),
-            *_projections(names.of_heads(heads), made, hidden, shape.attention_bias),
+            *_projections(names.of_heads(heads), made, hidden, shape.attention_bias, ROWS, heads.head_dim),
             *(_weights(query_norm, names.query_norm) if shape.has_head_norms else []),
             *(_weights(key_norm, names.key_norm) if shape.has_head_norms and not heads.reads_only else []),
-            *_projections((names.attention_output,), (hidden,), query, shape.output_bias),
+            *_projections((names.attention_output,), (hidden,), query, shape.output_bias, COLUMNS, heads.head_dim),
             *_sinks(names.sinks, shape.num_heads),
             *self._norms(hidden, names.attended_norm, names.mlp_norm),
         ]
@@ -338,9 +338,10 @@ class Decoder:
 
     def _mlp_groups(self, shape: ModelShape, inner: int) -> list[TensorGroup]:
         names, hidden = self.names, shape.hidden_size
+        made = (inner,) if self.activation == GELU_NEW else (inner, inner)
         return [
-            *_projections(names.gate_up, (inner,) if self.activation == GELU_NEW else (inner, inner), hidden, shape.mlp_bias),
-            *_projections((names.down,), (hidden,), inner, shape.mlp_bias),
+            *_projections(names.gate_up, made, hidden, shape.mlp_bias, ROWS),
+            *_projections((names.down,), (hidden,), inner, shape.mlp_bias, COLUMNS),
         ]
 
     def _expert_groups(self, shape: ModelShape) -> list[TensorGroup]:
@@ -432,15 +433,21 @@ def _weights(width: int, *names: str) -> list[TensorGroup]:
 
 
 def _sinks(name: str, num_heads: int) -> list[TensorGroup]:
-    return [TensorGroup(((name, (num_heads,)),), held_as="float32")] if name else []  # kernels add them to float32 sums
+    # kernels add them to float32 sums
+    return [TensorGroup(((name, (num_heads,)),), held_as="float32", divided=ROWS)] if name else []
 
 
-def _projections(names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool) -> list[TensorGroup]:
+def _projections(
+    names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool, divided: str = "", unit: int = 1
+) -> list[TensorGroup]:
+    """Returns the matrices [outputs, inputs] that one product reads, and their biases. divided, unit: of the matrices, as in
+    TensorGroup."""
     widths = outputs if len(names) > 1 else (sum(outputs),)
     pairs = list(zip(names, widths, strict=True))
     matrices = tuple((f"{name}.weight", (width, inputs)) for name, width in pairs)
-    weights = TensorGroup(matrices, may_be_quantized=True, may_be_reordered=True)
-    biases = TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in pairs))
+    weights = TensorGroup(matrices, may_be_quantized=True, may_be_reordered=True, divided=divided, unit=unit)
+    of_biases = FIRST_ALONE if divided == COLUMNS else divided
+    biases = TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in pairs), divided=of_biases, unit=unit)
     return [weights, biases] if has_bias else [weights]
 
 

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from loader.architectures.architecture import TensorGroup
+from loader.architectures.architecture import Cut, TensorGroup
 from loader.config_fields import Fields
 from loader.direct_io import BLOCK_BYTES
 from loader.formats.relayout import Relayout
 from loader.model_shape import ALTERNATING, ModelShape
 
 ALIGN_BYTES = 64
+MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place instead of costing up to a block of padding
 FLOATS = ("F32", "BF16", "F16")  # as safetensors calls them
 
 
@@ -40,7 +41,9 @@ class WeightSlot(NamedTuple):
     scale; 0: it is none. repeats: of scales of FP8 and NVFP4 matrices, how many rows of memory each stored row fills (the last as
     many as there are left); 0: the parameter is no such. relayout: how its numbers are rearranged; None: they lie as they are
     stored. joint: the name of the parameters that are in place only once all of them are, because the inputs of their weights are
-    put in order then; "": it is none of such. inverse: of scales that repeat, whether what is held are their inverses."""
+    put in order then; "": it is none of such. inverse: of scales that repeat, whether what is held are their inverses. cut: which
+    part of the stored tensor the parameter is, of a model that is split over devices, and `shape` is that of the part; None: it
+    is all of the tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,6 +57,14 @@ class WeightSlot(NamedTuple):
     relayout: Relayout | None = None
     joint: str = ""
     inverse: bool = False
+    cut: Cut | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The tensor's shape in the checkpoint."""
+        if (cut := self.cut) is None:
+            return self.shape
+        return (*self.shape[: cut.axis], cut.whole, *self.shape[cut.axis + 1 :])
 
     @property
     def held_shape(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from loader import layout
 from loader.catalog import scan_one
 from loader.errors import UnsupportedModel
 from loader.formats.registry import stored_format
-from loader.model_shape import ModelShape
+from loader.model_shape import ModelShape, SplitShape
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
@@ -145,17 +145,22 @@ def test_time_of_kernels_is_told_apart_from_time_of_loading(tmp_path: Path, monk
     memory.close()
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "compressed-block")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [("float32", ""), ("bfloat16", ""), ("bfloat16", "compressed-block"), ("float32", "share"), ("bfloat16", "share")],
+)
 def test_weights_reach_a_device_as_they_reach_the_host(tmp_path: Path, dtype: str, kind: str) -> None:
-    """A device gets the same bytes as the host, with and without conversion, as FP8 too, through slots smaller than a tensor."""
+    """A device gets the same bytes as the host, with and without conversion, as FP8 and as one share of a model too, through slots
+    smaller than a tensor."""
     folder = tmp_path / "plain"
-    make_checkpoint(folder, **CASES["llama"])
-    if kind:
+    make_checkpoint(folder, **CASES["llama"] | {"vocab_size": 212})
+    share = SplitShape(1, 2) if kind == "share" else None
+    if kind in fp8.KINDS:
         fp8.quantize(folder, tmp_path / "fp8", fp8.KINDS[kind])
         folder = tmp_path / "fp8"
     memory = make_memory()
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack)
+        source = open_checkpoint(folder, "", stack, split=share)
         held = stored_format(source.shape)
         on_host = np.zeros(layout.weights_bytes(source.shape, dtype, held), np.uint8)
         weights = WeightRange(memory, len(on_host))

@@ -1,0 +1,182 @@
+"""Divides a decoder among the devices of a group: tensor parallelism, as in Megatron-LM (https://arxiv.org/abs/1909.08053).
+
+Each device has equal parts of the heads, of each MLP's inner dimensions and of the head's rows; what a group of tensors is divided
+by is said where a family lists it (TensorGroup.divided). Norms and the embedding are whole on each device, and the biases of what
+the devices add up are on the first one alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from loader.adapters.matrices import decoder_of
+from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, Cut, Dims, TensorGroup
+from loader.architectures.decoder import GELU_NEW
+from loader.architectures.registry import architecture_of
+from loader.direct_io import BLOCK_BYTES
+from loader.dtypes import ITEM_BYTES
+from loader.errors import UnsupportedModel
+from loader.formats.plain import PLAIN
+from loader.formats.registry import FORMATS
+from loader.formats.weight_format import MIN_BLOCK_ALIGNED_BYTES, WeightFormat
+from loader.hf_config import CONFIG_NAME
+from loader.model_shape import ModelShape, SplitShape
+from loader.safetensors import Header
+
+SETTING = "parallel"  # what asks for it
+
+
+def split(shape: ModelShape, rank: int, size: int) -> ModelShape:
+    """Returns the shape of one share of a model: what device number `rank` of `size` holds. Raises UnsupportedModel for a model
+    that cannot be divided so."""
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not below the number of devices {size}")
+    if why := refusal(shape, size):
+        raise _unsupported(why)
+    share = SplitShape(rank, size, shape.num_kv_heads)
+    own = replace(
+        shape,
+        num_heads=shape.num_heads // size,
+        num_kv_heads=max(1, shape.num_kv_heads // size),
+        intermediate_size=shape.intermediate_size // size,
+        split=share,
+    )
+    return replace(own, block_offsets=block_offsets_of_share(shape, share)) if shape.block_offsets else own
+
+
+def whole(shape: ModelShape) -> ModelShape:
+    """Returns the shape of the whole model, without block offsets if it was split."""
+    if (share := shape.split) is None:
+        return shape
+    return replace(
+        shape,
+        num_heads=shape.num_heads * share.size,
+        num_kv_heads=share.num_kv_heads or shape.num_kv_heads * share.size,
+        intermediate_size=shape.intermediate_size * share.size,
+        split=None,
+        block_offsets=(),
+    )
+
+
+def refusal(shape: ModelShape, size: int) -> str:
+    """Returns why a model cannot be divided among so many devices; "": it can."""
+    if shape.split is not None:
+        return "it is a share of a model already"
+    kind = _unserved_kind(shape)
+    if kind:
+        return f"{kind} is served on one device alone"
+    names = decoder_of(shape).names
+    joined = [*names.queries_keys_values] if len(names.queries_keys_values) < 3 else []
+    if len(names.gate_up) < 2 and decoder_of(shape).activation != GELU_NEW:
+        joined += names.gate_up
+    if joined:
+        return f"{shape.architecture} stores several matrices as one tensor ({', '.join(joined)}): served on one device alone"
+    for key, value in (
+        ("num_attention_heads", shape.num_heads),
+        ("intermediate_size", shape.intermediate_size),
+        ("vocab_size", shape.vocab_size),
+    ):
+        if value % size:
+            return f"{key} {value} is no multiple of {size}, the number of devices"
+    if shape.num_kv_heads % size and size % shape.num_kv_heads:
+        return f"num_key_value_heads {shape.num_kv_heads} neither divides {size}, the number of devices, nor is it a multiple of it"
+    return ""
+
+
+def _unserved_kind(shape: ModelShape) -> str:
+    """Returns what of a model is not divided, as the subject of a sentence; "": nothing."""
+    heads = shape.full_heads
+    kinds = (
+        (shape.is_encoder, "an encoder"),
+        (bool(shape.pooling), "a decoder that makes vectors"),
+        (shape.experts is not None, "a mixture of experts"),
+        (shape.latent is not None, "a model with latent attention"),
+        (shape.delta is not None, "a model with the gated delta rule"),
+        (shape.eagle is not None, "a model with an EAGLE-3 head"),
+        (shape.predicts, "a model with a layer that predicts further tokens"),
+        (bool(shape.stored_format), f"a checkpoint in {FORMATS[shape.stored_format].title or shape.stored_format}"),
+        (shape.layer_inputs is not None, "a model whose layers have inputs of their own"),
+        (shape.gated_attention, "a model with gates of attention's output"),
+        (shape.num_reading_layers > 0, "a model whose last layers read the keys and values of others"),
+        (heads is not None and heads.keys_are_values, "a model whose keys are its values"),
+        (heads is not None, "a model whose layers differ in their heads"),
+        (shape.whole_width_norms, "a model with norms over all heads at once"),
+    )
+    return next((kind for holds, kind in kinds if holds), "")
+
+
+def check_format(shape: ModelShape, weight_format: WeightFormat) -> None:
+    """Raises UnsupportedModel for a share of a model that is to be held in another format than the plain one."""
+    if shape.split is not None and weight_format != PLAIN:
+        raise _unsupported(f"quantize = {weight_format.name!r} is served on one device alone")
+
+
+def check_packed(shape: ModelShape, file: str, header: Header) -> None:
+    """Raises UnsupportedModel for a share of a model whose file holds packed weights: a frame has rows of several shares."""
+    if shape.split is not None and header.source is not None:
+        raise _unsupported(f"{file} holds packed weights; shares of a model are read from plain files")
+
+
+def _unsupported(why: str) -> UnsupportedModel:
+    return UnsupportedModel(CONFIG_NAME, None, f"{SETTING}: {why}")
+
+
+def share_of(groups: Iterable[TensorGroup], share: SplitShape) -> list[TensorGroup]:
+    """Returns a device's share of the groups of a whole model. Groups that it has nothing of are left out."""
+    return [_cut(group, share) for group in groups if _has_some(group, share)]
+
+
+def _has_some(group: TensorGroup, share: SplitShape) -> bool:
+    return share.rank == 0 or group.divided != FIRST_ALONE
+
+
+def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
+    if group.divided not in (ROWS, COLUMNS):
+        return group
+    axis = 0 if group.divided == ROWS else 1
+    cuts = tuple(_cut_of(dims, axis, group.unit, share) for _, dims in group.tensors)
+    tensors = tuple((name, _part(dims, cut)) for (name, dims), cut in zip(group.tensors, cuts, strict=True))
+    return group._replace(tensors=tensors, cuts=cuts)
+
+
+def _cut_of(dims: Dims, axis: int, unit: int, share: SplitShape) -> Cut:
+    """Returns a device's part of a tensor. Where there are fewer units than devices, several devices have the same one."""
+    num_units = dims[axis] // unit
+    begin, length = share.rank * num_units // share.size, max(1, num_units // share.size)
+    return Cut(axis, begin * unit, (begin + length) * unit, dims[axis])
+
+
+def _part(dims: Dims, cut: Cut) -> Dims:
+    return (*dims[: cut.axis], cut.end - cut.begin, *dims[cut.axis + 1 :])
+
+
+def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, ...]:
+    """Returns ModelShape.block_offsets of a device's share. shape: of the whole model, with block offsets. Rows lie in the file as
+    they do in memory; columns do not."""
+    groups = architecture_of(shape).tensor_groups(shape)
+    return tuple(
+        _block_offset(_cut(group, share), offset, ITEM_BYTES[group.held_as or shape.dtype])
+        for group, offset in zip(groups, shape.block_offsets, strict=True)
+        if _has_some(group, share)
+    )
+
+
+def _block_offset(group: TensorGroup, of_whole: int, item_bytes: int) -> int:
+    """Returns the distance from a block's boundary at which a share of a group begins in its file, -1 where it does not matter.
+    of_whole: that of the whole group."""
+    if of_whole < 0 or not group.cuts:
+        return of_whole
+    cut, (_, dims) = group.cuts[0], group.tensors[0]
+    skipped_bytes = cut.begin * math.prod(dims[1:]) * item_bytes
+    num_bytes = sum(math.prod(dims) for _, dims in group.tensors) * item_bytes
+    is_direct = cut.axis == 0 and skipped_bytes % 8 == 0 and num_bytes >= MIN_BLOCK_ALIGNED_BYTES
+    return (of_whole + skipped_bytes) % BLOCK_BYTES if is_direct else -1
+
+
+def rows_of(num_rows: int, share: SplitShape | None) -> slice:
+    """Returns the rows of a head that a device computes logits with. num_rows: of the whole head."""
+    if share is None:
+        return slice(0, num_rows)
+    return slice(share.rank * num_rows // share.size, (share.rank + 1) * num_rows // share.size)

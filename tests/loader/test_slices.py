@@ -1,0 +1,339 @@
+"""Shares of models that are split over devices: what each holds, how it arrives, and which models are not split."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.layers.weights import Weights
+from loader import file_reader, sinks
+from loader.capacity import Devices, Settings, share_of
+from loader.errors import CheckpointError, UnsupportedModel
+from loader.formats.int8 import INT8
+from loader.formats.plain import PLAIN
+from loader.hf_config import parse_config
+from loader.kv_layout import kv_bytes_per_token, kv_groups
+from loader.layout import (
+    block_offsets,
+    layout_id,
+    parameter_shapes,
+    share_weights_bytes,
+    stored_tensors,
+    weight_layout,
+    weights_bytes,
+)
+from loader.model_shape import LAST_TOKEN, EagleShape, HeadShape, LayerInputShape, ModelShape, SplitShape
+from loader.slices import split, whole
+from loader.staging import StagingRing
+from loader.weight_files import PACKED_DIR
+from loader.weight_stream import OpenCheckpoint, ReadReport, open_checkpoint, planned_reads, stream_weights
+from loader.work_space import work_space_bytes
+from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint, write_packable
+from tests.loader.packed_checkpoints import pack_checkpoint
+
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": CONFIG | BIASES,
+    "one KV head": CONFIG | {"num_key_value_heads": 1, "head_dim": 6},
+    "qwen3": CONFIG | {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 4, "head_dim": 8},
+    "gemma3": CONFIG | {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "absent", "head_dim": 8, "sliding_window": 16},
+    "phi": CONFIG | {"architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new", "num_key_value_heads": 4},
+    "cohere": CONFIG | {"architectures": ["CohereForCausalLM"]},
+    "wrapper": {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": CONFIG | {"model_type": "mistral"}},
+}
+BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "lm_head")
+BY_COLUMNS = ("o_proj", "dense", "down_proj", "fc2")
+# Matrices of 64 KiB and more, whose shares are, too.
+LARGE = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "num_key_value_heads": 4, "vocab_size": 1024, "dtype": "bfloat16"}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return {key: value for key, value in FAMILIES[name].items() if value != "absent"}
+
+
+def published(name: str) -> ModelShape:
+    return parse_config((Path(__file__).parents[1] / "published" / f"{name}.json").read_bytes())
+
+
+def parse(config: dict[str, Any]) -> ModelShape:
+    return parse_config(json.dumps(config).encode())
+
+
+def part_of(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, size: int) -> torch.Tensor | None:
+    """What the rank holds of a stored tensor; None: nothing. shape: of the whole model."""
+    module, kind = name.split(".")[-2:]
+    if module in ("k_proj", "v_proj"):
+        heads = tensor.unflatten(0, (shape.num_kv_heads, shape.head_dim)).repeat_interleave(max(1, size // shape.num_kv_heads), 0)
+        return heads.chunk(size)[rank].flatten(0, 1)
+    if module in BY_ROWS:
+        return tensor.chunk(size)[rank]
+    if module not in BY_COLUMNS:
+        return tensor
+    if kind == "bias":
+        return tensor if rank == 0 else None
+    return tensor.chunk(size, dim=1)[rank]
+
+
+def load(
+    folder: Path, dtype: str, rank: int, size: int, slot_bytes: int = 8192
+) -> tuple[dict[str, torch.Tensor], OpenCheckpoint, ReadReport]:
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack, split=SplitShape(rank, size))
+        memory = mmap.mmap(-1, weights_bytes(source.shape, dtype))
+        told: list[tuple[int, int]] = []
+        ring = StagingRing(3, slot_bytes)
+        sink = sinks.HostSink(memoryview(memory))
+        report = stream_weights(source, dtype, sink, ring, lambda *step: told.append(step), lambda: False)
+        assert told[-1] == (report.num_bytes, report.num_bytes)
+        held = {}
+        for slot in weight_layout(source.shape, dtype):
+            found = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=math.prod(slot.shape), offset=slot.offset_bytes)
+            held[slot.name] = found.view(slot.shape)
+    return held, source, report
+
+
+def check(folder: Path, config: dict[str, Any], stored: str, dtype: str, size: int, slot_bytes: int = 8192) -> None:
+    """Loads each rank's share, and compares it with parts of the stored tensors."""
+    shape, tensors = parse(config), tensors_for(config, stored, random_bytes=True)
+    for rank in range(size):
+        held, source, report = load(folder, dtype, rank, size, slot_bytes)
+        wanted, read = dict[str, torch.Tensor](), 0
+        for name, (_, dims, data) in tensors.items():
+            tensor = torch.frombuffer(bytearray(data), dtype=STORED[stored]).view(dims)
+            part = part_of(name, tensor, shape, rank, size)
+            if part is not None:
+                wanted[name] = part.to(getattr(torch, dtype))
+                of_columns = name.split(".")[-2] in BY_COLUMNS
+                read += (tensor if of_columns else part).nbytes
+        assert held.keys() == wanted.keys() == parameter_shapes(source.shape).keys()
+        for name, part in wanted.items():
+            assert torch.equal(held[name], part), (rank, name)
+        assert report.num_bytes == read
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_rank_holds_its_part_of_every_tensor(tmp_path: Path, name: str, size: int) -> None:
+    config = config_of(name)
+    check(write_checkpoint(tmp_path / "m", config, random_bytes=True), config, "F32", "float32", size)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("stored", "dtype"), [("BF16", "bfloat16"), ("BF16", "float32"), ("F32", "bfloat16"), ("F16", "bfloat16")])
+def test_parts_arrive_in_the_engine_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, stored: str, dtype: str
+) -> None:
+    """Also where fewer numbers than a row are converted at a time."""
+    monkeypatch.setattr(sinks, "CONVERT_ELEMENTS", 5)
+    config = CONFIG | BIASES
+    folder = write_checkpoint(tmp_path / "m", config, shards, stored, random_bytes=True)
+    check(folder, config, stored, dtype, 2)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_rows_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    monkeypatch.setattr(file_reader, "is_cached", lambda *_: cached)
+    folder = write_checkpoint(tmp_path / "m", LARGE, dtype="BF16", random_bytes=True, padding=8)
+    check(folder, LARGE, "BF16", "bfloat16", 2, slot_bytes=256 << 10)
+    _, source, report = load(folder, "bfloat16", 1, 2, slot_bytes=256 << 10)
+    by_columns = [slot for slot in weight_layout(source.shape, "bfloat16") if slot.cut is not None and slot.cut.axis]
+    columns = sum(2 * math.prod(slot.stored_shape) for slot in by_columns)
+    assert columns < report.staged_bytes < columns + (report.num_bytes - columns) / 4
+    assert report.direct_bytes == (0 if cached or report.refused else report.num_bytes)
+
+
+def test_little_more_than_the_share_is_read(tmp_path: Path) -> None:
+    """A matrix of which columns are kept has one segment for each read, not for each row."""
+    folder = write_checkpoint(tmp_path / "m", LARGE, dtype="BF16", random_bytes=True)
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack, split=SplitShape(1, 2))
+        reads = planned_reads(source, "bfloat16", StagingRing(1, 256 << 10))
+        everything = planned_reads(open_checkpoint(folder, "", stack), "bfloat16", StagingRing(1, 256 << 10))
+    of_rows = sum(read.end - read.begin for read in reads)
+    assert of_rows <= sum(read.num_bytes for read in reads) + 2 * 4096 * len(reads)
+    assert of_rows < 0.8 * sum(read.end - read.begin for read in everything)
+    segments = Counter(segment.tensor.name for read in reads for segment in read.segments)
+    assert max(segments.values()) <= 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shares_cover_each_tensor_once(name: str, size: int) -> None:
+    """All but what each rank has whole, and KV heads that several ranks share; rows of a head as well, tied or not."""
+    shape = parse(config_of(name))
+    covered = {tensor: np.zeros(dims, int) for tensor, dims in parameter_shapes(shape).items()}
+    for rank in range(size):
+        for slot in weight_layout(split(shape, rank, size), "float32"):
+            assert slot.stored_shape == covered[slot.name].shape
+            axis, begin, end, _ = slot.cut or (0, 0, slot.shape[0], 0)
+            covered[slot.name][(slice(None),) * axis + (slice(begin, end),)] += 1
+    for tensor, times in covered.items():
+        module, kind = tensor.split(".")[-2:]
+        once = module in BY_ROWS + BY_COLUMNS
+        shared = max(1, size // shape.num_kv_heads) if module in ("k_proj", "v_proj") else 1
+        assert (times == (shared if once else size)).all(), (tensor, kind)
+
+
+class Memory:
+    """Stands for a model's weight range, filled with its bytes' own numbers."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._all = torch.arange(num_bytes // 4, dtype=torch.float32).view(torch.uint8)
+
+    def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._all[offset_bytes : offset_bytes + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_views_are_of_the_share(tied: bool) -> None:
+    shape = parse(CONFIG | {"tie_word_embeddings": tied, "attention_bias": True})
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    for rank in range(4):
+        own = split(shape, rank, 4)
+        memory: Any = Memory(weights_bytes(own, "float32"))
+        weights = Weights(own, "float32", memory)
+        layer, parts = "model.layers.1.", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        fused = weights.matrix(layer, parts)
+        assert isinstance(fused, torch.Tensor)
+        assert torch.equal(fused, torch.cat([weights.get(f"{layer}{part}.weight") for part in parts]))
+        assert fused.shape == (4 + 4 + 4, 16)
+        assert weights.fused(layer, parts, ".bias").shape == (12,)
+        assert weights.get(f"{layer}self_attn.o_proj.weight").shape == (16, 4)
+        assert (weights.find(f"{layer}self_attn.o_proj.bias") is None) == (rank > 0)
+        assert weights.get(f"{layer}mlp.down_proj.weight").shape == (16, 6)
+        head, stored = weights.head_rows(name), weights.get(name)
+        assert head.shape == (8, 16)
+        assert torch.equal(head, stored[8 * rank : 8 * rank + 8] if tied else stored)
+        assert weights.get("model.embed_tokens.weight").shape == (32, 16)
+    whole_memory: Any = Memory(weights_bytes(shape, "float32"))
+    assert Weights(shape, "float32", whole_memory).head_rows(name).shape == (32, 16)
+
+
+def test_a_share_has_a_layout_of_its_own() -> None:
+    shape = parse(CONFIG | BIASES)
+    shares = [split(shape, rank, 2) for rank in range(2)]
+    assert [whole(share) for share in (*shares, shape)] == [shape] * 3
+    assert len({layout_id(one, "float32") for one in (shape, *shares)}) == 3
+    assert stored_tensors(shares[1]) == stored_tensors(shape)
+    sizes = [weights_bytes(share, "float32") for share in shares]
+    assert sizes[0] > sizes[1]  # biases of what is added up
+    assert share_weights_bytes(shape, "float32", 2) == sizes[0] < weights_bytes(shape, "float32")
+
+
+def test_block_offsets_of_a_share_follow_from_those_of_the_model(tmp_path: Path) -> None:
+    """So the daemon, which does not read headers again, counts the bytes that the engine maps."""
+    folder = write_checkpoint(tmp_path / "m", LARGE | {"hidden_size": 248, "head_dim": 62}, dtype="BF16", padding=8)
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack)
+        share = open_checkpoint(folder, "", stack, split=SplitShape(1, 2)).shape
+        assert open_checkpoint(folder, "", stack, in_place=False, split=SplitShape(1, 2)).shape.block_offsets == ()
+    tensors = {tensor.name: tensor for header in source.headers.values() for tensor in header.tensors}
+    assert share == split(source.shape, 1, 2)
+    assert share.block_offsets == block_offsets(share, tensors.values())
+    at = {slot.name: slot.offset_bytes for slot in weight_layout(share, "bfloat16")}
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.gate_proj.weight"
+        assert at[name] % 4096 == (tensors[name].offset_bytes + tensors[name].num_bytes // 2) % 4096
+        for part in ("self_attn.o_proj", "mlp.down_proj"):
+            assert at[f"model.layers.{layer}.{part}.weight"] % 64 == 0
+
+
+def test_kv_and_work_space_are_those_of_the_share() -> None:
+    shape = parse(CONFIG | {"num_key_value_heads": 4, "vocab_size": 32000, "intermediate_size": 4096})
+    two, four = split(shape, 0, 2), split(shape, 1, 4)
+    assert [kv_bytes_per_token(one, "bfloat16") for one in (shape, two, four)] == [128, 64, 32]
+    assert [kv_groups(one, "bfloat16", 16)[0].block_bytes for one in (shape, two, four)] == [2048, 1024, 512]
+    assert kv_bytes_per_token(split(parse(CONFIG), 3, 4), "bfloat16") == 32  # of a KV head that two ranks have
+    gathered = replace(two, intermediate_size=shape.intermediate_size, num_heads=4, num_kv_heads=4)
+    assert work_space_bytes(gathered, "bfloat16", 16, 64) > work_space_bytes(shape, "bfloat16", 16, 64)  # the share's logits, too
+    wide = replace(shape, vocab_size=64)
+    assert work_space_bytes(split(wide, 0, 2), "bfloat16", 512, 8) < work_space_bytes(wide, "bfloat16", 512, 8)
+
+
+def test_plans_count_the_largest_share() -> None:
+    shape, chunk = parse(LARGE | {"num_hidden_layers": 4}), 64 << 10
+    settings = Settings("bfloat16", PLAIN, "", 64, 8, 128, 16, chunk)
+    by_kind = {kind: share_of(shape, settings, Devices(kind, 2, 64 << 20)) for kind in ("cpu", "cuda")}
+    needed = share_weights_bytes(shape, "bfloat16", 2)
+    assert 0 <= by_kind["cpu"].weights_bytes - needed < chunk
+    assert needed > weights_bytes(shape, "bfloat16") / 2  # each device has the whole embedding
+    assert by_kind["cuda"].weights_bytes < by_kind["cpu"].weights_bytes
+    quantised = share_of(shape, replace(settings, weight_format=INT8), Devices("cpu", 2, 64 << 20))
+    assert quantised.weights_bytes < by_kind["cpu"].weights_bytes
+
+
+LLAMA = parse(CONFIG)
+HEAD = EagleShape(LLAMA, "llama", "", "", 32, False, False, False, False, False)
+GROUPED = parse(CONFIG | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4})
+REFUSED = {
+    "encoder": (parse(CONFIG | {"architectures": ["BertModel"], "hidden_act": "gelu"}), 2, "an encoder is served on one device"),
+    "embeddings": (replace(LLAMA, pooling=LAST_TOKEN), 2, "a decoder that makes vectors"),
+    "experts": (published("qwen3-235b-a22b"), 2, "a mixture of experts"),
+    "latent": (replace(published("deepseek-v2-lite"), experts=None), 2, "latent attention"),
+    "delta": (replace(published("qwen3-next-80b-a3b"), experts=None), 2, "gated delta rule"),
+    "predictor": (replace(LLAMA, predicts=True), 2, "predicts further tokens"),
+    "EAGLE-3": (replace(LLAMA, predicts=True, eagle=HEAD), 2, "an EAGLE-3 head"),
+    "quantised": (replace(LLAMA, stored_format="gptq by 32"), 2, "a checkpoint in GPTQ with 4 bits"),
+    "inputs": (replace(LLAMA, layer_inputs=LayerInputShape(32, 8)), 2, "inputs of their own"),
+    "gates": (replace(LLAMA, gated_attention=True), 2, "gates of attention's output"),
+    "readers": (replace(LLAMA, num_reading_layers=1), 2, "read the keys and values of others"),
+    "tied keys": (published("gemma-4-31b"), 2, "keys are its values"),
+    "two kinds of heads": (replace(LLAMA, full_heads=HeadShape(1, 8)), 2, "differ in their heads"),
+    "wide norms": (parse(CONFIG | {"architectures": ["Olmo2ForCausalLM"]}), 2, "norms over all heads at once"),
+    "fused": (parse(CONFIG | {"architectures": ["Phi3ForCausalLM"]}), 2, "self_attn.qkv_proj, mlp.gate_up_proj"),
+    "fused MLP": (parse(CONFIG | {"architectures": ["Glm4ForCausalLM"]}), 2, r"one tensor \(mlp.gate_up_proj\)"),
+    "heads": (LLAMA, 8, "num_attention_heads 4 is no multiple of 8"),
+    "KV heads": (GROUPED, 4, "num_key_value_heads 6 neither divides 4"),
+    "MLP": (parse(CONFIG | {"intermediate_size": 25}), 2, "intermediate_size 25 is no multiple of 2"),
+    "vocabulary": (parse(CONFIG | {"vocab_size": 33}), 2, "vocab_size 33 is no multiple of 2"),
+    "share": (split(LLAMA, 0, 2), 2, "a share of a model already"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_split_is_refused_with_the_reason(name: str) -> None:
+    shape, size, said = REFUSED[name]
+    with pytest.raises(UnsupportedModel, match=f"config.json: parallel: .*{said}"):
+        split(shape, size - 1, size)
+
+
+def test_a_share_is_not_quantised() -> None:
+    with pytest.raises(UnsupportedModel, match="parallel: quantize = 'int8' is served on one device alone"):
+        weight_layout(split(LLAMA, 0, 2), "float32", INT8)
+    with pytest.raises(ValueError, match="rank 2 is not below the number of devices 2"):
+        split(LLAMA, 2, 2)
+
+
+def test_shares_are_read_from_plain_files(tmp_path: Path) -> None:
+    folder = write_packable(tmp_path / "m")
+    pack_checkpoint(folder)
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack, wants_packed=lambda _: True, split=SplitShape(1, 2))
+        assert not source.is_packed
+        assert source.packed_reason == "read its plain files: shares of a model are not read from packed ones"
+        assert source.shape == split(source.checkpoint.shape or LLAMA, 1, 2)
+    assert {dims for name, dims in parameter_shapes(source.shape).items() if "down_proj" in name} == {(120, 250)}
+    (folder / "model.safetensors").unlink()
+    (folder / PACKED_DIR / "model.safetensors").rename(folder / "model.safetensors")
+    with ExitStack() as stack, pytest.raises(UnsupportedModel, match=r"parallel: model\.safetensors holds packed weights"):
+        open_checkpoint(folder, "", stack, split=SplitShape(1, 2))
+
+
+def test_a_tensor_of_another_shape_is_named_with_the_shape_of_the_whole(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m")
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack, split=SplitShape(0, 2))
+        source.shape = replace(source.shape, intermediate_size=10)
+        with pytest.raises(CheckpointError, match=r"mlp.gate_proj.weight: has shape \[24, 16\], expected \[20, 16\]"):
+            planned_reads(source, "float32", StagingRing(1, 8192))
