@@ -16,7 +16,7 @@ CACHE_DIR = str(ROOT / ".pytest_cache" / "kernels")
 @functools.cache
 def warm() -> None:
     """Compiles those that are missing, so that no test waits for a compiler: a minute the first time, on two cores."""
-    formats = ("--int8", "--fp8", "--mxfp4", "--nvfp4", "--int4", "--int4-zeros", "--adapters")
+    formats = ("--int8", "--fp8", "--mxfp4", "--nvfp4", "--int4", "--int4-zeros", "--adapters", "--ranks")
     command = [sys.executable, "-m", "engine.warm", CACHE_DIR, *formats]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 

@@ -17,7 +17,10 @@ class GroupBroken(Exception):
 
 
 class Ranks(Protocol):
-    """One rank's view of its group. All ranks call the same methods in the same order, with tensors of the same shapes."""
+    """One rank's view of its group. All ranks call `sum` and `gather` in the same order, with tensors of the same widths.
+
+    Their numbers of rows may differ, because a step that is recorded is padded otherwise than one that is not. What counts is what
+    `count` was given last, on every rank the same."""
 
     @property
     def rank(self) -> int: ...
@@ -25,13 +28,18 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
+    def count(self, num_tokens: int, num_rows: int) -> None:
+        """Says how many rows, from the first on, are exchanged from now on: num_tokens of what is summed, num_rows of what is
+        gathered. The others are padding. Programs that were recorded earlier go by it, too."""
+        ...
+
     def sum(self, x: Tensor) -> None:
-        """Replaces x [T, W] by the sum of all ranks' x. The order of the addition is that of the ranks, so all ranks get the same
-        bits."""
+        """Replaces x [T, W] by the sum of all ranks' x, and leaves padding as it is. The ranks' x are added in the order of the
+        ranks, so all ranks get the same bits."""
         ...
 
     def gather(self, part: Tensor) -> Tensor:
-        """Returns the ranks' parts side by side: [N, size * W] of [N, W]."""
+        """Returns the ranks' parts side by side: [N, size * W] of [N, W]. Padding is not initialised."""
         ...
 
     def check(self) -> None:

@@ -40,7 +40,8 @@ KEPT_BYTES = COMPILER_BYTES * 3 // 4  # a process with more memory than this com
 
 @dataclass(slots=True, frozen=True)
 class _Kind:
-    """The kernels that models of one dtype and quantisation need. quantize "adapters": what LoRA adapters need."""
+    """The kernels that models of one dtype and quantisation need. quantize "adapters": what LoRA adapters need; "ranks": what
+    models need that are split over devices."""
 
     dtype: str
     quantize: str
@@ -48,6 +49,8 @@ class _Kind:
     def __str__(self) -> str:
         if self.quantize == "adapters":
             return f"{self.dtype} with LoRA adapters"
+        if self.quantize == "ranks":
+            return f"{self.dtype} of models that are split"
         return f"{self.dtype} with {self.quantize} weights" if self.quantize else self.dtype
 
 

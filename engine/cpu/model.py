@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.contracts.ranks import Ranks
 from engine.contracts.steps import StepResult
 from engine.cpu.adapters import HostAdapterMemory
 from engine.cpu.batch import GroupMemory, HostBatch, build_batch, padded_rows
-from engine.cpu.ops import ADAPTERS, CpuOps
+from engine.cpu.ops import ADAPTERS, RANKS, CpuOps
 from engine.cpu.predicting import Predicting
 from engine.cpu.recording.inputs import StepInputs
 from engine.cpu.recording.program import Scratch
@@ -32,7 +33,7 @@ from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
 from engine.ops.ops import BatchAdapters, Rotary
 from engine.protocol import LoadModel
-from engine.sampling.logprobs import owed_prompt_rows
+from engine.sampling.logprobs import OwedPrompts, owed_prompt_rows
 from engine.sampling.outputs import sampled_outputs
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
 from engine.sampling.vectors import scaled_vectors, vectors_result
@@ -58,8 +59,12 @@ class CpuModel:
         block_tokens: int,
         num_threads: int,
         need_kernels: Callable[[str], None] = lambda kernels: None,
+        ranks: Ranks | None = None,
+        kv_memory: Tensor | None = None,
     ) -> None:
-        """need_kernels: has a further set of kernels compiled, unless it is."""
+        """need_kernels: has a further set of kernels compiled, unless it is. ranks: of a share of a split model (shape.split), what
+        joins it with the others. kv_memory: uint8, the model's own KV memory, which block numbers count from; None: it is the
+        arena."""
         self._ops = ops
         self.name = spec.model
         self.vocab_size, self.embeds = shape.vocab_size, bool(shape.pooling)
@@ -70,14 +75,18 @@ class CpuModel:
         self._eos_token_ids = spec.eos_token_ids
         self._weights = weights
         self._logits_rows = work_space.logits_rows(shape, spec.dtype, spec.max_sequences)
-        self._model: CausalLM[HostBatch] = build_model(ops, shape, Weights(shape, spec.dtype, weights, FORMATS[spec.quantize]))
+        self._model: CausalLM[HostBatch] = build_model(
+            ops, shape, Weights(shape, spec.dtype, weights, FORMATS[spec.quantize]), ranks
+        )
+        self._ranks = ranks
         self._released = False
         rotary, local = rotaries_of(shape, spec.max_model_len)
         self._kv_dtype = spec.kv_dtype
         self._padded = spec.dtype != "float32"  # float32 needs no padding: MKL, which computes it, has no set-up per row count
         turns = {layer: local if window else rotary for layer, window in enumerate(shape.layer_windows)}
         turns[shape.num_layers] = rotary if shape.eagle is None else rotaries_of(shape.eagle.layer, spec.max_model_len)[0]
-        self._kv = [self._group_memory(memory, group, turns[group.layers[0]]) for group in self.kv_groups]
+        own_kv = memory.arena if kv_memory is None else kv_memory
+        self._kv = [self._group_memory(own_kv, group, turns[group.layers[0]]) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_computed_layers))
         max_rows, max_blocks = min(spec.max_sequences, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
@@ -85,6 +94,8 @@ class CpuModel:
         self._max_rows, self._scratch = max_rows, scratch
         self._dtype, self._format_kernels = spec.dtype, FORMATS[spec.quantize].kernels
         self._need_kernels = need_kernels
+        if ranks is not None:
+            need_kernels(RANKS)
         self._adapters: BatchAdapters | None = None  # None: the model's steps do not compute adapters
         self.adapter_memory = HostAdapterMemory(shape, spec.dtype, self._use_adapters)
         self._predicting = None
@@ -106,7 +117,8 @@ class CpuModel:
 
     @property
     def _has_final_kernels(self) -> bool:
-        sets = (self._format_kernels,) if self._adapters is None else (self._format_kernels, ADAPTERS)
+        further = ((ADAPTERS, self._adapters), (RANKS, self._ranks))
+        sets = [self._format_kernels, *(kernels for kernels, user in further if user is not None)]
         return all(self._ops.is_final(self._dtype, one) for one in sets)
 
     def _use_adapters(self) -> None:
@@ -121,12 +133,12 @@ class CpuModel:
         self._awaits_kernels = not self._has_final_kernels
         self._steps = self._recorded_steps()
 
-    def _group_memory(self, memory: ChunkMemory, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
+    def _group_memory(self, arena: Tensor, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
         if group.kind == "state":
-            states = state_view(memory.arena, group)
+            states = state_view(arena, group)
             return GroupMemory(states, states.view(-1).numpy(), rotary, group.reach)
-        kv, scales = kv_views(memory.arena, group, kv_layout.kv_token_dims(self.shape, group.layers[0]), self._kv_dtype)
-        flat = memory.arena[:0] if scales is not None else kv.view(-1)  # no CPU kernel reads fp8
+        kv, scales = kv_views(arena, group, kv_layout.kv_token_dims(self.shape, group.layers[0]), self._kv_dtype)
+        flat = arena[:0] if scales is not None else kv.view(-1)  # no CPU kernel reads fp8
         kv_flat = flat.view(torch.uint16).numpy() if kv.dtype is torch.bfloat16 else flat.numpy()
         return GroupMemory(kv, kv_flat, rotary, group.reach, scales)
 
@@ -157,16 +169,33 @@ class CpuModel:
         return self._dtype
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step: stores the new tokens' KV and samples one id, or makes one vector, for each sampling row."""
+        """Runs one step: stores the new tokens' KV and samples one id, or makes one vector, for each sampling row. Of a split model
+        all ranks run the step, the others by `follow`. Raises GroupBroken."""
         begin = time.perf_counter()
         if masks is None and not self.embeds:
             self._prepare()
+            if self._ranks is not None:
+                self._count(plan, int(plan.samples.sum()))
             drawn = self._steps.draw(plan, table)
             if drawn is not None:
+                self._check_ranks()
                 self._kept = self._steps.kept
                 return self._with_proposals(StepResult(*drawn, time.perf_counter() - begin), plan, table)
         with torch.inference_mode():
             return self._with_proposals(self._execute(plan, table, masks, recorded=True), plan, table)
+
+    @torch.inference_mode()
+    def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
+        """Runs a rank's share of a step that rank 0 executes, up to the logits. `table` is read at the beginning. Raises
+        GroupBroken."""
+        owed = owed_prompt_rows(plan, table)
+        if owed is not None or self._decode(plan, table) is None:
+            hidden, num_sampling = self._forward(plan, table, every_token=False, also=None if owed is None else owed.tokens)
+            logits = self._logits_in_parts(plan, num_sampling, owed)
+            for num_rows, of in ((num_sampling, hidden), (0 if owed is None else len(owed.tokens), hidden[num_sampling:])):
+                for first in range(0, num_rows, self._logits_rows):
+                    logits(of[first : first + self._logits_rows])
+        self._check_ranks()
 
     def _with_proposals(
         self, result: StepResult, plan: BatchPlan, table: SequenceTable, max_tokens: int | None = None
@@ -193,13 +222,40 @@ class CpuModel:
         else:
             also = None if owed is None else owed.tokens
             hidden, num_sampling = self._forward(plan, table, every_token=False, also=also, recorded=recorded)
-            logits = self._loaded().logits
+            logits = self._logits_in_parts(plan, num_sampling, owed)
+        self._check_ranks()  # before any row is sampled
         rows: SamplingRows | None = None
         if num_sampling:
             rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size)
             if masks is not None:
                 constrain(rows, masks)
         return sampled_outputs(self._ops, hidden, num_sampling, rows, owed, plan, table, logits, self._logits_rows, begin)
+
+    def _logits_in_parts(self, plan: BatchPlan, num_sampling: int, owed: OwedPrompts | None) -> Callable[[Tensor], Tensor]:
+        """Returns what computes logits as the model does, and is called for each part of the step's rows in order: those that
+        sample, then those owed, _logits_rows at a time. All ranks exchange the rows of a part that are not padding."""
+        model, ranks = self._loaded(), self._ranks
+        if ranks is None:
+            return model.logits
+        totals = (num_sampling, 0 if owed is None else len(owed.tokens))
+        parts = iter([min(self._logits_rows, num - first) for num in totals for first in range(0, num, self._logits_rows)])
+
+        def logits(hidden: Tensor) -> Tensor:
+            self._count(plan, next(parts))
+            made = model.logits(hidden)
+            ranks.check()
+            return made
+
+        return logits
+
+    def _count(self, plan: BatchPlan, num_rows: int) -> None:
+        """Tells the ranks how many of a step's rows are not padding. num_rows: of the logits that are computed next."""
+        if self._ranks is not None:
+            self._ranks.count(int(plan.num_new.sum()), num_rows)
+
+    def _check_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.check()
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan, table: SequenceTable, every_token: bool = False) -> FloatArray:
@@ -208,6 +264,7 @@ class CpuModel:
         if step is not None:
             return step.logits[: len(plan.slots)].float().numpy().copy()
         hidden, num = self._forward(plan, table, every_token)
+        self._count(plan, num)
         return self._loaded().logits(hidden)[:num].float().numpy()
 
     def _loaded(self) -> CausalLM[HostBatch]:
@@ -219,6 +276,7 @@ class CpuModel:
         """Runs the plan as a recorded decode step. Returns None if it is not one that can be recorded: then `_forward` computes
         it."""
         self._prepare()
+        self._count(plan, len(plan.slots))
         return self._steps.decode(plan, table)
 
     def _prepare(self) -> CausalLM[HostBatch]:
@@ -236,6 +294,7 @@ class CpuModel:
         """Returns the hidden states of the sampling rows' last tokens, or of all tokens, and their number. After them come the
         hidden states of `also` (indices into T) and padding. recorded: whether recorded steps may be run."""
         model, num_tokens = self._prepare(), int(plan.num_new.sum())
+        self._count(plan, 0)  # of the logits no part is computed here
         wanted: Tensor | None = None
         num_wanted = num_tokens
         if not every_token and (also is not None or not plan.samples.all() or num_tokens > len(plan.slots)):

@@ -42,7 +42,8 @@ from loader.model_shape import TemperatureShape
 from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
 _NO_SINKS = np.empty(0, np.float32)
-ADAPTERS = "adapters"  # the set of kernels that models need once they have LoRA adapters, as formats of weights name theirs
+# sets of kernels that models need once they have LoRA adapters, and that split ones need, as formats of weights name theirs
+ADAPTERS, RANKS = "adapters", "ranks"
 BLOCK_TOKENS_STEP = 4  # paged_attention takes blocks of a multiple of this
 
 
@@ -111,6 +112,11 @@ class CpuOps:
     def input_kernels(self) -> Any:
         """Returns the module that reads a recorded step's inputs off the sequence table; it has reference_inputs.py's functions."""
         return reference_inputs if self.kernels is None or self._in_use == frozenset() else self.kernels
+
+    def rank_kernels(self, x: Tensor) -> Any:
+        """Returns the module that joins the ranks' parts of a tensor like x (sum_ranks, gather_ranks); None if it may not be called
+        yet, or never."""
+        return self.kernels if self._served(x, RANKS) else None
 
     def rotary_turns(self, rotary: Rotary, positions: Any, turns: Tensor) -> None:
         """Writes turns [T, 2 P] float32 for positions [T] (int32 array): cosines, then sines, of the dimensions that rotate."""

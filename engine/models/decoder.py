@@ -12,6 +12,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from engine.contracts.ranks import Ranks
 from engine.layers.layer_inputs import LayerInputs
 from engine.layers.norms import Norm
 from engine.layers.weights import Weights
@@ -24,8 +25,10 @@ from loader.model_shape import ModelShape
 
 
 class DecoderModel(Generic[BatchT]):
-    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights) -> None:
-        self.ops = ops
+    """A decoder, or one rank's share of it. ranks: what joins the shares; None: the model is whole."""
+
+    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, ranks: Ranks | None = None) -> None:
+        self.ops, self.ranks = ops, ranks
         names = family.names
         self.embedding = weights.get(f"{names.embedding}.weight")
         self.embedding_scale = shape.embedding_scale
@@ -33,12 +36,12 @@ class DecoderModel(Generic[BatchT]):
             self.embedding_scale = torch.tensor(shape.hidden_size**0.5, dtype=self.embedding.dtype).item()
         self.inputs = LayerInputs(ops, family, shape, weights) if shape.layer_inputs is not None else None
         self.num_layers = shape.num_layers
-        self.layers = [DecoderLayer(ops, family, shape, weights, layer) for layer in range(shape.num_layers)]
+        self.layers = [DecoderLayer(ops, family, shape, weights, layer, ranks) for layer in range(shape.num_layers)]
         self.norm = Norm(ops, family, shape, weights, names.final_norm)
         self.logit_scale, self.logit_softcap = shape.logit_scale, shape.logit_softcap
         self.head: Tensor | None = None  # of a model that makes vectors
         if not shape.pooling:
-            self.head = self.embedding if shape.tie_word_embeddings else weights.get(f"{names.head}.weight")
+            self.head = weights.head_rows(f"{names.embedding if shape.tie_word_embeddings else names.head}.weight")
         self.head_bias = weights.find(f"{names.head}.bias")
         self.predictor: Predictor[BatchT] | EagleDrafter[BatchT] | None = None
         self.kept_layers: tuple[int, ...] = ()
@@ -86,8 +89,10 @@ class DecoderModel(Generic[BatchT]):
         """Returns the logits [N, V] of hidden states [N, hidden]. Raises RuntimeError for a model that makes vectors."""
         if self.head is None:
             raise RuntimeError("the model makes vectors and has no head")
-        logits = self.ops.scaled(self.ops.linear(hidden, self.head, self.head_bias), self.logit_scale)
-        return self.ops.softcap(logits, self.logit_softcap)
+        logits = self.ops.linear(hidden, self.head, self.head_bias)
+        if self.ranks is not None:
+            logits = self.ranks.gather(logits)
+        return self.ops.softcap(self.ops.scaled(logits, self.logit_scale), self.logit_softcap)
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
         """Returns the states [T, width of the predictor] that the predictor reads of what `forward` kept. Raises RuntimeError for a

@@ -9,6 +9,7 @@ from typing import Generic
 
 from torch import Tensor
 
+from engine.contracts.ranks import Ranks
 from engine.layers.attention import Attention
 from engine.layers.beside_experts import BesideExperts
 from engine.layers.experts import MixtureOfExperts
@@ -27,10 +28,15 @@ class DecoderLayer(Generic[BatchT]):
     """One layer: attention_norm, attention (or a gated delta rule), attended_norm, addition, mlp_norm, MLP, mlp_output_norm. A
     family has some of these norms. Additions are fused with the norm that follows. In families whose branches are parallel, the MLP
     reads what attention reads. Some families add what they make of an input of the layer's own, and multiply the residual by a
-    scalar at the end; these have no addition left for the next layer."""
+    scalar at the end; these have no addition left for the next layer.
 
-    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
-        self.ops = ops
+    Of a split model, attention and MLP each make a share of what they add, which the ranks add up before anything else is done with
+    it."""
+
+    def __init__(
+        self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int, ranks: Ranks | None = None
+    ) -> None:
+        self.ops, self.ranks = ops, ranks
         names, prefix = family.names, family.names.layer.format(layer)
         self.parallel, self.scale = shape.parallel_branches, shape.branch_scale
         of_norm = (ops, family, shape, weights, prefix)
@@ -52,14 +58,14 @@ class DecoderLayer(Generic[BatchT]):
         """Returns what this layer adds to the residual [T, hidden], None if it has added everything. update: what the layer before
         adds to it (None: nothing)."""
         read = self._added(update, residual, self.attention_norm)
-        attended = self.attention(read, batch)
+        attended = self._joined(self.attention(read, batch))
         if self.attended_norm is not None:
             attended = self.attended_norm(attended)
         if self.parallel:
-            update = self.mlp(read, batch)
+            update = self._joined(self.mlp(read, batch))
             self.ops.add(attended, residual, self.scale)
         else:
-            update = self.mlp(self._added(attended, residual, self.mlp_norm), batch)
+            update = self._joined(self.mlp(self._added(attended, residual, self.mlp_norm), batch))
         if self.experts is not None:
             update = self.experts(update, residual, batch)
         if self.mlp_output_norm is not None:
@@ -71,6 +77,12 @@ class DecoderLayer(Generic[BatchT]):
             return update
         self.ops.add_and_scale(update, residual, self.scalar)
         return None
+
+    def _joined(self, made: Tensor) -> Tensor:
+        """Returns the sum of what the ranks made."""
+        if self.ranks is not None:
+            self.ranks.sum(made)
+        return made
 
     def _added(self, update: Tensor | None, residual: Tensor, norm: Norm | None) -> Tensor:
         """Adds the update to the residual in place; returns what a branch reads of it: its norm, or itself where there is none."""

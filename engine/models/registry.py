@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from engine.contracts.ranks import Ranks
 from engine.layers.weights import Weights
 from engine.models.bert import BertModel
 from engine.models.decoder import DecoderModel
@@ -49,11 +50,13 @@ class Encoder(Protocol):
         ...
 
 
-def build_model(ops: Ops[BatchT], shape: ModelShape, weights: Weights) -> CausalLM[BatchT]:
-    """Builds a decoder. Raises TypeError for a family of another kind; callers ask shape.is_encoder first."""
+def build_model(ops: Ops[BatchT], shape: ModelShape, weights: Weights, ranks: Ranks | None = None) -> CausalLM[BatchT]:
+    """Builds a decoder. ranks: what joins the shares of a split one (shape.split). Raises TypeError for a family of another kind;
+    callers ask shape.is_encoder first."""
+    assert (shape.split is None) == (ranks is None)
     family = architecture_of(shape)
     if isinstance(family, Decoder | Wrapper):
-        return DecoderModel(ops, family.decoder_of(shape), shape, weights)
+        return DecoderModel(ops, family.decoder_of(shape), shape, weights, ranks)
     raise TypeError(f"{shape.architecture} is not built: nothing runs a {type(family).__name__}")
 
 

@@ -39,6 +39,7 @@ from engine.cpu.kernels.int8 import int8_linear_parallel, int8_linear_serial
 from engine.cpu.kernels.linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.cpu.kernels.logprobs import penalise, top_logprobs
 from engine.cpu.kernels.prefill import prefill_attention_parallel, prefill_attention_serial
+from engine.cpu.kernels.ranks import gather_ranks, sum_ranks
 from engine.cpu.kernels.sampling import sample_parallel, sample_serial
 from engine.cpu.kernels.widened_linear import FEW_ROWS as FEW_WIDENED_ROWS
 from engine.cpu.kernels.widened_linear import scratch_floats as widened_scratch_floats
@@ -65,6 +66,7 @@ __all__ = [
     "fp8_linear",
     "fp8_linear_kernel",
     "fp8_rows",
+    "gather_ranks",
     "gather_rows",
     "gelu",
     "gelu_and_mul",
@@ -97,6 +99,7 @@ __all__ = [
     "silu_and_mul",
     "step_blocks",
     "step_tokens",
+    "sum_ranks",
     "top_logprobs",
     "widen_four_bits",
     "widened_linear",

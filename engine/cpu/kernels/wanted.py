@@ -30,6 +30,7 @@ from engine.cpu.kernels import (
     linear,
     logprobs,
     prefill,
+    ranks,
     rows,
     sampling,
     widened_linear,
@@ -213,6 +214,9 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
         wanted.append(_both(entry.widen_four_bits, four_bits.widen_four_bits_signature(element, *of_groups)))
     if quantize == "adapters":
         wanted.append(_both(entry.add_adapters, adapters.add_adapters_signature(element)))
+    if quantize == "ranks":
+        wanted.append((entry.sum_ranks, None, ranks.sum_ranks_signature(element)))
+        wanted.append((entry.gather_ranks, None, ranks.gather_ranks_signature(element)))
     if quantize == "mxfp4":
         wanted.append(_both(entry.clamped_swiglu, rows.clamped_swiglu_signature(element)))
     if dtype == "bfloat16":

@@ -1,0 +1,136 @@
+"""The ranks of a group on the CPU, which exchange their parts through memory that their engines share.
+
+Compiled kernels do it (engine/cpu/kernels/ranks.py), which also describes how. Until they are compiled, Python does the same in the
+same memory, so ranks that have them and ranks that do not work together.
+
+Shapes: T tokens or rows, W width, S ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.contracts.ranks import GroupBroken
+from engine.cpu.ops import CpuOps
+from engine.cpu.products import array
+from engine.cpu.recording.program import call, empty
+from engine.host.rank_memory import LINE_BYTES, buffer_bytes_of
+from scheduler.batch.plan import LongArray
+
+# As in engine/cpu/kernels/ranks.py, which cannot be imported where Numba is missing.
+PIECES, SUM_ROWS, GATHER_ROWS, OWN_WORDS = 0, 1, 2, 3
+PUBLISHED, SLEEPERS = 0, 1
+_FUTEX, _FUTEX_WAKE, _ALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 98), 1, (1 << 31) - 1
+_SPIN_S, _SLEEP_S, _LONGEST_S = 60e-6, 50e-6, 2e-3  # Python looks again at once for so long; then it sleeps between looks
+_NUMPY_OF = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.uint16)}
+
+
+class SharedRanks:
+    """An engine.contracts.ranks.Ranks over memory that several processes map. One thread calls it at a time."""
+
+    def __init__(self, ops: CpuOps, rank: int, size: int, broken: LongArray, memory: Any) -> None:
+        """broken [1]: not 0 once the group has lost a device; others write it. memory: uint8 array, aligned to 8 bytes, of
+        rank_memory_bytes bytes, which were all 0 before the first rank used them. Raises ValueError."""
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not one of {size}")
+        self.rank, self.size = rank, size
+        self._ops, self._broken = ops, broken
+        self._buffer_bytes = buffer_bytes_of(len(memory), size)
+        self._counters: LongArray = memory[: size * LINE_BYTES].view(np.int64).reshape(size, -1)
+        self._memory = memory[size * LINE_BYTES :]
+        self._own = np.zeros(OWN_WORDS, np.int64)
+        self._buffers = {dtype: self._memory.view(kind).reshape(2 * size, -1) for dtype, kind in _NUMPY_OF.items()}
+        self._fence = threading.Lock()
+        self._fence.acquire()
+
+    def count(self, num_tokens: int, num_rows: int) -> None:
+        self._own[SUM_ROWS], self._own[GATHER_ROWS] = num_tokens, num_rows
+
+    def sum(self, x: Tensor) -> None:
+        kernels = self._ops.rank_kernels(x)
+        if kernels is None:
+            call(self._sum, x.view(x.shape))
+            return
+        call(kernels.sum_ranks, array(x), self._own, self._broken, self._counters, self._buffers[x.dtype], self.rank)
+
+    def gather(self, part: Tensor) -> Tensor:
+        kernels = self._ops.rank_kernels(part)
+        out = empty(part, len(part), self.size * part.shape[1])
+        if kernels is None:
+            call(self._gather, part.view(part.shape), out.view(out.shape))
+        else:
+            shared = (self._own, self._broken, self._counters, self._buffers[part.dtype], self.rank)
+            call(kernels.gather_ranks, array(part), *shared, array(out))
+        return out
+
+    def check(self) -> None:
+        if self._broken[0]:
+            raise GroupBroken(f"rank {self.rank} of {self.size}: the group has lost a device")
+
+    def _sum(self, x: Tensor) -> None:
+        """Does what sum_ranks does."""
+        values = x[: self._own[SUM_ROWS]].view(-1)
+        for piece in values.split(self._buffer_bytes // x.element_size()):
+            parts = self._exchange(piece)
+            if parts is None:
+                return
+            total = parts[0].float()
+            for part in parts[1:]:
+                total = total + part.float()  # not in place: of float32 it is another rank's buffer
+            piece.copy_(total)
+
+    def _gather(self, part: Tensor, out: Tensor) -> None:
+        """Does what gather_ranks does."""
+        num_rows = min(int(self._own[GATHER_ROWS]), len(part))
+        room, at = self._buffer_bytes // part.element_size(), 0
+        gathered = part.new_empty(self.size, num_rows * part.shape[1])
+        for piece in part[:num_rows].view(-1).split(room):
+            parts = self._exchange(piece)
+            if parts is None:
+                return
+            for own, told in zip(gathered, parts, strict=True):
+                own[at : at + len(piece)] = told
+            at += len(piece)
+        out[:num_rows].view(num_rows, self.size, -1).copy_(gathered.view(self.size, num_rows, -1).transpose(0, 1))
+
+    def _exchange(self, piece: Tensor) -> list[Tensor] | None:
+        """Publishes a piece [n] and returns all ranks' pieces, as views that are valid until the next one; None if the group is
+        broken."""
+        turn = int(self._own[PIECES]) + 1
+        self._own[PIECES] = turn
+        buffers = torch.from_numpy(self._memory).view(piece.dtype).view(2 * self.size, -1)
+        parts = [buffers[2 * rank + turn % 2][: len(piece)] for rank in range(self.size)]
+        parts[self.rank].copy_(piece)
+        self._order()
+        self._counters[self.rank, PUBLISHED] = turn
+        self._order()
+        if self._counters[self.rank, SLEEPERS] > 0:
+            place = self._counters.ctypes.data + self.rank * LINE_BYTES
+            _syscall()(_FUTEX, ctypes.c_void_p(place), _FUTEX_WAKE, _ALL, None, None, 0)
+        begin_s = time.perf_counter()
+        while not bool((self._counters[:, PUBLISHED] >= turn).all()):
+            if self._broken[0]:
+                return None
+            waited_s = time.perf_counter() - begin_s
+            if waited_s > _SPIN_S:
+                time.sleep(min(max(_SLEEP_S, waited_s / 8), _LONGEST_S))
+        self._order()
+        return parts
+
+    def _order(self) -> None:
+        """Orders the accesses to memory before it before those after it, on every processor: giving up a lock and taking it again
+        are a store with release and then a load with acquire that reads it."""
+        self._fence.release()
+        self._fence.acquire()
+
+
+def _syscall() -> Any:
+    return ctypes.CDLL(None, use_errno=True).syscall

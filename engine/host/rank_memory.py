@@ -1,0 +1,26 @@
+"""The layout of the memory in which the devices of a group exchange their shares of a model's results.
+
+It begins with a line for each rank, LINE_BYTES long: how many pieces the rank has published (int64), and how many other ranks sleep
+until that grows (int64). Then come two buffers for each rank, which it fills by turns. All is zero at the beginning.
+"""
+
+from __future__ import annotations
+
+LINE_BYTES = 64  # of a cache line, so that no rank's counter moves when another one's is written
+BUFFER_BYTES = 256 << 10  # 64 tokens of a model of width 2,048 in bfloat16; larger tensors go in pieces
+
+
+def rank_memory_bytes(size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
+    """Returns the bytes of memory that `size` ranks need. Raises ValueError unless a buffer is a whole number of lines."""
+    if buffer_bytes <= 0 or buffer_bytes % LINE_BYTES:
+        raise ValueError(f"buffer_bytes {buffer_bytes} is not a multiple of {LINE_BYTES}")
+    return size * (LINE_BYTES + 2 * buffer_bytes)
+
+
+def buffer_bytes_of(num_bytes: int, size: int) -> int:
+    """Returns the bytes of each buffer in memory of num_bytes bytes for `size` ranks. Raises ValueError if there is none of that
+    size."""
+    buffer_bytes = (num_bytes // size - LINE_BYTES) // 2
+    if rank_memory_bytes(size, buffer_bytes) != num_bytes:
+        raise ValueError(f"{num_bytes} bytes are not the memory of {size} ranks with buffers of one size")
+    return buffer_bytes

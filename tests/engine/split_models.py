@@ -1,0 +1,233 @@
+"""Tiny random models of several families, as ranks of a group hold them, and a script of steps that each rank runs."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.contracts.ranks import GroupBroken
+from engine.contracts.steps import StepResult
+from engine.cpu import model as cpu_model
+from engine.cpu.memory import CpuMemory
+from engine.cpu.model import CpuModel
+from engine.cpu.ranks import SharedRanks
+from engine.cpu.recording.program import Scratch
+from engine.grammar.row_masks import RowMasks
+from engine.memory.weight_range import WeightRange
+from engine.protocol import LoadModel, SamplingParams
+from loader.hf_config import parse_config
+from loader.layout import weight_layout, weights_bytes
+from loader.model_shape import ModelShape
+from loader.slices import split
+from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
+from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN, make_table, plan, put
+from tests.engine.rank_processes import Rank
+
+VOCAB = 212
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": MAX_LEN,
+    "rms_norm_eps": 1e-5,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
+    "llama-biases": {
+        "architectures": ["LlamaForCausalLM"],
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "num_key_value_heads": 4},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "sliding_window": 6,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 9.0,
+        "query_pre_attn_scalar": 24,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "cohere": {"architectures": ["CohereForCausalLM"], "logit_scale": 0.75, "layer_norm_eps": 1e-3},
+    "phi": {
+        "architectures": ["PhiForCausalLM"],
+        "num_key_value_heads": 8,
+        "hidden_size": 64,
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+        "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu_new",
+    },
+}
+SLOTS = 24
+TOKENS = np.random.default_rng(2).integers(2, VOCAB, (SLOTS, 60)).tolist()
+KV_BYTES, CHUNK_BYTES = 8 << 20, 64 << 10
+
+
+@dataclass(frozen=True)
+class How:
+    """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps."""
+
+    compiled: bool = True
+    recorded: bool = True
+
+
+def shape_of(family: str, dtype: str) -> ModelShape:
+    return parse_config(json.dumps(COMMON | FAMILIES[family] | {"torch_dtype": dtype}).encode())
+
+
+def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False) -> CpuModel:
+    """Returns a rank's share of a model, or all of it. Its weights are drawn by their names."""
+    from tests.engine import rank_kernels
+
+    of_whole = shape_of(family, dtype)
+    shape = of_whole if whole else split(of_whole, own.rank, own.size)
+    ops = rank_kernels.compiled if how.compiled else rank_kernels.plain
+    num_bytes = weights_bytes(shape, dtype)
+    num_chunks = -(-num_bytes // CHUNK_BYTES)
+    memory = CpuMemory(num_chunks, CHUNK_BYTES)
+    weights = WeightRange(memory, num_bytes)
+    weights.map(range(num_chunks))
+    for slot in weight_layout(shape, dtype):
+        drawn = _drawn(slot.name, slot.stored_shape, "gemma" in family)
+        if (cut := slot.cut) is not None:
+            drawn = drawn.narrow(cut.axis, cut.begin, cut.end - cut.begin)
+        weights.tensor(slot.offset_bytes, slot.shape, getattr(torch, dtype)).copy_(drawn)
+    spec = LoadModel(1, family, "", dtype, "", num_chunks, 0, 0, MAX_LEN, SLOTS, [1])
+    ranks = None if whole else SharedRanks(ops, own.rank, own.size, own.broken, own.memory)
+    recorded_rows, cpu_model.MAX_RECORDED_ROWS = cpu_model.MAX_RECORDED_ROWS, SLOTS if how.recorded else 0
+    sizes, kv_memory = (BLOCK_TOKENS, 1), torch.zeros(KV_BYTES, dtype=torch.uint8)
+    model = CpuModel(ops, spec, shape, weights, memory, Scratch(8 << 20), *sizes, ranks=ranks, kv_memory=kv_memory)
+    cpu_model.MAX_RECORDED_ROWS = recorded_rows
+    own.kept["memory"] = memory
+    return model
+
+
+def _drawn(name: str, shape: tuple[int, ...], norms_around_one: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    if "norm" in name and name.endswith("weight"):
+        return torch.rand(shape, generator=generator) + (-0.5 if norms_around_one else 0.5)
+    return torch.randn(shape, generator=generator) * (0.3 if name.endswith("bias") else 0.2)
+
+
+def table_of(model: CpuModel) -> SequenceTable:
+    table = make_table(SLOTS, 64, model.kv_groups)
+    for slot, tokens in enumerate(TOKENS):
+        put(table, slot, tokens)
+    return table
+
+
+def _decodes(slots: range, at: int) -> BatchPlan:
+    return plan(*((slot, at, 1) for slot in slots))
+
+
+def logits_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool = False) -> tuple[list[np.ndarray], int]:
+    """Returns the logits of prompts, chunks of prompts, mixed batches, and decode steps whose rows are padded, and how many pieces
+    the rank has exchanged."""
+    model = load_share(own, family, dtype, how, whole)
+    table = table_of(model)
+    steps = [
+        plan((0, 0, 1), (2, 0, 20), (3, 0, 9), samples=(True, True, False)),
+        plan((2, 20, 1), (3, 9, 30)),
+        plan((2, 21, 1), (3, 39, 1)),
+        plan((2, 22, 1), (3, 40, 1)),
+        plan(*((slot, 0, 5) for slot in range(4, 17))),
+        *(_decodes(range(4, 16), at) for at in range(5, 8)),
+        plan((4, 8, 1), (5, 8, 3), (16, 5, 17), samples=(False, True, False)),
+    ]
+    found = [model.logits(step, table) for step in steps]
+    found.append(model.logits(plan((20, 0, 33)), table, every_token=True))
+    return found, _pieces(model)
+
+
+def _pieces(model: CpuModel) -> int:
+    ranks = model._ranks
+    assert ranks is None or isinstance(ranks, SharedRanks)
+    return 0 if ranks is None else int(ranks._own[0])
+
+
+def results_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
+    """Runs steps as an engine does: rank 0 executes them and returns the results, the others follow. Returns them with how many
+    pieces the rank had exchanged after each step."""
+    model = load_share(own, family, dtype, how, whole)
+    told: list[dict[str, Any]] = []
+    table, pieces = table_of(model), []
+    for slot, settings in enumerate(
+        (
+            {},
+            {"temperature": 1.0, "seed": 3},
+            {"temperature": 0.8, "seed": 4, "top_p": 0.9, "top_k": 50},
+            {"logprobs": 3},
+            {"presence_penalty": 0.5, "logit_bias": {7: 2.0}},
+            {"prompt_logprobs": 2},
+            {"prompt_logprobs": 1, "prompt_ranks": True},
+        )
+    ):
+        params = SamplingParams(**{"max_tokens": 20, "temperature": 0.0} | settings)
+        write_sampling(table, slot, params, 40, MAX_LEN)
+        table.num_prompt[slot] = 40
+        table.prompt_logprobs[slot] = params.prompt_logprobs >= 0
+        table.request_id[slot] = slot + 1
+    for step, masked in (
+        (plan((0, 0, 20), (1, 0, 40), samples=(False, True)), False),
+        (plan((1, 40, 1), (0, 20, 20)), False),
+        (plan((0, 40, 1), (1, 41, 1)), False),
+        (plan((0, 41, 1), (1, 42, 1)), False),
+        (plan((0, 42, 1), (1, 43, 1)), False),
+        (plan((0, 43, 1), (1, 44, 1)), True),
+        (plan((2, 0, 40), (3, 0, 40), samples=(False, False)), False),
+        (plan((2, 40, 1), (3, 40, 1)), False),
+        (plan((4, 0, 40)), False),
+        (plan((0, 44, 1), (4, 40, 1)), False),
+        (plan((5, 0, 30), (6, 0, 10), samples=(False, False)), False),  # more owed rows than logits are computed for at a time
+        (plan((0, 45, 1), (5, 30, 10), (6, 10, 30)), False),
+        (plan((0, 46, 1), (0, 47, 1), (0, 48, 1), (1, 45, 1)), False),  # drafted rows
+        *((plan((slot, 0, 30)), False) for slot in (7, 8, 9)),  # drawn from a recorded step with a chunk, once it is known
+    ):
+        if how.recorded and own.rank == 0 and model.num_uncaptured:
+            model.capture_next()
+        if own.rank == 0:
+            masks = RowMasks([1], np.array([0]), _every_third()) if masked else None
+            told.append(_plain(model.execute(step, table, masks)))
+        else:
+            model.follow(step, table)
+        table.prompt_logprobs[step.slots[step.samples]] = False
+        pieces.append(_pieces(model))
+    return told, pieces
+
+
+def _every_third() -> Any:
+    allowed = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+    allowed[:VOCAB:3] = 1
+    return np.packbits(allowed, bitorder="little").view(np.uint32)[None]
+
+
+def _plain(result: StepResult) -> dict[str, Any]:
+    """Returns what a step has told: whole numbers as "ids", others as "floats"."""
+    ids, floats = [*result.ids.tolist(), *result.bad.tolist()], []
+    if (told := result.logprobs) is not None:
+        ids += [*told.request_ids, *told.top_ids]
+        floats += [*told.chosen, *told.top]
+    for prompt in result.prompt_logprobs:
+        ids += [prompt.request_id, prompt.first, *prompt.top_ids, *prompt.ranks]
+        floats += [*prompt.chosen, *prompt.top]
+    return {"ids": ids, "floats": floats}
+
+
+def execute_alone(own: Rank, how: How) -> str:
+    """Executes a step whose other ranks never come. Returns the name of what it raises."""
+    model = load_share(own, "llama", "float32", how)
+    try:
+        model.execute(plan((0, 0, 20)), table_of(model))
+    except GroupBroken as error:
+        return type(error).__name__
+    return ""

@@ -1,0 +1,110 @@
+"""Models that are split over devices compute what they compute on one: in processes that are the ranks of a group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from tests.engine.rank_processes import RankGroup
+from tests.engine.split_models import FAMILIES, How, execute_alone, logits_of_steps, results_of_steps
+
+FLOAT32_TOLERANCE = 2e-4
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankGroup]:
+    made = RankGroup(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankGroup]:
+    made = RankGroup(4)  # more than there are KV heads
+    yield made
+    made.close()
+
+
+def _on_one_device(group: RankGroup, family: str, dtype: str) -> list[np.ndarray]:
+    group.start(logits_of_steps, family, dtype, How(), True, ranks=[0])
+    logits: list[np.ndarray] = group.results(ranks=[0])[0][0]
+    return logits
+
+
+def _check_logits(group: RankGroup, family: str, hows: Sequence[How]) -> None:
+    whole = _on_one_device(group, family, "float32")
+    group.renew()
+    every = group.run(logits_of_steps, family, "float32", list(hows))
+    for logits, pieces in every:
+        assert pieces == every[0][1]
+        for own, expected in zip(logits, whole, strict=True):
+            np.testing.assert_allclose(own, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+
+
+def _check_results(group: RankGroup, hows: Sequence[How]) -> None:
+    group.start(results_of_steps, "llama", "float32", How(), True, ranks=[0])
+    expected = group.results(ranks=[0])[0][0]
+    group.renew()
+    every = group.run(results_of_steps, "llama", "float32", list(hows))
+    for step, (own, other) in enumerate(zip(every[0][0], expected, strict=True)):
+        assert own["ids"] == other["ids"], step
+        np.testing.assert_allclose(own["floats"], other["floats"], rtol=0, atol=FLOAT32_TOLERANCE)
+    for _, pieces in every:
+        assert pieces == every[0][1]
+
+
+RECORDED, ONE_BY_ONE, PLAIN = How(), How(recorded=False), How(compiled=False)
+PLAIN_ONE_BY_ONE = How(compiled=False, recorded=False)  # as long as kernels are being compiled
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_one_device(two: RankGroup, family: str) -> None:
+    _check_logits(two, family, (RECORDED, RECORDED))
+
+
+@pytest.mark.parametrize("hows", [(RECORDED, ONE_BY_ONE), (PLAIN_ONE_BY_ONE, RECORDED)], ids=["recorded", "compiled"])
+def test_ranks_may_compute_in_different_ways(two: RankGroup, hows: tuple[How, ...]) -> None:
+    """One records its steps, with other padding, and one does not; one has compiled kernels, and one does not yet."""
+    _check_logits(two, "llama-biases", hows)
+
+
+def test_there_may_be_more_ranks_than_kv_heads(four: RankGroup) -> None:
+    _check_logits(four, "llama-biases", (ONE_BY_ONE, RECORDED, PLAIN, PLAIN_ONE_BY_ONE))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_bfloat16_agrees_to_its_precision(two: RankGroup, family: str) -> None:
+    exact, whole = (_on_one_device(two, family, dtype) for dtype in ("float32", "bfloat16"))
+    two.renew()
+    every = two.run(logits_of_steps, family, "bfloat16", [RECORDED, ONE_BY_ONE if family == "llama" else PLAIN])
+    of_rounding = [np.abs(own - expected).mean() for own, expected in zip(whole, exact, strict=True)]
+    for logits, pieces in every:
+        assert pieces == every[0][1]
+        for own, expected, usual in zip(logits, exact, of_rounding, strict=True):
+            assert np.abs(own - expected).mean() < 1.5 * usual
+
+
+@pytest.mark.parametrize(
+    "hows",
+    [(RECORDED, RECORDED), (RECORDED, ONE_BY_ONE), (ONE_BY_ONE, RECORDED), (PLAIN_ONE_BY_ONE, RECORDED)],
+    ids=["recorded", "leader recorded", "follower recorded", "follower compiled"],
+)
+def test_followers_join_whatever_the_leader_executes(two: RankGroup, hows: tuple[How, ...]) -> None:
+    """Masks, edits, log-probabilities of tokens and of prompts take other roads through the leader than plain sampling."""
+    _check_results(two, hows)
+
+
+def test_several_followers_join_whatever_the_leader_executes(four: RankGroup) -> None:
+    _check_results(four, (RECORDED, PLAIN, ONE_BY_ONE, RECORDED))
+
+
+@pytest.mark.parametrize("how", [RECORDED, PLAIN_ONE_BY_ONE], ids=["recorded", "plain"])
+def test_a_step_of_a_broken_group_raises(two: RankGroup, how: How) -> None:
+    two.renew()
+    two.start(execute_alone, how, ranks=[0])
+    time.sleep(0.2)  # in most runs the rank waits by now
+    two.broken[0] = 1
+    assert two.results(ranks=[0]) == ["GroupBroken"]
