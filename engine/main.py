@@ -1,5 +1,5 @@
-"""`python -P -m engine --channel-fd N --journal-fd M [--host-tier-fd L] [--handover-fd K]` runs one engine process. It lives as
-long as its socketpair to the daemon.
+"""`python -P -m engine --channel-fd N --journal-fd M [--host-tier-fd L] [--handover-fd K] [--exchange-fd X
+--engine-number E --doorbell-fds A,B,…]` runs one engine process. It lives as long as its socketpair to the daemon.
 
 SIGTERM and SIGINT, which reach a whole process group, are ignored: only the daemon decides when an engine ends.
 """
@@ -17,6 +17,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from engine.exchange import Exchange, Membership
 from engine.host.process import prepare_process
 from engine.loop.worker import Engine
 from engine.memory.handover import Handover
@@ -47,19 +48,25 @@ def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
 
 
 def make_engine(
-    channel: Channel, journal: mmap.mmap, configure: Configure, tier: HostTier | None, handover: Handover | None
+    channel: Channel,
+    journal: mmap.mmap,
+    configure: Configure,
+    tier: HostTier | None,
+    handover: Handover | None,
+    membership: Membership | None = None,
 ) -> Engine:
     """Makes the engine with its runner. Raises ValueError for an unknown runner, and what opening the device raises."""
+    exchange = None if membership is None else membership.exchange
     if configure.runner == "null":
         from engine.null.runner import NullRunner
 
-        return Engine(channel, journal, configure, NullRunner(configure, tier), None, tier)
+        return Engine(channel, journal, configure, NullRunner(configure, tier, exchange), None, tier, membership=membership)
     if configure.runner == "torch":
         device = open_device(configure, handover)
         from engine.loading.runner import TorchRunner
 
-        runner, memory = TorchRunner(device.backend, device.configure, tier), device.backend.memory
-        return Engine(channel, journal, device.configure, runner, memory, tier, device.left)
+        runner, memory = TorchRunner(device.backend, device.configure, tier, exchange), device.backend.memory
+        return Engine(channel, journal, device.configure, runner, memory, tier, device.left, membership)
     raise ValueError(f"Configure.runner {configure.runner!r}: allowed are torch and null")
 
 
@@ -71,6 +78,9 @@ def main() -> int:
     parser.add_argument("--journal-fd", type=int, required=True, help="memfd for the step journal")
     parser.add_argument("--host-tier-fd", type=int, default=-1, help="memfd of Configure.host_tier_slots slots")
     parser.add_argument("--handover-fd", type=int, default=-1, help="socket for the device's memory to outlive this process")
+    parser.add_argument("--exchange-fd", type=int, default=-1, help="memfd in which engines share steps (engine/exchange.py)")
+    parser.add_argument("--engine-number", type=int, default=0, help="this engine's number there")
+    parser.add_argument("--doorbell-fds", default="", help="the eventfds that wake engines 0, 1 and so on, separated by commas")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     channel = Channel(socket.socket(fileno=options.channel_fd))
@@ -89,8 +99,13 @@ def main() -> int:
             return 2
         tier = HostTier(options.host_tier_fd, first.host_tier_slots, first.chunk_bytes)
     try:
+        membership = None
+        if options.exchange_fd >= 0:
+            doorbells = [int(fd) for fd in options.doorbell_fds.split(",")]
+            exchange = Exchange(options.exchange_fd, doorbells)
+            membership = Membership(exchange, options.engine_number, doorbells[options.engine_number])
         handover = Handover(socket.socket(fileno=options.handover_fd)) if options.handover_fd >= 0 else None
-        engine = make_engine(channel, journal, first, tier, handover)
+        engine = make_engine(channel, journal, first, tier, handover, membership)
     except Exception as error:
         return _fault(channel, "no_memory" if isinstance(error, MemoryError) else "fault", error)
     try:

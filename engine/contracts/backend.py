@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from engine.contracts.loads import KernelNews
-from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
+from engine.contracts.steps import HostedEncoder, HostedModel, SplitModel, StreamedModel
 from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.group_region import GroupRegion
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Configure, LoadModel, WeightsHeld
 from loader.formats.weight_format import WeightFormat
 from loader.model_shape import ModelShape
 from loader.sinks import WeightSink
 from loader.unpack import Decoder
+
+if TYPE_CHECKING:  # engines of null models do not need torch
+    from torch import Tensor
 
 
 class Backend(Protocol):
@@ -71,6 +75,18 @@ class Backend(Protocol):
 
     def measured_decoder(self) -> Decoder:
         """Returns a decoder for measurements. It does with a frame what loads do, wherever they decode."""
+        ...
+
+
+@runtime_checkable
+class SplitsModels(Protocol):
+    """A Backend whose models may be split over several devices."""
+
+    def split_model(
+        self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
+    ) -> SplitModel:
+        """Returns one share of a model once its weights have arrived. kv_memory: uint8, where its blocks are, from block 0 on.
+        region: what the shares' engines have in common."""
         ...
 
 

@@ -32,6 +32,7 @@ class LoadTask:
     progress: Callable[[int, int], None]
     cancelled: Callable[[], bool]
     left: WeightsHeld | None = None  # the weights that an earlier engine left in the chunks
+    kv_chunks: IntArray | None = None  # of a share of a split model: those of its KV, which the runner maps
     bytes_read: int = 0
     kept: bool = False
     checksum: int = 0
@@ -56,8 +57,9 @@ class Runner(Protocol):
         ...
 
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
-        """Loads one model, in a loader thread while other models step. Raises loader.errors.CheckpointError (permanent, names
-        file and tensor), MemoryError or LoadCancelled; the chunks are then unused again."""
+        """Loads one model, in a loader thread while other models step; if spec.group is given, it is a GroupShare. Raises
+        loader.errors.CheckpointError (permanent, names file and tensor), MemoryError or LoadCancelled; the chunks are then unused
+        again."""
         ...
 
 

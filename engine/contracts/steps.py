@@ -78,6 +78,15 @@ class HostedModel(Protocol):
         ...
 
 
+class SplitModel(HostedModel, Protocol):
+    """A HostedModel that is one rank's share of a model. Each rank runs every step, with the KV of its own heads: rank 0 by
+    `execute`, with the results, the others by `follow`. Both wait for the other ranks, and raise GroupBroken."""
+
+    def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
+        """Runs a rank's part of a step, up to the step's last sum or gathering, behind which `table` may change."""
+        ...
+
+
 class Launched(Protocol):
     """A step that has been launched and may still be running."""
 

@@ -9,17 +9,21 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
 from engine.contracts.backend import OpenDevice
 from engine.contracts.loads import KernelNews
 from engine.cpu.encoder import CpuEncoder
 from engine.cpu.memory import CpuMemory
 from engine.cpu.model import CpuModel
 from engine.cpu.ops import CpuOps
+from engine.cpu.ranks import SharedRanks
 from engine.cpu.recording.program import Scratch
 from engine.host.process import num_cores
 from engine.host.weight_decoder import weight_decoder
 from engine.memory import handles
 from engine.memory.chunk_memory import ChunkMemory
+from engine.memory.group_region import GroupRegion
 from engine.memory.handover import Handover
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Configure, LoadModel
@@ -112,6 +116,17 @@ class CpuBackend:
         while len(self._models) > MAX_KEPT_MODELS:
             del self._models[next(iter(self._models))]
         return model
+
+    def split_model(
+        self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
+    ) -> CpuModel:
+        """Returns one share of a split model. It is a new object at each load, because recorded steps hold addresses of the
+        region."""
+        self._models.pop(spec.model, None)
+        threads = threads_for(weights.num_bytes, self.compute_threads)
+        ranks = SharedRanks(self._ops, region.rank, region.size, region.broken, region.ranks)
+        sizes, need = (self._options.block_tokens, threads), partial(self._need, spec.dtype)
+        return CpuModel(self._ops, spec, shape, weights, self.memory, self._scratch, *sizes, need, ranks, kv_memory)
 
     def sink(self, weights: WeightRange) -> HostSink:
         return HostSink(weights.buffer, weights.prepare)

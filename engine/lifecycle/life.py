@@ -54,8 +54,8 @@ FOLLOWERS = {
 @dataclass(slots=True, eq=False)
 class Life:
     """One model from its LoadModel to its end. load: its load, also once that has ended. served: the model, once it exists; None
-    for an encoder. first: its first step, if that may run while weights arrive. restore, save: the copies of its KV, while they
-    run. evictions: the EvictModel messages to answer when the model is gone."""
+    for an encoder, and for a share whose steps another engine leads. first: its first step, if that may run while weights arrive.
+    restore, save: the copies of its KV, while they run. evictions: the EvictModel messages to answer when the model is gone."""
 
     load: Load
     state: State = State.LOADING

@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 
+from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import KernelNews, LoadCancelled
 from engine.contracts.steps import HostedEncoder
 from engine.lifecycle import kv_transfer
@@ -22,6 +23,7 @@ from engine.memory.host_tier import HostTier
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, Message, WeightsHeld
 from engine.serve.adapter_loads import AdapterRead
 from engine.serve.served_models import ServedModels
+from engine.serve.splitting import why_not_split
 from scheduler.batch.plan import BatchPlan
 
 log = logging.getLogger("engine")
@@ -67,6 +69,9 @@ class Lifecycle:
     # ---- messages of the daemon
 
     def load(self, spec: LoadModel) -> None:
+        if why_not := why_not_split(spec):
+            self._send(LoadFailed(spec.placement_id, spec.model, f"model {spec.model}: parallel: {why_not}", True))
+            return
         life = self.lives.get(spec.model)
         if life is not None:
             is_now = "being evicted" if life.state is State.LEAVING else "loaded or loading already"
@@ -165,8 +170,11 @@ class Lifecycle:
             self._streaming_ended(life, life.first)
         elif load.hosted is None or load.cancelled.is_set():
             self._end_load(life, load.error)
-        elif isinstance(load.hosted, HostedEncoder):
-            self._models.add_encoder(load.task.spec, load.hosted, load.place)
+        elif isinstance(load.hosted, HostedEncoder) or (isinstance(load.hosted, GroupShare) and not load.hosted.leads):
+            if isinstance(load.hosted, GroupShare):
+                self._models.add_followed(load.hosted, load.place)
+            else:
+                self._models.add_encoder(load.task.spec, load.hosted, load.place)
             life.enter(State.SERVED)
             self._report_load(life)
         else:
@@ -277,12 +285,13 @@ class Lifecycle:
         served = self._models.detach(life.name)
         self._forget(life.name)
         if served is None:
-            self._models.remove_encoder(life.name)
+            self._models.remove_unscheduled(life.name)
             del self.lives[life.name]
             self._send(Evicted(message.placement_id, life.name))
             return
+        slots = message.save_slots if served.share is None else []  # each device of a group has only a part of its KV
         try:
-            transfer = kv_transfer.saving(served, message.save_slots, self._tier, self._memory)
+            transfer = kv_transfer.saving(served, slots, self._tier, self._memory)
         except IndexError as error:
             log.error("KV of %s is not saved: %s", life.name, error)
             transfer = kv_transfer.saving(served, [], self._tier, self._memory)
@@ -352,4 +361,5 @@ class Lifecycle:
             life.validate()
         assert self.first_steps == {name: life.first for name, life in self.lives.items() if life.first is not None}
         served = {name for name, life in self.lives.items() if life.state is State.SERVED}
-        assert served == {*self._models.by_name, *self._models.embedders}, (served, [*self._models.by_name])
+        models = self._models
+        assert served == {*models.by_name, *models.embedders, *models.followed}, (served, [*models.by_name])

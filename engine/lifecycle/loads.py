@@ -92,7 +92,7 @@ class Loads:
                 self._report(LoadProgress(spec.placement_id, bytes_done, bytes_total))
 
         cancelled = threading.Event()
-        task = LoadTask(spec, place.weights, progress, cancelled.is_set, place.left)
+        task = LoadTask(spec, place.weights, progress, cancelled.is_set, place.left, place.kv)
         load = Load(task, place, time.monotonic(), cancelled)
 
         def begun(hosted: StreamedModel, gate: WeightGate) -> None:
@@ -100,7 +100,8 @@ class Loads:
             gate.begun = lambda: self._report(Streams(load))
             self._report(Begun(load, hosted))
 
-        load.task.begun = begun
+        if spec.group is None:  # a group's first step needs all its members
+            load.task.begun = begun
         threading.Thread(target=self._run, args=(load,), name=f"load {spec.model}", daemon=True).start()
         return load
 

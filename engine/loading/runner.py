@@ -10,21 +10,29 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from engine.contracts.backend import Backend
+import torch
+
+from engine.contracts.backend import Backend, SplitsModels
+from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import KernelNews, LoadCancelled, LoadTask
 from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
+from engine.exchange import Exchange
 from engine.loading.left_weights import adopt
 from engine.loading.weight_copies import KeptCopy, WeightCopies
+from engine.memory.group_region import open_region
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_gate import WeightGate
 from engine.memory.weight_range import WeightRange, WeightRanges
 from engine.protocol import Configure
-from loader.errors import CheckpointError
+from loader import kv_layout
+from loader.errors import CheckpointError, UnsupportedModel
 from loader.formats.registry import FORMATS
+from loader.hf_config import CONFIG_NAME
 from loader.landings import Places
 from loader.layout import weight_layout, weights_bytes
+from loader.model_shape import SplitShape
 from loader.read_rates import ReadRates
 from loader.source_choice import SourceChoice
 from loader.staging import StagingRing
@@ -39,10 +47,13 @@ KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
 class TorchRunner:
     """The engine.contracts.loads.Runner for models that compute. backend: the device."""
 
-    def __init__(self, backend: Backend, options: Configure, tier: HostTier | None = None) -> None:
+    def __init__(
+        self, backend: Backend, options: Configure, tier: HostTier | None = None, exchange: Exchange | None = None
+    ) -> None:
+        """exchange: what this engine shares with others; None: it takes no share of a model that is split."""
         self.backend, self.compute_threads, self._options = backend, backend.compute_threads, options
         self.memory = memory = backend.memory
-        self._ranges = WeightRanges(memory)
+        self._ranges, self._kv_ranges, self._exchange = WeightRanges(memory), WeightRanges(memory), exchange
         self._copies = WeightCopies(memory, tier)
         self._ring = StagingRing()
         self._rates = ReadRates(options.cache_dir)
@@ -71,14 +82,15 @@ class TorchRunner:
             self._tell(news)
 
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
-        """Loads one model while other models step. Raises CheckpointError (permanent), CheckpointChanged, MemoryError,
-        LoadCancelled."""
-        spec, asked_s, backend = task.spec, time.perf_counter(), self.backend
+        """Loads one model, or one share of a model that is split, while other models step. Raises CheckpointError (permanent),
+        CheckpointChanged, MemoryError, LoadCancelled, and ValueError for a share where the engine can have none."""
+        spec, asked_s, backend, group = task.spec, time.perf_counter(), self.backend, task.spec.group
+        share = None if group is None else SplitShape(group.rank, len(group.members))
         _wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
             choice = SourceChoice(self._rates, self._ring, backend.measured_decoder)
             how = (backend.reads_in_place, choice.wants_packed, spec.predicts, spec.head_path)
-            source = open_checkpoint(spec.path, spec.fingerprint, stack, *how)
+            source = open_checkpoint(spec.path, spec.fingerprint, stack, *how, share)
             weight_format = FORMATS[spec.quantize]
             backend.check(spec, source.shape, weight_format)
             num_bytes = weights_bytes(source.shape, spec.dtype, weight_format)
@@ -87,12 +99,15 @@ class TorchRunner:
                 raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
             backend.need_kernels(spec, source.shape, weight_format, partial(_still_waiting, task))
             task.kernels_seconds = time.perf_counter() - asked_s
-            weights = self._ranges.of(spec.model, (spec.fingerprint, spec.dtype, spec.quantize, spec.predicts), num_bytes)
+            held_as = (spec.fingerprint, spec.dtype, spec.quantize, spec.predicts, share)
+            weights = self._ranges.of(spec.model, held_as, num_bytes)
             started_s = time.perf_counter()
             weights.map(task.chunks[: weights.num_chunks].tolist())
             task.map_seconds = time.perf_counter() - started_s
             gate: WeightGate | None = None
             early: StreamedModel | None = None
+            if share is not None:
+                return self._load_share(task, choice, source, weights, stack)
             try:
                 early = backend.early_model(spec, source.shape, weights)
                 if early is not None and task.begun is not None and backend.steps_may_overlap:
@@ -114,6 +129,33 @@ class TorchRunner:
                 if isinstance(error, ReadCancelled):
                     raise LoadCancelled(str(error)) from None
                 raise
+
+    def _load_share(
+        self, task: LoadTask, choice: SourceChoice, source: OpenCheckpoint, weights: WeightRange, stack: ExitStack
+    ) -> GroupShare:
+        """Loads this device's share of a split model into the mapped range. Nothing of it outlives this engine, or is kept in the
+        host tier, and its KV is in a range of its own."""
+        spec, backend = task.spec, self.backend
+        kv_chunks = [] if task.kv_chunks is None else task.kv_chunks.tolist()
+        kv: WeightRange | None = None
+        try:
+            if not isinstance(backend, SplitsModels):
+                raise UnsupportedModel(CONFIG_NAME, None, f"parallel: not built for device {self._options.device}")
+            groups = kv_layout.kv_groups(source.shape, spec.kv_dtype, self._options.block_tokens)
+            region = open_region(self._exchange, spec, self._options.block_tokens, len(groups))
+            kv = self._kv_ranges.of(spec.model, None, len(kv_chunks) * self._options.chunk_bytes)
+            kv.map(kv_chunks)
+            self._read(task, choice, source, weights, None, stack)
+            with _time_of_kernels(task):
+                memory = kv.tensor(0, (kv.num_bytes,), torch.uint8)
+                return GroupShare(backend.split_model(spec, source.shape, weights, memory, region), region, kv.unmap)
+        except BaseException as error:
+            weights.unmap()
+            if kv is not None:
+                kv.unmap()
+            if isinstance(error, ReadCancelled):
+                raise LoadCancelled(str(error)) from None
+            raise
 
     def _in_memory(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None) -> bool:
         """Fills the range without reading files, from weights left on the device or from a copy in the host tier. Returns whether

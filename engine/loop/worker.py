@@ -19,13 +19,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import Runner
+from engine.contracts.ranks import GroupBroken
 from engine.contracts.steps import NoWorkSpace, StepResult
+from engine.exchange import Membership
 from engine.grammar.row_masks import RowMasks
 from engine.lifecycle.first_step import NO_REQUESTS, FirstStep
 from engine.lifecycle.lifecycle import Lifecycle
 from engine.lifecycle.loads import Loads
 from engine.loop.garbage_collector import GarbageCollector
+from engine.loop.group_steps import GroupSteps, broke
 from engine.loop.idle_work import IdleWork
 from engine.loop.step_journal import StepJournal
 from engine.loop.under_way import StepUnderWay
@@ -72,7 +76,7 @@ STATS_EVERY_S = 0.25
 
 class Engine:
     """The engine of one device. `run` returns at the channel's end or on Shutdown. left: weights in memory that outlives this
-    process; None: the memory ends with it."""
+    process; None: the memory ends with it. membership: its place among the engines that share models; None: it shares none."""
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class Engine:
         memory: ChunkMemory | None,
         tier: HostTier | None = None,
         left: Sequence[WeightsHeld] | None = None,
+        membership: Membership | None = None,
     ) -> None:
         self.channel = channel
         self.configure = configure
@@ -101,6 +106,9 @@ class Engine:
         self._under_way: StepUnderWay | None = None
         self._model_of: dict[int, str] = {}
         self._stats_dirty, self._stats_sent_s, self._shutdown = True, 0.0, False
+        self.groups: GroupSteps | None = None
+        if membership is not None:
+            self.groups = GroupSteps(*membership, self.models, self.journal, self._followed)
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
         """Runs the loop. first_messages: those that arrived together with Configure."""
@@ -109,20 +117,28 @@ class Engine:
         poller.register(self.channel.fileno(), select.EPOLLIN)
         poller.register(self.lifecycle.fileno(), select.EPOLLIN)
         poller.register(self.constraints.fileno(), select.EPOLLIN)
-        watching_out = False
+        if (groups := self.groups) is not None:
+            poller.register(groups.fileno(), select.EPOLLIN)
+            groups.watch(self.channel.fileno())
+        watching_out = has_followed = False
         try:
             self.channel.send(EngineReady(os.getpid(), PROTOCOL_VERSION, self.configure.num_chunks, list(self.models.chunks.left)))
             for message in first_messages:
                 self._handle(message)
             while not self._shutdown:
+                if groups is not None:
+                    has_followed |= groups.run_queue()
                 stalled = self.channel.backlog_bytes > MAX_BACKLOG_BYTES
                 busy = [] if stalled else self.models.busy()
-                if not busy and self._under_way is None:
-                    self.journal.nothing_runs()
                 if watching_out != (self.channel.backlog_bytes > 0):
                     watching_out = not watching_out
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
-                wait_s = 0.0 if busy or self._under_way is not None else self._idle_wait_s()
+                runs = bool(busy) or self._under_way is not None
+                more_comes = groups is not None and has_followed and not runs and groups.comes_soon()
+                has_followed = False
+                if not runs and not more_comes:
+                    self.journal.nothing_runs()
+                wait_s = 0.0 if runs or more_comes else self._idle_wait_s()
                 self.journal.beat(Doing.TURN if wait_s == 0.0 else Doing.IDLE)
                 ready = poller.poll(BEAT_EVERY_S if wait_s is None else min(wait_s, BEAT_EVERY_S))
                 for fd, events in ready:
@@ -134,6 +150,9 @@ class Engine:
                     elif fd == self.constraints.fileno():
                         self._finish_launched()
                         self._end_constrained(self.constraints.receive())
+                    elif groups is not None and fd == groups.fileno():
+                        groups.awake()
+                        has_followed |= groups.run_queue()
                     else:
                         if events & select.EPOLLOUT:
                             self.channel.flush()
@@ -149,7 +168,7 @@ class Engine:
                     self._turn(self.models.busy() if ready else busy)
                 elif self._under_way is not None:
                     self._finish_launched()
-                elif not ready and wait_s is not None:  # nothing runs and nothing arrived: send stats first
+                elif not ready and wait_s is not None and not more_comes:  # nothing runs and nothing arrived: send stats first
                     if self._stats_dirty:
                         self._send_stats(time.monotonic())
                     else:
@@ -157,6 +176,8 @@ class Engine:
         except ChannelClosed:
             log.info("the daemon is gone")
         finally:
+            if groups is not None:
+                groups.leave_all()
             poller.close()
 
     # ---- steps
@@ -189,6 +210,12 @@ class Engine:
             self._finish_launched()
             return
         self.num_steps += 1
+        if served.share is not None and self.groups is not None:
+            try:
+                self.groups.begin(served.share, plan)
+            except GroupBroken as error:
+                self._broke(served.share, error)
+                return
         before, request_ids, expected_s = self._under_way, scheduler.table.request_id[plan.slots], served.limits.expected_s(plan)
         if before is None:
             self.journal.note(request_ids, expected_s)
@@ -197,7 +224,12 @@ class Engine:
             self.journal.note(np.union1d(before.request_ids, request_ids), both_s)
         masks = self.constraints.masks(served, plan)
         if served.ahead is None:
-            result = self.models.threads.run(lambda: served.hosted.execute(plan, scheduler.table, masks))
+            try:
+                result = self.models.threads.run(lambda: served.hosted.execute(plan, scheduler.table, masks))
+            except GroupBroken as error:
+                assert served.share is not None
+                self._broke(served.share, error)
+                return
             self._take_in(served, plan, masks, result)
             return
         try:
@@ -209,6 +241,17 @@ class Engine:
         self._under_way = StepUnderWay(served, plan, masks, launched, request_ids, expected_s)
         if before is not None:
             self._take_in(before.served, before.plan, before.masks, before.launched.wait())
+
+    def _broke(self, share: GroupShare, error: GroupBroken) -> None:
+        """Drops the requests of a split model that has lost a device, without a message, as its eviction would: the daemon keeps
+        them."""
+        broke(share, error)
+        self._forget(share.name)
+        self._stats_dirty = True
+
+    def _followed(self) -> None:
+        self.num_steps += 1
+        self._stepped()
 
     def _give_up(self, served: ServedModel, request_ids: list[int], why: str) -> None:
         """Fails the requests of a step that could not be started, so that all others go on."""
@@ -390,6 +433,8 @@ class Engine:
         if first is not None and first.put_aside(message):
             return
         served = self.models.by_name.get(message.model) if first is None else first.served
+        if served is not None and served.is_broken:  # sent before the daemon took its requests back
+            return
         embeds = served is not None and served.hosted.embeds
         if embedder is not None or (served is not None and message.task != (EMBED if embeds else "generate")):
             text = f"model {message.model} does not do task {message.task}"

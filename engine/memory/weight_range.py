@@ -18,8 +18,8 @@ PREPARING_LOCKS = 8  # the most chunks prepared at a time; adjacent chunks have 
 
 
 class WeightRange:
-    """The address range of one model's weights: num_bytes, rounded up to whole chunks. Raises MemoryError if there is no address
-    space."""
+    """The address range of one model's weights, or of a split model's KV: num_bytes, rounded up to whole chunks. Raises MemoryError
+    if there is no address space."""
 
     def __init__(self, memory: ChunkMemory, num_bytes: int) -> None:
         self.num_bytes = num_bytes

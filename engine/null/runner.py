@@ -6,7 +6,8 @@ A null model reads its shape and its windows from the checkpoint's config.json, 
 For tests of failures, config.json may hold an object `"hearthd_null"`: `load_s` (how long a load takes), `load_error` and
 `load_error_permanent`, `nan_token`, `crash_token` and `no_memory_token` (a sequence that contains this id gives NaN, raises, or
 finds no memory for its step, the last only with `launches_ahead`), `launches_ahead` (steps are launched as on a GPU), and
-`token_ms` (the time that each token of a step adds to it).
+`token_ms` (the time that each token of a step adds to it). In a model that is split, ranks wait for each other in every step;
+`crash_rank` says which of them meets `crash_token` (all if it is left out).
 """
 
 from __future__ import annotations
@@ -21,9 +22,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import LoadCancelled, LoadTask
+from engine.contracts.ranks import GroupBroken
 from engine.contracts.steps import NoWorkSpace, StepResult
+from engine.exchange import Exchange
 from engine.grammar.row_masks import RowMasks
+from engine.host.rank_memory import LINE_BYTES
+from engine.memory.group_region import open_region
 from engine.memory.host_tier import HostTier
 from engine.protocol import Configure, LoadModel, PromptLogprobs, SamplingParams, TokenLogprobs
 from loader import kv_layout
@@ -35,6 +41,7 @@ from loader.regular_file import read_regular
 from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
 
 PROGRESS_EVERY_S = 0.05
+MEET_EVERY_S = 5e-5
 
 
 class NullLoadError(CheckpointError):
@@ -166,6 +173,39 @@ class NullModel:
         return np.array([(table.tokens[slot, : table.num_tokens[slot]] == token).any() for slot in slots], np.bool_)
 
 
+class NullShare(NullModel):
+    """A null model's share: its steps last until all ranks have come to their end."""
+
+    def __init__(
+        self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer, exchange: Exchange | None
+    ) -> None:
+        super().__init__(spec, config, configure, pacer)
+        self.region = region = open_region(exchange, spec, configure.block_tokens, len(self.kv_groups))
+        self._counters = region.ranks[: region.size * LINE_BYTES].view(np.int64).reshape(region.size, -1)[:, 0]
+        self._turn = 0
+        if config.get("hearthd_null", {}).get("crash_rank", region.rank) != region.rank:
+            self._crash_token = None
+
+    def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
+        result = super().execute(plan, table, masks)
+        self._meet()
+        return result
+
+    def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
+        self._step(plan, table, None)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Waits until all ranks have run as many steps. Raises GroupBroken."""
+        self._turn += 1
+        self._counters[self.region.rank] = self._turn
+        while not self.region.is_broken:
+            if (self._counters >= self._turn).all():
+                return
+            time.sleep(MEET_EVERY_S)
+        raise GroupBroken(f"rank {self.region.rank} of {self.region.size}: the group has lost a device")
+
+
 class AheadNullModel(NullModel):
     """A null model whose steps are launched as a GPU's are, to test what that demands of the engine."""
 
@@ -208,12 +248,13 @@ class NullRunner:
 
     compute_threads = 1
 
-    def __init__(self, configure: Configure, tier: HostTier | None = None) -> None:
-        self._configure, self._tier = configure, tier
+    def __init__(self, configure: Configure, tier: HostTier | None = None, exchange: Exchange | None = None) -> None:
+        self._configure, self._tier, self._exchange = configure, tier, exchange
         self._pacer = Pacer(configure.null_step_ms / 1e3)
 
-    def load(self, task: LoadTask) -> NullModel:
-        """Loads a null model. Raises NullLoadError if config.json cannot be read or asks for an error, and LoadCancelled."""
+    def load(self, task: LoadTask) -> NullModel | GroupShare:
+        """Loads a null model, or a share of one. Raises NullLoadError if config.json cannot be read or asks for an error, and
+        LoadCancelled."""
         spec = task.spec
         path = Path(spec.path) / "config.json"
         try:
@@ -242,6 +283,9 @@ class NullRunner:
             slot[:16] = _mark(spec, index)
         if spec.keep_slots:
             task.kept, task.checksum = True, _checksum(spec)
+        if spec.group is not None:
+            share = NullShare(spec, config, self._configure, self._pacer, self._exchange)
+            return GroupShare(share, share.region)
         return kind(spec, config, self._configure, self._pacer)
 
     def _taken(self, task: LoadTask) -> bool:

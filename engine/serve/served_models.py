@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.contracts.group_share import GroupShare
 from engine.contracts.steps import CapturesSteps, HostedEncoder, HostedModel, LaunchesAhead, Proposed
 from engine.host.threads_apart import ThreadsApart
 from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
@@ -49,11 +50,13 @@ class Arena(Protocol):
 
 @dataclass(slots=True)
 class Place:
-    """The chunks of one model: those of its weights and, while it loads, those held for its reserved KV."""
+    """The chunks of one model: those of its weights and, while it loads, those held for its reserved KV. owns_kv: the latter stay
+    its own until it is evicted, and no BlockPool of this engine has them: those of a share of a split model."""
 
     weights: IntArray
     kv: IntArray
     left: WeightsHeld | None = None  # weights that these chunks hold already
+    owns_kv: bool = False
 
 
 @dataclass(slots=True)
@@ -67,12 +70,18 @@ class ServedModel:
     limits: StepLimits
     ahead: LaunchesAhead | None = None  # the hosted model, if it launches steps ahead
     captures: CapturesSteps | None = None
+    share: GroupShare | None = None  # the hosted model, if other engines hold the rest of it and this one leads them
     num_decodes: int = 0  # steps that only decoded
     num_leaving_chunks: int = 0
     turns: int = 0  # how many turns (a model's time slice) its latest step was planned to take (StepRoom)
     backlogged: bool = False  # when that step was planned, it had more to do than fits a turn
     untold_steps: int = 0  # steps since the last report of tokens
     untold_s: float = 0.0  # device seconds of these steps
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is split and has lost a device: it takes no requests and runs no step, until it is evicted."""
+        return self.share is not None and self.share.is_broken
 
     def tell_steps(self) -> tuple[int, float]:
         """Returns the number of steps since the last call, and the device seconds they took."""
@@ -90,7 +99,8 @@ class ServedModels:
         """compute_threads: Runner.compute_threads. left: weights that an earlier engine left in the arena."""
         self.by_name: dict[str, ServedModel] = {}
         self.embedders: dict[str, Embedder] = {}
-        self._encoder_places: dict[str, Place] = {}
+        self.followed: dict[str, GroupShare] = {}  # shares of models whose steps other engines lead; they have no turns here
+        self._unscheduled_places: dict[str, Place] = {}  # of encoders and followed shares
         self.turns = Turns()
         self.threads = ThreadsApart(compute_threads)
         # Then a copy from the host tier and a concurrent step only slow each other down. First token of one-b in a conversation of
@@ -112,7 +122,7 @@ class ServedModels:
 
     def busy(self) -> list[str]:
         """Returns the models that may have a step to run."""
-        busy = [name for name, served in self.by_name.items() if served.scheduler.runnable]
+        busy = [name for name, served in self.by_name.items() if served.scheduler.runnable and not served.is_broken]
         return busy + [name for name, embedder in self.embedders.items() if embedder.waiting]
 
     def next(self, busy: Sequence[str]) -> str | None:
@@ -129,9 +139,8 @@ class ServedModels:
 
     def uncaptured(self) -> CapturesSteps | None:
         """Returns a model with step sizes to capture in idle time; None if there is none."""
-        return next(
-            (one.captures for one in self.by_name.values() if one.captures is not None and one.captures.num_uncaptured), None
-        )
+        scheduled = (one.captures for one in self.by_name.values() if one.captures is not None)
+        return next((one for one in (*scheduled, *self.followed.values()) if one.num_uncaptured), None)
 
     def capture_next(self) -> None:
         """Captures one step size of such a model."""
@@ -166,7 +175,7 @@ class ServedModels:
         served.scheduler.tenants.charge(plan, seconds)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.by_name or name in self.embedders
+        return name in self.by_name or name in self.embedders or name in self.followed
 
     def take_place(self, spec: LoadModel) -> Place:
         """Takes the chunks that a model will own, before its load. Raises MemoryError and takes none if there are too few."""
@@ -185,22 +194,39 @@ class ServedModels:
 
     def give_up_place(self, place: Place) -> None:
         """Frees the chunks of a failed load, or of a model whose sequences are closed and whose weights are out of use."""
-        self.chunks.release_hold(place.kv)
+        if place.owns_kv:
+            self.chunks.give_back(place.kv, reserved=True)
+        else:
+            self.chunks.release_hold(place.kv)
         self.chunks.give_back_weights(place.weights)
         place.kv, place.weights = place.kv[:0], place.weights[:0]
         self.discard_returned()
 
-    def make(self, spec: LoadModel, hosted: HostedModel, place: Place) -> ServedModel:
-        """Makes a model that is not served yet (`add` does that). Raises MemoryError if the reserved chunks are not free,
-        ValueError for KV this engine cannot hold."""
+    def _own_kv(self, place: Place) -> None:
+        """Makes the chunks that are held for a share's reserved KV the share's own."""
         self.chunks.release_hold(place.kv)
-        place.kv = place.kv[:0]
-        kv = make_kv_cache(spec, hosted.kv_groups, self.chunks, self._configure.max_num_batched_tokens)
-        kv.reclaim = lambda num_chunks: self._reclaim(spec.model, num_chunks)
+        self.chunks.take(place.kv, reserved=True)
+        place.owns_kv = True
+
+    def make(self, spec: LoadModel, hosted: HostedModel, place: Place) -> ServedModel:
+        """Makes a model that is not served yet (`add` does that). The KV of a split model is its reserved chunks alone, which have
+        the same numbers on all ranks. Raises MemoryError if the reserved chunks are not free, ValueError for KV this engine cannot
+        hold."""
+        share = hosted if isinstance(hosted, GroupShare) else None
+        max_tokens = self._configure.max_num_batched_tokens
+        if share is not None:
+            self._own_kv(place)
+            own_chunks = ChunkPool(spec.kv_reserved_chunks, self.chunks.chunk_bytes)
+            kv = make_kv_cache(spec, hosted.kv_groups, own_chunks, max_tokens)
+        else:
+            self.chunks.release_hold(place.kv)
+            place.kv = place.kv[:0]
+            kv = make_kv_cache(spec, hosted.kv_groups, self.chunks, max_tokens)
+            kv.reclaim = lambda num_chunks: self._reclaim(spec.model, num_chunks)
         limits = BatchLimits(
             max_sequences=spec.max_sequences,
             max_model_len=spec.max_model_len,
-            max_num_batched_tokens=self._configure.max_num_batched_tokens,
+            max_num_batched_tokens=max_tokens,
             eos_token_ids=tuple(spec.eos_token_ids),
             fingerprint=weights_identity(spec),
             kv_dtype=kv_identity(spec),
@@ -212,10 +238,11 @@ class ServedModels:
         )
         ahead = hosted if isinstance(hosted, LaunchesAhead) else None
         captures = hosted if isinstance(hosted, CapturesSteps) else None
-        scheduler = BatchScheduler(spec.model, kv, limits, DRAFTERS[spec.speculator], spec.predicts)
+        table = None if share is None else share.region.empty_table()
+        scheduler = BatchScheduler(spec.model, kv, limits, DRAFTERS[spec.speculator], spec.predicts, table)
         if hosted.adapter_memory is not None:
             scheduler.adapters.dropped = hosted.adapter_memory.clear
-        return ServedModel(spec, hosted, scheduler, place, pace, ahead, captures)
+        return ServedModel(spec, hosted, scheduler, place, pace, ahead, captures, share)
 
     def make_room(self, served: ServedModel, num_chunks: int) -> int:
         """Frees chunks for an adapter of this model: other models' first, then by dropping its own cached prefixes. Returns how
@@ -242,17 +269,27 @@ class ServedModels:
 
     def add_encoder(self, spec: LoadModel, hosted: HostedEncoder, place: Place) -> None:
         self.embedders[spec.model] = Embedder(spec, hosted, self._configure.max_num_batched_tokens)
-        self._encoder_places[spec.model] = place
+        self._unscheduled_places[spec.model] = place
         self.turns.add(spec.model)
 
-    def remove_encoder(self, name: str) -> bool:
-        """Removes an encoder: frees its weights and drops its requests. Returns False if it is not loaded."""
-        embedder = self.embedders.pop(name, None)
+    def add_followed(self, share: GroupShare, place: Place) -> None:
+        self._own_kv(place)
+        self.followed[share.name] = share
+        self._unscheduled_places[share.name] = place
+
+    def remove_unscheduled(self, name: str) -> bool:
+        """Removes an encoder, whose requests are dropped, or a followed share, and frees its memory. Returns False if it is not
+        loaded."""
+        embedder, share = self.embedders.pop(name, None), self.followed.pop(name, None)
         if embedder is not None:
             self.turns.remove(name)
             embedder.hosted.release()
-            self.give_up_place(self._encoder_places.pop(name))
-        return embedder is not None
+        if share is not None:
+            share.release()
+        if embedder is None and share is None:
+            return False
+        self.give_up_place(self._unscheduled_places.pop(name))
+        return True
 
     def detach(self, name: str) -> ServedModel | None:
         """Takes a model out of service and returns it; its KV and weights stay in place until `free`, its adapters do not. Returns
@@ -344,6 +381,7 @@ class ServedModels:
         if left is None or spec.model not in self.chunks.left:
             return None
         same = (left.fingerprint, left.dtype, left.quantize) == (spec.fingerprint, spec.dtype, spec.quantize)
+        same &= spec.group is None
         if not same or len(left.chunks) > spec.weights_chunks:
             self.chunks.forget_left(spec.model)
             return None

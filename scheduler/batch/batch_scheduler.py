@@ -19,6 +19,7 @@ from scheduler.batch.plan import (
     BatchPlan,
     BoolArray,
     IntArray,
+    SequenceTable,
     StepOutcome,
     make_sequence_table,
     write_sampling,
@@ -39,18 +40,25 @@ class BatchScheduler:
     between them a step is planned before the last one's tokens are known, and until they are only `submit` may be called."""
 
     def __init__(
-        self, model: str, kv: KVCache, limits: BatchLimits, drafter: Drafter | None = None, has_predictor: bool = False
+        self,
+        model: str,
+        kv: KVCache,
+        limits: BatchLimits,
+        drafter: Drafter | None = None,
+        has_predictor: bool = False,
+        table: SequenceTable | None = None,
     ) -> None:
         """drafter: drafts tokens for sequences that decode; None: only what a grammar forces is drafted. KV must not have state
         groups if there is one: a state cannot go back. has_predictor: whether the model drafts tokens, too (proposals.py); the
-        drafter is asked where it does not."""
+        drafter is asked where it does not. table: an empty one to use, of the sizes that the limits call for; None: it makes
+        one."""
         self.model = model
         self.kv = kv
         self.limits = limits
         self.block_tokens = kv.block_tokens
         slots = limits.max_sequences
         max_blocks = -(-limits.max_model_len // kv.block_tokens)
-        self.table = make_sequence_table(slots, limits.max_tokens, max_blocks, len(kv.groups))
+        self.table = make_sequence_table(slots, limits.max_tokens, max_blocks, len(kv.groups)) if table is None else table
         self.blocks = SequenceBlocks(kv, self.table.block_tables, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue()
         self.adapters = Adapters(kv.chunks)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from engine.exchange import Exchange, RegionSizes, first_region, make_exchange, region_bytes
 from engine.protocol import (
     JOURNAL_BYTES,
     Configure,
@@ -93,21 +94,56 @@ def submit_message(request_id: int, model: str = "m", prompt: list[int] | None =
     return Submit(request_id, model, prompt or [5, 6, 7], SamplingParams(**params), **changes)  # type: ignore[arg-type]
 
 
+class Node:
+    """What the engines of a node share: their exchange memory with one region after the other, and their doorbells."""
+
+    def __init__(self, num_engines: int) -> None:
+        self.fd = make_exchange(num_engines)
+        self.doorbells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(num_engines)]
+        self.exchange = Exchange(self.fd, self.doorbells)
+        self._end = first_region(num_engines)
+        self._free: list[tuple[int, int]] = []
+
+    def region(self, sizes: RegionSizes) -> tuple[int, int]:
+        """Returns the offset and bytes of a region for a new group, an earlier one's if that was given back."""
+        num_bytes = region_bytes(sizes)
+        if (fitting := next((one for one in self._free if one[1] == num_bytes), None)) is not None:
+            self._free.remove(fitting)
+        region = fitting or (self._end, num_bytes)
+        self._end = max(self._end, sum(region))
+        self.exchange.clear(*region)
+        return region
+
+    def give_back(self, region: tuple[int, int]) -> None:
+        self._free.append(region)
+
+    def close(self) -> None:
+        self.exchange.close()
+        for fd in (self.fd, *self.doorbells):
+            os.close(fd)
+
+
 class EngineProcess:
     """An engine process, started as the daemon starts it. messages: everything received so far."""
 
-    def __init__(self, configure: Configure, stderr: Path | None = None) -> None:
+    def __init__(self, configure: Configure, stderr: Path | None = None, node: Node | None = None, number: int = 0) -> None:
+        """node, number: what the engine shares with others, and its number among them; None: nothing."""
         self.sock, theirs = socket.socketpair()
         journal_fd = os.memfd_create("journal")
         os.ftruncate(journal_fd, JOURNAL_BYTES)
         self.journal = mmap.mmap(journal_fd, JOURNAL_BYTES)
         command = [sys.executable, "-P", "-m", "engine", "--channel-fd", str(theirs.fileno()), "--journal-fd", str(journal_fd)]
+        fds = [theirs.fileno(), journal_fd]
+        if node is not None:
+            bells = ",".join(map(str, node.doorbells))
+            command += ["--exchange-fd", str(node.fd), "--engine-number", str(number), "--doorbell-fds", bells]
+            fds += [node.fd, *node.doorbells]
         self._stderr = open(stderr, "wb") if stderr else None  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
             cwd="/",
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-            pass_fds=(theirs.fileno(), journal_fd),
+            pass_fds=fds,
             stderr=self._stderr,
         )
         theirs.close()

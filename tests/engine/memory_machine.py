@@ -62,9 +62,9 @@ class StampedRunner(NullRunner):
         if spec.model in self.fails:
             weights.unmap()
             raise CheckpointError("model.safetensors", "w", "is broken")
-        model = super().load(LoadTask(load_message(spec.path, spec.model), task.chunks, task.progress, task.cancelled))
-        model.weights = weights  # type: ignore[attr-defined]
-        model.release = weights.unmap  # type: ignore[method-assign]
+        model: Any = super().load(LoadTask(load_message(spec.path, spec.model), task.chunks, task.progress, task.cancelled))
+        model.weights = weights
+        model.release = weights.unmap
         assert self.addresses.setdefault(spec.model, weights.address) == weights.address, "addresses are for life"
         return model
 

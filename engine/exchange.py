@@ -1,0 +1,272 @@
+"""The memory in which the engines of a node exchange what models that are split over several devices need.
+
+It is one memfd that the daemon makes: a queue for each engine, then regions, one for each group of devices that has a model. A
+leader appends its group's region to the queues of all members, its own included, while it holds a lock of the node. Every engine
+runs its queue strictly in order. So all engines see the steps that they share in one order, and with any overlap of groups none
+waits for a step that another has put behind a later one.
+
+Nobody needs the lock to read. The kernel frees it when its holder dies, and what a dead leader has left half posted is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from engine.host.rank_memory import LINE_BYTES, rank_memory_bytes
+
+QUEUE_ENTRIES = 1024
+PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
+NOTHING = 0  # an entry whose group has left the engine; a region never begins there
+
+_MAGIC = int.from_bytes(b"hearth x", "little")
+_NUM_HEAD, _NUM_ENTRIES_AT = 2 * LINE_BYTES // 8, 2 * LINE_BYTES // 8
+_word = struct.Struct("<q")
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+_QUEUE_BYTES = _pages(8 * (_NUM_HEAD + QUEUE_ENTRIES))
+
+
+def first_region(num_engines: int) -> int:
+    """Returns the offset from which on regions may begin. Each of them begins at a multiple of PAGE_BYTES."""
+    return PAGE_BYTES + num_engines * _QUEUE_BYTES
+
+
+def make_exchange(num_engines: int) -> int:
+    """Returns the descriptor of a new exchange memory for engines 0 to num_engines - 1. It has no regions yet."""
+    fd = os.memfd_create("hearthd-exchange", os.MFD_CLOEXEC)
+    os.ftruncate(fd, first_region(num_engines))
+    os.pwrite(fd, struct.pack("<qq", _MAGIC, num_engines), 0)
+    return fd
+
+
+# ---- regions
+
+
+class Part(NamedTuple):
+    """One array in a region. code: of the struct module, which numpy understands as well."""
+
+    begin: int
+    code: str
+    shape: tuple[int, ...]
+
+
+_ITEM_BYTES = {"q": 8, "Q": 8, "i": 4, "f": 4, "?": 1, "B": 1}
+
+# The columns of scheduler.batch.plan.SequenceTable with one number a sequence.
+TABLE_COLUMNS = {
+    "request_id": "q",
+    "num_tokens": "i",
+    "num_prompt": "i",
+    "num_computed": "i",
+    "temperature": "f",
+    "top_p": "f",
+    "top_k": "i",
+    "seed": "Q",
+    "num_logprobs": "i",
+    "min_tokens_until": "i",
+    "max_total_tokens": "i",
+    "ignore_eos": "?",
+    "min_p": "f",
+    "edits_logits": "?",
+    "prompt_logprobs": "?",
+    "num_prompt_logprobs": "i",
+    "constrained": "?",
+    "limited": "?",
+    "adapter": "i",
+}
+
+
+class RegionSizes(NamedTuple):
+    """What the size of a group's region follows from. num_ranks: its devices. max_sequences, max_model_len: of its model, as
+    LoadModel has them. block_tokens: as Configure has it. num_kv_groups: KV groups of the model (loader/kv_layout.py)."""
+
+    num_ranks: int
+    max_sequences: int
+    max_model_len: int
+    block_tokens: int
+    num_kv_groups: int = 1
+
+
+def region_layout(sizes: RegionSizes) -> tuple[dict[str, Part], int]:
+    """Returns where each array of a region begins, and the bytes of the region."""
+    rows, blocks = sizes.max_sequences, -(-sizes.max_model_len // sizes.block_tokens)
+    arrays: list[tuple[str, str, tuple[int, ...]]] = [
+        ("broken", "q", (1,)),  # comes first: break_group writes it
+        ("plan", "q", (8,)),
+        *((name, "i", (rows,)) for name in ("plan_slots", "plan_num_computed", "plan_num_new")),
+        ("plan_samples", "?", (rows,)),
+        *((name, code, (rows,)) for name, code in TABLE_COLUMNS.items()),
+        ("block_tables", "i", (sizes.num_kv_groups, rows, blocks)),
+        ("tokens", "i", (rows, sizes.max_model_len)),
+    ]
+    parts, end = {}, 0
+    for name, code, shape in arrays:
+        parts[name] = Part(end, code, shape)
+        end = -(-(end + math.prod(shape) * _ITEM_BYTES[code]) // LINE_BYTES) * LINE_BYTES
+    parts["ranks"] = Part(_pages(end), "B", (rank_memory_bytes(sizes.num_ranks),))
+    return parts, _pages(_pages(end) + rank_memory_bytes(sizes.num_ranks))
+
+
+def region_bytes(sizes: RegionSizes) -> int:
+    """Returns the bytes of a group's region, a multiple of PAGE_BYTES. Those that nobody touches take no memory."""
+    return region_layout(sizes)[1]
+
+
+# ---- queues
+
+
+class Membership(NamedTuple):
+    """One engine's place among those of a node: its number, and the eventfd that wakes it."""
+
+    exchange: Exchange
+    number: int
+    doorbell: int
+
+
+class ExchangeFull(Exception):
+    """Raised if an engine has not taken the last QUEUE_ENTRIES entries of its queue. Nothing was posted."""
+
+
+class Exchange:
+    """One process's view of the exchange memory. fd: the memfd, which stays the caller's. doorbells: for each engine the eventfd
+    that wakes it; () for a process that posts nothing. Raises ValueError for a descriptor of something else.
+
+    Any thread may call any method, but only one thread of the whole node takes from a queue, that of its engine."""
+
+    def __init__(self, fd: int, doorbells: Sequence[int] = ()) -> None:
+        self.fd, self._doorbells = fd, tuple(doorbells)
+        head = os.pread(fd, 16, 0)
+        magic, num_engines = struct.unpack("<qq", head) if len(head) == 16 else (0, 0)
+        if magic != _MAGIC or os.fstat(fd).st_size < first_region(num_engines):
+            raise ValueError(f"descriptor {fd} is not of an exchange memory")
+        if doorbells and len(doorbells) != num_engines:
+            raise ValueError(f"{len(doorbells)} doorbells for an exchange memory of {num_engines} engines")
+        self.num_engines = num_engines
+        self._map = mmap.mmap(fd, first_region(num_engines))
+        self._words = memoryview(self._map).cast("q")
+        # flock belongs to the open file description, and that of `fd` is all processes' together
+        self._lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._in_process = threading.Lock()  # the threads of this process have one description
+        self._fence = threading.Lock()
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+        os.close(self._lock_fd)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the lock of the node. It is freed if this process dies."""
+        with self._in_process:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+
+    def post(self, members: Sequence[int], region: int) -> bool:
+        """Appends a region to the queues of all members and rings the doorbells of all but members[0], who posts. What this thread
+        wrote before is visible to whoever takes the entry. Returns False, and posts nothing, if the group is broken. Raises
+        ExchangeFull."""
+        words = self._words
+        with self.locked():
+            if self.is_broken(region):
+                return False
+            heads = [words[self._queue(number)] for number in members]
+            for number, head in zip(members, heads, strict=True):
+                if head - words[self._queue(number) + LINE_BYTES // 8] >= QUEUE_ENTRIES:
+                    raise ExchangeFull(f"the queue of engine {number} is full: it has not taken {QUEUE_ENTRIES} entries")
+            for number, head in zip(members, heads, strict=True):
+                words[self._entry(number, head)] = region
+            self._order()
+            for number, head in zip(members, heads, strict=True):
+                words[self._queue(number)] = head + 1
+        for number in members[1:]:
+            self.ring(number)
+        return True
+
+    def take(self, number: int) -> int | None:
+        """Returns the region of the next entry in an engine's queue, and removes the entry; None if there is none."""
+        words, queue = self._words, self._queue(number)
+        tail_at = queue + LINE_BYTES // 8
+        while (tail := words[tail_at]) < words[queue]:
+            self._order()
+            region = words[self._entry(number, tail)]
+            words[tail_at] = tail + 1
+            if region != NOTHING:
+                return region
+        return None
+
+    def has_entries(self, number: int) -> bool:
+        """Returns whether `take` may find an entry."""
+        queue = self._queue(number)
+        return self._words[queue + LINE_BYTES // 8] < self._words[queue]
+
+    def leave(self, number: int, region: int) -> None:
+        """Ends an engine's part in a group: breaks the group, so that nobody posts to it any more, and removes its entries from the
+        engine's queue. Afterwards the region may be another group's, as soon as all members have left or died."""
+        words, queue = self._words, self._queue(number)
+        with self.locked():
+            self.break_group(region)
+            for at in range(words[queue + LINE_BYTES // 8], words[queue]):
+                if words[self._entry(number, at)] == region:
+                    words[self._entry(number, at)] = NOTHING
+
+    def reset(self, number: int) -> None:
+        """Removes all entries of an engine's queue. A new engine calls it before its first message."""
+        words, queue = self._words, self._queue(number)
+        with self.locked():
+            words[queue + LINE_BYTES // 8] = words[queue]
+
+    def ring(self, number: int) -> None:
+        """Wakes an engine that sleeps."""
+        with contextlib.suppress(BlockingIOError):  # it is rung already
+            os.eventfd_write(self._doorbells[number], 1)
+
+    def break_group(self, region: int) -> None:
+        """Marks a group as broken: it has lost a device, or is leaving. Whoever waits in one of its steps stops waiting. There is
+        no way back but `clear`."""
+        os.pwrite(self.fd, _word.pack(1), region)
+
+    def is_broken(self, region: int) -> bool:
+        return any(os.pread(self.fd, _word.size, region))
+
+    def clear(self, region: int, num_bytes: int) -> None:
+        """Gives a region's memory back to the system; it reads as zeros afterwards. The daemon calls it before it gives the region
+        to a group, which makes the exchange memory long enough for it, and when all members have left. Raises ValueError for what
+        is not a region."""
+        if region < first_region(self.num_engines) or region % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
+            raise ValueError(f"region {region} of {num_bytes} bytes is none of the exchange memory's")
+        if os.fstat(self.fd).st_size < region + num_bytes:
+            os.ftruncate(self.fd, region + num_bytes)
+        with mmap.mmap(self.fd, num_bytes, offset=region) as pages:
+            pages.madvise(mmap.MADV_REMOVE)
+
+    def _queue(self, number: int) -> int:
+        """Returns the index of an engine's queue among the words: the number of entries ever posted, then, in another line, of
+        those ever taken, then the ring."""
+        if not 0 <= number < self.num_engines:
+            raise ValueError(f"engine {number} is not among the exchange memory's {self.num_engines}")
+        return (PAGE_BYTES + number * _QUEUE_BYTES) // 8
+
+    def _entry(self, number: int, at: int) -> int:
+        return self._queue(number) + _NUM_ENTRIES_AT + at % QUEUE_ENTRIES
+
+    def _order(self) -> None:
+        """Keeps the processor from moving memory accesses from before this call behind it, or the other way round: each release of
+        a lock comes after what precedes it, and each later acquisition before what follows."""
+        for _ in range(2):
+            with self._fence:
+                pass

@@ -1,0 +1,121 @@
+"""Runs the steps that this engine shares with others, in the order in which the exchange memory has them for all engines."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+from engine.contracts.group_share import GroupShare
+from engine.contracts.ranks import GroupBroken
+from engine.exchange import Exchange
+from engine.loop.step_journal import StepJournal
+from engine.serve.served_models import ServedModels
+from scheduler.batch.plan import BatchPlan
+
+log = logging.getLogger("engine")
+
+# A stream's next step usually follows within that time: the leader takes in the tokens, sends them, and plans.
+LINGER_S = 2e-4
+
+
+class GroupSteps:
+    """One engine's queue in the exchange memory. number: of the engine. doorbell: an eventfd, which others ring when they have
+    added to the queue. stepped(): called after each step that another engine leads."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        number: int,
+        doorbell: int,
+        models: ServedModels,
+        journal: StepJournal,
+        stepped: Callable[[], None],
+    ) -> None:
+        self._exchange, self._number, self._doorbell = exchange, number, doorbell
+        self._models, self._journal, self._stepped = models, journal, stepped
+        os.set_blocking(doorbell, False)
+        exchange.reset(number)
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when the queue has something new."""
+        return self._doorbell
+
+    def awake(self) -> None:
+        """Makes the descriptor unreadable until somebody adds to the queue again."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._doorbell)
+
+    def run_queue(self) -> bool:
+        """Runs all that is in the queue. Returns whether there was anything."""
+        ran = False
+        while (region := self._exchange.take(self._number)) is not None:
+            self._follow(region)
+            ran = True
+        return ran
+
+    def comes_soon(self) -> bool:
+        """Waits for something in the queue, LINGER_S at most, because going to sleep and waking up takes as long. Returns whether
+        there is something."""
+        until_s = time.perf_counter() + LINGER_S
+        while not (there := self._exchange.has_entries(self._number)) and time.perf_counter() < until_s:
+            pass
+        return there
+
+    def begin(self, share: GroupShare, plan: BatchPlan) -> None:
+        """Has all devices of a group that this engine leads run a step, and runs here what comes before it. The caller runs its own
+        part next. Raises GroupBroken."""
+        if not share.region.post(plan):
+            raise GroupBroken(f"model {share.name}: its group has lost a device")
+        while (region := self._exchange.take(self._number)) != share.region.offset:
+            if region is None:
+                raise RuntimeError(f"model {share.name}: the step it has posted is not in the queue of engine {self._number}")
+            self._follow(region)
+
+    def leave_all(self) -> None:
+        """Ends this engine's part in all groups, because it ends: nobody waits for it then."""
+        for share in self._shares():
+            share.region.leave()
+
+    def watch(self, channel_fd: int) -> None:
+        """Breaks all groups in a thread of its own when the daemon has closed its end of the channel. The loop would not see that
+        while it waits in a step for an engine that has died as well, and nobody else is left to break the group."""
+
+        def work() -> None:
+            poller = select.poll()
+            poller.register(channel_fd, 0)  # the end of a stream is always reported
+            poller.poll()
+            for share in self._shares():
+                self._exchange.break_group(share.region.offset)
+
+        threading.Thread(target=work, name="end of the channel", daemon=True).start()
+
+    def _shares(self) -> list[GroupShare]:
+        led = (served.share for served in list(self._models.by_name.values()))
+        return [*(share for share in led if share is not None), *list(self._models.followed.values())]
+
+    def _follow(self, region: int) -> None:
+        share = next((one for one in self._models.followed.values() if one.region.offset == region), None)
+        if share is None:  # it has no part in it, so nobody must wait for one
+            log.error("engine %d is told of a step of a group that it has no share of", self._number)
+            self._exchange.break_group(region)
+            return
+        if share.is_broken:
+            return
+        plan = share.region.read_plan(share.name)
+        self._journal.note(share.region.table.request_id[plan.slots])
+        try:
+            self._models.threads.run(lambda: share.follow(plan))
+        except GroupBroken as error:
+            broke(share, error)
+        self._stepped()
+
+
+def broke(share: GroupShare, error: GroupBroken) -> None:
+    """Notes that a group is broken. Its share stays in memory until the daemon evicts it."""
+    share.is_broken = True
+    log.warning("%s: no step is run until it is evicted: %s", share.name, error)

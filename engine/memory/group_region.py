@@ -1,0 +1,96 @@
+"""One group's region of the exchange memory: what the devices of a model that is split share, as arrays.
+
+The leader, rank 0, writes the plan of each step and the model's sequence table; the others read both, no further than the last
+sum of the step, behind which the leader may write again.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.exchange import PAGE_BYTES, TABLE_COLUMNS, Exchange, RegionSizes, region_layout
+from engine.protocol import Group, LoadModel
+from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, SequenceTable, make_sequence_table
+
+
+class GroupRegion:
+    """One member's view of a region. Raises ValueError if the region is too small for `sizes`.
+
+    broken [1] int64: not 0 once the group is broken. ranks uint8: what the ranks exchange their parts through
+    (engine/host/rank_memory.py). table: the model's sequences, without `params`, which only the leader has."""
+
+    def __init__(self, exchange: Exchange, group: Group, sizes: RegionSizes) -> None:
+        parts, num_bytes = region_layout(sizes)
+        if num_bytes > group.region_bytes or group.region_offset % PAGE_BYTES:
+            where = f"region {group.region_offset} of {group.region_bytes} bytes"
+            raise ValueError(f"parallel: {where} is too small for a group of {sizes}: that takes {num_bytes} bytes")
+        self.offset, self.rank, self.size = group.region_offset, group.rank, sizes.num_ranks
+        self._exchange, self._members = exchange, tuple(group.members)
+        memory = mmap.mmap(exchange.fd, num_bytes, offset=group.region_offset)
+        arrays: dict[str, npt.NDArray[Any]] = {
+            name: np.ndarray(part.shape, np.dtype(part.code), memory, part.begin) for name, part in parts.items()
+        }
+        self.broken: LongArray = arrays["broken"]
+        self.ranks: npt.NDArray[np.uint8] = arrays["ranks"]
+        self._plan: LongArray = arrays["plan"]
+        self._slots: IntArray = arrays["plan_slots"]
+        self._num_computed: IntArray = arrays["plan_num_computed"]
+        self._num_new: IntArray = arrays["plan_num_new"]
+        self._samples: BoolArray = arrays["plan_samples"]
+        columns: dict[str, Any] = {name: arrays[name] for name in TABLE_COLUMNS}
+        columns |= {"block_tables": list(arrays["block_tables"]), "params": [None] * sizes.max_sequences}
+        self.table = SequenceTable(tokens=arrays["tokens"], **columns)
+
+    def empty_table(self) -> SequenceTable:
+        """Writes an empty table, as make_sequence_table makes one, and returns it. Only the leader calls it, before the first
+        step."""
+        one_block = make_sequence_table(len(self.table.request_id), 1, 1, len(self.table.block_tables))
+        for column in fields(SequenceTable):
+            value = getattr(one_block, column.name)
+            if column.name not in ("tokens", "block_tables", "params"):  # the region's are zeros already
+                getattr(self.table, column.name)[:] = value
+        return self.table
+
+    @property
+    def is_broken(self) -> bool:
+        return bool(self.broken[0])
+
+    def leave(self) -> None:
+        """Ends this process's part in the group, which breaks it. Nobody posts to it any more."""
+        self._exchange.leave(self._members[self.rank], self.offset)
+
+    def post(self, plan: BatchPlan) -> bool:
+        """Has all members run the leader's next step, as soon as they have run what they were told before. Returns False if the
+        group is broken. Raises ValueError for a plan with too many rows, or with what followers cannot run."""
+        num = len(plan.slots)
+        if num > len(self._slots) or plan.to_propose is not None:
+            raise ValueError(f"model {plan.model}: a step of {num} rows, to be told to a group with room for {len(self._slots)}")
+        for own, given in (
+            (self._slots, plan.slots),
+            (self._num_computed, plan.num_computed),
+            (self._num_new, plan.num_new),
+            (self._samples, plan.samples),
+        ):
+            own[:num] = given
+        self._plan[:4] = plan.step_id, num, plan.all_decode, plan.drafted
+        return self._exchange.post(self._members, self.offset)
+
+    def read_plan(self, model: str) -> BatchPlan:
+        """Returns a copy of the plan of the leader's step."""
+        step_id, num, all_decode, drafted = self._plan[:4].tolist()
+        slots, num_computed, num_new = (column[:num].copy() for column in (self._slots, self._num_computed, self._num_new))
+        how = (self._samples[:num].copy(), bool(all_decode), bool(drafted))
+        return BatchPlan(step_id, model, slots, num_computed, num_new, *how)
+
+
+def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int, num_kv_groups: int = 1) -> GroupRegion:
+    """Returns the region of the group that a load is for. Raises ValueError if it has none of the size that the model takes."""
+    if exchange is None or spec.group is None:
+        raise ValueError(f"model {spec.model}: parallel: this engine shares no memory with others")
+    sizes = RegionSizes(len(spec.group.members), spec.max_sequences, spec.max_model_len, block_tokens, num_kv_groups)
+    return GroupRegion(exchange, spec.group, sizes)

@@ -1,0 +1,23 @@
+"""Says which loads of a split model an engine refuses."""
+
+from __future__ import annotations
+
+from engine.protocol import LoadModel
+
+
+def why_not_split(spec: LoadModel) -> str:
+    """Returns why a model cannot be split over devices as this message asks, or "". The daemon asks for none of it."""
+    group = spec.group
+    if group is None:
+        return ""
+    if not 0 <= group.rank < len(group.members) or len(group.members) < 2 or len(set(group.members)) < len(group.members):
+        return f"rank {group.rank} of engines {group.members}, which must be two or more different ones"
+    if spec.predicts:
+        return f"speculator {spec.speculator} is not built for a model that is split; prompt-lookup is"
+    if spec.quantize:
+        return f"quantize {spec.quantize} is not built for a model that is split"
+    if spec.source_slots or spec.keep_slots or spec.kv_slots:
+        return "the host tier keeps nothing of a model that is split"
+    if spec.kv_reserved_chunks <= 0:
+        return "a model that is split has no KV but what is reserved for it, and none is"
+    return ""

@@ -1,0 +1,187 @@
+"""Models that are split over real engines: what they say is what one engine says, whatever else the engines do."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.protocol import FINISH_STOP, Configure, Evicted, LoadFailed, PromptLogprobs, TokensOut
+from loader.catalog import scan_one
+from tests.e2e.checkpoints import END_ID, make_model
+from tests.engine.engine_process import submit_message
+from tests.engine.group_engines import Engines
+from tests.kernel_cache import CACHE_DIR
+
+LIMITS = {"max_model_len": 256, "max_sequences": 8, "eos_token_ids": [END_ID], "weights_chunks": 8, "kv_reserved_chunks": 16}
+PROMPT = np.random.default_rng(4).integers(0, 256, 90).tolist()
+# what is asked -> settings of the request: each takes another road through the leader
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "max_tokens": 30},
+    "a long prompt": {"temperature": 0.0, "max_tokens": 12, "prompt": PROMPT},
+    "sampled": {"temperature": 0.7, "top_p": 0.9, "max_tokens": 24},
+    "penalties": {"temperature": 0.0, "max_tokens": 24, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {7: 4.0}},
+    "log-probabilities": {"temperature": 0.0, "max_tokens": 8, "logprobs": 3},
+    "the prompt's": {"temperature": 0.0, "max_tokens": 4, "prompt_logprobs": 2, "prompt_ranks": True, "prompt": PROMPT[:50]},
+    "a grammar": {"temperature": 0.7, "max_tokens": 40, "grammar": "regex:[a-f]{3}-[0-9]{2}"},
+    "allowed tokens": {"temperature": 0.7, "max_tokens": 12, "allowed_token_ids": [65, 66, 67, 68], "logprobs": 1},
+    "repeated": {"temperature": 0.0, "max_tokens": 30, "prompt": PROMPT[:6] * 8},
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("split")
+    windows = {"architecture": "Gemma2ForCausalLM", "model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 16}
+    others: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, **windows}
+    return {
+        "a": str(make_model(folder / "a", seed=1, hidden_size=64)),
+        "b": str(make_model(folder / "b", seed=2, hidden_size=64, **others)),  # two KV groups
+    }
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Engines]:
+    configure = Configure("cpu:0", 96, 64 << 10, 1 << 20, 64, 16, 10.0, 1, cache_dir=CACHE_DIR, dtypes=["float32"])
+    engines = Engines(2, configure, **LIMITS)
+    yield engines
+    engines.close()
+
+
+def settings(path: str, **changes: Any) -> dict[str, Any]:
+    fingerprint = scan_one(Path(path)).fingerprint
+    return {"fingerprint": fingerprint, "speculator": "prompt-lookup", **changes}
+
+
+class Said:
+    """What an engine said to a set of requests."""
+
+    def __init__(self, engines: Engines, number: int, model: str) -> None:
+        engine = engines.all[number]
+        first = len(engine.messages)
+        # together, so that steps mix prompts, sampled and greedy rows
+        ids = {}
+        for what, asked in ASKED.items():
+            engines.request_id += 1
+            ids[engines.request_id] = what
+            engine.send(submit_message(engines.request_id, model, **{"seed": 3, "prompt": [5, 6, 7], **asked}))
+        engine.wait_finished(*ids)
+        self.tokens = {what: engine.output()[request_id] for request_id, what in ids.items()}
+        self.ends = {what: engine.finished()[request_id] for request_id, what in ids.items()}
+        self.ints: dict[str, list[int]] = {what: [] for what in ASKED}
+        self.floats: dict[str, list[float]] = {what: [] for what in ASKED}
+        self.ranks: list[int] = []
+        self.num_drafted = 0
+        for message in engine.messages[first:]:
+            if isinstance(message, PromptLogprobs):
+                what = ids[message.request_id]
+                self.ints[what] += message.top_ids
+                self.ranks += message.ranks
+                for at, chosen in enumerate(message.chosen):  # a prompt is told in pieces, as it was computed
+                    self.floats[what] += [chosen, *message.top[at * message.num_top : (at + 1) * message.num_top]]
+            elif isinstance(message, TokensOut):
+                self.num_drafted += sum(message.drafted)
+                if message.logprobs is not None:
+                    at = 0
+                    told = message.logprobs
+                    for request_id, chosen, count in zip(told.request_ids, told.chosen, told.counts, strict=True):
+                        self.ints[ids[request_id]] += told.top_ids[at : at + count]
+                        self.floats[ids[request_id]] += [chosen, *told.top[at : at + count]]
+                        at += count
+
+    def check(self, other: Said) -> None:
+        assert (self.tokens, self.ends, self.ints, self.ranks) == (other.tokens, other.ends, other.ints, other.ranks)
+        for what, floats in self.floats.items():
+            np.testing.assert_allclose(floats, other.floats[what], rtol=0, atol=1e-4, err_msg=what)
+
+
+def test_whatever_is_asked_a_split_model_says_what_a_whole_one_says(two: Engines, paths: dict[str, str]) -> None:
+    two.load_alone(paths["a"], "a", 0, **settings(paths["a"]))
+    whole = Said(two, 0, "a")
+    two.evict_alone("a", 0)
+    assert whole.ends["a grammar"] == FINISH_STOP
+    assert len(whole.floats["log-probabilities"]) == 8 * 4
+    assert len(whole.floats["the prompt's"]) == 49 * 3
+    for members in ([0, 1], [1, 0]):
+        two.load(paths["a"], "a", members, **settings(paths["a"]))
+        said = Said(two, members[0], "a")
+        said.check(whole)
+        assert said.num_drafted, "prompt lookup drafted nothing"
+        again = Said(two, members[0], "a")  # from cached prefixes and recorded steps
+        again.check(whole)
+        assert any(out.cached.values() for out in two.all[members[0]].of(TokensOut) if out.model == "a")
+        two.evict("a")
+
+
+def test_two_split_models_and_single_ones_beside_each_other(two: Engines, paths: dict[str, str]) -> None:
+    """Each engine leads one model, follows in another and has one of its own; split ones come and go."""
+    choose, told = random.Random(7), {}
+    where = {"a": [0, 1], "b": [1, 0], "own 0": [0], "own 1": [1]}
+    of = {"a": paths["a"], "b": paths["b"], "own 0": paths["b"], "own 1": paths["a"]}
+    prompts = [PROMPT[:num] for num in (3, 20, 70)]
+
+    def ask(model: str, prompt: list[int]) -> int:
+        return two.ask(where[model][0], model, 16, prompt, temperature=0.0)
+
+    for model, members in where.items():
+        load = two.load if len(members) > 1 else two.load_alone
+        load(of[model], model, members if len(members) > 1 else members[0], **settings(of[model]))  # type: ignore[arg-type]
+    for number, model in ((0, "own 0"), (1, "own 1")):
+        for at, prompt in enumerate(prompts):
+            request_id = ask(model, prompt)
+            two.all[number].wait_finished(request_id)
+            told[of[model], at] = two.all[number].output()[request_id]
+    for turn in range(6):
+        asked = []
+        for _ in range(10):
+            model, at = choose.choice([*where]), choose.randrange(3)
+            asked.append((model, at, ask(model, prompts[at])))
+        if turn % 2:
+            leaving = choose.choice("ab")
+            time.sleep(choose.random() * 0.05)
+            two.evict(leaving, choose.sample([0, 1], 2))
+            two.load(of[leaving], leaving, where[leaving], **settings(of[leaving]))
+            asked = [one for one in asked if one[0] != leaving]
+        for model, at, request_id in asked:
+            engine = two.all[where[model][0]]
+            engine.wait_finished(request_id)
+            assert engine.output()[request_id] == told[of[model], at], model
+    for model, members in where.items():
+        two.evict(model) if len(members) > 1 else two.evict_alone(model, members[0])
+
+
+def test_what_cannot_be_split_is_refused(two: Engines, paths: dict[str, str], tmp_path: Path) -> None:
+    path = str(make_model(tmp_path / "odd", hidden_size=60, num_heads=3, num_kv_heads=3))
+    two.begin(path, "odd", [0, 1], **settings(path))
+    for engine in two.all:
+        failed = engine.wait_for(LoadFailed)
+        assert failed.permanent
+        assert "parallel: num_attention_heads 3 is no multiple of 2" in failed.error
+    two.evict("odd")
+
+
+def test_a_killed_follower_does_not_take_its_leader_along(two: Engines, paths: dict[str, str]) -> None:
+    """The last test: the second engine is gone afterwards."""
+    two.load_alone(paths["b"], "own", 0, **settings(paths["b"]))
+    leader = two.load(paths["a"], "a", [0, 1], **settings(paths["a"]))
+    stream = two.ask(0, "a", 200, temperature=0.0, ignore_eos=True)
+    two.wait_tokens(0, stream, 20)
+    follower = two.all[1].process
+    follower.send_signal(signal.SIGKILL)
+    follower.wait(10)
+    assert set(two.all[1].running()) <= {stream}  # none between two steps
+    time.sleep(0.1)  # the leader waits, asleep
+    two.node.exchange.break_group(two.groups["a"][1][0])
+    own = two.ask(0, "own", 10, temperature=0.0, ignore_eos=True)
+    leader.wait_finished(own)
+    before = len(leader.output()[stream])
+    two.evict("a", [0])
+    assert leader.of(Evicted)
+    assert len(leader.output()[stream]) == before < 200
+    assert stream not in leader.finished()
