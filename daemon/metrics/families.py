@@ -100,7 +100,8 @@ FAMILIES = (
         "Loads that were done, by where the weights came from (disk, host; device: left there by an engine that died) and why: "
         "request, resumed (paused, or after a crash), operator, pinned"),
     _of(COUNTER, "hearth_swap_outs_total", "evictions", "tier reason",
-        "Evictions, by where the weights are left (disk, host) and why: room, preempted, kv, operator, rolled_back, removed"),
+        "Evictions, by where the weights are left (disk, host) and why: room, preempted, kv, operator, rolled_back, removed, "
+        "idle (its keep_alive is over), share_lost (it was split, and the engine of another share died)"),
     _of(COUNTER, "hearth_swap_seconds_total", "seconds", "phase",
         "Time swaps took: drain (until a victim's requests had ended), save (KV to host memory), evict (the rest of an eviction), "
         "read (from disk), copy (from host memory), map (mapping calls)"),

@@ -52,6 +52,7 @@ class ScenarioModel(msgspec.Struct, frozen=True):
     priority: Annotated[float, key("factor on its value")] = _MODEL_DEFAULTS.priority
     keep_alive: Annotated[float | str, key("how long it stays after its last request")] = _MODEL_DEFAULTS.keep_alive
     pinned: Annotated[bool, key("loaded at start, never evicted")] = _MODEL_DEFAULTS.pinned
+    num_ranks: Annotated[int, key("devices that it is split over; the bytes above are then those of each share")] = 1
     disk_load_s: Annotated[float | None, key("measured; as below")] = None
     host_load_s: float | None = None
     prefill_tokens_per_s: float | None = None
@@ -188,6 +189,8 @@ def _model(path: str, prefix: str, name: str, entry: dict[str, Any]) -> tuple[Mo
     for size in ("weights_bytes", "work_space_bytes"):
         if size in values:
             values[size] = _size(path, prefix + size, values[size])
+    if values.get("num_ranks", 1) < 1:
+        raise ConfigError(path, prefix + "num_ranks", f"{values['num_ranks']} must be 1 or more")
     model = ScenarioModel(**values)
     return facts_of(name, model), ModelCosts(
         model.disk_load_s,
@@ -211,6 +214,7 @@ def facts_of(name: str, model: ScenarioModel) -> ModelFacts:
         priority=model.priority,
         keep_alive_s=units.parse_duration_s(model.keep_alive),
         pinned=model.pinned,
+        num_ranks=model.num_ranks,
     )
 
 

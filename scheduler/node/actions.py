@@ -95,6 +95,7 @@ EVICT_REASONS = {
     "preempted": "another model needs the room, and its requests wait until it is back",
     "kv": "it was idle, and another model's requests waited for KV",
     "operator": "hearth unload, or it was switched off",
+    "share_lost": "it was split over several devices, and the engine of one of them died",
     "rolled_back": "its load missed its deadline or is not wanted any more",
     "removed": "its folder is gone",
 }

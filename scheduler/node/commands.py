@@ -15,6 +15,7 @@ from scheduler.node.events import (
     UnpinRequested,
     WarmRequested,
 )
+from scheduler.node.groups import joined
 from scheduler.node.node import Model, Node
 
 
@@ -56,12 +57,14 @@ def _in_use(node: Node, model: Model) -> Refusal | None:
     option = look.best_option(node, model, may_force=False)
     if option is None:
         return Refusal("would_not_fit", "; ".join(explain.obstacles(node, model)))
-    first = node.devices[option.device].by_age.peek()
-    if first is not None and first[1] != model.name:
-        return Refusal("would_not_fit", f"{option.device}: {first[1]} waits for room there")
+    for name in option.devices:
+        first = node.devices[name].by_age.peek()
+        if first is not None and first[1] != model.name:
+            return Refusal("would_not_fit", f"{name}: {first[1]} waits for room there")
     unused = [victim.name for victim in option.victims if (copy := node.models[victim.name].copy) and not copy.requested]
     if unused:
-        return Refusal("would_not_fit", f"{option.device}: it would take the place of {', '.join(unused)}, loaded ahead as well")
+        where = joined(option.devices)
+        return Refusal("would_not_fit", f"{where}: it would take the place of {', '.join(unused)}, loaded ahead as well")
     return None
 
 
@@ -90,7 +93,7 @@ def unpin(node: Node, event: UnpinRequested) -> None:
     pins.unpin(node, model)
     node.touch(model)
     if model.copy is not None:
-        node.stir((model.copy.device,))
+        node.stir(model.copy.devices)
     _done(node, event.model, None)
 
 

@@ -1,4 +1,4 @@
-"""Chooses the device that a model is loaded onto, from those that could take it now."""
+"""Chooses the devices that a model is loaded onto, from those that could take it now."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from scheduler.node.eviction import Resident
 
 @dataclass(slots=True)
 class Option:
-    """One device, and which models would have to leave it."""
+    """One device, or a group of them, and which models would have to leave for the model."""
 
-    device: str
+    devices: tuple[str, ...]  # by rank
     victims: list[Resident]
-    lease_chunks: int  # before it
+    lease_chunks: int  # before it, on the device with least
 
     @property
     def forced(self) -> bool:
@@ -26,11 +26,12 @@ class Option:
         return sum(victim.value * victim.chunks for victim in self.victims)
 
 
+def rank(option: Option) -> tuple[bool, bool, float, int, tuple[str, ...]]:
+    """Returns what options are compared by. The best has the least: first it disturbs no running request, then it evicts nothing,
+    then it loses least, then it has the most room (so that models spread)."""
+    return option.forced, bool(option.victims), option.cost, -option.lease_chunks, option.devices
+
+
 def choose(options: Iterable[Option]) -> Option | None:
-    """Returns the best option: first without disturbing a running request, then without evictions, then with the least loss, then
-    with the most room (so that models spread)."""
-    return min(
-        options,
-        key=lambda option: (option.forced, bool(option.victims), option.cost, -option.lease_chunks, option.device),
-        default=None,
-    )
+    """Returns the best option; None if there is none."""
+    return min(options, key=rank, default=None)

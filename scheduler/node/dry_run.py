@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from scheduler.node import admission, device_choice, eviction, explain, leave_rules, look, pins, residency
+from scheduler.node import admission, eviction, explain, leave_rules, look, pins, residency
 from scheduler.node.device_choice import Option
 from scheduler.node.eviction import Target
+from scheduler.node.groups import joined
 from scheduler.node.node import Device, Model, Node
 from scheduler.node.views import CandidateView, DevicePlan, LoadPlan
 
@@ -20,19 +21,19 @@ def load(node: Node, model: Model) -> LoadPlan:
     devices = [node.devices[name] for name in model.devices]
     if refusal is not None:
         plans = tuple(_on_device(node, model, device, None) for device in devices)
-        return _plan(node, model, REFUSED, refusal.message, "", plans)
+        return _plan(node, model, REFUSED, refusal.message, (), plans)
     if model.copy is not None or model.placement is not None:
         where = model.copy or model.placement
         assert where is not None
         reason = "; ".join([model.reason, *explain.waits_for(node, model)])
-        return _plan(node, model, THERE, reason, where.device, ())
-    found = {device.name: _option(node, model, device) for device in devices}
-    chosen = device_choice.choose([option for option in found.values() if option is not None])
-    plans = tuple(_on_device(node, model, device, found[device.name]) for device in devices)
+        return _plan(node, model, THERE, reason, where.devices, ())
+    chosen = look.best_option(node, model, may_force=True)
+    of_chosen = chosen.devices if chosen is not None else ()
+    options = [chosen if device.name in of_chosen else _option(node, model, device) for device in devices]
+    plans = tuple(_on_device(node, model, device, option) for device, option in zip(devices, options, strict=True))
     if chosen is None:
-        return _plan(node, model, WAITS, "; ".join(plan.reason for plan in plans) or "no device is there yet", "", plans)
-    best = next(plan for plan in plans if plan.device == chosen.device)
-    return _plan(node, model, best.verdict, best.reason, chosen.device, plans)
+        return _plan(node, model, WAITS, "; ".join(plan.reason for plan in plans) or "no device is there yet", (), plans)
+    return _plan(node, model, *_verdict(node, chosen), chosen.devices, plans)
 
 
 def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
@@ -41,25 +42,26 @@ def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
     room_chunks = device.ledger.room_for(0)
     residents = [look.describe(node, device, resident, False, None) for resident in device.resident.values()]
     chosen = eviction.victims(Target(chunks, device.ledger.work_space_chunks, room_chunks), residents)
-    option = None if chosen is None else Option(device.name, chosen, device.ledger.lease_chunks)
+    option = None if chosen is None else Option((device.name,), chosen, device.ledger.lease_chunks)
     waits = f"{device.name}: what is idle does not free so much"
     return _device_plan(node, device, option, chunks, waits)
 
 
 def _option(node: Node, model: Model, device: Device) -> Option | None:
-    return look.plan(node, model, device, may_force=False) or look.plan(node, model, device, may_force=True)
+    """Returns what the model, or a share of it, would take on the device alone."""
+    return look.plan(node, model, (device.name,), may_force=False) or look.plan(node, model, (device.name,), may_force=True)
 
 
-def _plan(node: Node, model: Model, verdict: str, reason: str, device: str, plans: tuple[DevicePlan, ...]) -> LoadPlan:
-    on = node.devices.get(device or next(iter(model.devices), ""))
+def _plan(node: Node, model: Model, verdict: str, reason: str, devices: tuple[str, ...], plans: tuple[DevicePlan, ...]) -> LoadPlan:
+    on = devices or model.devices[:1]
     return LoadPlan(
         model=model.name,
         state=model.state,
         verdict=verdict,
         reason=reason,
-        device=device,
+        device=joined(devices),
         source="host" if node.is_warm(model) else "disk",
-        load_s=0.0 if on is None else node.reload_s(model, on),
+        load_s=node.slowest_reload_s(model, on) if on else 0.0,
         devices=plans,
     )
 
@@ -70,16 +72,7 @@ def _on_device(node: Node, model: Model, device: Device, option: Option | None) 
 
 def _device_plan(node: Node, device: Device, option: Option | None, chunks: int, waits: str) -> DevicePlan:
     ledger, chunk_bytes = device.ledger, node.settings.chunk_bytes
-    verdict, reason = WAITS, waits
-    if option is not None:
-        names = ", ".join(victim.name for victim in option.victims)
-        verdict = FORCES if option.forced else EVICTS if names else FITS
-        overdue_s = node.settings.overdue_after_s
-        reason = {
-            FITS: f"{device.name} has room",
-            EVICTS: f"{device.name}: {names} would leave",
-            FORCES: f"{device.name}: {names} would be made to leave, once a request has waited {overdue_s:g} s and the load's",
-        }[verdict]
+    verdict, reason = (WAITS, waits) if option is None else _verdict(node, option)
     victims = {victim.name for victim in option.victims} if option is not None else set()
     candidates = [_candidate(node, device, model, model.name in victims) for model in device.resident.values()]
     return DevicePlan(
@@ -91,6 +84,15 @@ def _device_plan(node: Node, device: Device, option: Option | None, chunks: int,
         total_bytes=ledger.total_chunks * chunk_bytes,
         candidates=tuple(sorted(candidates, key=lambda one: (not one.victim, one.score, one.name))),
     )
+
+
+def _verdict(node: Node, option: Option) -> tuple[str, str]:
+    """Returns the verdict of an option and the reason for it."""
+    where, names = joined(option.devices), ", ".join(victim.name for victim in option.victims)
+    if option.forced:
+        overdue_s = node.settings.overdue_after_s
+        return FORCES, f"{where}: {names} would be made to leave, once a request has waited {overdue_s:g} s and the load's"
+    return (EVICTS, f"{where}: {names} would leave") if names else (FITS, f"{where} has room")
 
 
 def _candidate(node: Node, device: Device, model: Model, victim: bool) -> CandidateView:

@@ -1,8 +1,10 @@
-"""Starts and deaths of engines. A death empties the device's account; all its requests wait again, first in their queues."""
+"""Starts and deaths of engines. A death empties the device's account; all its requests wait again, first in their queues. A model
+that was split over it and other devices leaves the others, too.
+"""
 
 from __future__ import annotations
 
-from scheduler.node import kv_room, models, placements, requests, residency
+from scheduler.node import kv_room, models, pins, placements, requests, residency
 from scheduler.node.costs import LoadCosts
 from scheduler.node.events import EngineDown, EngineUp, KVNoted, PrefillMeasured
 from scheduler.node.ledger import DeviceLedger
@@ -36,6 +38,7 @@ def up(node: Node, event: EngineUp) -> None:
     device.up, device.problem, device.left = True, "", set(event.left)
     node.grant(device)
     node.stir((device.name,))
+    node.stir_held()
 
 
 def judge_all(node: Node) -> None:
@@ -46,6 +49,8 @@ def judge_all(node: Node) -> None:
         models.raise_work_space(node, model)
         if model.copy is None and model.placement is None:
             models.rest(node, model, "devices have changed")
+        elif pins.place_of(model) == ():  # it leaves what is left of its devices
+            pins.check_home(node, model)
 
 
 def down(node: Node, event: EngineDown) -> None:
@@ -56,20 +61,19 @@ def down(node: Node, event: EngineDown) -> None:
 
 def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> None:
     """Handles the death of an engine. `running`: requests of the step in flight. A load is to blame only if there was no step."""
-    device.up = False
+    device.up, device.held_for = False, ""
+    reason = f"the engine of {device.name} {reason}"
     for placement in list(device.placements.values()):
         if placement.stage != LOADS:
-            placements.undo(node, placement)
-            node.history.ended(placement.id, node.now, f"the engine of {device.name} {reason}")
-            device.ledger.withdraw(placement.id)
-            for name in placement.victims:
+            for name in [name for name in placement.victims if name in device.resident]:  # they are gone; others stay after all
+                del placement.victims[name]
                 node.models[name].victim_of = 0
-            node.touch(node.models[placement.model])
+            placements.drop(node, placement, reason)
     in_flight = set(running)
     for model in list(device.resident.values()):
         assert model.copy is not None
         if model.state == residency.LOADING and not in_flight:
-            models.note_failed_load(node, model, f"the engine of {device.name} {reason}", permanent=False)
+            models.note_failed_load(node, model, reason, permanent=False)
         for request in list(model.running.values()):
             if request.facts.request_id in in_flight:
                 request.crashes += 1
@@ -77,14 +81,15 @@ def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> No
                     requests.crashed(node, model, request)
                     models.note_crash(node, model)
         requests.take_back(node, model, model.running.values())
-        placements.release(node, model, f"the engine of {device.name} {reason}")
+        placements.lose_share(node, model, device, reason)
     device.ledger.clear()
+    node.stir_held()
 
 
 def kv_noted(node: Node, event: KVNoted) -> None:
     for name, (running_bytes, cached_bytes) in event.kv_bytes.items():
         model = node.models.get(name)
-        if model is not None and model.copy is not None and model.copy.device == event.device:
+        if model is not None and model.copy is not None and model.copy.leader == event.device:
             model.kv_bytes, model.kv_running_bytes = running_bytes + cached_bytes, running_bytes
     device = node.devices.get(event.device)
     if device is not None and any(event.waiting.values()):

@@ -42,6 +42,11 @@ class ModelFacts:
     num_ranks: int = 1
     unusable: str = ""  # why its files or settings can't be served however long one waits; empty: they can
 
+    @property
+    def is_split(self) -> bool:
+        """Whether it needs several devices. Then nothing of it is kept in host memory, and it has no KV beyond its reserve."""
+        return self.num_ranks > 1
+
 
 @dataclass(slots=True, frozen=True)
 class RequestFacts:

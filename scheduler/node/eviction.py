@@ -5,7 +5,7 @@ Victims ascend by value = priority x request rate x reload seconds / bytes freed
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -36,35 +36,71 @@ def value(priority: float, requests_per_s: float, reload_s: float, freed_bytes: 
     return priority * requests_per_s * reload_s / max(1, freed_bytes)
 
 
+class _Place:
+    """One device while victims are chosen: who has to fit, and who still stays."""
+
+    __slots__ = ("_held", "_resident", "_staying", "_target")
+
+    def __init__(self, target: Target, resident: Iterable[Resident]) -> None:
+        self._target = target
+        self._resident = {model.name: model for model in resident}
+        self._staying = dict(self._resident)
+        self._held = sum(model.chunks for model in self._staying.values())
+
+    @property
+    def fits(self) -> bool:
+        target = self._target
+        work_space = max((model.work_space_chunks for model in self._staying.values()), default=0)
+        return self._held + target.chunks + max(work_space, target.work_space_chunks) <= target.room_chunks
+
+    @property
+    def evictable(self) -> list[Resident]:
+        return [model for model in self._resident.values() if model.evictable]
+
+    def holds(self, name: str) -> bool:
+        return name in self._staying
+
+    def remove(self, name: str) -> None:
+        if name in self._staying:
+            self._held -= self._staying.pop(name).chunks
+
+    def put_back(self, name: str) -> None:
+        if name in self._resident:
+            model = self._staying[name] = self._resident[name]
+            self._held += model.chunks
+
+
 def victims(target: Target, resident: Iterable[Resident]) -> list[Resident] | None:
     """Returns as few victims as needed: idle before busy ones, least value first (ties: longest unused). [] if the target fits
     already, None if it cannot fit."""
-    staying = {model.name: model for model in resident}
-    held = sum(model.chunks for model in staying.values())
+    return victims_on_all([(target, resident)])
 
-    def fits() -> bool:
-        work_space = max((model.work_space_chunks for model in staying.values()), default=0)
-        return held + target.chunks + max(work_space, target.work_space_chunks) <= target.room_chunks
 
+def victims_on_all(members: Sequence[tuple[Target, Iterable[Resident]]]) -> list[Resident] | None:
+    """Returns the victims for a model that has to fit on each of several devices; else as `victims`. A victim leaves all of the
+    devices on which it is."""
+    places = [_Place(target, resident) for target, resident in members]
+    evictable = {model.name: model for place in places for model in place.evictable}
+    order = sorted(evictable.values(), key=lambda model: (model.busy, model.value, model.last_used, model.name))
     chosen: list[Resident] = []
-    order = iter(
-        sorted(
-            (model for model in staying.values() if model.evictable),
-            key=lambda model: (model.busy, model.value, model.last_used, model.name),
-        )
-    )
-    while not fits():
-        victim = next(order, None)
-        if victim is None:
-            return None
-        chosen.append(victim)
-        held -= staying.pop(victim.name).chunks
+    short = [place for place in places if not place.fits]
+    for victim in order:
+        if not short:
+            break
+        if any(place.holds(victim.name) for place in short):
+            chosen.append(victim)
+            for place in places:
+                place.remove(victim.name)
+            short = [place for place in short if not place.fits]
+    if short:
+        return None
     # A later, larger victim may have made earlier ones superfluous: spare the dearest first.
-    for victim in reversed(chosen[:-1].copy() if chosen else []):
-        staying[victim.name] = victim
-        held += victim.chunks
-        if fits():
+    for victim in reversed(chosen[:-1]):
+        for place in places:
+            place.put_back(victim.name)
+        if all(place.fits for place in places):
             chosen.remove(victim)
         else:
-            held -= staying.pop(victim.name).chunks
+            for place in places:
+                place.remove(victim.name)
     return chosen

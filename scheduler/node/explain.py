@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scheduler.node import leave_rules, look, residency
+from scheduler.node.groups import joined
 from scheduler.node.ledger import MIB
 from scheduler.node.node import VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, Model, Node
 
@@ -40,14 +41,14 @@ def why(node: Node, name: str) -> list[str]:
 def waits_for(node: Node, model: Model) -> list[str]:
     placement = model.placement
     if placement is not None:
-        where = f"placement {placement.id} on {placement.device}"
+        where = f"placement {placement.id} on {joined(placement.devices)}"
         if placement.stage == VICTIMS_DRAIN:
             busy = [f"{name} ({len(node.models[name].running)} requests)" for name in placement.victims]
             return [f"{where} waits for {', '.join(busy)} to finish"]
         if placement.stage == VICTIMS_LEAVE:
             return [f"{where} waits for the eviction of {', '.join(placement.victims)}"]
         if placement.stage == WAITS_FOR_LOADER:
-            return [f"{where} waits for another load on that device"]
+            return [f"{where} waits for another load or eviction there"]
         if model.progress is None:
             return [f"{where} loads: nothing is read yet"]
         done, total = model.progress
@@ -69,15 +70,19 @@ def obstacles(node: Node, model: Model) -> list[str]:
 
 
 def obstacle(node: Node, model: Model, name: str) -> str:
-    """Returns why the model is not being placed on the device now."""
+    """Returns why the model, or a share of it, is not being placed on the device now."""
     device = node.devices[name]
     if not device.up:
         return f"{name}: no engine is up"
     if not device.available:
         others = ", ".join(sorted(placement.model for placement in device.placements.values()))
         return f"{name}: the placement of {others} goes first"
-    if look.plan(node, model, device, may_force=False) is not None:
-        return f"{name}: other models' requests go first"
+    if device.held_for not in ("", model.name):
+        return f"{name}: {device.held_for} waits for it and for other devices"
+    if look.plan(node, model, (name,), may_force=False) is not None:
+        if look.best_option(node, model, may_force=False) is not None:
+            return f"{name}: other models' requests go first"
+        return f"{name}: there is room for a share, but {model.facts.num_ranks} devices must have it at once"
     parts = []
     for other in device.resident.values():
         pinned = ", pinned" if other.pinned else ""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from scheduler.node.device_choice import Option
 from scheduler.node.eviction import Resident
+from scheduler.node.groups import joined
 from scheduler.node.views import PlacementView, VictimView
 
 _PLACEMENTS = 256
@@ -17,7 +18,7 @@ class _Placement(Protocol):
 
     id: int
     model: str
-    device: str
+    devices: tuple[str, ...]
     cause: str
 
 
@@ -32,7 +33,7 @@ class History:
         self._records[placement.id] = PlacementView(
             id=placement.id,
             model=placement.model,
-            device=placement.device,
+            device=joined(placement.devices),
             cause=placement.cause,
             begun=now,
             waited_s=waited_s,

@@ -22,10 +22,11 @@ from scheduler.node.node import Copy, Device, Model, Node, Placement
 
 def same_files(one: ModelFacts, other: ModelFacts) -> bool:
     """Returns whether what was kept or saved for one checkpoint is valid for the other."""
-    return (one.fingerprint, one.weights_bytes, one.kv_bytes_per_token) == (
+    return (one.fingerprint, one.weights_bytes, one.kv_bytes_per_token, one.num_ranks) == (
         other.fingerprint,
         other.weights_bytes,
         other.kv_bytes_per_token,
+        other.num_ranks,
     )
 
 
@@ -35,7 +36,7 @@ def found(node: Node, event: HostCopiesFound) -> None:
         model = node.models.get(name)
         if model is None or model.removed or model.facts.fingerprint != copy.fingerprint:
             continue
-        if isinstance(copy, KeptWeights) and copy.num_bytes != model.facts.weights_bytes:
+        if model.facts.is_split or (isinstance(copy, KeptWeights) and copy.num_bytes != model.facts.weights_bytes):
             continue
         if node.host.found(name, copy):
             model.story.tell(node.now, node.cause, f"{copy.num_bytes} bytes in host memory are there from before the restart")
@@ -55,7 +56,7 @@ def requests_per_s(node: Node, model: Model) -> float:
 
 def _device_of(node: Node, model: Model) -> Device | None:
     """Returns the device that holds the model, else the first one it may live on; None if there is none."""
-    name = model.copy.device if model.copy else next(iter(model.devices), "")
+    name = model.copy.leader if model.copy else next(iter(model.devices), "")
     return node.devices.get(name)
 
 
@@ -89,9 +90,9 @@ def value_of(node: Node, name: str, copy: HostCopy) -> float:
 
 def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
     """Returns for a load that begins: slots to keep its weights in while they are read, the copy to load from, and the KV to
-    restore. left: the weights are on the device already, so nothing is read that could be kept."""
+    restore. left: the weights are on the device already, so nothing is read that could be kept. A split model gets none of them."""
     model, host = node.models[placement.model], node.host
-    if not host.num_slots:
+    if not host.num_slots or placement.facts.is_split:
         return (), None, None
     kept = host.weights.get(model.name)
     keep: Slots = ()
@@ -189,11 +190,11 @@ def copy_ended(node: Node, model: Model, copy: Copy) -> None:
 
 def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
     """Returns slots to save a model's KV in: fewer than it has if the rest is worth less than what is there; none if computing it
-    again is faster."""
-    host, device = node.host, node.devices[copy.device]
+    again is faster, or the model is split."""
+    host, device = node.host, node.devices[copy.leader]
     per_token = copy.facts.kv_bytes_per_token
     num_bytes = model.kv_bytes
-    if not host.num_slots or not num_bytes or not per_token or model.placement is not None:
+    if not host.num_slots or copy.facts.is_split or not num_bytes or not per_token or model.placement is not None:
         return ()
     if model.leaves or model.unload_to == residency.COLD:
         return ()

@@ -22,6 +22,7 @@ def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
     if not device.up or device.placements or any(_leaves(model) for model in device.resident.values()):
         return
     short = [device.resident[name] for name, num in waiting.items() if num and name in device.resident]
+    short = [model for model in short if model.copy is not None and not model.copy.facts.is_split]  # these have their reserve alone
     short = [model for model in short if len(model.running) - waiting[model.name] < model.window and is_short(node, device, model)]
     if not short:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.node.events import ModelFacts
+from scheduler.node.groups import kind_of
 
 MIB = 1024 * 1024
 
@@ -46,19 +47,29 @@ def amount(num_bytes: int) -> str:
 
 
 def arithmetic(facts: ModelFacts, chunk_bytes: int, budgets: dict[str, int]) -> str:
-    """Returns why a model fits on none of the devices (name -> budget in bytes), with each sum in full."""
+    """Returns why a model fits on none of the devices (name -> budget in bytes), or its shares on too few, with each sum."""
     size = size_of(facts, chunk_bytes)
     each = f"{'at most ' if facts.kv_reserved_bytes else ''}{facts.kv_bytes_per_token} bytes"
     weights, kv, work = (n * chunk_bytes for n in (size.weights_chunks, size.kv_chunks, size.work_space_chunks))
+    share = f"it is split over {facts.num_ranks} devices of one kind (num_ranks), each with " if facts.is_split else ""
     lines = [
-        f"weights {amount(weights)} + reserved KV {amount(kv)} for {max(facts.kv_floor_tokens, facts.max_model_len)} tokens"
+        f"{share}weights {amount(weights)} + reserved KV {amount(kv)} for {max(facts.kv_floor_tokens, facts.max_model_len)} tokens"
         f" of {each} + work space {amount(work)} = {amount(weights + kv + work)}"
         f", in chunks of {chunk_bytes} bytes"
     ]
+    num_roomy: dict[str, int] = {}  # by kind of device
     for device, budget in sorted(budgets.items()):
+        kind = kind_of(device)
+        if facts.is_split and not kind:
+            lines.append(f"{device} is set aside for one model and holds no share")
+            continue
         usable = budget // chunk_bytes * chunk_bytes
         over = weights + kv + work - usable
+        num_roomy[kind] = num_roomy.get(kind, 0) + (over <= 0)
         lines.append(f"{device} has {amount(usable)}: {'fits' if over <= 0 else f'{amount(over)} too little'}")
+    if facts.is_split:
+        counts = ", ".join(f"{num} of kind {kind}" for kind, num in num_roomy.items()) or "none"
+        lines.append(f"{facts.num_ranks} are needed, a share fits on {counts}")
     return "; ".join(lines)
 
 
@@ -116,6 +127,13 @@ class DeviceLedger:
             return False
         self.work_space_chunks = chunks
         return True
+
+    def has_room(self, placement_id: int, size: Size) -> bool:
+        """Returns whether a placement's copy could be held now. What leaves for another placement was not counted when this one was
+        planned, but takes chunks, and perhaps a larger work space, until it has left."""
+        others = [promise for other, promise in self.promised.items() if other != placement_id]
+        works = (*(one.work_space_chunks for one in self._held.values()), *(work for _, work in others), size.work_space_chunks)
+        return self.held_chunks + size.chunks + sum(chunks for chunks, _ in others) + max(works) <= self.total_chunks
 
     def hold(self, model: str, size: Size) -> None:
         """Takes a copy's chunks. A work space larger than any copy needs is reduced for it. Raises ValueError if it cannot fit:

@@ -6,6 +6,7 @@ from scheduler.node import keeping, requests, residency
 from scheduler.node.actions import Refusal
 from scheduler.node.admission import retry_after_s
 from scheduler.node.events import LoadFailed, LoadFinished, LoadProgressed, LoadStreams
+from scheduler.node.groups import joined
 from scheduler.node.models import note_failed_load
 from scheduler.node.node import Copy, Model, Node
 from scheduler.node.placements import evict, release, set_load_deadline, undo
@@ -21,19 +22,21 @@ def load_finished(node: Node, event: LoadFinished) -> None:
     assert copy is not None
     assert placement is not None
     undo(node, placement)
-    costs, weights_bytes = node.devices[copy.device].costs, copy.facts.weights_bytes
     if event.source_rejected:
         model.story.tell(node.now, node.cause, f"its copy in host memory was not used: {event.source_rejected}")
     if event.read_as:
         model.story.tell(node.now, node.cause, event.read_as)
     source = _source(copy, event)
-    if source == "host":
-        costs.learn_from_host(model.name, weights_bytes, event.seconds - event.kernels_s, event.copy_s)
-    elif source == "disk":
-        costs.learn(model.name, weights_bytes, event.seconds - event.kernels_s)
+    seconds, weights_bytes = event.seconds - event.kernels_s, copy.facts.weights_bytes
+    for device in copy.devices:
+        costs = node.devices[device].costs
+        if source == "host":
+            costs.learn_from_host(model.name, weights_bytes, seconds, event.copy_s)
+        elif source == "disk":
+            costs.learn(model.name, weights_bytes, seconds)
     keeping.load_ended(node, model, copy, event.checksum if event.kept else None)
     copy.ready_at = node.now
-    copy.tenure_ends = node.now + node.tenure_s(model, node.devices[copy.device])
+    copy.tenure_ends = node.now + node.tenure_s(model, copy.devices)
     node.history.ended(copy.placement_id, node.now, "ready", event.seconds, source)
     model.paused = False
     model.failed_loads = model.num_quarantines = 0
@@ -76,8 +79,7 @@ def load_progressed(node: Node, event: LoadProgressed) -> None:
         model.progress = (event.bytes_done, event.bytes_total)
     elif ("load", model.name) in node.deadlines:  # kernels are being looked for: its time begins then
         assert model.copy is not None
-        predicted_s = node.devices[model.copy.device].costs.predict_s(model.name, model.copy.facts.weights_bytes)
-        set_load_deadline(node, model.name, predicted_s)
+        set_load_deadline(node, model.copy)
 
 
 def load_failed(node: Node, event: LoadFailed) -> None:
@@ -107,7 +109,7 @@ def load_overdue(node: Node, model: Model) -> None:
     """Rolls an overdue load back and refuses those who waited for it (rule 6)."""
     copy = model.copy
     assert copy is not None
-    reason = f"placement {copy.placement_id} on {copy.device} missed its deadline"
+    reason = f"placement {copy.placement_id} on {joined(copy.devices)} missed its deadline"
     copy.rolling_back = True
     node.set_state(model, residency.DRAINING, f"{reason}; rolling back")
     requests.recall(node, model)

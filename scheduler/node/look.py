@@ -1,9 +1,17 @@
-"""Chooses which model is placed next on a device, where, and which models leave for it: rules 7, 8 and 9."""
+"""Chooses which model is placed next on a device, where, and which models leave for it: rules 7, 8 and 9.
+
+A split model needs several devices at the same moment. While its work is the longest overdue on a device and another device that
+it needs is still occupied by a placement, nothing else begins on the first one (Device.held_for). Otherwise, devices that become
+free by turns would never be free together.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from scheduler.node import device_choice, eviction, pins, residency
 from scheduler.node.eviction import Resident, Target
+from scheduler.node.groups import groups, pools
 from scheduler.node.node import Device, Model, Node, Placement
 
 # A model that can't be placed now must not hide those behind it; nor may an event look at all of them.
@@ -15,7 +23,7 @@ def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option
     that.
 
     Rule 8: the model that has been overdue longest (only that one may force busy models out), else the one with most waiting work
-    per reload second."""
+    per reload second. Nothing else begins on the device while the first waits for other devices (see above)."""
     oldest = device.by_age.peek()
     if oldest is None:
         return None
@@ -32,6 +40,8 @@ def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option
         option = best_option(node, model, overdue and name == oldest[1], idle)
         if option is not None:
             return model, option
+        if overdue and name == oldest[1] and waits_for_others(node, model):
+            device.held_for = name
     if not overdue:
         node.deadlines.set(("look", device.name), oldest[0])
     else:
@@ -43,24 +53,66 @@ def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option
 
 def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> device_choice.Option | None:
     """Returns the best option of a model. `idle`: device -> chunks of its idle models, reused over the candidates of one look."""
-    devices = [node.devices[name] for name in model.devices]
-    options = [option for device in devices if (option := plan(node, model, device, False, idle=idle)) is not None]
-    if not options and may_force:
-        options = [option for device in devices if (option := plan(node, model, device, True)) is not None]
-    return device_choice.choose(options)
+    found = options(node, model, False, idle)
+    if not found and may_force:
+        found = options(node, model, True)
+    return device_choice.choose(found)
+
+
+def options(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> list[device_choice.Option]:
+    """Returns the devices that the model could take now. For a split model these are groups of the devices that have room for a
+    share; if there are many groups, only those of the devices that have most room or least to lose (groups.MAX_GROUPS)."""
+    members = [member for name in model.devices if (member := member_on(node, model, name, may_force, None, idle)) is not None]
+    alone = [option for member in members if (option := option_on([member])) is not None]
+    if not model.facts.is_split:
+        return alone
+    by_name = {member.device.name: member for member in members}
+    preferred = [option.devices[0] for option in sorted(alone, key=device_choice.rank)]
+    found = (option_on([by_name[name] for name in group]) for group in groups(preferred, model.facts.num_ranks))
+    return [option for option in found if option is not None]
+
+
+def waits_for_others(node: Node, model: Model) -> bool:
+    """Returns whether enough of the model's devices have engines, but not enough of these are free of placements now."""
+    up = [name for name in model.devices if node.devices[name].up]
+    free = (name for name in up if node.devices[name].available)
+    num_ranks = model.facts.num_ranks
+    return bool(pools(up, num_ranks)) and not pools(free, num_ranks)
+
+
+@dataclass(slots=True)
+class _Member:
+    """One device of those that a model could take together: what has to fit on it, and who is there."""
+
+    device: Device
+    target: Target
+    residents: list[Resident]
 
 
 def plan(
-    node: Node,
-    model: Model,
-    device: Device,
-    may_force: bool,
-    instead: Placement | None = None,
-    idle: dict[str, int] | None = None,
+    node: Node, model: Model, devices: tuple[str, ...], may_force: bool, instead: Placement | None = None
 ) -> device_choice.Option | None:
-    """Returns which models would have to leave the device now. `instead`: a placement under way whose room and idle victims count
-    as free. Only one placement of a device forces models out at a time."""
-    if not device.available or not pins.fits_beside_pins(model, device):
+    """Returns which models would have to leave the device now, or all of several devices. `instead`: a placement under way whose
+    room and idle victims count as free. Only one placement of a device forces models out at a time."""
+    members = [member for name in devices if (member := member_on(node, model, name, may_force, instead, None)) is not None]
+    return option_on(members) if len(members) == len(devices) else None
+
+
+def option_on(members: list[_Member]) -> device_choice.Option | None:
+    """Returns which models would have to leave for a model that takes all of these devices; None if too few can."""
+    chosen = eviction.victims_on_all([(member.target, member.residents) for member in members])
+    if chosen is None:
+        return None
+    lease_chunks = min(member.device.ledger.lease_chunks for member in members)
+    return device_choice.Option(tuple(member.device.name for member in members), chosen, lease_chunks)
+
+
+def member_on(
+    node: Node, model: Model, name: str, may_force: bool, instead: Placement | None, idle: dict[str, int] | None
+) -> _Member | None:
+    """Returns what taking a device, or a share of it, means for a model; None if there is no room, whoever may leave."""
+    device = node.devices[name]
+    if not device.available or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
         return None
     if may_force and device.draining is not None:
         return None
@@ -80,10 +132,8 @@ def plan(
             idle[device.name] = movable
     if ledger.held_chunks - movable + model.size.chunks + work_space > room:
         return None
-    target = Target(model.size.chunks, work_space, room)
     residents = [describe(node, device, resident, may_force, instead) for resident in device.resident.values()]
-    chosen = eviction.victims(target, residents)
-    return None if chosen is None else device_choice.Option(device.name, chosen, ledger.lease_chunks)
+    return _Member(device, Target(model.size.chunks, work_space, room), residents)
 
 
 def evictable(node: Node, model: Model, may_force: bool, instead: Placement | None) -> bool:

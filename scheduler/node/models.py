@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from scheduler.node import admission, keeping, pins, residency
+from scheduler.node.groups import pools
 from scheduler.node.ledger import arithmetic, size_of
 from scheduler.node.node import Model, Node
 
 
 def judge(node: Node, model: Model) -> None:
-    """Sets the devices on which a model fits when they are empty; if there are none, the full arithmetic (rule 2). O(devices)."""
+    """Sets the devices on which a model, or its share, fits when they are empty; if there are none, or too few for its shares, the
+    full arithmetic (rule 2). O(devices)."""
     facts, settings = model.facts, node.settings
     model.size = size_of(facts, settings.chunk_bytes)
     need = model.size.chunks + model.size.work_space_chunks
     allowed = {name: device for name, device in node.devices.items() if not facts.devices or name in facts.devices}
-    model.devices = tuple(name for name, device in allowed.items() if need <= device.ledger.total_chunks)
+    roomy = (name for name, device in allowed.items() if need <= device.ledger.total_chunks)
+    model.devices = tuple(name for pool in pools(roomy, facts.num_ranks) for name in pool)
     model.too_large = ""
     if node.devices and not allowed:
         model.too_large = f"it may only live on {', '.join(facts.devices)}; this node has {', '.join(node.devices)}"

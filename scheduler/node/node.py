@@ -14,6 +14,7 @@ from scheduler.node import residency
 from scheduler.node.actions import Action, CommandDone, GrantLease, Refusal, Reject, StateChanged
 from scheduler.node.costs import LoadCosts, Rate
 from scheduler.node.events import ModelFacts, RequestFacts
+from scheduler.node.groups import joined
 from scheduler.node.history import History
 from scheduler.node.host_tier import HostTier, Slots
 from scheduler.node.lazy_heap import LazyHeap
@@ -57,12 +58,15 @@ class TenantQueue:
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A model's memory on a device, from Load until its eviction was answered. Its facts are those it was loaded with.
+    """A model's memory on its device or devices, from Load until its eviction was answered. Its facts are those it was loaded
+    with.
 
-    keep_slots: slots of the host tier to be filled while it loads; from_host: it was to be loaded from there."""
+    devices: those that hold it, by rank. The first one leads: it is the one that requests are submitted to. Those whose engine
+    dies are removed, and the others are then evicted. keep_slots: slots of the host tier to be filled while it loads; from_host: it
+    was to be loaded from there."""
 
     placement_id: int
-    device: str
+    devices: tuple[str, ...]
     facts: ModelFacts
     size: Size
     keep_slots: Slots = ()
@@ -75,14 +79,23 @@ class Copy:
     rolling_back: bool = False
     overdue: bool = False
 
+    @property
+    def leader(self) -> str:
+        return self.devices[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its devices hold their share still."""
+        return len(self.devices) == self.facts.num_ranks
+
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """A model on its way to a device."""
+    """A model on its way to its device or devices (by rank)."""
 
     id: int
     model: str
-    device: str
+    devices: tuple[str, ...]
     size: Size
     facts: ModelFacts
     cause: str
@@ -95,7 +108,7 @@ class Placement:
 class Model:
     facts: ModelFacts
     size: Size
-    devices: tuple[str, ...]  # allowed ones on which it fits when they are empty
+    devices: tuple[str, ...]  # allowed ones on which it (its share, if it is split) fits when they are empty
     too_large: str = ""  # the arithmetic, when there is none
     state: str = ""
     reason: str = ""
@@ -107,7 +120,7 @@ class Model:
     shares: Shares = field(default_factory=Shares)  # of those running
     running: dict[int, Request] = field(default_factory=dict)
     pinned: bool = False
-    home: str = ""  # the device that keeps room for a pinned model
+    home: tuple[str, ...] = ()  # the device or devices that keep room for a pinned model
     enabled: bool = True
     closed: bool = False  # the operator drains it
     removed: bool = False
@@ -216,6 +229,7 @@ class Device:
     crowded_out: dict[str, None] = field(default_factory=dict)  # models kept off by pins
     pinned: Size = NOTHING  # room kept for pinned models whose home this is
     lease_told_chunks: int = 0  # what its engine was last told
+    held_for: str = ""  # the split model that waits for this device and others, so that nothing else may begin here; "": none
     problem: str = ""
     left: set[str] = field(default_factory=set)  # models whose weights an engine that died has left here, until they are loaded
 
@@ -267,7 +281,7 @@ class Node:
         old, model.state, model.reason = model.state, state, reason
         if old == state:
             return
-        device = model.copy.device if model.copy else ""
+        device = joined(model.copy.devices) if model.copy else ""
         model.story.tell(self.now, self.cause, f"{old or 'new'} -> {state}: {reason}")
         self.emit(StateChanged(cause=self.cause, model=model.name, old=old, new=state, reason=reason, device=device))
 
@@ -304,6 +318,10 @@ class Node:
         for name in names:
             self.stirred[name] = None
 
+    def stir_held(self) -> None:
+        """Has the devices looked at on which nothing begins because a split model waits for others, which have changed."""
+        self.stir(device.name for device in self.devices.values() if device.held_for)
+
     # ---- asking
 
     def window(self, model: Model) -> int:
@@ -320,9 +338,13 @@ class Node:
             return costs.predict_from_host_s(model.name, weights_bytes)
         return costs.predict_s(model.name, weights_bytes)
 
-    def tenure_s(self, model: Model, device: Device) -> float:
+    def slowest_reload_s(self, model: Model, devices: Iterable[str]) -> float:
+        """Returns the seconds of a load onto all of these devices."""
+        return max(self.reload_s(model, self.devices[name]) for name in devices)
+
+    def tenure_s(self, model: Model, devices: Iterable[str]) -> float:
         """Returns how long a model that has just come may stay (rule 9)."""
-        return max(self.settings.tenure_s, self.settings.tenure_reloads * self.reload_s(model, device))
+        return max(self.settings.tenure_s, self.settings.tenure_reloads * self.slowest_reload_s(model, devices))
 
     def wanted(self, model: Model) -> bool:
         """Returns whether a request, a command or a pin waits for the model to be loaded."""

@@ -32,6 +32,7 @@ from scheduler.node import (
 )
 from scheduler.node.actions import Action, Refusal
 from scheduler.node.events import Event
+from scheduler.node.groups import joined
 from scheduler.node.host_tier import HostCopy
 from scheduler.node.ledger import kv_reserved_bytes
 from scheduler.node.node import Device, Model, Node
@@ -219,7 +220,8 @@ def _model_view(node: Node, model: Model) -> ModelView:
     return ModelView(
         name=model.name,
         state=model.state,
-        device=copy.device if copy else "",
+        device=joined(copy.devices) if copy else "",
+        devices=copy.devices if copy else (),
         weights_bytes=facts.weights_bytes,
         kv_reserved_bytes=kv_reserved_bytes(facts),
         active=len(model.running),

@@ -1,15 +1,18 @@
-"""Room kept for pinned models. Each has a home device; all models pinned there must fit together, loaded or not."""
+"""Room kept for pinned models. Each has a home, which is a device, or several if it is split; all models pinned on a device must
+fit together, loaded or not.
+"""
 
 from __future__ import annotations
 
 from scheduler.node.actions import Refusal
+from scheduler.node.groups import groups, joined, pools
 from scheduler.node.ledger import Size, amount
 from scheduler.node.node import Device, Model, Node
 
 
 def fits_beside_pins(model: Model, device: Device) -> bool:
     """Returns whether the model could be on the device together with all that is pinned there."""
-    if model.home == device.name:
+    if device.name in model.home:
         return True
     size, pinned = size_kept(model), device.pinned
     work_space = max(size.work_space_chunks, pinned.work_space_chunks)
@@ -17,59 +20,76 @@ def fits_beside_pins(model: Model, device: Device) -> bool:
 
 
 def has_place(node: Node, model: Model) -> bool:
-    """Returns whether the pins leave the model room on one of its devices."""
-    return not model.devices or any(fits_beside_pins(model, node.devices[name]) for name in model.devices)
+    """Returns whether the pins leave the model room on one of its devices, or on as many as it needs."""
+    roomy = (name for name in model.devices if fits_beside_pins(model, node.devices[name]))
+    return not model.devices or bool(pools(roomy, model.facts.num_ranks))
 
 
 def pin(node: Node, model: Model) -> Refusal | None:
-    """Keeps room for the model on one of its devices (preferably where it is or is going to), or returns why there is none."""
+    """Keeps room for the model where it is or is going to, else on those of its devices that have the most, or returns why there
+    is none."""
     if model.pinned:
         return None
-    where = model.copy or model.placement
-    names = (where.device,) if where else model.devices
-    homes = [node.devices[name] for name in names if fits_beside_pins(model, node.devices[name])]
-    if not homes:
+    home = place_of(model) or most_room(node, model)
+    if not home or not all(fits_beside_pins(model, node.devices[name]) for name in home):
         return would_not_fit(node, model)
     model.pinned, model.asked_at = True, node.now
-    move_home(node, model, max(homes, key=lambda device: device.ledger.total_chunks - device.pinned.chunks).name)
-    model.story.tell(node.now, node.cause, f"pinned, with room kept on {model.home}")
+    move_home(node, model, home)
+    model.story.tell(node.now, node.cause, f"pinned, with room kept on {joined(home)}")
     return None
+
+
+def place_of(model: Model) -> tuple[str, ...]:
+    """Returns the devices that a model is on or going to; () if there are none, or one of them has died."""
+    if model.copy is not None:
+        return model.copy.devices if model.copy.is_whole else ()
+    return model.placement.devices if model.placement is not None else ()
+
+
+def most_room(node: Node, model: Model) -> tuple[str, ...]:
+    """Returns the devices that pins have left the most room on, as many as the model needs; () if there are too few."""
+    roomy = [device for name in model.devices if fits_beside_pins(model, device := node.devices[name])]
+    roomy.sort(key=lambda device: device.ledger.total_chunks - device.pinned.chunks, reverse=True)
+    return next(iter(groups([device.name for device in roomy], model.facts.num_ranks)), ())
 
 
 def unpin(node: Node, model: Model) -> None:
     if model.pinned:
         model.pinned = False
-        move_home(node, model, "")
+        move_home(node, model, ())
         model.story.tell(node.now, node.cause, "unpinned")
 
 
 def check_home(node: Node, model: Model) -> None:
-    """Checks the home of a model without a copy whose needs may have changed: it keeps its home, gets another, or is unpinned."""
+    """Checks the home of a model without a whole copy whose needs may have changed: it keeps its home, gets another, or is
+    unpinned."""
     if not model.pinned:
         return
-    home = node.devices[model.home]
-    recount(node, home)
-    if home.name in model.devices and home.pinned.chunks + home.pinned.work_space_chunks <= home.ledger.total_chunks:
+    home = [node.devices[name] for name in model.home]
+    for device in home:
+        recount(node, device)
+    fits = all(device.pinned.chunks + device.pinned.work_space_chunks <= device.ledger.total_chunks for device in home)
+    if fits and len(home) == model.facts.num_ranks and set(model.home) <= set(model.devices):
         return
     model.pinned = False
-    move_home(node, model, "")
+    move_home(node, model, ())
     refusal = pin(node, model)
     if refusal is not None:
         model.story.tell(node.now, node.cause, f"pinned no longer: {refusal.message}")
 
 
-def move_home(node: Node, model: Model, home: str) -> None:
+def move_home(node: Node, model: Model, home: tuple[str, ...]) -> None:
     """Moves the room kept for a model. Models that pins kept off the old home are considered again."""
     old, model.home = model.home, home
     node.pinned.pop(model.name, None)
     if home:
         node.pinned[model.name] = model
-    for name in {old, home} - {""}:
+    for name in dict.fromkeys((*old, *home)):
         recount(node, node.devices[name])
 
 
 def recount(node: Node, device: Device) -> None:
-    sizes = [size_kept(model) for model in node.pinned.values() if model.home == device.name]
+    sizes = [size_kept(model) for model in node.pinned.values() if device.name in model.home]
     device.pinned = Size(
         weights_chunks=sum(size.weights_chunks for size in sizes),
         kv_chunks=sum(size.kv_chunks for size in sizes),
@@ -94,7 +114,9 @@ def would_not_fit(node: Node, model: Model) -> Refusal:
     for name in model.devices:
         device = node.devices[name]
         kept, total = amount(device.pinned.chunks * chunk), amount(device.ledger.total_chunks * chunk)
-        names = ", ".join(other.name for other in node.pinned.values() if other.home == name)
+        names = ", ".join(other.name for other in node.pinned.values() if name in other.home)
         parts.append(f"{name} has {total}, of which pinned models ({names or 'none'}) take {kept}")
-    message = f"{model.name} needs {need} with its reserved KV and work space; " + "; ".join(parts)
+    num_ranks = model.facts.num_ranks
+    split = f" on each of {num_ranks} devices of one kind (num_ranks)" if model.facts.is_split else ""
+    message = f"{model.name} needs {need} with its reserved KV and work space{split}; " + "; ".join(parts)
     return Refusal("would_not_fit", message, details={"model": model.name, "needed_bytes": model.size.chunks * chunk})

@@ -1,9 +1,13 @@
-"""Carries out placements: a placement brings one model onto a device, after the victims that have to leave for it are gone.
+"""Carries out placements: a placement brings one model onto a device, or onto several if it is split, after the victims that have
+to leave for it are gone.
 
-The victims drain and leave. Then the placement waits until the device's loader is free, and loads. From the Load action on, the
-placement's id also names the copy on the device, until the copy's eviction is answered. While it only waits for busy victims, a
+The victims drain and leave. Then the placement waits until its devices' loaders are free, and loads. From the Load action on, the
+placement's id also names the copy on the devices, until the copy's eviction is answered. While it only waits for busy victims, a
 placement can be dropped and the victims become ready again, because nothing has been taken from them. From the first Evict action
 on they leave, whatever becomes of the placement.
+
+A placement begins on all of its devices at once or on none, and so does its load. Two placements can therefore never wait for each
+other, each with a part of what the other needs.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from scheduler.node import keeping, look, pins, preemption, residency
 from scheduler.node.actions import Evict, Load, RestartEngine
 from scheduler.node.device_choice import Option
 from scheduler.node.events import EvictFinished
+from scheduler.node.groups import joined
 from scheduler.node.models import rest
 from scheduler.node.node import LOADS, VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, Copy, Device, Model, Node, Placement
 
@@ -22,13 +27,14 @@ def place_next(node: Node, device: Device) -> None:
     """Begins every placement that can begin on a device on which something changed."""
     if not device.up:
         return
+    device.held_for = ""  # until the look below finds that it still is
     for waiting in list(device.placements.values()):
         if waiting.stage == WAITS_FOR_LOADER:
             advance(node, waiting)
     draining = device.draining
     if draining is not None and device.available:
         model = node.models[draining.model]
-        option = look.plan(node, model, device, may_force=False, instead=draining)
+        option = look.plan(node, model, draining.devices, may_force=False, instead=draining)
         if option is not None:  # others have become idle: the busy ones need not leave after all
             drop(node, draining)
             begin(node, model, option)
@@ -49,6 +55,8 @@ def place_newcomer(node: Node, model: Model) -> None:
         return
     for name in model.devices:
         first = node.devices[name].by_age.peek()
+        if node.devices[name].held_for == model.name:
+            node.stirred[name] = None  # it may not be the longest overdue any more
         if first is not None:
             if first[0] > node.now:
                 if ("look", name) not in node.deadlines:
@@ -58,12 +66,11 @@ def place_newcomer(node: Node, model: Model) -> None:
 
 
 def begin(node: Node, model: Model, option: Option) -> None:
-    device = node.devices[option.device]
     node.num_placements += 1
     placement = Placement(
         id=node.num_placements,
         model=model.name,
-        device=device.name,
+        devices=option.devices,
         size=model.size,
         facts=model.facts,
         cause=node.cause,
@@ -71,13 +78,14 @@ def begin(node: Node, model: Model, option: Option) -> None:
         victims=dict.fromkeys(victim.name for victim in option.victims),
     )
     unlist(node, model)
-    model.placement = placement
-    node.placements[placement.id] = device.placements[placement.id] = placement
-    if model.pinned and model.home != device.name:
-        pins.move_home(node, model, device.name)
+    model.placement = node.placements[placement.id] = placement
+    for name in placement.devices:
+        node.devices[name].placements[placement.id] = placement
+    if model.pinned and model.home != placement.devices:
+        pins.move_home(node, model, placement.devices)
     node.history.begun(node.now, placement, option, model.facts.weights_bytes, node.now - node.waits_since(model))
     leaving = f", in place of {', '.join(placement.victims)}" if placement.victims else ""
-    model.story.tell(node.now, node.cause, f"placement {placement.id} on {device.name}{leaving}")
+    model.story.tell(node.now, node.cause, f"placement {placement.id} on {joined(placement.devices)}{leaving}")
     for resident in option.victims:
         victim = node.models[resident.name]
         victim.victim_of = placement.id
@@ -89,15 +97,15 @@ def begin(node: Node, model: Model, option: Option) -> None:
 
 
 def promise(node: Node, placement: Placement) -> None:
-    """Keeps from others what the placement needs beyond the chunks its victims still hold."""
-    device = node.devices[placement.device]
-    held = sum(device.ledger.held[name].chunks for name in placement.victims)
-    device.ledger.promise(placement.id, placement.size.chunks - held, placement.size.work_space_chunks)
+    """Keeps from others what the placement needs on each device beyond the chunks its victims still hold there."""
+    for name in placement.devices:
+        ledger = node.devices[name].ledger
+        held = sum(ledger.held[victim].chunks for victim in placement.victims if victim in ledger.held)
+        ledger.promise(placement.id, placement.size.chunks - held, placement.size.work_space_chunks)
 
 
 def advance(node: Node, placement: Placement) -> None:
     """Takes every step of a placement that nothing prevents."""
-    device = node.devices[placement.device]
     if placement.stage == VICTIMS_DRAIN:
         if any(node.models[name].running for name in placement.victims):
             return
@@ -107,8 +115,12 @@ def advance(node: Node, placement: Placement) -> None:
             evict(node, node.models[name])
     if placement.stage == VICTIMS_LEAVE and not placement.victims:
         placement.stage = WAITS_FOR_LOADER
-    if placement.stage == WAITS_FOR_LOADER and device.loading is None:
+    if placement.stage == WAITS_FOR_LOADER and all(may_load(node.devices[name], placement) for name in placement.devices):
         load(node, placement)
+
+
+def may_load(device: Device, placement: Placement) -> bool:
+    return device.loading is None and device.ledger.has_room(placement.id, placement.size)
 
 
 def drained_too_long(node: Node, model: Model) -> None:
@@ -119,48 +131,44 @@ def drained_too_long(node: Node, model: Model) -> None:
         advance(node, placement)
 
 
-def set_load_deadline(node: Node, model: str, predicted_s: float) -> float:
+def set_load_deadline(node: Node, copy: Copy) -> float:
     """Sets the deadline of a load, in seconds from now."""
-    deadline_s = node.settings.load_deadline_s
-    deadline_s = max(20.0, 4 * predicted_s) if deadline_s is None else deadline_s
-    node.deadlines.set(("load", model), node.now + deadline_s)
+    facts, deadline_s = copy.facts, node.settings.load_deadline_s
+    if deadline_s is None:
+        predicted_s = max(node.devices[name].costs.predict_s(facts.name, facts.weights_bytes) for name in copy.devices)
+        deadline_s = max(20.0, 4 * predicted_s)
+    node.deadlines.set(("load", facts.name), node.now + deadline_s)
     return deadline_s
 
 
 def load(node: Node, placement: Placement) -> None:
-    device, model = node.devices[placement.device], node.models[placement.model]
-    ledger = device.ledger
-    ledger.withdraw(placement.id)
-    ledger.hold(model.name, placement.size)
-    if model.size.work_space_chunks > ledger.work_space_chunks:
-        ledger.raise_work_space(model.size.work_space_chunks)
+    model, devices = node.models[placement.model], [node.devices[name] for name in placement.devices]
     model.loads.note(node.now)
-    left = model.name in device.left
-    device.left.discard(model.name)
+    left = not placement.facts.is_split and all(model.name in device.left for device in devices)
     keep, kept, saved = keeping.grants_of_load(node, placement, left)
-    predicted_s = device.costs.predict_s(model.name, placement.facts.weights_bytes)
-    about_s = node.reload_s(model, device)
-    placement.stage, device.loading = LOADS, placement
-    model.copy = Copy(placement.id, device.name, placement.facts, placement.size, keep, kept is not None)
+    about_s = node.slowest_reload_s(model, placement.devices)
+    placement.stage = LOADS
+    model.copy = Copy(placement.id, placement.devices, placement.facts, placement.size, keep, kept is not None)
     model.copy.requested = bool(model.queue)
     model.progress = None
-    device.resident[model.name] = model
     node.copies[placement.id] = model.name
-    if model.pinned:
-        pins.recount(node, device)
-    device.lease_told_chunks = ledger.lease_chunks
-    deadline_s = set_load_deadline(node, model.name, predicted_s)
+    for device in devices:
+        hold(node, device, placement)
+    deadline_s = set_load_deadline(node, model.copy)
     source = "what was left there" if left else "host memory" if kept else "disk"
-    node.set_state(model, residency.LOADING, f"placement {placement.id} on {device.name} from {source}, about {about_s:.1f} s")
+    where = joined(placement.devices)
+    node.set_state(model, residency.LOADING, f"placement {placement.id} on {where} from {source}, about {about_s:.1f} s")
+    leader, *others = devices
     node.emit(
         Load(
             cause=node.cause,
             placement_id=placement.id,
             model=model.name,
-            device=device.name,
+            device=leader.name,
             weights_chunks=placement.size.weights_chunks,
             kv_reserved_chunks=placement.size.kv_chunks,
-            lease_chunks=device.lease_told_chunks,
+            lease_chunks=leader.lease_told_chunks,
+            further=tuple((other.name, other.lease_told_chunks) for other in others),
             deadline_s=deadline_s,
             fingerprint=placement.facts.fingerprint,
             source_slots=kept.slots if kept else (),
@@ -173,6 +181,21 @@ def load(node: Node, placement: Placement) -> None:
     )
 
 
+def hold(node: Node, device: Device, placement: Placement) -> None:
+    """Takes the memory of a placement that begins to load on one of its devices, and that device's loader."""
+    model, ledger = node.models[placement.model], device.ledger
+    ledger.withdraw(placement.id)
+    ledger.hold(model.name, placement.size)
+    if model.size.work_space_chunks > ledger.work_space_chunks:
+        ledger.raise_work_space(model.size.work_space_chunks)
+    device.left.discard(model.name)
+    device.loading = placement
+    device.resident[model.name] = model
+    if model.pinned:
+        pins.recount(node, device)
+    device.lease_told_chunks = ledger.lease_chunks
+
+
 def _why_loaded(model: Model) -> str:
     """Returns one of LOAD_REASONS."""
     if model.queue:
@@ -180,12 +203,14 @@ def _why_loaded(model: Model) -> str:
     return "operator" if model.load_causes else "pinned"
 
 
-def drop(node: Node, placement: Placement) -> None:
-    """Drops a placement before it loads. Victims not told to leave become ready again; freed chunks go back to the lease."""
-    device, model = node.devices[placement.device], node.models[placement.model]
+def drop(node: Node, placement: Placement, reason: str = "") -> None:
+    """Drops a placement before it loads. Victims not told to leave become ready again; freed chunks go back to the lease. reason:
+    what the history says of it, if there is more to say than the stage that it was in."""
+    model = node.models[placement.model]
     undo(node, placement)
-    node.history.ended(placement.id, node.now, f"dropped while its {placement.stage}" if placement.victims else "dropped")
-    model.story.tell(node.now, node.cause, f"placement {placement.id} dropped ({placement.stage})")
+    outcome = f"dropped while its {placement.stage}" if placement.victims else "dropped"
+    node.history.ended(placement.id, node.now, reason or outcome)
+    model.story.tell(node.now, node.cause, f"placement {placement.id} dropped ({reason or placement.stage})")
     for name in placement.victims:
         victim = node.models[name]
         victim.victim_of = 0
@@ -193,21 +218,29 @@ def drop(node: Node, placement: Placement) -> None:
         if not victim.copy.evict_sent and not victim.leaves:
             node.set_state(victim, residency.READY, f"{model.name} does not need its room any more")
         node.touch(victim)
-    device.ledger.withdraw(placement.id)
+    for name in placement.devices:
+        node.devices[name].ledger.withdraw(placement.id)
     node.touch(model)
 
 
 def undo(node: Node, placement: Placement) -> None:
     """Removes a placement from the records. What it holds or has promised is left to the caller."""
-    device, model = node.devices[placement.device], node.models[placement.model]
+    model = node.models[placement.model]
     del node.placements[placement.id]
-    del device.placements[placement.id]
-    if device.loading is placement:
-        device.loading = None
+    for name in placement.devices:
+        leave_device(node.devices[name], placement)
     model.placement = None
     node.deadlines.discard(("load", model.name))
     node.deadlines.discard(("preempt", model.name))
-    node.stir((device.name,))
+    node.stir(placement.devices)
+    node.stir_held()
+
+
+def leave_device(device: Device, placement: Placement) -> None:
+    """Removes a placement from the records of one of its devices."""
+    del device.placements[placement.id]
+    if device.loading is placement:
+        device.loading = None
 
 
 def unlist(node: Node, model: Model) -> None:
@@ -216,7 +249,7 @@ def unlist(node: Node, model: Model) -> None:
         device = node.devices[name]
         if model.name in device.by_age:
             first = device.by_age.peek()
-            if first is not None and first[1] == model.name:
+            if (first is not None and first[1] == model.name) or device.held_for == model.name:
                 node.stirred[name] = None  # the next in line may do what this one could not
             device.by_age.discard(model.name)
             device.by_work.discard(model.name)
@@ -235,18 +268,21 @@ def evict(node: Node, model: Model) -> None:
         return
     copy.evict_sent = True
     node.deadlines.discard(("load", model.name))
-    device = node.devices[copy.device]
+    devices = [node.devices[name] for name in copy.devices]
     save = keeping.grants_of_eviction(node, model, copy)
-    save_s = len(save) * node.settings.chunk_bytes / device.costs.copy_bytes_per_s
+    leader, *others = devices
+    save_s = len(save) * node.settings.chunk_bytes / leader.costs.copy_bytes_per_s
     node.deadlines.set(("evict", model.name), node.now + node.settings.evict_deadline_s + 4 * save_s)
-    device.lease_told_chunks = lease_after_evictions(device)
+    for device in devices:
+        device.lease_told_chunks = lease_after_evictions(device)
     node.emit(
         Evict(
             cause=node.cause,
             placement_id=copy.placement_id,
             model=model.name,
-            device=copy.device,
-            lease_chunks=device.lease_told_chunks,
+            device=leader.name,
+            lease_chunks=leader.lease_told_chunks,
+            further=tuple((other.name, other.lease_told_chunks) for other in others),
             save_slots=save,
             reason=_why_evicted(model, copy),
             to=residency.WARM if node.is_warm(model) and model.unload_to != residency.COLD else residency.COLD,
@@ -257,6 +293,8 @@ def evict(node: Node, model: Model) -> None:
 
 def _why_evicted(model: Model, copy: Copy) -> str:
     """Returns one of leave_rules.EVICT_REASONS."""
+    if not copy.is_whole:
+        return "share_lost"
     if model.removed:
         return "removed"
     if model.unload_to or not model.enabled:
@@ -282,13 +320,14 @@ def lease_after_evictions(device: Device) -> int:
     promised = 0
     for placement in device.placements.values():
         if placement.stage != LOADS:
-            staying = (node_size for name in placement.victims if (node_size := _held_still(device, name)))
-            promised += max(0, placement.size.chunks - sum(staying))
+            staying = sum(_held_still(device, name) for name in placement.victims)
+            promised += max(0, placement.size.chunks - staying)
     return max(0, ledger.total_chunks - ledger.work_space_chunks - held - promised)
 
 
 def _held_still(device: Device, name: str) -> int:
-    copy = device.resident[name].copy
+    model = device.resident.get(name)  # a victim on other devices of the placement need not be on this one
+    copy = None if model is None else model.copy
     return copy.size.chunks if copy is not None and not copy.evict_sent else 0
 
 
@@ -308,9 +347,10 @@ def release(node: Node, model: Model, reason: str) -> None:
     """Frees a copy's memory, continues what it was freed for, and then sets the state of the model at rest."""
     copy = model.copy
     assert copy is not None
-    device = node.devices[copy.device]
-    device.ledger.release(model.name)
-    del device.resident[model.name]
+    for name in copy.devices:
+        device = node.devices[name]
+        device.ledger.release(model.name)
+        del device.resident[model.name]
     del node.copies[copy.placement_id]
     if model.placement is not None:
         undo(node, model.placement)
@@ -327,18 +367,40 @@ def release(node: Node, model: Model, reason: str) -> None:
         promise(node, placement)
         node.touch(node.models[placement.model])
     node.answer(model.unload_causes, model.name, None)
-    node.stir((device.name,))
+    node.stir(copy.devices)
     rest(node, model, reason)
 
 
+def lose_share(node: Node, model: Model, device: Device, reason: str) -> None:
+    """Handles the loss of a copy's memory on one device, whose engine has died. Shares on other devices are of no use: they are
+    evicted, and their memory is held until that is answered."""
+    copy, placement = model.copy, model.placement
+    assert copy is not None
+    if copy.devices == (device.name,):
+        release(node, model, reason)
+        return
+    device.ledger.release(model.name)
+    del device.resident[model.name]
+    copy.devices = tuple(name for name in copy.devices if name != device.name)
+    if placement is not None:
+        leave_device(device, placement)
+        placement.devices = copy.devices
+        node.history.ended(placement.id, node.now, reason)
+    if not copy.evict_sent:
+        node.set_state(model, residency.DRAINING, f"{reason}; its other shares leave")
+        evict(node, model)
+
+
 def evict_overdue(node: Node, model: Model) -> None:
-    """Restarts an engine that does not answer. Only an overdue roll-back makes the node unhealthy."""
+    """Restarts the engines of a copy that does not leave: which of several has not answered is unknown here. Only an overdue
+    roll-back makes the node unhealthy."""
     copy = model.copy
     assert copy is not None
     what = "roll-back" if copy.rolling_back else "eviction"
     reason = f"{what} of {model.name} (placement {copy.placement_id}) overdue"
     copy.overdue = True
-    model.story.tell(node.now, node.cause, f"{reason}; {copy.device} is restarted")
-    if copy.rolling_back:
-        node.devices[copy.device].problem = f"{copy.device}: {reason}"
-    node.emit(RestartEngine(cause=node.cause, device=copy.device, reason=reason))
+    model.story.tell(node.now, node.cause, f"{reason}; {joined(copy.devices)} is restarted")
+    for name in copy.devices:
+        if copy.rolling_back:
+            node.devices[name].problem = f"{name}: {reason}"
+        node.emit(RestartEngine(cause=node.cause, device=name, reason=reason))

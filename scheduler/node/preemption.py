@@ -17,7 +17,7 @@ def foresee(node: Node, placement: Placement) -> None:
     settings = node.settings
     cost_s = sum(pause_cost_s(node, node.models[name]) for name in placement.victims)
     model = node.models[placement.model]
-    overdue_at = node.overdue_at(model, node.reload_s(model, node.devices[placement.device]))
+    overdue_at = node.overdue_at(model, node.slowest_reload_s(model, placement.devices))
     pause_at = max(node.now + settings.preempt_after_s, overdue_at + settings.preempt_after_swaps * cost_s)
     node.deadlines.set(("preempt", placement.model), pause_at)
 
@@ -27,14 +27,14 @@ def pause_cost_s(node: Node, model: Model) -> float:
     whichever is faster."""
     copy = model.copy
     assert copy is not None
-    device = node.devices[copy.device]
+    device = node.devices[copy.leader]
     per_token = copy.facts.kv_bytes_per_token
     num_tokens = model.kv_running_bytes / per_token if per_token else 0.0
     rate = device.costs.prefill_tokens_per_s.get(model.name)
     copy_s = 2 * model.kv_running_bytes / device.costs.copy_bytes_per_s
-    can_save = node.host.num_slots > 0
+    can_save = node.host.num_slots > 0 and not copy.facts.is_split
     compute_s = num_tokens / rate if rate else copy_s
-    return node.reload_s(model, device) + (min(copy_s, compute_s) if can_save else compute_s)
+    return node.slowest_reload_s(model, copy.devices) + (min(copy_s, compute_s) if can_save else compute_s)
 
 
 def pause_victims(node: Node, placement: Placement) -> None:

@@ -51,7 +51,7 @@ def limit_wait(node: Node, request: Request) -> None:
 
 def submit(node: Node, model: Model, request: Request) -> None:
     assert model.copy is not None
-    request.device, request.submitted_at, request.paused_at = model.copy.device, node.now, None
+    request.device, request.submitted_at, request.paused_at = model.copy.leader, node.now, None
     request_id = request.facts.request_id
     model.start(request)
     node.actions.append(Submit(cause=node.cause, request_id=request_id, model=model.facts.name, device=request.device))

@@ -38,7 +38,7 @@ def settle_model(node: Node, model: Model) -> None:
         if model.queue:
             requests.submit_queued(node, model)
         if not model.running:  # idle: somebody may want its room
-            node.stir((copy.device,))
+            node.stir(copy.devices)
             leave_rules.settle(node, model)
     elif model.takes_requests and model.queue:
         requests.submit_queued(node, model)
@@ -56,7 +56,8 @@ def settle_resting(node: Node, model: Model) -> None:
             models.rest(node, model, "its paused requests have ended")
     placement = model.placement
     if placement is not None:
-        room_kept = not pins.fits_beside_pins(model, node.devices[placement.device])  # a pin has come since
+        devices = [node.devices[name] for name in placement.devices]
+        room_kept = not all(pins.fits_beside_pins(model, device) for device in devices)  # a pin has come since
         if model.state in residency.PLACEABLE and node.wanted(model) and not room_kept:
             placements.advance(node, placement)
         else:
@@ -71,12 +72,13 @@ def settle_resting(node: Node, model: Model) -> None:
 
 
 def enlist(node: Node, model: Model) -> None:
-    """Puts a wanted model on the lists of its devices, at its current rank (rule 8), or removes it."""
+    """Puts a wanted model on the lists of its devices, at its current rank (rule 8), or removes it. A split model waits in line for
+    each of its devices."""
     if not node.wanted(model) or not node.resting(model) or model.retry_at > node.now:
         placements.unlist(node, model)
         return
     num_waiting = max(1, len(model.queue))
-    crowded = 0
+    crowded = False
     for name in model.devices:
         device = node.devices[name]
         if pins.fits_beside_pins(model, device):
@@ -85,13 +87,13 @@ def enlist(node: Node, model: Model) -> None:
             device.by_work.set(model.name, -num_waiting / reload_s)
             node.newcomers[model.name] = None
         else:
-            crowded += 1
+            crowded = True
             if model.name in device.by_age:
                 device.by_age.discard(model.name)
                 device.by_work.discard(model.name)
                 node.stirred[name] = None
             device.crowded_out[model.name] = None
-    if crowded and crowded == len(model.devices):
+    if crowded and not pins.has_place(node, model):
         refusal = pins.would_not_fit(node, model)
         node.reject_queue(model, refusal)
         node.answer(model.load_causes, model.name, refusal)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from scheduler.node import leave_rules, look, pins, residency
-from scheduler.node.node import LOADS, VICTIMS_DRAIN, Device, Model, Node
+from scheduler.node.groups import kind_of
+from scheduler.node.node import LOADS, VICTIMS_DRAIN, Copy, Device, Model, Node, Placement
 
 
 def validate(node: Node) -> None:
@@ -67,10 +68,10 @@ def check_model(node: Node, model: Model) -> None:
         assert not limited or request_id in node.waits, f"request {request_id} waits without limit"
     for request_id, request in model.running.items():
         assert copy is not None, f"request {request_id} runs without a copy"
-        assert request.device == copy.device, f"request {request_id} runs elsewhere than {name}"
+        assert request.device == copy.leader, f"request {request_id} runs elsewhere than {name}"
         assert request_id not in node.waits, f"request {request_id} runs with a wait limit"
     if copy is not None:
-        assert node.devices[copy.device].resident.get(name) is model, f"{name} is not among the copies of {copy.device}"
+        check_members(node, model, copy)
         assert not (copy.evict_sent and model.running), f"rule 3: {name} is evicted with running requests"
         assert not copy.evict_sent or copy.overdue or ("evict", name) in node.deadlines, f"the eviction of {name} has no deadline"
     if model.state == residency.LOADING:
@@ -82,11 +83,56 @@ def check_model(node: Node, model: Model) -> None:
         assert not model.pinned or (copy is not None and copy.evict_sent), f"rule 7: {name} is pinned and a victim"
     if model.placement is not None:
         assert node.wanted(model) or model.placement.stage == LOADS, f"nobody waits for placement {model.placement.id} of {name}"
+        check_placement(node, model.placement)
     assert model.pinned == (name in node.pinned), f"pinned list: {name}"
     if model.pinned:
-        where = copy or model.placement
-        assert where is None or where.device == model.home, f"{name} is pinned to {model.home} and lives on {where.device}"
+        where = pins.place_of(model)
+        assert where in ((), model.home), f"{name} is pinned to {model.home} and lives on {where}"
     check_listed(node, model)
+
+
+def check_members(node: Node, model: Model, copy: Copy) -> None:
+    """Checks that a copy is on all of its devices and on no other, and that it leaves if it has lost one of them."""
+    name = model.name
+    on = {device.name for device in node.devices.values() if device.resident.get(name) is model}
+    assert copy.devices, f"the copy of {name} is on no device"
+    assert on == set(copy.devices), f"{name} is on {copy.devices} and among the copies of {on}"
+    assert len(on) == len(copy.devices), f"{name} is twice on one of {copy.devices}"
+    assert copy.is_whole or copy.evict_sent, f"{name} is on {copy.devices} alone and stays"
+    assert len(on) <= copy.facts.num_ranks, f"{name} is on {copy.devices}, too many for {copy.facts.num_ranks} shares"
+    if copy.facts.is_split:
+        check_group(name, copy.devices)
+        assert not copy.keep_slots, f"host tier: the split model {name} is kept"
+        assert not copy.from_host, f"host tier: the split model {name} is loaded from it"
+
+
+def check_placement(node: Node, placement: Placement) -> None:
+    """Checks that a placement is under way on all of its devices and on no other, with the same promise or load on each."""
+    name, devices = placement.model, [node.devices[device] for device in placement.devices]
+    on = [device for device in node.devices.values() if device.placements.get(placement.id) is placement]
+    assert {device.name for device in on} == set(placement.devices), f"placement {placement.id} is not on all of its devices"
+    if placement.facts.is_split:
+        check_group(name, placement.devices)
+    if placement.stage == LOADS:
+        copy = node.models[name].copy
+        assert copy is not None, f"placement {placement.id} loads nothing"
+        assert copy.devices == placement.devices, f"placement {placement.id} of {name} loads onto other devices"
+        assert all(device.loading is placement for device in devices), f"the load of {name} has not all of its loaders"
+        return
+    assert len(devices) == placement.facts.num_ranks, f"placement {placement.id} of {name} has too few devices"
+    for device in devices:
+        held = sum(device.ledger.held[victim].chunks for victim in placement.victims if victim in device.ledger.held)
+        promised = max(0, placement.size.chunks - held), placement.size.work_space_chunks
+        assert device.ledger.promised[placement.id] == promised, f"the promise of {device.name} to placement {placement.id}"
+    for victim in placement.victims:
+        assert any(victim in device.resident for device in devices), f"{victim} leaves for {name}, which goes elsewhere"
+
+
+def check_group(name: str, devices: tuple[str, ...]) -> None:
+    assert list(devices) == sorted(devices), f"the ranks of {name} on {devices}"
+    kinds = {kind_of(device) for device in devices}
+    assert len(kinds) == 1, f"{name} is on devices of several kinds: {devices}"
+    assert "" not in kinds, f"{name} is on devices set aside for other models: {devices}"
 
 
 def check_host(node: Node) -> None:
@@ -94,6 +140,7 @@ def check_host(node: Node) -> None:
     for name, copy in node.host.copies():
         model = node.models.get(name)
         assert model is not None, f"host tier: {name} is forgotten"
+        assert copy.void or not model.facts.is_split, f"host tier: a copy of the split model {name}"
         assert copy.void or copy.fingerprint == model.facts.fingerprint, f"host tier: an old copy of {name}"
         loads = model.placement is not None and model.placement.stage == LOADS
         assert not copy.lent or (loads and copy.lent == model.placement.id), f"host tier: a copy of {name} is lent to nobody"  # type: ignore[union-attr]
@@ -127,6 +174,8 @@ def check_device(node: Node, device: Device) -> None:
     assert set(ledger.promised) == {p.id for p in device.placements.values() if p.stage != LOADS}, f"promises of {name}"
     kept = device.pinned.chunks + device.pinned.work_space_chunks
     assert kept <= ledger.total_chunks, f"pins overdraw {name}"
+    on_it = {id: placement for id, placement in node.placements.items() if name in placement.devices}
+    assert device.placements == on_it, f"placements of {name}"
     if not device.up:
         assert not device.resident, f"{name} is down and has copies"
         assert not device.placements, f"{name} is down and has placements"
@@ -140,7 +189,14 @@ def check_device(node: Node, device: Device) -> None:
             assert node.models[victim].victim_of == placement.id, f"{victim} is no victim of placement {placement.id}"
     for placement in draining:
         assert any(node.models[victim].running for victim in placement.victims), f"placement {placement.id} waits for nothing"
+    if device.held_for:
+        oldest = device.by_age.peek()
+        waiting = node.models[device.held_for]
+        assert oldest is not None, f"{name} is held for {device.held_for} and nobody waits"
+        assert oldest[1] == waiting.name, f"{name} is held for {device.held_for}, but first comes {oldest[1]}"
+        assert look.waits_for_others(node, waiting), f"{name} is held for {device.held_for}, which waits for no other device"
     for model in list(device.by_age.keys()):
         if pins.fits_beside_pins(node.models[model], device):
-            option = look.plan(node, node.models[model], device, may_force=False)
-            assert option is None or len(device.by_age) > 8, f"{model} could be placed on {name} and is not"
+            option = look.best_option(node, node.models[model], may_force=False)
+            here = option is not None and name in option.devices
+            assert not here or len(device.by_age) > 8, f"{model} could be placed on {name} and is not"

@@ -10,8 +10,8 @@ from math import inf
 class ModelView:
     name: str
     state: str
-    device: str  # "" when on none
-    weights_bytes: int
+    device: str  # "" when on none; of a model that is split, the names of its devices, such as "cpu:0+cpu:1"
+    weights_bytes: int  # of a split model: of each share; so is the next
     kv_reserved_bytes: int
     active: int  # requests submitted to the engine
     queued: int
@@ -20,6 +20,7 @@ class ModelView:
     reason: str
     placement_id: int | None  # of its copy, else of the placement under way
     progress: tuple[int, int] | None  # bytes done and total of a load under way
+    devices: tuple[str, ...] = ()  # those of `device`, by rank
     kept_bytes: int = 0  # of its weights in host memory
     saved_kv_tokens: int = 0  # whose KV is in host memory
     quarantined_until: float | None = None  # monotonic seconds
@@ -78,7 +79,7 @@ class PlacementView:
 
     id: int
     model: str
-    device: str
+    device: str  # as in ModelView
     cause: str
     begun: float
     waited_s: float  # before it
@@ -130,7 +131,7 @@ class LoadPlan:
     state: str
     verdict: str
     reason: str
-    device: str  # the chosen one; "": none
+    device: str  # the chosen one, as in ModelView; "": none
     source: str  # disk or host
     load_s: float  # predicted
     devices: tuple[DevicePlan, ...]

@@ -1,19 +1,20 @@
 """Placement rules of other systems, to compare the node scheduler with. All of them load a model when a request for it arrives,
 in the order of the oldest waiting request, one placement at a time on each device. They differ in which model leaves for it.
-Requests for a ready model are submitted at once; a busy victim drains.
+Requests for a ready model are submitted at once; a busy victim drains. A split model goes to several devices of one kind at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler.node import events
 from scheduler.node.actions import Action, Evict, GrantLease, Load, Refusal, Reject, Submit
 from scheduler.node.events import Event
+from scheduler.node.groups import groups
 from scheduler.node.ledger import Size, size_of
 from scheduler.simulate.trace import TraceRequest
 
@@ -35,7 +36,8 @@ class Resident:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A device and the models on it. coming: the model that is being placed there, "" if there is none."""
+    """A device and the models on it; the devices of a split model have one Resident. coming: the model that is being placed there,
+    "" if there is none."""
 
     name: str
     total_chunks: int
@@ -123,7 +125,8 @@ class OnDemand:
         self.now = 0.0
         self.places: dict[str, Place] = {}
         self.sizes: dict[str, Size] = {}
-        self.where: dict[str, Place] = {}  # model -> the device it is on or comes to
+        self.num_ranks: dict[str, int] = {}
+        self.where: dict[str, list[Place]] = {}  # model -> the devices it is on or comes to, by rank
         self.queues: dict[str, list[int]] = {}
         self.waiting: OrderedDict[str, None] = OrderedDict()  # models to be placed, by their oldest request
         self.models: dict[int, str] = {}  # running request -> model
@@ -138,6 +141,7 @@ class OnDemand:
                 self.places[event.device] = Place(event.device, event.budget_bytes // self.chunk_bytes)
             case events.ModelRegistered():
                 self.sizes[event.facts.name] = size_of(event.facts, self.chunk_bytes)
+                self.num_ranks[event.facts.name] = event.facts.num_ranks
             case events.RequestArrived():
                 self._arrived(event)
             case events.RequestFinished():
@@ -161,15 +165,20 @@ class OnDemand:
         return [one for place in self.places.values() for one in place.residents.values()]
 
     def _resident(self, name: str) -> Resident | None:
-        place = self.where.get(name)
-        return None if place is None else place.residents.get(name)
+        places = self.where.get(name)
+        return None if places is None else places[0].residents.get(name)
+
+    def _groups(self, name: str, places: Iterable[Place]) -> list[list[Place]]:
+        """Returns the devices, or groups of them, of these that have room for a model when they are empty."""
+        size = self.sizes[name]
+        roomy = [place.name for place in places if size.chunks + size.work_space_chunks <= place.total_chunks]
+        return [[self.places[device] for device in group] for group in groups(roomy, self.num_ranks[name])]
 
     # ---- requests
 
     def _arrived(self, event: events.RequestArrived) -> None:
         request_id, name = event.request.request_id, event.request.model
-        size = self.sizes[name]
-        if all(size.chunks + size.work_space_chunks > place.total_chunks for place in self.places.values()):
+        if not self._groups(name, self.places.values()):
             refusal = Refusal("model_too_large", f"{name} can never fit")
             self.actions.append(Reject(cause=event.cause, request_id=request_id, refusal=refusal))
             return
@@ -185,7 +194,7 @@ class OnDemand:
         resident.last_used = self.last_used[resident.name] = self.now
         resident.running[request_id] = None
         self.models[request_id] = resident.name
-        device = self.where[resident.name].name
+        device = self.where[resident.name][0].name
         self.actions.append(Submit(cause=f"req-{request_id}", request_id=request_id, model=resident.name, device=device))
 
     def _finished(self, request_id: int) -> None:
@@ -197,10 +206,11 @@ class OnDemand:
             self._evict(resident)
 
     def _loaded(self, name: str) -> None:
-        place = self.where[name]
-        place.coming = ""
-        resident = place.residents[name]
+        resident = self._resident(name)
+        assert resident is not None
         resident.ready = True
+        for place in self.where[name]:
+            place.coming = ""
         for request_id in self.queues.pop(name, []):
             self._submit(resident, request_id)
 
@@ -209,7 +219,7 @@ class OnDemand:
     def _place(self) -> None:
         for place in self.places.values():
             if place.coming and place.coming not in place.residents:
-                self._load_if_room(place)
+                self._load_if_room(place.coming)
         for name in list(self.waiting):
             if name in self.where:  # it drains still
                 continue
@@ -219,24 +229,26 @@ class OnDemand:
     def _begin(self, name: str) -> bool:
         size = self.sizes[name]
         options = []
-        for place in self.places.values():
-            if place.coming or size.chunks + size.work_space_chunks > place.total_chunks:
-                continue
-            victims = self._victims(place, size)
+        for group in self._groups(name, (place for place in self.places.values() if not place.coming)):
+            victims: dict[str, Resident] | None = {}
+            for place in group:
+                found = self._victims(place, size)
+                victims = None if victims is None or found is None else victims | {one.name: one for one in found}
             if victims is not None:
-                worst = max((self._rank(one) for one in victims), default=None)
-                options.append((worst is not None, worst or (False, 0.0), place.name, place, victims))
+                worst = max((self._rank(one) for one in victims.values()), default=None)
+                options.append((worst is not None, worst or (False, 0.0), [place.name for place in group], group, victims))
         if not options:
             return False
-        *_, place, victims = min(options, key=lambda option: option[:3])
+        *_, group, chosen = min(options, key=lambda option: option[:3])
         del self.waiting[name]
-        place.coming = name
-        self.where[name] = place
-        for victim in victims:
+        self.where[name] = group
+        for place in group:
+            place.coming = name
+        for victim in chosen.values():
             victim.drains = True
             if not victim.busy:
                 self._evict(victim)
-        self._load_if_room(place)
+        self._load_if_room(name)
         return True
 
     def _victims(self, place: Place, size: Size) -> list[Resident] | None:
@@ -278,27 +290,32 @@ class OnDemand:
         self.kept[name] = num_slots
         return True
 
-    def _load_if_room(self, place: Place) -> None:
-        name = place.coming
-        size = self.sizes[name]
-        if place.free_chunks(size.work_space_chunks) < size.chunks or any(one.drains for one in place.residents.values()):
+    def _load_if_room(self, name: str) -> None:
+        size, places = self.sizes[name], self.where[name]
+        if any(place.free_chunks(size.work_space_chunks) < size.chunks for place in places):
+            return
+        if any(one.drains for place in places for one in place.residents.values()):
             return
         self.num_placements += 1
-        place.residents[name] = Resident(name, size, self.num_placements, self.now)
+        resident = Resident(name, size, self.num_placements, self.now)
+        for place in places:
+            place.residents[name] = resident
         self.copies[self.num_placements] = name
         self.last_used[name] = self.now
         slots = tuple(range(size.weights_chunks))
         warm = name in self.kept
-        keep = not warm and self._keep(name, size.weights_chunks)
+        keep = not warm and self.num_ranks[name] == 1 and self._keep(name, size.weights_chunks)
+        leader, *others = places
         self.actions.append(
             Load(
                 cause="load",
                 placement_id=self.num_placements,
                 model=name,
-                device=place.name,
+                device=leader.name,
                 weights_chunks=size.weights_chunks,
                 kv_reserved_chunks=size.kv_chunks,
-                lease_chunks=max(0, place.free_chunks()),
+                lease_chunks=max(0, leader.free_chunks()),
+                further=tuple((place.name, max(0, place.free_chunks())) for place in others),
                 deadline_s=float("inf"),
                 source_slots=slots if warm else (),
                 keep_slots=slots if keep else (),
@@ -306,21 +323,22 @@ class OnDemand:
         )
 
     def _evict(self, resident: Resident) -> None:
-        place = self.where[resident.name]
+        leader, *others = self.where[resident.name]
         self.actions.append(
             Evict(
                 cause="evict",
                 placement_id=resident.placement_id,
                 model=resident.name,
-                device=place.name,
-                lease_chunks=max(0, place.free_chunks()),
+                device=leader.name,
+                lease_chunks=max(0, leader.free_chunks()),
+                further=tuple((place.name, max(0, place.free_chunks())) for place in others),
             )
         )
 
     def _evicted(self, name: str) -> None:
-        place = self.where.pop(name)
-        del place.residents[name]
-        self.actions.append(GrantLease(cause="evict", device=place.name, lease_chunks=max(0, place.free_chunks())))
+        for place in self.where.pop(name):
+            del place.residents[name]
+            self.actions.append(GrantLease(cause="evict", device=place.name, lease_chunks=max(0, place.free_chunks())))
 
     def _expire(self) -> None:
         """Evicts models that have been idle for longer than the rule allows."""

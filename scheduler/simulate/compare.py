@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from scheduler.node.events import ModelFacts
 from scheduler.node.ledger import Size, size_of
 from scheduler.node.node_scheduler import NodeScheduler, SchedulerSettings
 from scheduler.simulate.baselines import Clairvoyant, LeastRecentlyUsed, Ollama, OnDemand, Rule
@@ -48,7 +49,7 @@ def compare(
         run = run_policy(policy, node, trace, settings, None if told is None else _named(told, policy))
         num_events += run.num_events
         found.append(figures(policy, run.outcomes, run.swaps, slo_s))
-    sizes = {name: size_of(facts, node.chunk_bytes) for name, facts in node.models.items()}
+    sizes = {name: _size_of_all_shares(facts, node.chunk_bytes) for name, facts in node.models.items()}
     total_chunks = sum(budget // node.chunk_bytes for budget in node.devices.values())
     return Comparison(found, fewest_loads(trace, sizes, total_chunks), num_events)
 
@@ -86,6 +87,11 @@ def settings_for(node: SimulatedNode, max_wait_s: float, max_queued: int) -> Sch
         copy_bytes_per_s=costs.copy_bytes_per_s,
         load_overhead_s=costs.load_overhead_s,
     )
+
+
+def _size_of_all_shares(facts: ModelFacts, chunk_bytes: int) -> Size:
+    share = size_of(facts, chunk_bytes)
+    return replace(share, weights_chunks=share.weights_chunks * facts.num_ranks, kv_chunks=share.kv_chunks * facts.num_ranks)
 
 
 def _sizes(node: SimulatedNode) -> list[Size]:

@@ -1,5 +1,8 @@
 """Simulates the engine of one device, step by step. Which model's step is next is decided by scheduler/batch/turns.py, and how
 large it may be by the engine's own rules (`steps`). While all models only decode, many steps are simulated as one event.
+
+A model that is split over several devices is hosted by the engine of the first one, which leads. Its steps begin when all of its
+devices are free, and occupy them all. Between two of them, a device that follows runs a step of its own models, if one is due.
 """
 
 from __future__ import annotations
@@ -36,12 +39,14 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Hosted:
-    """A loaded model. steps: the number of decode steps so far; a sequence ends when it reaches the sequence's mark. If a step
-    has no room for all sequences that decode, it counts as a fraction of a step, because the sequences take turns."""
+    """A loaded model. followers: the engines of its other devices, if it is split. steps: the number of decode steps so far; a
+    sequence ends when it reaches the sequence's mark. If a step has no room for all sequences that decode, it counts as a fraction
+    of a step, because the sequences take turns."""
 
     facts: ModelFacts
     reserved_bytes: int
     costs: ModelSteps
+    followers: tuple[SimulatedEngine, ...] = ()
     steps: float = 0.0
     waiting: deque[Job] = field(default_factory=deque)  # for a place in the batch or for KV
     prompts: deque[Job] = field(default_factory=deque)
@@ -77,13 +82,22 @@ class Hosted:
 
 @dataclass(slots=True)
 class _Step:
-    """One step of one model. part: the fraction of the decoding sequences that take part in it. chunks: tokens of prompts."""
+    """One step of one model. part: the fraction of the decoding sequences that take part in it. chunks: tokens of prompts. seconds:
+    with those for which it waits for other devices (wait_s)."""
 
     hosted: Hosted
     part: float
     chunks: list[tuple[Job, int]]
     seconds: float
+    wait_s: float
     turns: int  # it was planned to take
+
+
+@dataclass(slots=True)
+class _Joined:
+    """Steps that other engines lead. They occupy the device until the time `until`."""
+
+    until: float
 
 
 @dataclass(slots=True)
@@ -107,8 +121,10 @@ class SimulatedEngine:
         self.ended: list[RequestOutcome] = []
         self.hosted: dict[str, Hosted] = {}
         self.turns = Turns()
+        self._followed: dict[str, Hosted] = {}  # models that have a share here and are led by other engines
+        self._joined_until = 0.0  # the end of the last of their steps
         self._steps: dict[str, ModelSteps] = {}  # of all that were ever hosted
-        self._under_way: _Step | _Rounds | None = None
+        self._under_way: _Step | _Rounds | _Joined | None = None
         self._began = self._now = 0.0  # of what is under way; the time told last
 
     # ---- time
@@ -120,6 +136,8 @@ class SimulatedEngine:
         step = self._under_way
         if step is None:
             return None
+        if isinstance(step, _Joined):
+            return step.until
         return self._began + (step.seconds if isinstance(step, _Step) else step.num * step.round_s)
 
     def advance(self, now: float) -> None:
@@ -130,7 +148,7 @@ class SimulatedEngine:
             self._now = at
             if isinstance(step, _Step):
                 self._end_step(step, at)
-            elif step is not None:
+            elif isinstance(step, _Rounds):
                 self._decode(step, step.num)
             self._start(at)
         self._now = max(self._now, now)
@@ -139,13 +157,21 @@ class SimulatedEngine:
 
     # ---- models
 
-    def host(self, facts: ModelFacts, reserved_bytes: int, restored: Mapping[int, int] = NOTHING_RESTORED) -> None:
+    def host(
+        self,
+        facts: ModelFacts,
+        reserved_bytes: int,
+        restored: Mapping[int, int] = NOTHING_RESTORED,
+        followers: Iterable[SimulatedEngine] = (),
+    ) -> None:
         """Adds a loaded model. restored: request -> number of tokens whose KV was restored, used when that request is submitted
-        again."""
+        again. followers: the engines of its other devices, if it is split; this one leads then."""
         steps = self._steps.get(facts.name)
         if steps is None:
             steps = self._steps[facts.name] = ModelSteps(self.settings, self.costs.step_seconds(facts))
-        self.hosted[facts.name] = Hosted(facts, reserved_bytes, steps, restored=dict(restored))
+        hosted = self.hosted[facts.name] = Hosted(facts, reserved_bytes, steps, tuple(followers), restored=dict(restored))
+        for engine in hosted.followers:
+            engine._followed[facts.name] = hosted
         self.turns.add(facts.name)
 
     def end_step_of(self, name: str) -> float:
@@ -175,6 +201,8 @@ class SimulatedEngine:
         if isinstance(self._under_way, _Rounds):
             self._under_way = None
         hosted = self.hosted.pop(name)
+        for engine in hosted.followers:
+            del engine._followed[name]
         self.turns.remove(name)
         for _, request_id in hosted.decoding:
             job = hosted.jobs[request_id]
@@ -204,22 +232,46 @@ class SimulatedEngine:
         hosted.jobs[outcome.request_id] = job
         hosted.waiting.append(job)
 
+    # ---- steps of split models
+
+    def free_at(self, now: float) -> float:
+        """Returns when the device is free for a step that another engine plans now. After a step of that kind, one of its own
+        models is first, if any has work."""
+        self._now = max(self._now, now)
+        self._interrupt()
+        if isinstance(self._under_way, _Joined) and self._under_way.until <= now:
+            self._under_way = None
+        return max(now, self.next_at() or now)
+
+    def join(self, until: float) -> None:
+        """Occupies the device, from the end of its current step on, with a step that another engine leads and that ends at the time
+        `until`."""
+        self._joined_until = until
+
+    def _busy_followed(self) -> list[Hosted]:
+        return [hosted for hosted in self._followed.values() if hosted.num_running]
+
     # ---- steps
 
     def _start(self, now: float) -> None:
         """Starts the next step, or several rounds of steps if all models only decode."""
         self._began = now
+        if self._joined_until > now:
+            self._under_way = _Joined(self._joined_until)
+            return
         busy = {name: hosted for name, hosted in self.hosted.items() if hosted.num_running or self._fits(hosted)}
         if not busy:
             return
-        self._under_way = self._rounds(busy.values()) or self._step(busy)
+        self._under_way = self._rounds(busy.values()) or self._step(busy, now)
 
     def _rounds(self, busy: Iterable[Hosted]) -> _Rounds | None:
         """Returns several rounds of decode steps as one event, because simulating every step would take too long. Possible only
         while all busy models do nothing but decode. In a round every model has an equal share of time: as much as the longest
-        step among them. Returns None if a model has prompts, or too few steps left."""
+        step among them. Returns None if a model has prompts or too few steps left, or if models that are split are busy here."""
         models = list(busy)
-        if any(hosted.prompts or hosted.steps_left() < _FEWEST_ROUNDS for hosted in models):
+        if self._busy_followed():
+            return None
+        if any(hosted.followers or hosted.prompts or hosted.steps_left() < _FEWEST_ROUNDS for hosted in models):
             return None
         taken = []
         for hosted in models:
@@ -236,10 +288,10 @@ class SimulatedEngine:
         return _Rounds(decoded, longest_s * len(models), num) if num >= _FEWEST_ROUNDS else None
 
     def _turns_of(self, hosted: Hosted, busy: Iterable[Hosted]) -> int:
-        backlogged = [one.backlogged for one in busy]
+        backlogged = [one.backlogged for one in (*busy, *self._busy_followed())]
         return turns_of_step(len(backlogged), sum(backlogged), hosted.backlogged)
 
-    def _step(self, busy: Mapping[str, Hosted]) -> _Step:
+    def _step(self, busy: Mapping[str, Hosted], now: float) -> _Step:
         backlogged = [name for name, hosted in busy.items() if hosted.backlogged]
         name = self.turns.next(list(busy), backlogged)
         assert name is not None
@@ -252,7 +304,11 @@ class SimulatedEngine:
             rows = costs.rows_beside_prompt(turns, rows, strict)
         part = rows / len(hosted.decoding) if rows else 0.0
         chunks = self._chunks(hosted, turns, rows, strict)
-        return _Step(hosted, part, chunks, costs.seconds(rows, sum(tokens for _, tokens in chunks)), turns)
+        wait_s = max((engine.free_at(now) for engine in hosted.followers), default=now) - now
+        seconds = wait_s + costs.seconds(rows, sum(tokens for _, tokens in chunks))
+        for engine in hosted.followers:
+            engine.join(now + seconds)
+        return _Step(hosted, part, chunks, seconds, wait_s, turns)
 
     def _chunks(self, hosted: Hosted, turns: int, rows: int, strict: bool) -> list[tuple[Job, int]]:
         """Returns the chunks of prompts in a step: prompts that have begun continue in order, then waiting ones are admitted,
@@ -285,6 +341,8 @@ class SimulatedEngine:
         if not hosted.num_running:
             return True
         beyond = max(0, hosted.kv_bytes + hosted.waiting[0].kv_bytes - hosted.reserved_bytes)
+        if hosted.facts.is_split:
+            return not beyond
         others = sum(max(0, one.kv_bytes - one.reserved_bytes) for one in self.hosted.values() if one is not hosted)
         return beyond + others <= self.lease_bytes
 
@@ -320,7 +378,8 @@ class SimulatedEngine:
 
     def _end_step(self, step: _Step, now: float) -> None:
         hosted = step.hosted
-        self.turns.charge(hosted.facts.name, step.seconds, hosted.costs.turns_s(step.turns))
+        turns_s = hosted.costs.turns_s(step.turns)
+        self.turns.charge(hosted.facts.name, step.seconds, None if turns_s is None else turns_s + step.wait_s)
         hosted.steps += step.part
         self._end_decoded(hosted)
         for job, tokens in step.chunks:

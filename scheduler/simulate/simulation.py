@@ -204,7 +204,8 @@ class Simulation:
             copy.ready_s = self.now
             facts = self.node.models[copy.load.model]
             reserved_bytes = copy.load.kv_reserved_chunks * self.node.chunk_bytes
-            self.engines[copy.load.device].host(facts, reserved_bytes, copy.restored)
+            followers = (self.engines[device] for device, _ in copy.load.further)
+            self.engines[copy.load.device].host(facts, reserved_bytes, copy.restored, followers)
         self._post(event)
 
     def _arrive(self, outcome: RequestOutcome) -> None:
@@ -228,7 +229,7 @@ class Simulation:
         """Starts a load: of the weights from host memory or disk, then of the KV that was saved."""
         copy = self._copies[action.placement_id] = _Copy(action, restored=self._saved_kv.pop(action.kv_index, {}))
         self._placement_of[action.device, action.model] = action.placement_id
-        self.engines[action.device].set_lease(action.lease_chunks * self.node.chunk_bytes)
+        self._set_leases(action)
         facts, costs = self.node.models[action.model], self.node.costs
         num_tokens = sum(copy.restored.values())
         restore_s = num_tokens * facts.kv_bytes_per_token / costs.copy_bytes_per_s
@@ -240,7 +241,7 @@ class Simulation:
         else:
             seconds, copy_s = costs.disk_load_s(facts), 0.0
             self.swaps.num_disk_loads += 1
-            self.swaps.disk_bytes += facts.weights_bytes
+            self.swaps.disk_bytes += facts.weights_bytes * facts.num_ranks
         seconds += restore_s
         finished = events.LoadFinished(
             now=self.now + seconds,
@@ -258,7 +259,7 @@ class Simulation:
         submission."""
         copy = self._copies.pop(action.placement_id)
         engine, facts, chunk_bytes = self.engines[action.device], self.node.models[action.model], self.node.chunk_bytes
-        engine.set_lease(action.lease_chunks * chunk_bytes)
+        self._set_leases(action)
         saved: dict[int, int] = {}
         step_s = 0.0
         if copy.ready_s is not None:
@@ -289,6 +290,10 @@ class Simulation:
             saved_kv_tokens=num_tokens,
         )
         self._later(seconds, finished)
+
+    def _set_leases(self, action: actions.Load | actions.Evict) -> None:
+        for device, lease_chunks in ((action.device, action.lease_chunks), *action.further):
+            self.engines[device].set_lease(lease_chunks * self.node.chunk_bytes)
 
     def _grant(self, action: actions.GrantLease) -> None:
         self.engines[action.device].set_lease(action.lease_chunks * self.node.chunk_bytes)

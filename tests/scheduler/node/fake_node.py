@@ -37,6 +37,11 @@ def facts(name: str, weights_mib: int = 40, **others: Any) -> ModelFacts:
     return ModelFacts(name, weights_mib * MIB, **{**defaults, **others})
 
 
+def members_of(action: actions.Load | actions.Evict) -> list[str]:
+    """All devices of a load or an eviction, the leader first."""
+    return [action.device, *(device for device, _ in action.further)]
+
+
 class FakeNode:
     """`devices`: name -> MiB. Loads, evictions and requests stay pending until the test lets them go on."""
 
@@ -47,11 +52,12 @@ class FakeNode:
         self.num_requests = 0
         self.num_commands = 0
         self.up: set[str] = set()
+        self.registered: dict[str, ModelFacts] = {}
         self.loads: dict[int, actions.Load] = {}  # under way
         self.streaming: set[int] = set()  # placements of loads that take requests
-        self.copies: dict[tuple[str, str], actions.Load] = {}  # (device, model) -> its load, done
+        self.copies: dict[tuple[str, str], actions.Load] = {}  # (device that leads, model) -> its load, done
         self.evicts: dict[int, actions.Evict] = {}  # under way
-        self.memory: dict[int, tuple[str, int]] = {}  # placement -> device, chunks; until its eviction is answered
+        self.memory: dict[int, dict[str, int]] = {}  # placement -> device -> chunks; until its eviction is answered
         self.lease: dict[str, int] = {}
         self.host: dict[int, tuple[str, str, str]] = {}  # slot of the host tier -> kind, model, fingerprint: what was written last
         self.writing: dict[int, tuple[int, ...]] = {}  # placement -> slots it may write
@@ -84,6 +90,7 @@ class FakeNode:
 
     def register(self, *models: ModelFacts) -> None:
         for model in models:
+            self.registered[model.name] = model
             self.post(events.ModelRegistered, facts=model)
 
     def remove(self, name: str) -> list[actions.Action]:
@@ -151,8 +158,10 @@ class FakeNode:
         )
 
     def streams(self, model: str | None = None) -> list[actions.Action]:
-        """The load under way (of that model) takes requests from now on."""
+        """The load under way (of that model) takes requests from now on. One of several devices never does."""
         load = next(load for load in self.loads.values() if model in (None, load.model))
+        if load.further:
+            return []
         self.streaming.add(load.placement_id)
         return self.post(events.LoadStreams, placement_id=load.placement_id)
 
@@ -206,16 +215,26 @@ class FakeNode:
         self.up.add(device)
         return self.post(events.EngineUp, device=device, budget_bytes=self.budgets[device], left=left)
 
+    def running_on(self, device: str) -> list[int]:
+        """Requests in the engine, or in that of another device which leads a model that is there, too."""
+        loads = [*self.loads.values(), *self.copies.values()]
+        keys = {(load.device, load.model) for load in loads if device in members_of(load)}
+        return [request for request, submit in self.running.items() if (submit.device, submit.model) in keys]
+
     def engine_down(self, device: str, running: tuple[int, ...] = (), reason: str = "killed") -> list[actions.Action]:
+        """Other engines that hold a share of a model drop its requests and wait for its eviction. An eviction under way is answered
+        by those that are left."""
         self.up.discard(device)
-        for placement in [placement for placement, held in self.memory.items() if held[0] == device]:
+        for placement in [placement for placement, held in self.memory.items() if device in held]:
             self.writing.pop(placement, None)
+            del self.memory[placement][device]
         self.restarts = [name for name in self.restarts if name != device]
-        self.memory = {placement: held for placement, held in self.memory.items() if held[0] != device}
-        self.loads = {placement: load for placement, load in self.loads.items() if load.device != device}
-        self.evicts = {placement: evict for placement, evict in self.evicts.items() if evict.device != device}
-        self.copies = {key: load for key, load in self.copies.items() if key[0] != device}
-        self.running = {request: submit for request, submit in self.running.items() if submit.device != device}
+        for request in self.running_on(device):
+            del self.running[request]
+        self.memory = {placement: held for placement, held in self.memory.items() if held}
+        self.loads = {placement: load for placement, load in self.loads.items() if device not in members_of(load)}
+        self.evicts = {placement: evict for placement, evict in self.evicts.items() if placement in self.memory}
+        self.copies = {key: load for key, load in self.copies.items() if device not in members_of(load)}
         return self.post(events.EngineDown, device=device, running=running, reason=reason)
 
     def sleep(self, seconds: float) -> list[actions.Action]:
@@ -241,11 +260,16 @@ class FakeNode:
                 self.check_host(action)
                 self.loads[action.placement_id] = action
                 self.fingerprints[action.placement_id] = action.fingerprint
-                self.memory[action.placement_id] = (action.device, action.weights_chunks + action.kv_reserved_chunks)
-                self.lease[action.device] = action.lease_chunks
+                self.memory[action.placement_id] = dict.fromkeys(
+                    members_of(action), action.weights_chunks + action.kv_reserved_chunks
+                )
+                self.lease.update({action.device: action.lease_chunks, **dict(action.further)})
             case actions.Evict():
-                assert action.device in self.up, "evicts on a dead device"
+                assert set(members_of(action)) <= self.up, "evicts on a dead device"
                 assert action.placement_id in self.memory, f"evicts what is not there: {action}"
+                assert members_of(action) == list(self.memory[action.placement_id]), (
+                    f"evicts a part, or what is not there: {action}"
+                )
                 assert action.placement_id not in self.evicts, f"evicts twice: {action}"
                 if action.placement_id in self.loads:
                     self.forget_behind(self.loads[action.placement_id])
@@ -256,7 +280,7 @@ class FakeNode:
                 self.loads.pop(action.placement_id, None)
                 self.copies.pop((action.device, action.model), None)
                 self.evicts[action.placement_id] = action
-                self.lease[action.device] = action.lease_chunks
+                self.lease.update({action.device: action.lease_chunks, **dict(action.further)})
             case actions.RequestsPaused():
                 for request in action.request_ids:
                     assert self.running.pop(request).model == action.model
@@ -291,15 +315,22 @@ class FakeNode:
                 raise AssertionError(f"unknown action {action}")
 
     def check_load(self, load: actions.Load) -> None:
-        assert load.device in self.up, f"loads on a dead device: {load}"
-        assert all(other.device != load.device for other in self.loads.values()), f"two loads on {load.device}"
-        assert (load.device, load.model) not in self.copies, f"loads twice: {load}"
+        members = members_of(load)
+        assert len(set(members)) == len(members) == self.registered[load.model].num_ranks, (
+            f"loads too many shares or too few: {load}"
+        )
+        assert set(members) <= self.up, f"loads on a dead device: {load}"
+        occupied = {device for other in self.loads.values() for device in members_of(other)}
+        assert not occupied & set(members), f"two loads on one device: {load}"
+        assert all(other.model != load.model for other in self.copies.values()), f"loads twice: {load}"
         assert all(evict.model != load.model for evict in self.evicts.values()), f"loads while its old copy leaves: {load}"
-        view = next(view for view in self.scheduler.devices() if view.name == load.device)
-        held = sum(chunks for device, chunks in self.memory.values() if device == load.device)
-        needed = held + load.weights_chunks + load.kv_reserved_chunks + view.work_space_chunks + load.lease_chunks
-        assert needed <= view.total_chunks, f"overdraws {load.device}: {needed} of {view.total_chunks} chunks"
+        for device, lease_chunks in ((load.device, load.lease_chunks), *load.further):
+            view = next(view for view in self.scheduler.devices() if view.name == device)
+            held = sum(held.get(device, 0) for held in self.memory.values())
+            needed = held + load.weights_chunks + load.kv_reserved_chunks + view.work_space_chunks + lease_chunks
+            assert needed <= view.total_chunks, f"overdraws {device}: {needed} of {view.total_chunks} chunks"
         assert load.deadline_s > 0
+        assert not load.further or not (load.source_slots or load.keep_slots or load.kv_slots), f"shares in host memory: {load}"
 
     def check_host(self, load: actions.Load) -> None:
         """What is to be read was written, and nobody else writes it."""
@@ -326,7 +357,7 @@ class FakeNode:
     def check_memory(self, device: str) -> None:
         """What the engine was last told is all it may use, once what it was told to evict is gone."""
         view = next(view for view in self.scheduler.devices() if view.name == device)
-        held = sum(chunks for id, (on, chunks) in self.memory.items() if on == device and id not in self.evicts)
+        held = sum(held.get(device, 0) for placement, held in self.memory.items() if placement not in self.evicts)
         assert held + view.work_space_chunks + self.lease[device] <= view.total_chunks, f"{device} is overdrawn"
 
     def end(self, request_id: int, how: str) -> None:

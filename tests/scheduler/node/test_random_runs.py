@@ -8,8 +8,8 @@ from collections import Counter
 
 from scheduler.node import actions, events
 from scheduler.node.node import VICTIMS_DRAIN
-from tests.scheduler.node.fake_node import MIB, FakeNode
-from tests.scheduler.node.test_state_machine import MODELS, change
+from tests.scheduler.node.fake_node import MIB, FakeNode, members_of
+from tests.scheduler.node.test_state_machine import DEVICES, MODELS, change
 
 WEIGHTS = {
     "arrive": 40,
@@ -28,7 +28,7 @@ WEIGHTS = {
     "folder": 1,
     "keep alive": 3,
 }
-NUM_RUNS, NUM_STEPS = 80, 250
+NUM_RUNS, NUM_STEPS = 60, 250
 FOLDERS = [("no config", ""), ("", "another kind"), *[("", "")] * 8]  # why they are incomplete or unusable
 
 
@@ -67,12 +67,12 @@ def step(node: FakeNode, rng: random.Random, seen: Counter[str]) -> None:
             else:
                 node.post(events.KeepAliveSet, model=name, keep_alive_s=seconds)
         case "engine up":
-            for device in node.budgets.keys() - node.up:
+            for device in sorted(node.budgets.keys() - node.up):
                 node.engine_up(device)
         case "crash":
             if node.up:
                 device = rng.choice(sorted(node.up))
-                running = [request for request, submit in node.running.items() if submit.device == device]
+                running = node.running_on(device)
                 node.engine_down(device, tuple(rng.choice([running, running[:2], []])))
         case "kv":
             for (device, model), _ in list(node.copies.items()):
@@ -92,7 +92,7 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_RUNS):
         rng = random.Random(seed)
-        devices = {"cpu:0": 100, "cpu:1": 80} if seed % 2 else {"cpu:0": 100}
+        devices = DEVICES[seed % len(DEVICES)]
         host_tier_slots = (0, 30, 60)[seed % 3]
         node = FakeNode(devices, max_wait_s=40.0, failed_loads=2, quarantine_s=15.0, host_tier_slots=host_tier_slots)
         node.register(*MODELS.values())
@@ -101,8 +101,11 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
             seen["waits for busy victims"] += any(
                 placement.stage == VICTIMS_DRAIN for placement in node.scheduler._node.placements.values()
             )
+            seen["a device is held for a split model"] += any(device.held_for for device in node.scheduler._node.devices.values())
         node.settle()
         seen.update(type(action).__name__ for action in node.log)
+        shares = [action for action in node.log if isinstance(action, actions.Load | actions.Evict)]
+        seen.update(f"{type(action).__name__} on {len(members_of(action))}" for action in shares)
         seen.update(f"left: {action.reason}" for action in node.log if isinstance(action, actions.Evict))
         seen.update(node.ends.values())
         seen.update(f"{old} -> {new}" for _, old, new in node.states)
@@ -113,6 +116,7 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         *("cold -> loading", "loading -> ready", "ready -> draining", "draining -> ready", "draining -> cold", "ready -> cold"),
         *("draining -> warm", "warm -> loading", "warm -> cold", "draining -> paused", "paused -> loading"),
         *("draining -> disabled", "loading -> failed", "failed -> cold", "waits for busy victims"),
-        *("computed behind a load", "left: idle", "left: room"),
+        *("computed behind a load", "left: idle", "left: room", "left: share_lost"),
+        *("Load on 2", "Load on 3", "Evict on 2", "Evict on 3", "a device is held for a split model"),
     }
     assert {what for what in expected if seen[what] < 5} == set()

@@ -13,25 +13,36 @@ from scheduler.node import events
 from scheduler.node.events import ModelFacts
 from tests.scheduler.node.fake_node import MIB, FakeNode, facts
 
-NAMES = ["a", "b", "c", "d", "e", "huge"]
-# Together far more than both devices; "c" may live on one only, "e" brings a large work space, "d" leaves when it is idle.
+NAMES = ["a", "b", "c", "d", "e", "pair", "pair of two", "three", "huge"]
+# Together far more than all devices; "c" may live on one only, "e" brings a large work space, "d" leaves when it is idle. Some are
+# split over several devices: "pair" over any two, "three" over any three.
 MODELS = {
     "a": facts("a", 40),
     "b": facts("b", 50, max_sequences=1, max_queued=3),
     "c": facts("c", 60, devices=("cpu:1",), priority=5.0),
     "d": facts("d", 10, max_sequences=2, keep_alive_s=5.0),
     "e": facts("e", 30, work_space_bytes=30 * MIB),
+    "pair": facts("pair", 30, num_ranks=2),
+    "pair of two": facts("pair of two", 40, num_ranks=2, devices=("cpu:0", "cpu:1"), keep_alive_s=20.0),
+    "three": facts("three", 25, num_ranks=3, max_sequences=1),
     "huge": facts("huge", 200),
 }
+DEVICES = [
+    {"cpu:0": 100},
+    {"cpu:0": 100, "cpu:1": 80},
+    {"cpu:0": 100, "cpu:1": 80, "cpu:2": 70, "cpu:3": 90},
+    {"cpu:0": 100, "cpu:1": 80, "cuda:0": 90, "cuda:1": 70, "cpu:2": 60},
+]
 
 
 def change(model: str, fingerprint: str, incomplete: str, unusable: str) -> ModelFacts:
-    """The model with other files: a little larger, and now and then with more KV kept."""
+    """The model with other files: a little larger, now and then with more KV kept, and some split otherwise."""
     old = MODELS[model]
     return replace(
         old,
         weights_bytes=old.weights_bytes + int(fingerprint) * MIB,
         kv_floor_tokens=4096 if fingerprint == "3" else 0,
+        num_ranks={"d": 2, "pair": 1}.get(model, old.num_ranks) if fingerprint == "2" else old.num_ranks,
         fingerprint=fingerprint,
         incomplete=incomplete,
         unusable=unusable,
@@ -39,13 +50,14 @@ def change(model: str, fingerprint: str, incomplete: str, unusable: str) -> Mode
 
 
 class Node(RuleBasedStateMachine):
-    @initialize(second=st.booleans(), pinned=st.booleans(), host_slots=st.sampled_from([0, 25, 70]))
-    def start(self, second: bool, pinned: bool, host_slots: int) -> None:
-        devices = {"cpu:0": 100, "cpu:1": 80} if second else {"cpu:0": 100}
+    @initialize(
+        devices=st.sampled_from(DEVICES), pinned=st.sampled_from(["", "d", "pair"]), host_slots=st.sampled_from([0, 25, 70])
+    )
+    def start(self, devices: dict[str, int], pinned: str, host_slots: int) -> None:
         self.node = FakeNode(devices, max_wait_s=40.0, host_tier_slots=host_slots)
         self.node.register(*MODELS.values())
         if pinned:
-            self.node.register(facts("d", 10, pinned=True, max_sequences=2, keep_alive_s=5.0))
+            self.node.register(replace(MODELS[pinned], pinned=True))
 
     # ---- clients
 
@@ -117,7 +129,7 @@ class Node(RuleBasedStateMachine):
     @rule(data=st.data(), in_flight=st.booleans())
     def crash(self, data: st.DataObject, in_flight: bool) -> None:
         device = data.draw(st.sampled_from(sorted(self.node.up)))
-        running = tuple(request for request, submit in self.node.running.items() if submit.device == device)
+        running = tuple(self.node.running_on(device))
         self.node.engine_down(device, running if in_flight else ())
 
     @precondition(lambda self: len(self.node.up) < len(self.node.budgets))
@@ -185,7 +197,7 @@ class Node(RuleBasedStateMachine):
 
 
 Node.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

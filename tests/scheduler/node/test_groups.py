@@ -1,0 +1,501 @@
+"""Models that are split over several devices: placed, evicted and lost as one."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.node import actions, events
+from scheduler.node.eviction import Resident, Target, victims_on_all
+from scheduler.node.groups import MAX_GROUPS, groups, joined, kind_of, pools
+from tests.scheduler.node.fake_node import MIB, FakeNode, facts, members_of
+
+TWO = {"cpu:0": 100, "cpu:1": 100}
+THREE = {**TWO, "cpu:2": 100}
+
+
+def pair(name: str = "pair", weights_mib: int = 40, **others: object) -> events.ModelFacts:
+    """A model of two shares, each with 44 MiB besides 4 MiB of work space."""
+    return facts(name, weights_mib, num_ranks=2, **others)
+
+
+def serving(devices: dict[str, int] = TWO, **others: object) -> FakeNode:
+    """The pair is ready and has a request."""
+    node = FakeNode(devices)
+    node.register(pair(**others))
+    node.arrive("pair")
+    node.loaded("pair")
+    return node
+
+
+def held(node: FakeNode, name: str) -> dict[str, int]:
+    """Chunks of the model on each device that holds some."""
+    return {view.name: view.held[name] for view in node.scheduler.devices() if name in view.held}
+
+
+def of_kind(done: list[actions.Action], kind: type[actions.Action]) -> list[actions.Action]:
+    return [action for action in done if isinstance(action, kind)]
+
+
+# ---- which devices
+
+
+def test_groups_of_one_kind_the_best_devices_first() -> None:
+    assert [kind_of(name) for name in ("cpu:0", "cpu", "cuda:1", "cpu:0/org/x")] == ["cpu", "cpu", "cuda", ""]
+    assert groups(["b:1", "a:0", "b:0", "b:2"], 2) == [("b:0", "b:1"), ("b:1", "b:2"), ("b:0", "b:2")]
+    assert groups(["a:0", "a:0/x"], 1) == [("a:0",), ("a:0/x",)]
+    assert pools(["a:0", "a:0/x", "b:0"], 2) == []
+    assert pools([], 1) == []
+    assert len(groups([f"a:{at}" for at in range(30)], 3)) == MAX_GROUPS
+    assert joined(("a:0", "a:1")) == "a:0+a:1"
+
+
+def test_a_victim_on_both_devices_spares_another() -> None:
+    both = Resident("both", 10, 0, 2.0, 0.0, evictable=True, busy=False)
+    one = Resident("one", 10, 0, 1.0, 0.0, evictable=True, busy=False)
+    first, second = (Target(10, 0, 20), [both, one]), (Target(20, 0, 20), [both])
+    chosen = victims_on_all([first, second])
+    assert chosen is not None
+    assert [victim.name for victim in chosen] == ["both"], "the cheaper one was chosen first, and then was needless"
+    assert victims_on_all([first, (Target(21, 0, 20), [both])]) is None
+
+
+def test_both_devices_are_taken_and_shown() -> None:
+    node = FakeNode(THREE)
+    node.register(facts("a", 60, devices=("cpu:0",)), pair())
+    node.bring_up("a")
+    request = node.arrive("pair")
+    load = node.loads[2]
+    assert (load.device, [name for name, _ in load.further]) == ("cpu:1", ["cpu:2"]), "where no model has to leave"
+    assert ("pair", "cold", "loading") in node.states
+    node.loaded("pair")
+    assert node.running[request].device == "cpu:1", "the first one by name leads"
+    view = node.view("pair")
+    assert (view.device, view.devices) == ("cpu:1+cpu:2", ("cpu:1", "cpu:2"))
+    assert held(node, "pair") == {"cpu:1": 22, "cpu:2": 22}
+    assert node.scheduler.history("pair")[0].device == "cpu:1+cpu:2"
+    assert any("placement 2 on cpu:1+cpu:2" in line for line in node.scheduler.why("pair"))
+    node.cancel(request)
+    assert of_kind(node.log, actions.AbortInEngine)[0].device == "cpu:1"  # type: ignore[attr-defined]
+
+
+def test_never_a_carve_out_nor_two_kinds() -> None:
+    node = FakeNode({"cpu:0": 100, "cpu:0/org/x": 100, "cuda:0": 100})
+    node.register(pair())
+    assert node.state("pair") == "refused"
+    reason = node.view("pair").reason
+    for part in (
+        "split over 2 devices",
+        "num_ranks",
+        "48.0 MiB",
+        "cpu:0/org/x is set aside",
+        "a share fits on 1 of kind cpu, 1 of",
+    ):
+        assert part in reason
+
+
+def test_too_large_a_share_and_too_few_devices_are_refused_until_there_are_more() -> None:
+    node = FakeNode({"cpu:0": 100, "cpu:1": 40})
+    node.register(pair())
+    refusal = node.refusals[node.arrive("pair")]
+    assert refusal.code == "model_too_large"
+    assert "cpu:1 has 41943040 bytes (40.0 MiB): 8388608 bytes (8.0 MiB) too little" in refusal.message
+    node.budgets["cpu:2"] = 60 * MIB
+    node.engine_up("cpu:2")
+    assert node.state("pair") == "cold"
+    node.arrive("pair")
+    assert members_of(node.loads[1]) == ["cpu:0", "cpu:2"]
+
+
+# ---- room
+
+
+def test_victims_on_both_devices_leave_first() -> None:
+    node = FakeNode(TWO)
+    node.register(facts("a", 60, devices=("cpu:0",)), facts("b", 60, devices=("cpu:1",)), pair())
+    node.bring_up("a", "b")
+    request = node.arrive("pair")
+    assert {evict.model for evict in node.evicts.values()} == {"a", "b"}
+    node.evicted("b")
+    assert not node.loads, "half of its room is no room"
+    node.evicted("a")
+    node.loaded("pair")
+    assert request in node.running
+
+
+def test_a_busy_pair_drains_and_leaves_both_devices_for_one() -> None:
+    node = serving()
+    node.register(facts("a", 60, devices=("cpu:1",)))
+    waiting = node.arrive("a")
+    node.sleep(11)
+    assert node.state("pair") == "draining"
+    node.finish(1)
+    assert members_of(node.evicts[1]) == ["cpu:0", "cpu:1"]
+    evict = node.evicts[1]
+    assert dict(evict.further)["cpu:1"] < evict.lease_chunks, "the room of cpu:0 is KV for others, that of cpu:1 is promised"
+    node.evicted("pair")
+    node.loaded("a")
+    assert waiting in node.running
+    assert held(node, "pair") == {}
+
+
+def test_it_is_paused_with_its_streams_open_and_comes_back() -> None:
+    node = serving()
+    node.register(facts("a", 60, devices=("cpu:1",)))
+    node.arrive("a")
+    node.sleep(30)
+    assert node.state("pair") == "draining"
+    assert node.paused == (1,)
+    node.evicted("pair")
+    assert node.state("pair") == "paused"
+    node.loaded("a")
+    node.finish()
+    node.settle()
+    assert node.ends == {1: "finished", 2: "finished"}
+
+
+def test_nothing_is_kept_in_host_memory() -> None:
+    node = FakeNode(TWO, host_tier_slots=100)
+    node.register(pair(), facts("a", 60))
+    node.arrive("pair")
+    node.loaded("pair")
+    node.note_kv("cpu:0", "pair", 2 * MIB)
+    refusal = node.answers[node.command("unload", "pair", to="warm")]
+    assert refusal is not None
+    assert refusal.code == "not_kept"
+    node.command("unload", "pair")
+    assert node.evicts[1].save_slots == ()
+    node.evicted("pair")
+    assert node.scheduler.host_tier().slots["free"] == 100
+
+
+def test_files_that_become_a_pairs_leave_host_memory() -> None:
+    node = FakeNode(TWO, host_tier_slots=100)
+    node.register(facts("x"))
+    node.bring_up("x")
+    node.command("unload", "x", to="warm")
+    node.evicted()
+    assert node.state("x") == "warm"
+    node.register(pair("x"))
+    assert node.state("x") == "cold"
+    node.bring_up("x")
+    assert node.view("x").device == "cpu:0+cpu:1"
+    node.register(facts("x"))
+    assert node.view("x").device == "cpu:0+cpu:1", "the copy stays as it is"
+    node.command("unload", "x")
+    node.evicted()
+    node.bring_up("x")
+    assert node.view("x").device in TWO
+
+
+def test_it_does_not_load_before_a_large_work_space_has_left() -> None:
+    node = FakeNode(TWO)
+    idle = facts("idle", 30, work_space_bytes=30 * MIB, devices=("cpu:0",))
+    node.register(idle, facts("busy", 80, devices=("cpu:1",)), facts("a", 40, devices=("cpu:0",)), pair(weights_mib=26))
+    node.bring_up("idle")
+    running = node.arrive("busy")
+    node.loaded("busy")
+    node.arrive("pair")
+    node.sleep(11)
+    assert node.state("busy") == "draining"
+    node.arrive("a")
+    assert node.state("idle") == "draining", "it leaves for a, in the room that the pair does not need"
+    node.finish(running)
+    node.evicted("busy")
+    assert not node.loads, "34 + 44 + 30 MiB of work space are too much"
+    assert any("waits for another load or eviction" in line for line in node.scheduler.why("pair"))
+    node.evicted("idle")
+    node.loaded()
+    node.loaded()
+    assert len(node.running) == 2
+
+
+def test_its_waiting_requests_make_no_idle_model_leave() -> None:
+    node = serving(max_sequences=2)
+    node.register(facts("idle", 20, devices=("cpu:0",)))
+    node.bring_up("idle")
+    for _ in range(3):
+        node.arrive("pair")
+    bytes_of = {"pair": (2 * MIB, 0)}
+    node.post(events.KVNoted, device="cpu:0", kv_bytes=bytes_of, waiting={"pair": 3})
+    assert not node.evicts, "KV that is not reserved for it is of no use to it"
+
+
+# ---- one at a time
+
+
+def test_a_load_occupies_the_loaders_of_both_devices() -> None:
+    node = FakeNode(TWO)
+    node.register(facts("a", 20, devices=("cpu:1",)), pair(weights_mib=30), pair("other", 30), facts("b", 20, devices=("cpu:0",)))
+    node.arrive("a")
+    node.arrive("pair")
+    node.arrive("b")
+    assert {load.model for load in node.loads.values()} == {"a", "b"}, "cpu:1 loads, and cpu:0 need not wait for that"
+    node.loaded("b")
+    node.loaded("a")
+    assert [load.model for load in node.loads.values()] == ["pair"]
+    node.arrive("other")
+    assert len(node.loads) == 1
+    node.loaded("pair")
+    node.loaded("other")
+    assert len(node.running) == 4
+
+
+def test_an_overdue_pair_is_not_kept_waiting_by_devices_that_are_free_by_turns() -> None:
+    node = FakeNode(TWO, overdue_after_s=5.0)
+    singles = [facts(f"{name}{at}", 4, devices=(f"cpu:{at}",)) for at in (0, 1) for name in "abcdefgh"]
+    node.register(pair(weights_mib=10), *singles)
+    node.arrive("a0")
+    node.arrive("a1")
+    request = node.arrive("pair")
+    for name in "bcdefgh":
+        for at in (0, 1):  # the loads of the two devices overlap, so that one of them is always under way
+            node.sleep(1.5)
+            node.arrive(f"{name}{at}")
+            if any(load.device == f"cpu:{at}" for load in node.loads.values()):
+                node.loaded(next(load.model for load in node.loads.values() if load.device == f"cpu:{at}"))
+    assert request in node.running or "pair" in {load.model for load in node.loads.values()}
+    node.settle()
+    assert set(node.ends.values()) == {"finished"}
+
+
+def test_a_device_that_is_held_says_for_whom() -> None:
+    node = FakeNode(TWO, overdue_after_s=1.0)
+    node.register(facts("a", 20, devices=("cpu:0",)), facts("b", 20, devices=("cpu:1",)), pair(), facts("late", 4))
+    node.arrive("a")
+    node.arrive("b")
+    node.arrive("pair")
+    node.sleep(2)
+    node.loaded("a")
+    waiting = node.arrive("late")
+    assert not any(load.model == "late" for load in node.loads.values())
+    assert "cpu:0: pair waits for it and for other devices" in node.scheduler.why(f"req-{waiting}")
+    node.cancel(3)
+    assert [load.model for load in node.loads.values()] == ["b", "late"], "nobody waits for both any more"
+
+
+def test_two_pairs_that_overlap_take_turns() -> None:
+    node = FakeNode(THREE, overdue_after_s=1.0)
+    overlapping = enumerate([("cpu:0", "cpu:1"), ("cpu:1", "cpu:2"), ("cpu:0", "cpu:2")])
+    node.register(*(pair(f"p{at}", 80, devices=names) for at, names in overlapping))
+    for at in (0, 1, 2, 0, 1, 2):
+        node.arrive(f"p{at}")
+    node.settle()
+    assert set(node.ends.values()) == {"finished"}
+    assert len(node.ends) == 6
+
+
+# ---- deaths
+
+
+@pytest.mark.parametrize("dead", ["cpu:0", "cpu:1"])
+def test_a_death_takes_the_other_share_with_it(dead: str) -> None:
+    node = serving()
+    other = ({*TWO} - {dead}).pop()
+    done = node.engine_down(dead, running=(1,))
+    (evict,) = of_kind(done, actions.Evict)
+    assert isinstance(evict, actions.Evict)
+    assert (members_of(evict), evict.reason) == ([other], "share_lost")
+    assert held(node, "pair") == {other: 22}, "until its engine has answered"
+    assert node.view("pair").device == other
+    assert node.state("pair") == "draining"
+    node.engine_up(dead)
+    assert not node.loads, "its old share is there still"
+    node.evicted("pair")
+    assert members_of(node.loads[2]) == ["cpu:0", "cpu:1"]
+    node.loaded("pair")
+    assert 1 in node.running
+    node.engine_down(other, running=(1,))
+    assert node.ends[1] == "crashed_twice", "whichever engine died"
+
+
+def test_the_second_death_while_the_share_leaves() -> None:
+    node = serving()
+    node.engine_down("cpu:0")
+    node.engine_down("cpu:1")
+    assert (node.state("pair"), node.view("pair").devices) == ("cold", ())
+    node.engine_up("cpu:0")
+    assert not node.loads
+    assert any("2 devices must have it at once" in line for line in node.scheduler.why("req-1"))
+    node.engine_up("cpu:1")
+    node.loaded("pair")
+    assert 1 in node.running
+
+
+def test_a_death_while_both_shares_leave() -> None:
+    node = serving()
+    node.command("unload", "pair")
+    done = node.engine_down("cpu:1")
+    assert not of_kind(done, actions.Evict), "the first device was told already"
+    assert held(node, "pair") == {"cpu:0": 22}
+    node.engine_up("cpu:1")
+    node.evicted("pair")
+    node.loaded("pair")
+    assert 1 in node.running
+
+
+def test_a_death_while_it_loads_is_the_loads_fault() -> None:
+    node = FakeNode(TWO)
+    node.register(pair(), facts("a", 20, devices=("cpu:0",)))
+    node.arrive("pair")
+    node.engine_down("cpu:1")
+    waiting = node.arrive("a")
+    assert not node.loads, "cpu:0 has a load to give up first"
+    node.engine_up("cpu:1")
+    node.evicted("pair")
+    assert [load.model for load in node.loads.values()] == ["a"]
+    node.loaded("a")
+    node.sleep(1.1)
+    node.loaded("pair")
+    assert sorted(node.running) == [1, waiting]
+    assert any("load failed (the engine of cpu:1 killed)" in line for line in node.scheduler.why("pair"))
+
+
+def test_a_death_while_victims_drain_spares_those_elsewhere() -> None:
+    node = FakeNode(TWO)
+    node.register(facts("a", 60, devices=("cpu:0",)), facts("b", 60, devices=("cpu:1",)), pair())
+    for name in "ab":
+        node.arrive(name)
+        node.loaded(name)
+    node.arrive("pair")
+    node.sleep(11)
+    assert node.state("a") == node.state("b") == "draining"
+    node.engine_down("cpu:1")
+    assert node.state("a") == "ready", "nobody needs its room for now"
+    assert node.state("b") == "cold"
+    node.settle()
+    assert set(node.ends.values()) == {"finished"}
+
+
+def test_a_lost_share_of_a_victim_makes_its_room_sooner() -> None:
+    node = serving()
+    node.register(facts("a", 60, devices=("cpu:1",)))
+    waiting = node.arrive("a")
+    node.sleep(11)
+    assert node.state("pair") == "draining"
+    node.engine_down("cpu:0")
+    assert members_of(node.evicts[1]) == ["cpu:1"]
+    node.evicted("pair")
+    node.loaded("a")
+    assert waiting in node.running
+
+
+def test_an_eviction_without_answer_restarts_both_engines() -> None:
+    node = serving()
+    node.command("unload", "pair")
+    node.sleep(11)
+    assert node.restarts == ["cpu:0", "cpu:1"]
+    node.settle()
+    assert node.ends == {1: "finished"}
+
+
+def test_a_load_past_its_deadline_is_rolled_back_on_both() -> None:
+    node = FakeNode(TWO, load_deadline_s=5.0)
+    node.register(pair())
+    request = node.arrive("pair")
+    node.sleep(6)
+    assert node.ends[request] == "load_timeout"
+    assert members_of(node.evicts[1]) == ["cpu:0", "cpu:1"]
+    node.sleep(11)
+    assert [problem[:5] for problem in node.scheduler.health()] == ["cpu:0", "cpu:1"]
+    for device in TWO:
+        node.engine_down(device)
+        node.engine_up(device)
+    assert node.scheduler.health() == []
+    assert held(node, "pair") == {}
+
+
+# ---- pins and commands
+
+
+def test_a_pin_keeps_room_on_each_device_of_its_home() -> None:
+    node = FakeNode(THREE)
+    node.register(pair(weights_mib=60), facts("a", 60), facts("b", 60))
+    node.command("pin", "pair")
+    node.loaded("pair")
+    assert node.view("pair").device == "cpu:0+cpu:1"
+    node.bring_up("a")
+    assert node.view("a").device == "cpu:2"
+    node.command("pin", "a")
+    refusal = node.refusals[node.arrive("b")]
+    assert refusal.code == "would_not_fit"
+    assert "cpu:1 has 104857600 bytes (100.0 MiB), of which pinned models (pair) take" in refusal.message
+    node.command("unpin", "a")
+    node.engine_down("cpu:1")
+    node.evicted("pair")
+    assert members_of(next(iter(node.evicts.values()))) == ["cpu:2"], "the pair moves where the other, which is idle, was"
+    node.evicted("a")
+    node.loaded("pair")
+    assert node.view("pair").device == "cpu:0+cpu:2"
+
+
+def test_a_pin_that_cannot_be_says_what_it_needs() -> None:
+    node = FakeNode(TWO)
+    node.register(pair(weights_mib=60), facts("a", 60))
+    node.command("pin", "a")
+    refusal = node.answers[node.command("pin", "pair")]
+    assert refusal is not None
+    assert "on each of 2 devices of one kind (num_ranks)" in refusal.message
+
+
+def test_the_home_of_a_share_that_leaves_may_shrink() -> None:
+    node = FakeNode(THREE)
+    node.register(pair(weights_mib=60, pinned=True))
+    node.loaded("pair")
+    node.engine_down("cpu:1")
+    node.budgets["cpu:1"] = 50 * MIB
+    node.engine_up("cpu:1")
+    node.evicted("pair")
+    node.loaded("pair")
+    assert node.view("pair").device == "cpu:0+cpu:2"
+
+
+def test_a_dry_run_says_what_a_load_would_do() -> None:
+    node = FakeNode(THREE)
+    node.register(facts("a", 60, devices=("cpu:0",)), facts("b", 60, devices=("cpu:1",)), pair())
+    node.bring_up("a", "b")
+    node.arrive("b")
+    said = node.scheduler.plan_load("pair", node.now)
+    assert said is not None
+    assert (said.verdict, said.device, said.reason) == ("evicts", "cpu:0+cpu:2", "cpu:0+cpu:2: a would leave")
+    assert {each.device: each.verdict for each in said.devices} == {"cpu:0": "evicts", "cpu:1": "waits", "cpu:2": "evicts"}
+    node.arrive("pair")
+    node.evicted("a")
+    assert members_of(next(iter(node.loads.values()))) == ["cpu:0", "cpu:2"]
+    there = node.scheduler.plan_load("pair", node.now)
+    assert there is not None
+    assert (there.verdict, there.device) == ("there", "cpu:0+cpu:2")
+
+
+def test_a_load_ahead_begins_at_once_or_not() -> None:
+    node = FakeNode(TWO)
+    node.register(facts("a", 60, devices=("cpu:1",)), pair())
+    node.bring_up("a")
+    refusal = node.answers[node.command("warm", "pair")]
+    assert refusal is not None
+    assert "cpu:0+cpu:1: it would take the place of a" in refusal.message
+    node.arrive("a")
+    node.finish()
+    command = node.command("warm", "pair")
+    node.evicted("a")
+    node.loaded("pair")
+    assert node.answers[command] is None
+
+
+def test_an_idle_pair_leaves_after_its_keep_alive() -> None:
+    node = serving(keep_alive_s=5.0)
+    node.finish(1)
+    node.sleep(6)
+    assert (members_of(node.evicts[1]), node.evicts[1].reason) == (["cpu:0", "cpu:1"], "idle")
+    node.evicted()
+    assert node.state("pair") == "cold"
+
+
+def test_a_failed_load_leaves_both_devices() -> None:
+    node = FakeNode(TWO)
+    node.register(pair())
+    request = node.arrive("pair")
+    node.load_fails()
+    assert held(node, "pair") == {}
+    node.sleep(1.1)
+    node.loaded("pair")
+    assert request in node.running
