@@ -11,9 +11,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from config import adapters, locate, names, origins, otel_environment, paths, trace_endpoint, units, upstream, warm
+from config import adapters, locate, names, origins, otel_environment, parallel, paths, trace_endpoint, units, upstream, warm
 from config.nearest import nearest
-from config.schema import ModelConfig, NodeConfig, SamplingDefaults, TracesConfig
+from config.schema import ModelConfig, NodeConfig, ParallelConfig, SamplingDefaults, TracesConfig
 from config.settings_files import present_files, settings_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -46,6 +46,11 @@ _PATHS = (
     *("tls_certificate", "tls_key", "tls_client_ca"),
 )
 _MODEL_PATHS = ("chat_template", "upstream_key_file")
+# keys of a model whose values are tables -> what these hold, and an example
+_MODEL_TABLES: dict[str, tuple[type[msgspec.Struct], str]] = {
+    "sampling": (SamplingDefaults, "{ temperature = 0.7 }"),
+    "parallel": (ParallelConfig, "{ tensor = 2 }"),
+}
 SECRET = ("headers",)  # keys whose values are never shown
 _NOT_QUOTED = (*SECRET, "endpoint")  # nor in messages: somebody may have put a password there
 MIN_STALL_S = 10.0  # an idle engine reports that it is alive every 5 s
@@ -196,12 +201,13 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
         if not isinstance(entry, dict):
             raise ConfigError(source, where, f'must be a table [{where}]; a name with "/" or "." goes in quotes')
         fields = dict(entry)
-        sampling = fields.pop("sampling", None)
+        tables = {key: fields.pop(key) for key in _MODEL_TABLES if key in fields}
         known = fields_of(source, where + ".", ModelConfig, fields)
-        if sampling is not None:
-            if not isinstance(sampling, dict):
-                raise ConfigError(source, f"{where}.sampling", "must be a table")
-            known["sampling"] = SamplingDefaults(**fields_of(source, f"{where}.sampling.", SamplingDefaults, sampling))
+        for key, table in tables.items():
+            struct, example = _MODEL_TABLES[key]
+            if not isinstance(table, dict):
+                raise ConfigError(source, f"{where}.{key}", f"{table!r} must be a table, as in {key} = {example}")
+            known[key] = struct(**fields_of(source, f"{where}.{key}.", struct, table))
         values["models"][name] = ModelConfig(**known)
     return NodeConfig(**values)
 
@@ -489,6 +495,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "keep_alive": _duration,
     "upstream": upstream.check,
     "warm": warm.check,
+    "tensor": _between(1, parallel.MOST_RANKS),
     "temperature": _between(0, 2),
     "top_p": _between(0, 1),
     "top_k": _between(0),
@@ -523,10 +530,12 @@ def _check_across(source: str, config: NodeConfig) -> None:
             if alias in config.models and alias != name:
                 raise ConfigError(source, f"{where}.aliases", f'{alias!r} is the name of the model "{alias}"')
             owners[alias] = name
+        known = [units.parse_device(text)[0] for text in config.device] or ["cpu:0"]
         for device in model.devices:
-            known = [units.parse_device(text)[0] for text in config.device] or ["cpu:0"]
             if device not in known:
                 raise ConfigError(source, f"{where}.devices", f"{device!r} is no device of this node: {', '.join(known)}")
+        if wrong := parallel.problem(model, known):
+            raise ConfigError(source, f"{where}.parallel", wrong)
         if model.kv_floor_tokens is not None and model.max_model_len is not None and model.kv_floor_tokens < model.max_model_len:
             raise ConfigError(
                 source,

@@ -14,7 +14,7 @@ import msgspec
 from config import locate, otel_environment
 from config.load import SECRET, flag_name
 from config.reload import live_keys
-from config.schema import LIVE, RESTART, ModelConfig, NodeConfig, SamplingDefaults, TracesConfig
+from config.schema import LIVE, RESTART, ModelConfig, NodeConfig, ParallelConfig, SamplingDefaults, TracesConfig
 from config.settings_files import present_files
 
 Path = tuple[str, ...]
@@ -76,14 +76,15 @@ def settings(config: NodeConfig, sources: Sources, needs_restart: Collection[str
     found += _of_struct(config.traces, ("traces",), sources, needs_restart)
     found += [Setting(f'names."{name}"', targets, sources.of("names", name), LIVE, False) for name, targets in config.names.items()]
     for name, model in config.models.items():
-        rows = _of_struct(model, ("models", name), sources, needs_restart, skip=("sampling",))
+        rows = _of_struct(model, ("models", name), sources, needs_restart, skip=("sampling", "parallel"))
         rows += _of_struct(model.sampling or SamplingDefaults(), ("models", name, "sampling"), sources, needs_restart)
+        rows += _of_struct(model.parallel or ParallelConfig(), ("models", name, "parallel"), sources, needs_restart)
         found += [row for row in rows if row.source]
     return found
 
 
 def _of_struct(
-    struct: NodeConfig | TracesConfig | ModelConfig | SamplingDefaults,
+    struct: NodeConfig | TracesConfig | ModelConfig | SamplingDefaults | ParallelConfig,
     table: Path,
     sources: Sources,
     needs_restart: Collection[str],
@@ -97,7 +98,7 @@ def _of_struct(
             _shown(key, value),
             sources.of(*table, key),
             LIVE if key in live else RESTART,
-            prefix + key in needs_restart,
+            prefix + key in needs_restart or prefix[:-1] in needs_restart,
         )
         for key, value in msgspec.structs.asdict(struct).items()
         if key not in skip

@@ -108,7 +108,7 @@ _EXAMPLES = {
     "tls_client_ca": '"/etc/hearthd/clients-ca.pem"',
     "allowed_hosts": '["gpu1.example.org"]',
     "allowed_origins": '["https://chat.example.org"]',
-    "device": '["cpu=50%"]',
+    "device": '["cpu:0=25%", "cpu:1=25%"]',
     "state_dir": '"/var/lib/hearthd"',
     "cache_dir": '"/var/cache/hearthd"',
     "host_tier_bytes": '"64GiB"',
@@ -120,6 +120,7 @@ _EXAMPLES = {
     "max_queued": "64",
     "kv_floor_tokens": "16384",
     "devices": '["cpu:0"]',
+    "parallel": "{ tensor = 2 }",
     "isolate": "true",
     "isolate_bytes": '"6GiB"',
     "chat_template": '"/etc/hearthd/llama.jinja"',
@@ -166,10 +167,12 @@ def example() -> str:
     lines += ["", '[models."org/name"]']
     of_upstreams = [field for field in fields(ModelConfig) if field[0].startswith("upstream")]
     for field in fields(ModelConfig):
-        if field[0] not in ("sampling", "base") and field not in of_upstreams:
+        if field[0] not in ("sampling", "base", "parallel") and field not in of_upstreams:
             lines += _entry(*field)
     lines += ["", '[models."org/name".sampling]  # live']
     lines += [f"# {name} = {_EXAMPLES[name]}" for name, *_ in fields(SamplingDefaults)]
+    lines += ["", '[models."org/large"]  # a model that is split over devices']
+    lines += next(_entry(*field) for field in fields(ModelConfig) if field[0] == "parallel")
     lines += ["", '[models."org/elsewhere"]  # a name that another server answers']
     for field in of_upstreams:
         lines += _entry(*field)

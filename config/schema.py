@@ -53,6 +53,14 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: int | None = None
 
 
+class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a model is split over devices, from the key `parallel` of its table.
+
+    tensor: over how many devices; each holds a share of every layer's matrices. 1: the model is whole."""
+
+    tensor: int = 1
+
+
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of one model, from its table `[models."org/name"]`."""
 
@@ -66,7 +74,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     max_sequences: Annotated[int, key("sequences in one batch", "sequences")] = 256
     max_queued: Annotated[int | None, key("requests that may wait; default: max_queued_per_model", "requests", LIVE)] = None
-    kv_floor_tokens: Annotated[int | None, key("KV always kept for it; default: one request of max_model_len", "tokens")] = None
+    kv_floor_tokens: Annotated[
+        int | None,
+        key(
+            "KV always kept for it; default: one request of max_model_len. A model that is split over devices (parallel) has no "
+            "other KV; its default is what a quarter of the memory beside its weights and work space holds, at least one request "
+            "of max_model_len and at most max_sequences of them",
+            "tokens",
+        ),
+    ] = None
     priority: Annotated[float, key("factor on its value when victims are chosen, and on its turn", reload=LIVE)] = 1.0
     keep_alive: Annotated[
         float | str,
@@ -87,6 +103,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = None
     devices: Annotated[list[str], key("devices it may live on; empty: any", reload=LIVE)] = []
+    parallel: Annotated[
+        ParallelConfig | None,
+        key(
+            "{ tensor = 2 }: the model is split over two devices, each of which holds a share of every layer and computes it for "
+            "each token; cpu devices, dense decoders; not with isolate, quantize, kv_cache_dtype or a speculator that predicts "
+            "(docs/operations.md)"
+        ),
+    ] = None
     isolate: Annotated[
         bool, key("an engine process of its own, with a fixed part of its device's budget, set aside from start to stop")
     ] = False

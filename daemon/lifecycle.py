@@ -456,6 +456,8 @@ class Lifecycle:
         node.watch.close()
         node.gpu_watch.stop()
         node.host_memory.close()
+        if node.exchange is not None:
+            node.exchange.close()
         node.tasks.cancel()
         for watch in (self._folder_watch, self._watch):
             if watch is not None:

@@ -23,9 +23,10 @@ MAY_IMPORT = {
     "daemon": {"config", "scheduler", "loader", "engine", "hearthd"},
     "hearthd": {"daemon"},
 }
-# memory.handles: descriptors over a socket, system calls alone; pulse: a struct in shared memory; host: this machine
+# exchange, pulse: shared memory and system calls alone; memory.handles: descriptors over a socket; host: this machine
 DAEMON_FROM_ENGINE = {
     "engine.protocol",
+    "engine.exchange",
     "engine.grammar.compile",
     "engine.grammar.refusals",
     "engine.host.child_process",
@@ -56,6 +57,7 @@ DAEMON_FROM_LOADER = {
     "loader.packer",
     "loader.regular_file",
     "loader.safetensors",
+    "loader.slices",
     "loader.work_space",
     "loader.verifier",
     "loader.weight_files",
@@ -64,8 +66,8 @@ PURE = {"asyncio", "time", "datetime", "os", "socket", "threading", "subprocess"
 # inside a package: a room (a folder, or a loose file) may import only those before it
 ROOM_ORDER = {
     "engine": [
-        *("protocol", "pulse", "host", "memory", "grammar", "contracts", "ops", "sampling", "layers", "models", "loading"),
-        *("cpu", "cuda", "null", "serve", "lifecycle", "loop", "main", "__main__", "warm"),
+        *("protocol", "pulse", "host", "exchange", "memory", "grammar", "contracts", "ops", "sampling", "layers", "models"),
+        *("loading", "cpu", "cuda", "null", "serve", "lifecycle", "loop", "main", "__main__", "warm"),
     ],
     "daemon": [
         *("errors", "process", "record", "models", "text", "streams", "traces", "contracts", "access", "http", "scanning", "gpu"),
@@ -73,7 +75,7 @@ ROOM_ORDER = {
         *("simulate", "cli"),
     ],
 }
-MOST_LOOSE_FILES = 4  # at the top of a package that has rooms, but for __init__ and __main__
+MOST_LOOSE_FILES = 5  # at the top of a package that has rooms, but for __init__ and __main__
 HEAVY = {"torch", "triton", "numba", "llvmlite", "transformers"}
 # library in which kernels are written -> the rooms that may import it: backends, and code for the host of any device
 KERNELS_IN = {"numba": ("engine.cpu", "engine.host"), "llvmlite": ("engine.cpu", "engine.host"), "triton": ("engine.cuda",)}

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from daemon.contracts import Generation
+from daemon.engines.groups import Answer, Groups, Regions
 from daemon.engines.kernels import Kernels
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault
 from daemon.metrics.swaps import KernelKills, source_of
@@ -32,9 +33,14 @@ class EngineEvents:
     """Handles the starts, ends and messages of all engines (implements WorkerEvents), on the event loop. `stats`: maps each
     device to the last Stats of its engine."""
 
-    def __init__(self, dispatcher: Dispatcher, budgets: Mapping[str, int], kernels: Kernels) -> None:
-        """budgets: device -> budget_bytes. kernels: gets the engines' reports on compiling kernels."""
+    def __init__(
+        self, dispatcher: Dispatcher, budgets: Mapping[str, int], kernels: Kernels, regions: Regions | None = None
+    ) -> None:
+        """budgets: device -> budget_bytes. kernels: gets the engines' reports on compiling kernels. regions: of the exchange
+        memory; None where no model can be split over devices."""
         self._kernels = kernels
+        self.groups = Groups(dispatcher.send, dispatcher.lease_of, dispatcher.config.block_tokens, regions, self._answered)
+        dispatcher.groups = self.groups
         self.stats: dict[str, protocol.Stats] = {}
         self._dispatcher, self._budgets = dispatcher, budgets
         self._ring, self._metrics, self._open = dispatcher.ring, dispatcher.metrics, dispatcher.open
@@ -57,7 +63,12 @@ class EngineEvents:
             )
         )
 
+    def engine_ended(self, device: str) -> None:
+        self.groups.break_with(device)
+
     def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None:
+        lost = self.groups.models_on(device)
+        self.groups.engine_down(device)
         self.stats.pop(device, None)
         self._kernels.forget(device)
         self._dispatcher.forget_aborts(device)
@@ -66,7 +77,7 @@ class EngineEvents:
         self._ring.add("engine", device=device, state="down", reason=reason, running=len(running))
         now = time.monotonic()
         if (tracer := self._dispatcher.tracer()) is not None:
-            self._trace_engine_down(tracer, device, now, reason)
+            self._trace_engine_down(tracer, device, lost, now, reason)
         self._post(
             events.EngineDown(
                 now=now,
@@ -77,11 +88,13 @@ class EngineEvents:
             )
         )
 
-    def _trace_engine_down(self, tracer: Tracer, device: str, now: float, reason: str) -> None:
+    def _trace_engine_down(self, tracer: Tracer, device: str, lost: set[str], now: float, reason: str) -> None:
+        """lost: the models of which the device held a share."""
         for load in tracer.loads_lost(device, now, reason):
             self._dispatcher.tell_load(load)
         for generation in self._open.by_id.values():
-            if generation.trace is not None and generation.submitted_device == device:
+            at = generation.submitted_device
+            if generation.trace is not None and at and (at == device or generation.model.name in lost):
                 generation.trace.lost_engine(generation, now, device, reason)
 
     def engine_message(self, device: str, message: Any) -> None:
@@ -103,30 +116,11 @@ class EngineEvents:
             )
         elif kind is protocol.KernelsTold:
             self._kernels.told(device, message)
-        elif kind is protocol.LoadProgress:
-            self._load_progress(device, message)
-        elif kind is protocol.LoadStreams:
-            cause = f"load-{message.placement_id}"
-            self._post(events.LoadStreams(now=time.monotonic(), cause=cause, placement_id=message.placement_id))
-        elif kind is protocol.LoadDone:
-            self._metrics.loads[message.model, "done"] += 1
-            self._load_done(device, message)
-        elif kind is protocol.LoadFailed:
-            self._metrics.loads[message.model, "failed"] += 1
-            self._metrics.swaps.load_failed(device, message)
-            if (tracer := self._dispatcher.tracer()) is not None:
-                self._dispatcher.tell_load(tracer.load_ended(message.placement_id, time.monotonic(), error=message.error))
-            self._post(
-                events.LoadFailed(
-                    now=time.monotonic(),
-                    cause=f"load-{message.placement_id}",
-                    placement_id=message.placement_id,
-                    reason=message.error,
-                    permanent=message.permanent,
-                )
-            )
-        elif kind is protocol.Evicted:
-            self._evicted(device, message)
+        elif isinstance(message, Answer):
+            if self.groups.knows(message.placement_id):
+                self.groups.answer(device, message)
+            else:
+                self._answered(device, message)
         elif kind is protocol.EmbeddingsOut:
             self._embeddings_out(message)
         elif kind is protocol.PromptLogprobs:
@@ -135,6 +129,38 @@ class EngineEvents:
             self._adapter_loaded(device, message)
         elif kind is protocol.RequestFailed:
             self._request_failed(message)
+
+    def _answered(self, device: str, message: Answer) -> None:
+        """Handles what an engine says about a placement, or all engines of a split model together. device: its name, or theirs as
+        one."""
+        match message:
+            case protocol.LoadProgress():
+                self._load_progress(device, message)
+            case protocol.LoadStreams():
+                cause = f"load-{message.placement_id}"
+                self._post(events.LoadStreams(now=time.monotonic(), cause=cause, placement_id=message.placement_id))
+            case protocol.LoadDone():
+                self._metrics.loads[message.model, "done"] += 1
+                self._load_done(device, message)
+            case protocol.LoadFailed():
+                self._load_failed(device, message)
+            case protocol.Evicted():
+                self._evicted(device, message)
+
+    def _load_failed(self, device: str, message: protocol.LoadFailed) -> None:
+        self._metrics.loads[message.model, "failed"] += 1
+        self._metrics.swaps.load_failed(device, message)
+        if (tracer := self._dispatcher.tracer()) is not None:
+            self._dispatcher.tell_load(tracer.load_ended(message.placement_id, time.monotonic(), error=message.error))
+        self._post(
+            events.LoadFailed(
+                now=time.monotonic(),
+                cause=f"load-{message.placement_id}",
+                placement_id=message.placement_id,
+                reason=message.error,
+                permanent=message.permanent,
+            )
+        )
 
     def _load_done(self, device: str, message: protocol.LoadDone) -> None:
         now = self._loaded_s[message.model] = time.monotonic()

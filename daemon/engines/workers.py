@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from config.schema import DeviceBudget, NodeConfig
 from daemon.engines.engine_watch import HELD_S
+from daemon.engines.exchange_memory import ExchangeMemory
 from daemon.engines.left_memory import LeftMemory
 from daemon.engines.worker_channel import WorkerChannel
 from daemon.metrics.swaps import KernelKills
@@ -48,6 +49,10 @@ class WorkerEvents(Protocol):
     """Receives what happens to the engines, always on the event loop."""
 
     def engine_up(self, device: str, message: protocol.EngineReady) -> None: ...
+
+    def engine_ended(self, device: str) -> None:
+        """The process has ended this moment. Messages of it may be read still; engine_down follows."""
+        ...
 
     def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None: ...
 
@@ -101,7 +106,7 @@ class EngineWorker:
     `spec` may be called late: the process imports its libraries meanwhile. host_tier_fd: the host tier's memfd, -1 if there is
     none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device. no_memory: gets the engine's error and returns in
     one line why the device cannot give the memory; called in a thread. left: keeps the device's memory between two engines; None
-    if an engine's memory ends with it.
+    if an engine's memory ends with it. exchange: what engines share that a model is split over; None if there is no such memory.
 
     problem: why there is no engine now, "" while there is one."""
 
@@ -115,7 +120,9 @@ class EngineWorker:
         gpu: str = "",
         no_memory: Callable[[str], str] = str,
         left: LeftMemory | None = None,
+        exchange: ExchangeMemory | None = None,
     ) -> None:
+        self._exchange = exchange
         self.device, self._threads, self._spec, self._events = device, threads, spec, events
         self._host_tier_fd, self._gpu, self._no_memory, self._left = host_tier_fd, gpu, no_memory, left
         self._kernel_kills = KernelKills()
@@ -236,6 +243,7 @@ class EngineWorker:
 
         def on_exit() -> None:
             loop.remove_reader(pidfd)
+            self._events.engine_ended(self.device)
             if not exited.done():
                 exited.set_result(None)
 
@@ -291,6 +299,10 @@ class EngineWorker:
         if handover_fd >= 0:
             command += ["--handover-fd", str(handover_fd)]
             passed.append(handover_fd)
+        if self._exchange is not None:
+            arguments, shared = self._exchange.arguments(self.device)
+            command += arguments
+            passed += shared
         threads = str(self._threads)
         visible = {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
         # its own process group, because Ctrl-C in a terminal is for the daemon, which drains first

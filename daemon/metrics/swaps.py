@@ -40,9 +40,9 @@ class SwapCounts:
     paused_requests: defaultdict[str, int] = field(default_factory=_counts)  # by model
     kv_tokens: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (model, saved | restored | recomputed)
     out_of_memory: defaultdict[str, int] = field(default_factory=_counts)  # by device
-    _load_reason: dict[int, tuple[str, str]] = field(default_factory=dict)  # placement -> (device, reason)
+    _load_reason: dict[int, tuple[set[str], str]] = field(default_factory=dict)  # placement -> (devices, reason)
     _drains_since_s: dict[str, float] = field(default_factory=dict)  # by model
-    _evict_sent_s: dict[int, tuple[str, float]] = field(default_factory=dict)  # placement -> (device, when)
+    _evict_sent_s: dict[int, tuple[set[str], float]] = field(default_factory=dict)  # placement -> (devices, when)
 
     def state_changed(self, action: actions.StateChanged) -> None:
         if action.new == "draining":
@@ -51,10 +51,10 @@ class SwapCounts:
             self._drains_since_s.pop(action.model, None)
 
     def load_sent(self, action: actions.Load) -> None:
-        self._load_reason[action.placement_id] = action.device, action.reason
+        self._load_reason[action.placement_id] = {action.device, *dict(action.further)}, action.reason
 
     def load_done(self, message: protocol.LoadDone) -> None:
-        _, reason = self._load_reason.pop(message.placement_id, ("", ""))
+        _, reason = self._load_reason.pop(message.placement_id, (set(), ""))
         self.ins[source_of(message), reason] += 1
         phases = self.phase_seconds
         phases["copy"] += message.copy_seconds
@@ -69,7 +69,7 @@ class SwapCounts:
     def evict_sent(self, action: actions.Evict) -> None:
         now = time.monotonic()
         self.outs[HOST if action.to == "warm" else DISK, action.reason] += 1
-        self._evict_sent_s[action.placement_id] = action.device, now
+        self._evict_sent_s[action.placement_id] = {action.device, *dict(action.further)}, now
         self._load_reason.pop(action.placement_id, None)
         if action.age_s:
             self.age.add(action.age_s)
@@ -80,15 +80,18 @@ class SwapCounts:
     def evicted(self, message: protocol.Evicted) -> None:
         now = time.monotonic()
         self.phase_seconds["save"] += message.copy_seconds
-        took_s = now - self._evict_sent_s.pop(message.placement_id, ("", now))[1]
+        took_s = now - self._evict_sent_s.pop(message.placement_id, (set(), now))[1]
         self.phase_seconds["evict"] += max(0.0, took_s - message.copy_seconds)
         self.kv_tokens[message.model, "saved"] += message.saved_kv_tokens
 
     def engine_down(self, device: str, killed_for_memory: bool) -> None:
         """Forgets the device's placements, whose answers will not come any more, and counts an engine that was killed for want of
-        memory."""
-        self._load_reason = {placement: told for placement, told in self._load_reason.items() if told[0] != device}
-        self._evict_sent_s = {placement: sent for placement, sent in self._evict_sent_s.items() if sent[0] != device}
+        memory. The other devices of a split model answer still."""
+        for open_ones in (self._load_reason, self._evict_sent_s):
+            for placement, (devices, _) in list(open_ones.items()):
+                devices.discard(device)
+                if not devices:
+                    del open_ones[placement]
         if killed_for_memory:
             self.out_of_memory[device] += 1
 

@@ -165,6 +165,9 @@ def _record(
         return AdapterRecord(checkpoint, problem=problem, is_incomplete=True)
     if problem:
         return AdapterRecord(checkpoint, base, problem=problem)
+    if models[base].facts.num_ranks > 1:
+        why = f"its base {base} is split over devices (parallel); adapters are served with models on one device"
+        return AdapterRecord(checkpoint, base, problem=why)
     shape = models[base].checkpoint.shape
     checked = None if shape is None else (shape, _misfit(checkpoint, adapter, shape, known))
     if checked is not None and checked[1]:

@@ -45,7 +45,7 @@ class ModelEntry:
     architecture: str = ""  # as config.json names it
     dtype: str = ""  # of its weights in memory
     quantize: str = ""  # "int8" if the layers' matrices are quantised
-    weights_bytes: int = 0  # in memory
+    weights_bytes: int = 0  # in memory, on all devices together
     num_parameters: int = 0
     speculator: str = "none"  # what drafts tokens for its requests, as LoadModel.speculator has it
     head: str = ""  # the EAGLE-3 head that does
@@ -96,3 +96,4 @@ class LoadSource:
     entry: ModelEntry
     quantize: str = ""
     kv_cache_dtype: str = ""
+    num_kv_groups: int = 1  # of a model that is split over devices (loader/kv_layout.py)

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from config.parallel import num_ranks
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes
 from config.upstream import host_of
@@ -28,6 +29,7 @@ from daemon.record.state import NodeState
 from loader import catalog, kv_layout, layout
 from loader.errors import shortened
 from loader.formats.registry import asked_format, held_format
+from loader.weight_files import PACKED_DIR
 from scheduler.node import events
 from scheduler.node.ledger import kv_reserved_bytes
 
@@ -120,13 +122,17 @@ class Registry:
         found = self.models.get(name)
         if found is None or found.entry is None:
             return None
-        return LoadSource(found.checkpoint.path, found.dtype, found.entry, found.quantize, found.kv_cache_dtype)
+        num_groups = 1
+        if found.facts.num_ranks > 1 and found.shape is not None:
+            num_groups = len(kv_layout.kv_groups(found.shape, found.dtype, self.config.block_tokens))
+        return LoadSource(found.checkpoint.path, found.dtype, found.entry, found.quantize, found.kv_cache_dtype, num_groups)
 
     def layout_id(self, name: str) -> str:
         """Returns what must be the same for weights in memory to be those of the model now, besides its files' fingerprint: how
-        they are laid out, and which runner filled them. "" if the model is unknown or not usable."""
+        they are laid out, and which runner filled them. "" if the model is unknown or not usable, or no such weights are used: its
+        shares are read from the files."""
         found = self.models.get(name)
-        if found is None or found.entry is None or found.shape is None:
+        if found is None or found.entry is None or found.shape is None or found.facts.num_ranks > 1:
             return ""
         shape, settings = found.shape, self.config.models.get(name, ModelConfig())
         return f"{self.config.runner}-{layout.layout_id(shape, found.dtype, held_format(shape, settings.quantize))}"
@@ -266,6 +272,8 @@ class Registry:
         weight_format = held_format(shape, settings.quantize) if shape is not None else asked_format(settings.quantize)
         kv_cache_dtype = kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype)
         misfit = base_setting_misfit(name, settings) or self._sizing.without_carve_out(name, settings)
+        if num_ranks(settings) > 1 and _is_packed_only(checkpoint):
+            misfit = misfit or f'models."{name}".parallel: its weights are packed; shares are read from plain files'
         if checkpoint.head is not None and checkpoint.complete:
             misfit = _IS_HEAD
         if shape is not None:
@@ -310,7 +318,7 @@ class Registry:
             architecture=shape.architecture,
             dtype=dtype,
             quantize=weight_format.name,
-            weights_bytes=facts.weights_bytes,
+            weights_bytes=facts.weights_bytes * facts.num_ranks,
             num_parameters=layout.num_parameters(shape),
             speculator=speculator.name,
             head="" if speculator.head is None else speculator.head.name,
@@ -400,11 +408,18 @@ class Registry:
         held += f", {found.kv_cache_dtype} KV" if found.kv_cache_dtype else ""
         held += ", drafts by its own predictor" if found.entry.speculator == speculators.MTP else ""
         held += f", drafts by {found.entry.head}" if found.entry.head else ""
+        held += f", split over {facts.num_ranks} devices" if facts.num_ranks > 1 else ""
+        where = "; on each device: " if facts.num_ranks > 1 else ", "
         return (
-            f"{name}: {held}, max_model_len {facts.max_model_len}{capped}, weights {format_bytes(facts.weights_bytes)}, "
+            f"{name}: {held}, max_model_len {facts.max_model_len}{capped}{where}weights {format_bytes(facts.weights_bytes)}, "
             f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
             f"work space {format_bytes(facts.work_space_bytes)}"
         )
+
+
+def _is_packed_only(checkpoint: catalog.Checkpoint) -> bool:
+    """Returns whether the folder holds a model's weights in packed form alone."""
+    return any(info.name.startswith(f"{PACKED_DIR}/") for info in checkpoint.files)
 
 
 def _unserved(what: str, problem: str, is_incomplete: bool) -> HearthError:

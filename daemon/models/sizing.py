@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from config import parallel
+from config.parallel import num_ranks
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import parse_duration_s
 from daemon.models.speculators import Speculator
 from daemon.record.state import NodeState
-from loader import catalog, kv_layout, layout, work_space
+from loader import catalog, kv_layout, layout, slices, work_space
 from loader.dtypes import computed_dtype
 from loader.formats.registry import asked_format, held_format, stored_format
 from loader.gpu_sizing import gpu_work_space_bytes
@@ -29,7 +32,7 @@ class Sizing:
 
     def misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns why no device can run the model with these settings, or ""."""
-        misfits = (self._encoder_misfit, self._kv_misfit, self._format_misfit)
+        misfits = (self._parallel_misfit, self._encoder_misfit, self._kv_misfit, self._format_misfit)
         return next((why for misfit in misfits if (why := misfit(name, settings, shape))), "")
 
     def without_carve_out(self, name: str, settings: ModelConfig) -> str:
@@ -44,11 +47,13 @@ class Sizing:
         speculator: Speculator,
         dtype: str,
     ) -> events.ModelFacts:
-        """Returns what the scheduler needs to know of a model that is loaded with what drafts tokens for it."""
-        name, shape = checkpoint.name, speculator.shape
+        """Returns what the scheduler needs to know of a model that is loaded with what drafts tokens for it. Bytes of a model that
+        is split over devices are those of its largest share."""
+        name, ranks = checkpoint.name, num_ranks(settings)
+        shape = slices.split(speculator.shape, 0, ranks) if ranks > 1 else speculator.shape
         kv_dtype = kv_layout.kv_dtype_of(dtype, kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
         max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
-        return events.ModelFacts(
+        facts = events.ModelFacts(
             name=name,
             weights_bytes=layout.weights_bytes(shape, dtype, held_format(shape, settings.quantize)),
             kv_bytes_per_token=kv_layout.kv_bytes_per_token(shape, kv_dtype),
@@ -56,6 +61,7 @@ class Sizing:
             max_model_len=max_model_len,
             kv_floor_tokens=settings.kv_floor_tokens or 0,
             kv_reserved_bytes=_kv_reserved_bytes(config, shape, kv_dtype, max(max_model_len, settings.kv_floor_tokens or 0)),
+            num_ranks=ranks,
             max_sequences=settings.max_sequences,
             max_queued=config.max_queued_per_model if settings.max_queued is None else settings.max_queued,
             priority=settings.priority,
@@ -65,6 +71,23 @@ class Sizing:
             devices=self._named_devices(name, settings, shape),
             fingerprint=speculator.fingerprint,
         )
+        return facts if ranks == 1 else self._with_all_kv(facts, config, settings, shape)
+
+    def _with_all_kv(
+        self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape
+    ) -> events.ModelFacts:
+        """Returns the facts of a split model with all the KV that it will ever have: kv_floor_tokens, or else what a quarter of the
+        memory beside its weights and work space holds, at least one request of max_model_len and at most max_sequences of them."""
+        num_tokens = facts.kv_floor_tokens
+        if settings.kv_floor_tokens is None:
+            budgets = sorted((device.budget_bytes for device in self._allowed(facts.name, settings, shape)), reverse=True)
+            left_bytes = budgets[facts.num_ranks - 1] - facts.weights_bytes - facts.work_space_bytes
+            fitting = max(0, left_bytes // 4) // facts.kv_bytes_per_token // config.block_tokens * config.block_tokens
+            num_tokens = min(max(facts.max_model_len, fitting), facts.max_sequences * facts.max_model_len)
+        kv_reserved_bytes = facts.kv_reserved_bytes
+        if kv_reserved_bytes:  # several sequences need more of a window than one that is as long as they are together
+            kv_reserved_bytes = max(kv_reserved_bytes, num_tokens * facts.kv_bytes_per_token)
+        return replace(facts, kv_floor_tokens=num_tokens, kv_reserved_bytes=kv_reserved_bytes)
 
     def fits(self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape) -> bool:
         """Returns whether a device that the model may live on holds it when nothing else does."""
@@ -115,6 +138,15 @@ class Sizing:
             weight_format = held_format(shape, settings.quantize)
             sizes.append(work_space.work_space_bytes(shape, dtype, batch, sequences, max_model_len, weight_format))
         return max(sizes)
+
+    def _parallel_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
+        """Returns why the model cannot be split over devices as its settings say, or ""."""
+        ranks = num_ranks(settings)
+        if ranks == 1:
+            return ""
+        devices = [device.name for device in self._devices if not device.model]
+        why = parallel.problem(settings, devices) or slices.refusal(shape, ranks)
+        return f'models."{name}".parallel: {why}' if why else ""
 
     def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns why an encoder has no device, or "" if it has one."""
@@ -190,8 +222,8 @@ class Sizing:
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
     """Returns the kinds of devices that can run a model. There are no kernels for encoders on GPUs, for some formats of checkpoints
-    on GPUs, and for fp8 KV on CPUs."""
-    if shape.is_encoder:
+    on GPUs, and for fp8 KV on CPUs, and models are split over CPUs alone."""
+    if shape.is_encoder or num_ranks(settings) > 1:
         return {"cpu"}
     kinds = {"cpu", "cuda"}
     if _has_fp8_kv(settings):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from config.parallel import num_ranks
 from config.schema import ModelConfig
 from loader.catalog import Checkpoint
 from loader.drafters import joined
@@ -72,6 +73,8 @@ class Choice:
         head = self._head_beside() if asked == AUTO else self.heads.get(asked)
         if head is None and own.predicting is None:
             return prompt_lookup(shape, fingerprint, own.predictor_error)
+        if num_ranks(self.settings) > 1:
+            return prompt_lookup(shape, fingerprint, "models that are split over devices have none")
         if asked == AUTO and not self.kinds <= _PROVEN_KINDS:
             return prompt_lookup(shape, fingerprint, "on cuda devices, where predictors have never run, they must be named")
         why = ""

@@ -25,6 +25,7 @@ from daemon.contracts import Resident
 from daemon.engines.carve_outs import divide
 from daemon.engines.engine_events import EngineEvents
 from daemon.engines.engine_rounds import EngineRounds
+from daemon.engines.exchange_memory import exchange_memory
 from daemon.engines.host_account import HostAccount
 from daemon.engines.host_memory import HostMemory
 from daemon.engines.kept_device import KeptDevice
@@ -122,7 +123,8 @@ class NodeParts:
             size_bytes, layout_of = settings.chunk_bytes, self.registry.layout_id
             self._host_account = HostAccount(self.host_memory.account, size_bytes, self.scheduler, layout_of)
         self.kernels = Kernels(self.ring)
-        self.engine_events = EngineEvents(self.dispatcher, budgets, self.kernels)
+        self.exchange = exchange_memory(devices)
+        self.engine_events = EngineEvents(self.dispatcher, budgets, self.kernels, self.exchange)
         self.dispatcher.why_slow = self.kernels.sentence
         threads = threads_per_engine(config, devices)
         self._left = {device.name: self._left_memory(device) for device in devices}
@@ -136,6 +138,7 @@ class NodeParts:
                 device.uuid,
                 partial(why_no_memory, self.inventory, device),
                 self._left[device.name],
+                self.exchange,
             )
             for device in devices
         }
@@ -291,8 +294,9 @@ class NodeParts:
                 "kind": "local",
                 "state": view.state,
                 "device": view.device,
-                "weights_bytes": view.weights_bytes,
-                "kv_bytes": kv_bytes.get(view.name, 0),
+                "devices": list(view.devices),
+                "weights_bytes": view.weights_bytes * self._num_ranks(view),
+                "kv_bytes": kv_bytes.get(view.name, 0) * self._num_ranks(view),
                 "active": view.active,
                 "queued": view.queued,
                 "pinned": view.pinned,
@@ -311,8 +315,8 @@ class NodeParts:
                 row["not_warmed"] = not_warmed
             if view.quarantined_until is not None:
                 row["quarantined_until"] = round(view.quarantined_until + self._unix_offset_s, 3)
-            if (compiling := self.kernels.row(view.device or "")) is not None:
-                row["kernels"] = compiling
+            if compiling := [told for device in view.devices if (told := self.kernels.row(device)) is not None]:
+                row["kernels"] = compiling[0]
             if view.progress is not None:
                 row["bytes_done"], row["bytes_total"] = view.progress
             rows.append(row)
@@ -340,7 +344,7 @@ class NodeParts:
         kv_bytes = self._kv_bytes()
         for view in self.scheduler.snapshot():
             if view.state in residency.RUNNING:
-                size_bytes = view.weights_bytes + kv_bytes.get(view.name, 0)
+                size_bytes = (view.weights_bytes + kv_bytes.get(view.name, 0)) * self._num_ranks(view)
                 gpu_bytes = size_bytes if view.device.startswith("cuda") else 0
                 leaves = self.unix_s(view.leaves_at) if view.leaves_at is not None else inf
                 if view.leaves_at is None and not view.pinned and (view.active or view.queued):
@@ -348,7 +352,13 @@ class NodeParts:
                 found[view.name] = Resident(size_bytes, gpu_bytes, leaves)
         return found
 
+    def _num_ranks(self, view: ModelView) -> int:
+        """Returns how many devices a model takes; the scheduler's views give the bytes on each of them."""
+        found = self.registry.models.get(view.name)
+        return len(view.devices) or (1 if found is None else found.facts.num_ranks)
+
     def _kv_bytes(self) -> dict[str, int]:
+        """Returns each model's KV in use, of a model that is split over devices on each of them."""
         return {name: counts[0] for stats in self.engine_events.stats.values() for name, counts in stats.models.items()}
 
     def queue_rows(self) -> list[dict[str, Any]]:

@@ -57,15 +57,16 @@ def _host_tier(node: NodeParts) -> dict[str, int]:
 
 
 def _model(node: NodeParts, view: ModelView) -> ModelNow:
-    stats = node.engine_events.stats.get(view.device)
+    # of a model that is split over devices, the first one tells; its bytes there are those of one share
+    stats, num_ranks = node.engine_events.stats.get(view.devices[0]) if view.devices else None, len(view.devices)
     kv_bytes, running, _, cached_bytes = stats.models.get(view.name, NO_STATS) if stats is not None else NO_STATS
     adapters = {} if stats is None else stats.adapters.get(view.name, {})
     return ModelNow(
         state=view.state,
         device=view.device,
-        weights_bytes=view.weights_bytes,
-        kv_bytes=kv_bytes,
-        kv_cached_bytes=cached_bytes,
+        weights_bytes=view.weights_bytes * max(1, num_ranks),
+        kv_bytes=kv_bytes * num_ranks,
+        kv_cached_bytes=cached_bytes * num_ranks,
         kv_share=kv_share(node, view, kv_bytes) if kv_bytes else 0.0,
         queued=view.queued,
         active=view.active,
@@ -78,8 +79,10 @@ def _model(node: NodeParts, view: ModelView) -> ModelNow:
 
 
 def kv_share(node: NodeParts, view: ModelView, kv_bytes: int) -> float:
-    """Returns the model's KV in use as a share, from 0 to 1, of what it could have: its reserved KV and what other models leave of
-    the lease."""
+    """Returns the model's KV in use as a share, from 0 to 1, of what it could have: its reserved KV and, unless it is split over
+    devices, what other models leave of the lease. kv_bytes: in use on one device."""
+    if len(view.devices) > 1:
+        return min(1.0, kv_bytes / max(view.kv_reserved_bytes, kv_bytes, 1))
     device = next((one for one in node.scheduler.devices() if one.name == view.device), None)
     if device is None:
         return 0.0

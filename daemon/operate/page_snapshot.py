@@ -20,7 +20,7 @@ def snapshot(node: NodeParts) -> dict[str, Any]:
     cached = {name: counts[3] for stats in node.engine_events.stats.values() for name, counts in stats.models.items()}
     registered, resident = node.registry.num_adapters, node.adapters_in_memory()
     for row in rows:
-        row["kv_cached_bytes"] = cached.get(row["name"], 0)
+        row["kv_cached_bytes"] = cached.get(row["name"], 0) * max(1, len(row.get("devices", ())))
         if (num_adapters := registered.get(row["name"], 0)) or row["name"] in resident:
             row["num_adapters"], row["adapters"] = num_adapters, resident.get(row["name"], {})
     shown = rows if len(rows) <= MAX_MODELS else sorted(rows, key=lambda row: (row["state"] == "cold", row["name"]))[:MAX_MODELS]
@@ -55,10 +55,20 @@ def _devices(node: NodeParts, rows: dict[str, dict[str, Any]]) -> list[dict[str,
         row = {key: device[key] for key in ("name", "up", "pid", "restarts", "budget_bytes")}
         row["loading"], row["problem"] = device.get("loading", ""), device.get("problem", "")
         view = views.get(row["name"])
-        stats = node.engine_events.stats.get(row["name"])
         row["waiting"] = view.num_waiting if view is not None else 0
-        row["parts"] = [] if view is None or not view.up else _parts(view, dict(stats.models) if stats is not None else {}, rows)
+        row["parts"] = [] if view is None or not view.up else _parts(view, _kv_here(node, row["name"], rows), rows)
         found.append(row)
+    return found
+
+
+def _kv_here(node: NodeParts, device: str, rows: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+    """Returns protocol.Stats.models of a device. Of a model that is split over devices the first one tells what each has."""
+    all_stats = node.engine_events.stats
+    found = dict(all_stats[device].models) if device in all_stats else {}
+    for name, row in rows.items():
+        leader, *others = row.get("devices") or [""]
+        if device in others and leader in all_stats and (counts := all_stats[leader].models.get(name)) is not None:
+            found[name] = counts
     return found
 
 
@@ -69,7 +79,8 @@ def _parts(device: DeviceView, stats: dict[str, list[int]], rows: dict[str, dict
     parts: list[dict[str, Any]] = [{"kind": "work", "model": "", "bytes": device.work_space_chunks * device.chunk_bytes}]
     for model in sorted(device.held):
         held_bytes = device.held[model] * device.chunk_bytes
-        weights_bytes = min(held_bytes, rows[model]["weights_bytes"] if model in rows else held_bytes)
+        row = rows.get(model, {"weights_bytes": held_bytes, "devices": ()})
+        weights_bytes = min(held_bytes, row["weights_bytes"] // max(1, len(row["devices"])))
         kv_bytes, _, _, cached_bytes = stats.get(model, NO_STATS)
         reserved_bytes = max(0, held_bytes - weights_bytes - kv_bytes - cached_bytes)
         kinds = (("weights", weights_bytes), ("kv", kv_bytes), ("cache", cached_bytes), ("reserved", reserved_bytes))

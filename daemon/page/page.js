@@ -235,15 +235,16 @@ function addEvents(more) {
   const shown = events.filter((event) => event.event === "state" ? event.old || event.new !== "cold" : !["loaded", "evicted"].includes(event.event)).slice(-MAX_EVENTS).reverse();
   keyed($("events"), shown, (event) => event.id, drawEvent);
 }
+const devicesOf = (name) => name.includes("/") ? [name] : name.split("+"); // those of a split model have one name together
 function spansOf(state, span_s) { // device -> model -> [{kind, from, to}]
   const start = state.time - span_s, lanes = new Map(state.devices.map((device) => [device.name, new Map()])), open = new Map();
   const add = (span, to) => {
-    const models = lanes.get(span.device);
-    if (models && to >= start) models.set(span.model, [...models.get(span.model) || [], { ...span, from: Math.max(span.from, start), to }]);
+    for (const models of devicesOf(span.device).map((name) => lanes.get(name)))
+      if (models && to >= start) models.set(span.model, [...models.get(span.model) || [], { ...span, from: Math.max(span.from, start), to }]);
   };
   for (const event of events) {
     if (event.event === "engine" && event.state === "down") {
-      for (const [model, span] of [...open]) if (span.device === event.device) { add(span, event.time); open.delete(model); }
+      for (const [model, span] of [...open]) if (devicesOf(span.device).includes(event.device)) { add(span, event.time); open.delete(model); }
     }
     if (event.event !== "state") continue;
     const before = open.get(event.model), device = event.device || (before && before.device);

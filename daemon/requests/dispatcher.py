@@ -22,6 +22,7 @@ from daemon.record.event_ring import EventRing
 from daemon.requests.open_requests import OpenRequests
 from engine import protocol
 from scheduler.node import actions, events
+from scheduler.node.groups import joined
 
 if TYPE_CHECKING:
     from daemon.traces.sequence_trace import FinishedLoad
@@ -36,6 +37,16 @@ class EnginePort(Protocol):
     def send(self, message: protocol.Message) -> None: ...
 
     def restart(self, reason: str) -> None: ...
+
+
+class GroupsPort(Protocol):
+    """What loads and evicts models that are split over several devices (daemon/engines/groups.py)."""
+
+    def knows(self, placement_id: int) -> bool: ...
+
+    def load(self, action: actions.Load, message: protocol.LoadModel, num_kv_groups: int) -> None: ...
+
+    def evict(self, action: actions.Evict) -> None: ...
 
 
 class SchedulerPort(Protocol):
@@ -66,8 +77,10 @@ class Dispatcher:
         """source: returns the files and settings of a registered model, or None if its folder is gone."""
         self.scheduler, self.config, self.ring, self.metrics = scheduler, config, ring, metrics
         self.engines: dict[str, EnginePort] = {}
+        self.groups: GroupsPort | None = None  # set by the node
+        self._leases: dict[str, int] = {}  # device -> the lease that its engine was last told
         self.open = OpenRequests(metrics, watch, lambda: self.config.request_timeout_s, self._timed_out)
-        self.loading: dict[str, str] = {}  # device -> the model it was last sent to load
+        self.loading: dict[str, str] = {}  # device, or several as one name -> the model that was last sent there
         self._source = source
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
@@ -240,34 +253,39 @@ class Dispatcher:
         if action.source_slots and action.fingerprint != entry.fingerprint:
             self._load_impossible(action, "its files have changed just now", permanent=False)
             return
-        self.loading[action.device] = action.model
+        self.loading[joined((action.device, *dict(action.further)))] = action.model
         if (tracer := self.tracer()) is not None:
             tracer.load_sent(action, action.weights_chunks * int(self.config.chunk_bytes), time.monotonic())
-        self._send(
-            action.device,
-            protocol.LoadModel(
-                placement_id=action.placement_id,
-                model=action.model,
-                path=source.path,
-                dtype=source.dtype,
-                fingerprint=entry.fingerprint,
-                weights_chunks=action.weights_chunks,
-                kv_reserved_chunks=action.kv_reserved_chunks,
-                lease_chunks=action.lease_chunks,
-                max_model_len=entry.max_model_len,
-                max_sequences=entry.max_sequences,
-                eos_token_ids=list(entry.eos_token_ids),
-                quantize=source.quantize,
-                source_slots=list(action.source_slots),
-                checksum=action.checksum,
-                keep_slots=list(action.keep_slots),
-                kv_slots=list(action.kv_slots),
-                kv_index=action.kv_index,
-                kv_cache_dtype=source.kv_cache_dtype,
-                speculator=entry.speculator,
-                head_path=entry.head_path,
-            ),
+        message = protocol.LoadModel(
+            placement_id=action.placement_id,
+            model=action.model,
+            path=source.path,
+            dtype=source.dtype,
+            fingerprint=entry.fingerprint,
+            weights_chunks=action.weights_chunks,
+            kv_reserved_chunks=action.kv_reserved_chunks,
+            lease_chunks=action.lease_chunks,
+            max_model_len=entry.max_model_len,
+            max_sequences=entry.max_sequences,
+            eos_token_ids=list(entry.eos_token_ids),
+            quantize=source.quantize,
+            source_slots=list(action.source_slots),
+            checksum=action.checksum,
+            keep_slots=list(action.keep_slots),
+            kv_slots=list(action.kv_slots),
+            kv_index=action.kv_index,
+            kv_cache_dtype=source.kv_cache_dtype,
+            speculator=entry.speculator,
+            head_path=entry.head_path,
         )
+        if not action.further:
+            self.send(action.device, message)
+            return
+        try:
+            assert self.groups is not None
+            self.groups.load(action, message, source.num_kv_groups)
+        except (OSError, MemoryError) as error:
+            self._load_impossible(action, f"parallel: {error}", permanent=False)
 
     def _load_impossible(self, action: actions.Load, reason: str, permanent: bool) -> None:
         self.post(
@@ -285,7 +303,10 @@ class Dispatcher:
         self.metrics.swaps.evict_sent(action)
         if (tracer := self.tracer()) is not None:
             self.tell_load(tracer.load_ended(action.placement_id, time.monotonic(), error=f"given up: {action.reason}"))
-        self._send(
+        if self.groups is not None and self.groups.knows(action.placement_id):
+            self.groups.evict(action)
+            return
+        self.send(
             action.device,
             protocol.EvictModel(
                 placement_id=action.placement_id,
@@ -310,7 +331,7 @@ class Dispatcher:
         self.ring.add("paused", model=action.model, requests=len(action.request_ids), cause=action.cause)
 
     def _grant_lease(self, action: actions.GrantLease) -> None:
-        self._send(action.device, protocol.SetLease(lease_chunks=action.lease_chunks))
+        self.send(action.device, protocol.SetLease(lease_chunks=action.lease_chunks))
 
     def _submit(self, action: actions.Submit) -> None:
         generation = self.open.by_id.get(action.request_id)
@@ -326,7 +347,7 @@ class Dispatcher:
         generation.submitted_device = action.device
         if generation.trace is not None:
             generation.trace.submitted(generation, now)
-        self._send(
+        self.send(
             action.device,
             protocol.Submit(
                 request_id=action.request_id,
@@ -377,7 +398,7 @@ class Dispatcher:
     def _flush_aborts(self) -> None:
         aborts, self._aborts = self._aborts, {}
         for device, request_ids in aborts.items():
-            self._send(device, protocol.Abort(request_ids=request_ids))
+            self.send(device, protocol.Abort(request_ids=request_ids))
 
     def _restart_engine(self, action: actions.RestartEngine) -> None:
         log.error("engine is restarted: %s", action.reason, extra=fields(device=action.device, cause=action.cause))
@@ -406,7 +427,14 @@ class Dispatcher:
         if future is not None and not future.done():
             future.set_result(action.refusal)
 
-    def _send(self, device: str, message: protocol.Message) -> None:
+    def lease_of(self, device: str) -> int:
+        """Returns the lease that the device's engine was last told."""
+        return self._leases.get(device, 0)
+
+    def send(self, device: str, message: protocol.Message) -> None:
+        """Passes a message to the device's engine."""
+        if isinstance(message, protocol.LoadModel | protocol.EvictModel | protocol.SetLease):
+            self._leases[device] = message.lease_chunks
         engine = self.engines.get(device)
         if engine is not None:
             engine.send(message)

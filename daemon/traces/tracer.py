@@ -11,6 +11,7 @@ from daemon.traces import otlp, trace_context
 from daemon.traces.otlp import INTERNAL, Span, Value
 from daemon.traces.request_trace import Ended, RequestTrace
 from daemon.traces.sequence_trace import FinishedLoad
+from scheduler.node.groups import joined
 
 MAX_LOADS = 256  # under way; further ones are not traced
 
@@ -25,22 +26,26 @@ class Load(Protocol):
     @property
     def device(self) -> str: ...
     @property
+    def further(self) -> tuple[tuple[str, int], ...]: ...
+    @property
     def reason(self) -> str: ...
     @property
     def weights_chunks(self) -> int: ...
 
 
 class _OpenLoad:
-    """A load under way. started_s: monotonic seconds. trace_id, span_id: in hexadecimal digits."""
+    """A load under way. devices: one, or those that the model is split over. started_s: monotonic seconds. trace_id, span_id: in
+    hexadecimal digits."""
 
-    __slots__ = ("attributes", "device", "model", "span_id", "started_s", "trace_id")
+    __slots__ = ("attributes", "devices", "model", "span_id", "started_s", "trace_id")
 
     def __init__(self, load: Load, weights_bytes: int, now: float) -> None:
-        self.model, self.device, self.started_s = load.model, load.device, now
+        self.model, self.started_s = load.model, now
+        self.devices = (load.device, *dict(load.further))
         self.trace_id, self.span_id = secrets.token_hex(16), secrets.token_hex(8)
         self.attributes: dict[str, Value] = {
             "hearth.model": load.model,
-            "hearth.device": load.device,
+            "hearth.device": joined(self.devices),
             "hearth.load.reason": load.reason,
             "hearth.load.weights_bytes": weights_bytes,
         }
@@ -96,7 +101,7 @@ class Tracer:
 
     def loads_lost(self, device: str, now: float, reason: str) -> list[FinishedLoad]:
         """Ends the loads of a device whose engine has ended."""
-        lost = [placement_id for placement_id, load in self._loads.items() if load.device == device]
+        lost = [placement_id for placement_id, load in self._loads.items() if device in load.devices]
         return [self._finish(self._loads.pop(placement_id), now, {}, reason) for placement_id in lost]
 
     def _finish(self, load: _OpenLoad, now: float, attributes: dict[str, Value], error: str | None) -> FinishedLoad:

@@ -251,7 +251,8 @@ def test_what_routers_read(tmp_path: Path) -> None:
 
 def test_kv_use_is_of_what_a_model_could_have() -> None:
     """Its reserved KV and what the others leave of the lease: 100 reserved + 300 lease - 50 that a neighbour has drawn."""
-    views = {name: SimpleNamespace(name=name, device="cpu:0", kv_reserved_bytes=100) for name in ("a", "b", "c")}
+    here = {"device": "cpu:0", "devices": ("cpu:0",), "kv_reserved_bytes": 100}
+    views = {name: SimpleNamespace(name=name, **here) for name in ("a", "b", "c")}
     stats = SimpleNamespace(models={"a": [70, 1, 0, 0], "b": [150, 1, 0, 0], "c": [20, 0, 0, 0]})
     node = SimpleNamespace(
         scheduler=SimpleNamespace(
@@ -261,3 +262,5 @@ def test_kv_use_is_of_what_a_model_could_have() -> None:
     )
     assert metrics_now.kv_share(node, views["a"], 70) == 70 / 350  # type: ignore[arg-type]
     assert metrics_now.kv_share(node, views["a"], 900) == 1.0  # type: ignore[arg-type]
+    split = SimpleNamespace(name="s", device="cpu:0+cpu:1", devices=("cpu:0", "cpu:1"), kv_reserved_bytes=100)
+    assert metrics_now.kv_share(node, split, 70) == 0.7, "it draws on no lease"  # type: ignore[arg-type]

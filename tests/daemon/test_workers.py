@@ -117,6 +117,9 @@ class Told:
     def engine_up(self, device: str, message: protocol.EngineReady) -> None:
         self.ups.put_nowait(message)
 
+    def engine_ended(self, device: str) -> None:
+        assert self.downs.empty()
+
     def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None:
         self.downs.put_nowait((running, reason))
 

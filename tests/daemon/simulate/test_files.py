@@ -108,6 +108,7 @@ def test_shipped_scenarios(path: Path) -> None:
         ("[models.a]\nmax_model_len = 1", ':1: models."a": needs weights_bytes'),
         ("[models.a]\nweights_bytes = '1 lb'", ":2: models.\"a\".weights_bytes: '1 lb' must be a number of bytes"),
         ("[models.a]\nweights_bytes = 1\nkeep_alive = 'x'", ":3: models.\"a\".keep_alive: 'x' must be a number of seconds"),
+        ("[models.a]\nweights_bytes = 1\nnum_ranks = 0", ':3: models."a".num_ranks: 0 must be 1 or more'),
         ("[models]\na = 1", ':2: models."a": must be a table'),
         ("[devices]\ntpu = '1GiB'", ':2: devices."tpu": is no device'),
         ("[devices]\ncpu = 0", ':2: devices."cpu": 0 must be more than 0 bytes'),
@@ -131,10 +132,12 @@ def test_bad_scenarios(tmp_path: Path, text: str, message: str) -> None:
 
 def test_json_scenarios(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
-    path.write_text(json.dumps({"models": {"a": {"weights_bytes": "1GiB", "disk_load_s": 2.5}}, "devices": {"cuda:0": "80GiB"}}))
+    model = {"weights_bytes": "1GiB", "disk_load_s": 2.5, "num_ranks": 2}
+    path.write_text(json.dumps({"models": {"a": model}, "devices": {"cuda:0": "80GiB"}}))
     found = scenario.read(str(path))
     assert found.devices == {"cuda:0": 80 << 30}
     assert found.costs.disk_load_s(found.models["a"]) == 2.5
+    assert found.models["a"].num_ranks == 2
     for text, message in (("{", ":1: is not valid JSON"), ("[]", ": must be an object")):
         path.write_text(text)
         with pytest.raises(ConfigError) as caught:

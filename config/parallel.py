@@ -1,0 +1,38 @@
+"""The rules for `parallel`, which splits a model over several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from config.schema import ModelConfig
+
+MOST_RANKS = 64
+KINDS = ("cpu",)  # of devices that models are split over
+SPECULATORS = ("auto", "none", "prompt-lookup")  # what may draft tokens for a split model; auto is then prompt lookup
+
+
+def num_ranks(settings: ModelConfig) -> int:
+    """Returns over how many devices the model is split; 1: it is whole."""
+    return 1 if settings.parallel is None else settings.parallel.tensor
+
+
+def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
+    """Returns why a model cannot be split as its settings say, or "". devices: names of the node's devices."""
+    ranks = num_ranks(settings)
+    if ranks == 1:
+        return ""
+    if settings.isolate:
+        return "does not go with isolate = true: an isolated model has a part of one device"
+    if settings.quantize not in (None, "none"):
+        return f"does not go with quantize = {settings.quantize!r}: only plain weights are split so far"
+    if settings.kv_cache_dtype != "auto":
+        return f"does not go with kv_cache_dtype = {settings.kv_cache_dtype!r}: it is for cuda devices, and models are split on cpu"
+    if settings.speculator not in SPECULATORS:
+        return f"does not go with speculator = {settings.speculator!r}: allowed beside it are {', '.join(SPECULATORS)}"
+    if others := [name for name in settings.devices if name.partition(":")[0] not in KINDS]:
+        return f"models are split on cpu devices so far, and devices names {others[0]}"
+    where = settings.devices or [name for name in devices if name.partition(":")[0] in KINDS]
+    if len(where) < ranks:
+        has = f"devices names {', '.join(where)}" if settings.devices else f"the node has {', '.join(where) or 'no cpu device'}"
+        return f"tensor = {ranks} needs {ranks} cpu devices, and {has}"
+    return ""

@@ -1,0 +1,77 @@
+"""The daemon's end of the memory in which engines exchange what models that are split over several devices need
+(engine/exchange.py).
+
+The daemon owns the memory and the doorbells, so they outlive every engine. It numbers the engines, gives each group of devices a
+region for as long as one of them may use it, and breaks the groups that have lost a member. A new daemon makes a new memory, since
+its engines are new as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from config.parallel import KINDS
+from config.schema import DeviceBudget
+from engine.exchange import Exchange, first_region, make_exchange
+
+MOST_BYTES = 1 << 40  # of address space for regions; what nobody touches takes no memory
+
+
+class ExchangeMemory:
+    """The exchange memory of the engines of these devices, which are numbered in their order. fd: of the memory. doorbells:
+    eventfds by engine number. Raises OSError if they cannot be made."""
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._numbers = {device: number for number, device in enumerate(devices)}
+        self.fd = make_exchange(len(devices))
+        self.doorbells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in devices]
+        self._exchange = Exchange(self.fd)
+        self._begin = first_region(len(devices))
+        self._taken: dict[int, int] = {}  # offset of each region in use -> its end
+
+    def close(self) -> None:
+        """Closes the daemon's descriptors. The memory is freed when the engines have closed theirs, too."""
+        self._exchange.close()
+        for fd in (self.fd, *self.doorbells):
+            os.close(fd)
+
+    def number(self, device: str) -> int:
+        """Returns the number of a device's engine. Raises KeyError for a device that is not among those of the exchange memory."""
+        return self._numbers[device]
+
+    def arguments(self, device: str) -> tuple[list[str], list[int]]:
+        """Returns the arguments that tell an engine of the exchange memory, and the descriptors that it inherits; none for a device
+        that models are not split over."""
+        if device not in self._numbers:
+            return [], []
+        bells = ",".join(map(str, self.doorbells))
+        told = ["--exchange-fd", str(self.fd), "--engine-number", str(self._numbers[device]), "--doorbell-fds", bells]
+        return told, [self.fd, *self.doorbells]
+
+    def allocate(self, num_bytes: int) -> int:
+        """Returns the offset of a new region, whose memory is zero. Raises OSError if there is no room left."""
+        offset = self._begin
+        for begin, end in sorted(self._taken.items()):
+            if begin - offset >= num_bytes:
+                break
+            offset = end
+        if offset + num_bytes > MOST_BYTES:
+            raise OSError(f"the exchange memory has no room for {num_bytes} bytes more")
+        self._exchange.clear(offset, num_bytes)
+        self._taken[offset] = offset + num_bytes
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Gives a region back, which no engine uses any more."""
+        end = self._taken.pop(offset)
+        self._exchange.clear(offset, end - offset)
+
+    def break_group(self, offset: int) -> None:
+        self._exchange.break_group(offset)
+
+
+def exchange_memory(devices: Sequence[DeviceBudget]) -> ExchangeMemory | None:
+    """Returns an exchange memory for those of the devices that models may be split over; None if there are fewer than two."""
+    names = [device.name for device in devices if device.kind in KINDS and not device.model]
+    return ExchangeMemory(names) if len(names) > 1 else None

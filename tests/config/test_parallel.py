@@ -1,0 +1,89 @@
+"""The key `parallel` of a model: what it goes with, and what a refusal tells."""
+
+from pathlib import Path
+
+import pytest
+
+from config.load import ConfigError, load
+from config.parallel import num_ranks
+from config.provenance import Sources, settings
+from config.reload import plan
+from config.schema import ModelConfig, NodeConfig, ParallelConfig
+
+TWO = 'device = ["cpu:0=64MiB", "cpu:1=64MiB"]\n'
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "node.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_model_over_two_devices(tmp_path: Path) -> None:
+    text = TWO + '[models."a/b"]\nparallel = { tensor = 2 }\nspeculator = "prompt-lookup"\n[models.c]\nparallel = {}\n[models.d]\n'
+    models = load(write(tmp_path, text)).models
+    assert [num_ranks(models[name]) for name in ("a/b", "c", "d")] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("parallel = { pipeline = 2 }", ["node.toml:3", ".parallel.pipeline", "unknown key", "known keys: tensor"]),
+        ("parallel = { tensors = 2 }", [".parallel.tensors", "did you mean tensor?"]),
+        ("parallel = 2", ["node.toml:3", '"m".parallel', "2 must be a table", "{ tensor = 2 }"]),
+        ('parallel = "auto"', ['"m".parallel', "'auto' must be a table"]),
+        ("parallel = { tensor = 0 }", [".parallel.tensor", "at least 1 and at most 64"]),
+        ("parallel = { tensor = 65 }", [".parallel.tensor", "at least 1 and at most 64"]),
+        ("parallel = { tensor = 1.5 }", [".parallel.tensor", "whole number"]),
+        ("parallel = { tensor = 2 }\nisolate = true", ['"m".parallel', "isolate = true"]),
+        ('parallel = { tensor = 2 }\nquantize = "int8"', ['"m".parallel', "quantize = 'int8'"]),
+        ('parallel = { tensor = 2 }\nkv_cache_dtype = "fp8"', ['"m".parallel', "kv_cache_dtype = 'fp8'"]),
+        ('parallel = { tensor = 2 }\nspeculator = "mtp"', ['"m".parallel', "speculator = 'mtp'", "auto, none, prompt-lookup"]),
+        ("parallel = { tensor = 3 }", ['"m".parallel', "needs 3 cpu devices", "the node has cpu:0, cpu:1"]),
+        ('parallel = { tensor = 2 }\ndevices = ["cpu:1"]', ['"m".parallel', "needs 2 cpu devices", "devices names cpu:1"]),
+        ('parallel = { tensor = 2 }\nupstream = "http://a/v1"', [".parallel", "no effect beside upstream"]),
+        ('parallel = { tensor = 2 }\nbase = "b"', [".parallel", "no effect beside base"]),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, f"{TWO}[models.m]\n{text}\n"))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ('["cuda:0", "cuda:1"]', ["needs 2 cpu devices", "the node has no cpu device"]),
+        ('["cpu=1GiB"]', ["needs 2 cpu devices", "the node has cpu:0"]),
+    ],
+)
+def test_nodes_without_two_cpu_devices(tmp_path: Path, device: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, f"device = {device}\n[models.m]\nparallel = {{ tensor = 2 }}\n"))
+    for word in words:
+        assert word in str(caught.value)
+    named = (
+        'device = ["cpu:0=1GiB", "cpu:1=1GiB", "cuda:0"]\n[models.m]\nparallel = { tensor = 2 }\ndevices = ["cpu:0", "cuda:0"]\n'
+    )
+    with pytest.raises(ConfigError, match="on cpu devices so far, and devices names cuda:0"):
+        load(write(tmp_path, named))
+
+
+def test_a_change_needs_a_restart_and_the_settings_show_it(tmp_path: Path) -> None:
+    path = write(tmp_path, TWO + '[models."a/b"]\nparallel = { tensor = 2 }\n')
+    config = load(path)
+    changes = plan(NodeConfig(models={"a/b": ModelConfig()}), NodeConfig(models=config.models))
+    assert changes.needs_restart == ['models."a/b".parallel']
+    assert changes.effective.models["a/b"] == ModelConfig()
+    rows = {row.key: row for row in settings(config, Sources(path, {}), changes.needs_restart)}
+    row = rows['models."a/b".parallel.tensor']
+    assert (row.value, row.source, row.reload, row.waits) == (2, f"{path}:3", "restart", True)
+    assert config.models["a/b"].parallel == ParallelConfig(tensor=2)
+
+
+def test_a_later_file_overrides_it(tmp_path: Path) -> None:
+    (tmp_path / "conf.d").mkdir()
+    (tmp_path / "conf.d" / "x.toml").write_text("[models.m.parallel]\ntensor = 1\n")
+    assert num_ranks(load(write(tmp_path, TWO + "[models.m]\nparallel = { tensor = 2 }\n")).models["m"]) == 1

@@ -1,0 +1,159 @@
+"""What the scheduler and the API are told of models that are split over devices, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from config.schema import DeviceBudget, ModelConfig, NodeConfig, ParallelConfig
+from daemon.errors import HearthError
+from daemon.models.registry import Registry
+from daemon.record.state import NodeState
+from loader import kv_layout, layout, slices, work_space
+from loader.catalog import scan_one
+from loader.formats.plain import PLAIN
+from scheduler.node import events
+from tests.e2e.checkpoints import make_head, make_model
+from tests.e2e.test_embeddings import make_encoder
+from tests.loader.adapters import adapter_tensors, modules_of, write_adapter
+from tests.loader.checkpoints import shape as shape_of_checkpoint
+from tests.loader.checkpoints import write_checkpoint
+from tests.loader.packed_checkpoints import pack_checkpoint
+from tests.loader.test_experts import MIXTRAL
+
+MIB = 1 << 20
+CHUNK = 64 << 10
+TWO = ParallelConfig(tensor=2)
+
+
+async def registry_of(folder: Path, *devices: DeviceBudget, **models: ModelConfig) -> Registry:
+    config = NodeConfig(models_dir=str(folder), models=models, chunk_bytes=CHUNK, dtype="float32")
+    registry = Registry(config, devices or [DeviceBudget("cpu:0", 32 * MIB), DeviceBudget("cpu:1", 24 * MIB)], NodeState(""))
+    await registry.rescan()
+    return registry
+
+
+async def facts_of(folder: Path, settings: ModelConfig, *devices: DeviceBudget) -> events.ModelFacts:
+    return (await registry_of(folder, *devices, m=settings)).models["m"].facts
+
+
+async def test_bytes_are_those_of_a_share(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    whole = await facts_of(tmp_path, ModelConfig(max_model_len=256))
+    split = await facts_of(tmp_path, ModelConfig(max_model_len=256, parallel=TWO))
+    shape = scan_one(tmp_path / "m", "m").shape
+    assert shape is not None
+    assert (whole.num_ranks, split.num_ranks) == (1, 2)
+    assert split.weights_bytes == layout.weights_bytes(slices.split(shape, 0, 2), "float32")
+    assert whole.weights_bytes / 2 < split.weights_bytes < 0.75 * whole.weights_bytes, "embedding and norms are whole on each"
+    assert split.kv_bytes_per_token * 2 == whole.kv_bytes_per_token
+    share = slices.split(shape, 0, 2)
+    assert split.work_space_bytes == work_space.work_space_bytes(share, "float32", 512, 256, 256, PLAIN)
+    assert (split.devices, whole.devices) == (("cpu:0", "cpu:1"), ())
+
+
+async def test_kv_is_a_quarter_of_what_is_left_on_the_smaller_device(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    facts = await facts_of(tmp_path, ModelConfig(max_model_len=256, parallel=TWO))
+    left = 24 * MIB - facts.weights_bytes - facts.work_space_bytes
+    kv_bytes = facts.kv_floor_tokens * facts.kv_bytes_per_token
+    assert left // 4 - 16 * facts.kv_bytes_per_token < kv_bytes <= left // 4
+    few = await facts_of(tmp_path, ModelConfig(max_model_len=256, max_sequences=3, parallel=TWO))
+    assert few.kv_floor_tokens == 3 * 256, "no more than it can use"
+    tight = (DeviceBudget("cpu:0", 4 * MIB), DeviceBudget("cpu:1", 4 * MIB))
+    assert (await facts_of(tmp_path, ModelConfig(max_model_len=2048, parallel=TWO), *tight)).kv_floor_tokens == 2048, "one request"
+    told = await facts_of(tmp_path, ModelConfig(max_model_len=256, kv_floor_tokens=512, parallel=TWO))
+    assert told.kv_floor_tokens == 512
+    wide = await facts_of(tmp_path, ModelConfig(max_model_len=256, devices=["cpu:0"], parallel=ParallelConfig(tensor=1)))
+    assert (wide.num_ranks, wide.kv_floor_tokens) == (1, 0)
+
+
+async def test_windows_do_not_make_room_for_one_sequence_alone(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", architecture="MistralForCausalLM", model_type="mistral", sliding_window=64)
+    facts = await facts_of(tmp_path, ModelConfig(max_model_len=1024, kv_floor_tokens=4096, parallel=TWO))
+    assert facts.kv_reserved_bytes == 4096 * facts.kv_bytes_per_token
+
+
+async def test_what_loads_and_clients_are_told(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    registry = await registry_of(tmp_path, m=ModelConfig(max_model_len=256, parallel=TWO))
+    facts, entry, source = registry.models["m"].facts, registry.resolve("m"), registry.source("m")
+    assert source is not None
+    shape = scan_one(tmp_path / "m", "m").shape
+    assert shape is not None
+    assert source.num_kv_groups == len(kv_layout.kv_groups(shape, "float32", 16)) == 1
+    assert (entry.speculator, entry.head, entry.weights_bytes) == ("prompt-lookup", "", 2 * facts.weights_bytes)
+    assert registry.layout_id("m") == "", "nothing of it is taken over or kept"
+    told = registry.describe("m")
+    assert "split over 2 devices, max_model_len 256" in told
+    assert "; on each device: weights " in told
+
+
+async def test_a_head_beside_it_is_left_out(tmp_path: Path) -> None:
+    make_head(tmp_path / "m" / "head", make_model(tmp_path / "m"))
+    whole = await registry_of(tmp_path)
+    assert whole.resolve("m").speculator == "eagle3", "or this test says nothing"
+    split = await registry_of(tmp_path, m=ModelConfig(parallel=TWO))
+    assert split.resolve("m").speculator == "prompt-lookup"
+    assert split.resolve("m").fingerprint != whole.resolve("m").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "words"),
+    [
+        (lambda folder: write_checkpoint(folder, MIXTRAL), {}, "a mixture of experts is served on one device alone"),
+        (make_model, {"parallel": ParallelConfig(tensor=3)}, "needs 3 cpu devices, and the node has cpu:0, cpu:1"),
+        (make_model, {"quantize": "int8"}, "does not go with quantize"),
+        (make_model, {"devices": ["cpu:1"]}, "needs 2 cpu devices, and devices names cpu:1"),
+        (make_encoder, {}, "an encoder is served on one device alone"),
+    ],
+)
+async def test_refusals_name_the_key(
+    tmp_path: Path, make: Callable[[Path], object], settings: dict[str, object], words: str
+) -> None:
+    make(tmp_path / "m")
+    registry = await registry_of(tmp_path, m=ModelConfig(**{"parallel": TWO, **settings}))  # type: ignore[arg-type]
+    assert registry.models["m"].problem.startswith('models."m".parallel: ')
+    with pytest.raises(HearthError) as caught:
+        registry.resolve("m")
+    assert caught.value.code == "model_unusable"
+    assert words in caught.value.message
+
+
+async def test_heads_that_cannot_be_divided(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", num_heads=3, num_kv_heads=3, hidden_size=24)
+    problem = (await registry_of(tmp_path, m=ModelConfig(parallel=TWO))).models["m"].problem
+    assert problem == 'models."m".parallel: num_attention_heads 3 is no multiple of 2, the number of devices'
+
+
+async def test_a_gpu_is_no_device_of_a_split_model(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    gpu = DeviceBudget("cuda:0", 64 * MIB, "GPU-a")
+    one = await registry_of(tmp_path, DeviceBudget("cpu:0", 32 * MIB), gpu, m=ModelConfig(parallel=TWO))
+    assert "needs 2 cpu devices, and the node has cpu:0" in one.models["m"].problem
+    two = (DeviceBudget("cpu:0", 32 * MIB), gpu, DeviceBudget("cpu:1", 32 * MIB))
+    assert (await facts_of(tmp_path, ModelConfig(parallel=TWO), *two)).devices == ("cpu:0", "cpu:1")
+
+
+async def test_packed_weights_alone_are_refused(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", dtype="bfloat16")
+    pack_checkpoint(tmp_path / "m")
+    assert (await registry_of(tmp_path, m=ModelConfig(parallel=TWO))).models["m"].problem == "", "its plain files are there, too"
+    (tmp_path / "m" / "model.safetensors").unlink()
+    assert (await registry_of(tmp_path)).models["m"].problem == ""
+    problem = (await registry_of(tmp_path, m=ModelConfig(parallel=TWO))).models["m"].problem
+    assert problem == 'models."m".parallel: its weights are packed; shares are read from plain files'
+
+
+async def test_adapters_of_a_split_model_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "base")
+    write_adapter(tmp_path / "lora", adapter_tensors(modules_of(shape_of_checkpoint())), base_model_name_or_path="base")
+    assert (await registry_of(tmp_path)).resolve("lora").adapter is not None
+    registry = await registry_of(tmp_path, base=ModelConfig(parallel=TWO))
+    assert registry.resolve("base").adapter is None
+    with pytest.raises(HearthError) as caught:
+        registry.resolve("lora")
+    assert (caught.value.code, caught.value.status) == ("model_unusable", 400)
+    assert "its base base is split over devices (parallel); adapters are served with models on one device" in caught.value.message

@@ -1,0 +1,176 @@
+"""A model that is split over two devices, beside models that are not: the same text as on one device, whatever happens to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.chat import Stream
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import Node, without_drafts
+from tests.loader.adapters import adapter_tensors, modules_of, write_adapter
+
+PROMPTS = [f"story number {i} begins" for i in range(4)]
+NUM_TOKENS = 300
+BOTH = "cpu:0+cpu:1"
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """`whole` and `split` are the same model, once on one device and once on two; `elm` lives on the second device."""
+    folder = tmp_path_factory.mktemp("groups")
+    for seed, name in ((1, "whole"), (1, "split"), (2, "elm")):
+        make_model(folder / "models" / name, seed=seed, max_position_embeddings=4096)
+    make_model(folder / "models" / "odd", num_heads=3, num_kv_heads=3, hidden_size=24)
+    config = without_drafts("whole", "elm", "split", "odd")
+    config = config.replace('[models."whole"]\n', '[models."whole"]\ndevices = ["cpu:0"]\n')
+    config = config.replace('[models."elm"]\n', '[models."elm"]\ndevices = ["cpu:1"]\n')
+    for name in ("split", "odd"):
+        config = config.replace(f'[models."{name}"]\n', f'[models."{name}"]\nparallel = {{ tensor = 2 }}\n')
+    flags = ["--dtype", "float32", "--threads", "1"]
+    with Node(folder, devices=["cpu:0=48MiB", "cpu:1=48MiB"], runner="torch", config=config, flags=flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def texts(node: Node) -> dict[str, list[str]]:
+    """What the models answer to the prompts while nothing disturbs them. Those of `whole` hold for `split`."""
+    found = {}
+    for model in ("whole", "elm"):
+        streams = [Stream(node, model, prompt, NUM_TOKENS).join() for prompt in PROMPTS]
+        assert [stream.error for stream in streams] == [""] * len(PROMPTS)
+        found[model] = [stream.text for stream in streams]
+    return found
+
+
+def row_of(node: Node, model: str) -> dict[str, Any]:
+    return next(row for row in node.json("models") if row["name"] == model)
+
+
+def engine_of(node: Node, device: str) -> int:
+    """Returns the process id of a device's engine, once it is up."""
+
+    def pid() -> int:
+        return int(next((d["pid"] for d in node.json("status")["devices"] if d["name"] == device and d["up"]), 0))
+
+    return int(node.wait_for(pid, f"an engine on {device}"))
+
+
+def both_engines(node: Node) -> list[int]:
+    return [engine_of(node, device) for device in ("cpu:0", "cpu:1")]
+
+
+def test_it_answers_like_the_whole_model(node: Node, texts: dict[str, list[str]]) -> None:
+    alone = Stream(node, "split", PROMPTS[0], NUM_TOKENS).join()
+    assert (alone.error, alone.text) == ("", texts["whole"][0])
+    together = [Stream(node, "split", prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert [stream.join().text for stream in together] == texts["whole"]
+
+
+def test_single_models_beside_it(node: Node, texts: dict[str, list[str]]) -> None:
+    streams = [
+        (Stream(node, model, prompt, NUM_TOKENS), model, at)
+        for at, prompt in enumerate(PROMPTS)
+        for model in ("split", "whole", "elm")
+    ]
+    for stream, model, at in streams:
+        assert stream.join().error == ""
+        assert stream.text == texts["elm" if model == "elm" else "whole"][at], model
+
+
+def test_what_operators_see(node: Node) -> None:
+    Stream(node, "split", "seen", 4).join()
+    Stream(node, "whole", "seen", 4).join()
+    rows = {row["name"]: row for row in node.ps()}
+    assert (rows["split"]["device"], rows["whole"]["device"]) == (BOTH, "cpu:0")
+    assert rows["whole"]["weights_bytes"] < rows["split"]["weights_bytes"] < 2 * rows["whole"]["weights_bytes"]
+    line = next(line for line in node.cli("ps").stdout.splitlines() if line.startswith("split"))
+    assert BOTH in line
+    assert f"on {BOTH}" in node.cli("why", "split").stdout
+    status = {device["name"]: device for device in node.json("top")["devices"]}
+    for device in ("cpu:0", "cpu:1"):
+        parts = {part["kind"]: part["bytes"] for part in status[device]["parts"] if part["model"] == "split"}
+        assert parts["weights"] * 2 == rows["split"]["weights_bytes"]
+        assert parts["reserved"] > 0
+    metrics = node.get("/metrics")[1]
+    assert f'hearth_model_weights_bytes{{device="{BOTH}",model="split"}} {float(rows["split"]["weights_bytes"])}' in metrics
+    assert f'"device": "{BOTH}"' in node.cli("events", "--json").stdout
+    placed = [one for one in node.json("history") if one["model"] == "split"]
+    assert (placed[-1]["device"], placed[-1]["outcome"]) == (BOTH, "ready")
+
+
+def test_one_that_cannot_be_divided(node: Node) -> None:
+    row = row_of(node, "odd")
+    assert row["state"] == "refused"
+    assert 'models."odd".parallel: num_attention_heads 3 is no multiple of 2' in row["reason"]
+    with node.openai() as client, pytest.raises(openai.BadRequestError, match="parallel"):
+        client.completions.create(model="odd", prompt="x", max_tokens=1)
+
+
+def test_its_adapters_are_refused(node: Node) -> None:
+    from loader.catalog import scan_one
+
+    shape = scan_one(node.models / "whole", "whole").shape
+    assert shape is not None
+    write_adapter(node.folder / "lora", adapter_tensors(modules_of(shape)), base_model_name_or_path="split")
+    (node.folder / "lora").rename(node.models / "lora")
+    node.cli("reload")
+    node.wait_for(lambda: node.state("lora") == "refused", "the adapter's refusal")
+    with node.openai() as client, pytest.raises(openai.BadRequestError, match="is split over devices"):
+        client.completions.create(model="lora", prompt="x", max_tokens=1)
+
+
+def test_unloading_and_coming_back(node: Node, texts: dict[str, list[str]]) -> None:
+    assert Stream(node, "split", PROMPTS[0], NUM_TOKENS).join().text == texts["whole"][0]
+    assert node.cli("unload", "split").returncode == 0
+    assert row_of(node, "split")["state"] == "cold"
+    assert row_of(node, "split")["device"] == ""
+    assert node.json("plan", "split")["device"] == BOTH
+    held = {device["name"]: device["parts"] for device in node.json("top")["devices"]}
+    assert not [part for parts in held.values() for part in parts if part["model"] == "split"]
+    assert node.cli("pin", "split").returncode == 0
+    row = node.wait_for(lambda: (found := row_of(node, "split"))["state"] == "ready" and found, "the pinned model")
+    assert (row["device"], row["pinned"]) == (BOTH, True)
+    assert Stream(node, "split", PROMPTS[1], NUM_TOKENS).join().text == texts["whole"][1]
+    assert node.cli("unpin", "split").returncode == 0
+
+
+def test_an_unload_under_streams_leaves_no_device_waiting(node: Node, texts: dict[str, list[str]]) -> None:
+    """The first device may be in a step for which the other one is told to leave."""
+    before = both_engines(node)
+    for _ in range(3):
+        stream = Stream(node, "split", PROMPTS[2], 3000)
+        stream.wait_for_chunks(5)
+        stream.hang_up()
+        node.cli("unload", "split")
+    assert Stream(node, "elm", PROMPTS[0], NUM_TOKENS).join().text == texts["elm"][0]
+    assert Stream(node, "split", PROMPTS[0], NUM_TOKENS).join().text == texts["whole"][0]
+    assert both_engines(node) == before
+
+
+@pytest.mark.parametrize("killed", ["cpu:1", "cpu:0"])
+def test_a_killed_member_costs_no_stream(node: Node, texts: dict[str, list[str]], killed: str) -> None:
+    """Streams of the group start again on new shares; those of the engine that survives go on."""
+    other = {"cpu:0": "elm", "cpu:1": "whole"}[killed]
+    survivor, victim = engine_of(node, {"cpu:0": "cpu:1", "cpu:1": "cpu:0"}[killed]), engine_of(node, killed)
+    Stream(node, "split", "come", 1).join()
+    Stream(node, other, "come", 1).join()
+    streams = [Stream(node, "split", prompt, NUM_TOKENS) for prompt in PROMPTS * 2]
+    neighbour = Stream(node, other, PROMPTS[0], NUM_TOKENS)
+    neighbour.wait_for_chunks(3)
+    streams[-1].wait_for_chunks(3)
+    os.kill(victim, signal.SIGKILL)
+    assert any(stream.alive for stream in streams), "the death came too late to cost one anything"
+    for at, stream in enumerate(streams):
+        assert stream.join().error == ""
+        assert stream.text == texts["whole"][at % len(PROMPTS)]
+    assert neighbour.join().error == ""
+    assert neighbour.text == texts[other][0]
+    assert survivor in both_engines(node), "the other engine had to go as well"
+    assert (row_of(node, "split")["state"], row_of(node, "split")["device"]) == ("ready", BOTH), "it came back for them"
+    assert f"the engine of {killed}" in node.cli("why", "split").stdout
