@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # where it is set, each start of a daemon, an engine or a command compiles all it imports again: 0.3 s
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-tiers test-aarch64 test-vm chaos check bench gpu gpu-dry gpu-wheels install uninstall clean
+.PHONY: help demo test kernels test-tiers test-aarch64 test-vm chaos check bench gpu gpu-dry gpu-wheels install uninstall clean
 
 help:
 	@echo "make demo    one daemon, three models, one memory budget: chats, evictions, a killed engine (a minute or two the first time)"
@@ -40,10 +40,18 @@ demo: $(VENV)/.run
 # One more than the two cores of a small machine, because tests of whole nodes mostly wait.
 TESTS_AT_ONCE ?= 3
 
-test: $(VENV)/.test
+# Tests of the project's rules are a part of `make check`, too: `make check test` runs them once.
+RULES := tests/test_architecture.py tests/test_docs.py
+ONCE = $(if $(filter check,$(MAKECMDGOALS)),$(RULES:%=--ignore=%))
+
+# Tests that run make are not to find this one's flags.
+test: kernels
+	@echo "$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder $(ONCE)"
+	@MAKEFLAGS= HEARTHD_TEST_KERNELS=compiled $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder $(ONCE)
+
+kernels: $(VENV)/.test
 	@echo "\$$ $(BIN)/python -m tests.kernel_cache   # compiles the CPU kernels: a minute the first time"
 	@$(BIN)/python -m tests.kernel_cache
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
 
 # Features of the processor that are taken away (engine/host/processor.py); the tests print what they skip for it.
 TIERS ?= -amx -avx512bf16 -avx512vnni -avx512
@@ -70,7 +78,7 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_docs.py
+	$(BIN)/python -m pytest -q $(RULES)
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.run
