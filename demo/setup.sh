@@ -40,8 +40,8 @@ echo "\$ $venv/bin/python -m pip install -c $constraints -e '.[$extras]'"
 # what takes its time is shown: downloads of megabytes, and the unpacking at the end; errors arrive as they are
 failed=$venv/.failed
 {
-    "$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check -c "$constraints" -e ".[$extras]" ||
-        echo >"$failed"
+    "$venv/bin/python" -m pip install --no-compile --progress-bar off --disable-pip-version-check \
+        -c "$constraints" -e ".[$extras]" || echo >"$failed"
 } | awk '
     /Downloading .* MB\)/ { sub(/^ */, "  "); print; fflush() }
     /^Installing collected packages/ { print "  Installing " NF - 3 " packages"; fflush() }'
@@ -54,3 +54,5 @@ if [ -e "$failed" ]; then
     } >&2
     exit 1
 fi
+# pip would compile what it installs on one core. A few files do not compile: they are for newer Pythons, and are never imported.
+"$venv/bin/python" -W ignore -m compileall -qq -j 0 "$venv/lib" || true
