@@ -53,9 +53,17 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder, make_checkpoint(folder, **CASES[request.param])
 
 
-@pytest.fixture
-def runner(backend: str) -> TorchRunner:
+@pytest.fixture(scope="module")
+def one_runner(backend: str) -> TorchRunner:
     return compute_with(make_runner(make_memory()), use_kernels=backend == "kernels")
+
+
+@pytest.fixture
+def runner(one_runner: TorchRunner) -> TorchRunner:
+    """A runner whose memory is filled with NaN, so that any wrong read shows. Another one for each test would take longer than most
+    tests."""
+    one_runner.memory.arena.view(torch.float32).fill_(torch.nan)
+    return one_runner
 
 
 @pytest.fixture
