@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine.cpu import model as cpu_model
 from engine.cpu.backend import CpuBackend
 from engine.cpu.memory import CpuMemory
 from engine.cpu.model import CpuModel
+from engine.loading import runner as loading
 from engine.loading.runner import TorchRunner
 from engine.memory.host_tier import HostTier
 from engine.ops import reference
@@ -23,6 +25,7 @@ from engine.protocol import Configure, LoadModel
 from loader.catalog import scan_one
 from loader.drafters import joined
 from loader.kv_layout import KVGroupSpec
+from loader.staging import StagingRing
 from scheduler.batch.plan import BatchPlan, SequenceTable, make_sequence_table
 from tests.engine import gpt_oss_checkpoint
 from tests.kernel_cache import CACHE_DIR
@@ -473,7 +476,9 @@ def load_task(spec: LoadModel, progress: Any = None, cancelled: Any = None, memo
 def make_runner(memory: CpuMemory, cache_dir: str = CACHE_DIR, tier: HostTier | None = None, **options: Any) -> TorchRunner:
     place = ("cpu:0", memory.num_chunks, memory.chunk_bytes)
     configure = Configure(*place, 64 << 20, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=cache_dir, **options)
-    return TorchRunner(CpuBackend(memory, configure), configure, tier)
+    with pytest.MonkeyPatch.context() as patch:  # touching all of an engine's staging memory takes longer than most tests
+        patch.setattr(loading, "StagingRing", partial(StagingRing, 4, 256 << 10))
+        return TorchRunner(CpuBackend(memory, configure), configure, tier)
 
 
 def load(
