@@ -1,21 +1,74 @@
-"""Steps behind which a model's predictor drafts, and whose drafts must be those of transformers' parts, on any device."""
+"""Steps with drafts, on any device: those behind which a model's predictor drafts, which must be the drafts of transformers' parts,
+and whole texts of requests that run together.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.contracts.steps import StepResult
 from engine.cpu.model import CpuModel
-from engine.protocol import SamplingParams
+from engine.protocol import LoadModel, SamplingParams
+from engine.serve.kv_caches import make_kv_cache
+from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
+from scheduler.batch.chunk_pool import ChunkPool
+from scheduler.batch.drafting import Drafter
 from scheduler.batch.plan import BatchPlan, write_sampling
+from scheduler.batch.request import BatchRequest
+from scheduler.batch.step_room import StepRoom
 from tests.engine.eagle_checkpoint import EagleReference
 from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN, make_table, plan, put
 from tests.engine.predictor_checkpoint import Reference
 
+NUM_CHUNKS, CHUNK_BYTES, BATCHED_TOKENS, VOCAB = 64, 4096, 24, 211
 NOBODYS = 0  # a slot of no sequence; its first block is in block tables behind those that a sequence has
+
+
+def prompt_of(request_id: int) -> list[int]:
+    prompt: list[int] = np.random.default_rng(request_id).integers(2, VOCAB, 5 + 4 * request_id).tolist()
+    return prompt
+
+
+def texts_of(
+    model: Any, requests: Mapping[int, SamplingParams], drafter: Drafter | None, speculator: str = "none"
+) -> tuple[dict[int, list[int]], int]:
+    """Returns the outputs of requests, which run together, with a preemption on the way, and how many tokens were drafted. All
+    memory that no sequence holds is filled with NaN. model: of either device. drafter: what drafts before a step. speculator: what
+    the model drafts with behind a step."""
+    spec = LoadModel(1, "tiny", "", "float32", "", 0, 30, 20, MAX_LEN, 8, [], speculator=speculator)
+    kv = make_kv_cache(spec, model.kv_groups, ChunkPool(NUM_CHUNKS, CHUNK_BYTES, 20), BATCHED_TOKENS)
+    limits = BatchLimits(8, MAX_LEN, BATCHED_TOKENS, (), "f", "float32")
+    scheduler = BatchScheduler("tiny", kv, limits, drafter, spec.predicts)
+    output: dict[int, list[int]] = {request_id: [] for request_id in requests}
+    for request_id, params in requests.items():
+        tokens = np.array(prompt_of(request_id), np.int32)
+        scheduler.submit(BatchRequest(request_id, tokens, len(tokens), params))
+    num_drafted = steps = 0
+    while (step := scheduler.plan(steps, StepRoom(max_tokens=9 if steps % 3 else None))) is not None:
+        steps += 1
+        result = model.execute(step, scheduler.table)
+        outcome = scheduler.finish_step(step, result.ids, result.bad)
+        assert not outcome.bad, "it read what is not its own"
+        if result.proposed is not None:
+            scheduler.take_proposals(result.proposed.slots, result.proposed.counts, result.proposed.tokens)
+        told = iter(outcome.ids)
+        for request_id, count in zip(outcome.request_ids, outcome.counts or [1] * len(outcome.ids), strict=True):
+            output[request_id] += [next(told) for _ in range(count)]
+        num_drafted += sum(outcome.drafted)
+        if steps == 12:
+            scheduler.preempt_one()
+        for group, held in zip(kv.groups, _kv_of(model), strict=True):
+            held[group.pool._stack[: group.pool.num_free].astype(np.int64)] = torch.nan
+    return output, num_drafted
+
+
+def _kv_of(model: Any) -> list[torch.Tensor]:
+    return [memory.kv for memory in (model._kv if isinstance(model, CpuModel) else model._memory)]
 
 
 class DraftingSteps:
@@ -29,7 +82,7 @@ class DraftingSteps:
         self.texts = {slot: list(text) for slot, text in texts.items()}
         self.table = make_table(groups=model.kv_groups)
         self._own = [block_table.copy() for block_table in self.table.block_tables]
-        self._kv = [memory.kv for memory in (model._kv if isinstance(model, CpuModel) else model._memory)]
+        self._kv = _kv_of(model)
         for kv, own in zip(self._kv, self._own, strict=True):
             kv[own.reshape(-1)] = torch.nan
         self._held: dict[int, int] = {}  # blocks of each slot that were ever its own

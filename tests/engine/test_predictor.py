@@ -17,20 +17,14 @@ from engine.cpu.model import CpuModel
 from engine.loading.runner import TorchRunner
 from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_gate import WeightGate
-from engine.protocol import EAGLE3, MTP, LoadModel, SamplingParams
-from engine.serve.kv_caches import make_kv_cache
+from engine.protocol import EAGLE3, MTP, SamplingParams
 from loader.layout import weight_layout
-from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
-from scheduler.batch.chunk_pool import ChunkPool
 from scheduler.batch.prompt_lookup import looked_up
-from scheduler.batch.request import BatchRequest
-from scheduler.batch.step_room import StepRoom
-from tests.engine.drafting_steps import check_drafts
+from tests.engine.drafting_steps import CHUNK_BYTES, NUM_CHUNKS, check_drafts, prompt_of, texts_of
 from tests.engine.eagle_checkpoint import FORMS, EagleReference, make_head
-from tests.engine.model_bench import CASES, MAX_LEN, load, make_checkpoint, make_memory, make_runner, make_table, plan, put
+from tests.engine.model_bench import CASES, load, make_checkpoint, make_memory, make_runner, make_table, plan, put
 from tests.engine.predictor_checkpoint import Reference, make_predicting_checkpoint
 
-NUM_CHUNKS, CHUNK_BYTES, BATCHED_TOKENS, VOCAB = 64, 4096, 24, 211
 REQUESTS = {
     1: SamplingParams(40, temperature=0.0),
     2: SamplingParams(30, temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4),
@@ -78,11 +72,6 @@ def model(made: Made, runner: TorchRunner) -> Iterator[CpuModel]:
     model.release()
 
 
-def prompt_of(request_id: int) -> list[int]:
-    prompt: list[int] = np.random.default_rng(request_id).integers(2, VOCAB, 5 + 4 * request_id).tolist()
-    return prompt
-
-
 def test_drafts_are_those_of_transformers_parts(made: Made) -> None:
     """In steps that are recorded, and in others."""
     runner = make_runner(make_memory())
@@ -96,40 +85,10 @@ def test_drafts_are_those_of_transformers_parts(made: Made) -> None:
             model.release()
 
 
-def texts_of(model: CpuModel, speculator: str) -> tuple[dict[int, list[int]], int]:
-    """Returns the outputs of REQUESTS, which run together, with a preemption on the way, and how many tokens were drafted."""
-    spec = LoadModel(1, "tiny", "", "float32", "", 0, 30, 20, MAX_LEN, 8, [], speculator=speculator)
-    kv = make_kv_cache(spec, model.kv_groups, ChunkPool(NUM_CHUNKS, CHUNK_BYTES, 20), BATCHED_TOKENS)
-    limits = BatchLimits(8, MAX_LEN, BATCHED_TOKENS, (), "f", "float32")
-    drafter = None if speculator == "none" else looked_up
-    scheduler = BatchScheduler("tiny", kv, limits, drafter, spec.predicts)
-    output: dict[int, list[int]] = {request_id: [] for request_id in REQUESTS}
-    for request_id, params in REQUESTS.items():
-        tokens = np.array(prompt_of(request_id), np.int32)
-        scheduler.submit(BatchRequest(request_id, tokens, len(tokens), params))
-    num_drafted = steps = 0
-    while (step := scheduler.plan(steps, StepRoom(max_tokens=9 if steps % 3 else None))) is not None:
-        steps += 1
-        result = model.execute(step, scheduler.table)
-        outcome = scheduler.finish_step(step, result.ids, result.bad)
-        assert not outcome.bad, "it read what is not its own"
-        if result.proposed is not None:
-            scheduler.take_proposals(result.proposed.slots, result.proposed.counts, result.proposed.tokens)
-        told = iter(outcome.ids)
-        for request_id, count in zip(outcome.request_ids, outcome.counts or [1] * len(outcome.ids), strict=True):
-            output[request_id] += [next(told) for _ in range(count)]
-        num_drafted += sum(outcome.drafted)
-        if steps == 12:
-            scheduler.preempt_one()
-        for group, memory in zip(kv.groups, model._kv, strict=True):
-            memory.kv[group.pool._stack[: group.pool.num_free].astype(np.int64)] = torch.nan
-    return output, num_drafted
-
-
 def test_texts_are_those_without_drafts(model: CpuModel) -> None:
-    plain, num_drafted = texts_of(model, "none")
+    plain, num_drafted = texts_of(model, REQUESTS, None)
     assert not num_drafted
-    with_drafts, num_drafted = texts_of(model, MTP)
+    with_drafts, num_drafted = texts_of(model, REQUESTS, looked_up, MTP)
     assert with_drafts == plain
     assert num_drafted > 20
 
