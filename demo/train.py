@@ -272,6 +272,24 @@ class Schedule:
         return min(1.0, (self.step + 1) / WARMUP_STEPS, max(0.0, 1 - self.progress()) / 0.85)
 
 
+class Learner:
+    """Optimizers of a module, with learning rates that follow a schedule. share: how much of their usual rates."""
+
+    def __init__(self, module: torch.nn.Module, schedule: Schedule, share: float = 1.0) -> None:
+        self._module, self._schedule, self._optimizers = module, schedule, optimizers_of(module)
+        self._peaks = [optimizer.param_groups[0]["lr"] * share for optimizer in self._optimizers]
+
+    def learn(self, loss: torch.Tensor) -> None:
+        """Changes the module by one step of the schedule, against the gradient of its loss."""
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
+        for optimizer, peak in zip(self._optimizers, self._peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * self._schedule.lr_factor()
+            optimizer.step()
+            optimizer.zero_grad()
+        self._schedule.step += 1
+
+
 def train(name: str, out: Path, minutes: float | None, epochs: int, resume: bool) -> None:
     """Train one model, write its folder, print its held-out loss and samples."""
     torch.manual_seed(SEED)
@@ -297,22 +315,14 @@ def train(name: str, out: Path, minutes: float | None, epochs: int, resume: bool
         schedule.stopped = True
 
     signal.signal(signal.SIGINT, stop)
-    optimizers = optimizers_of(model)
-    peaks = [o.param_groups[0]["lr"] * (RESUMED_LR if resume else 1.0) for o in optimizers]
+    learner = Learner(model, schedule, RESUMED_LR if resume else 1.0)
     mean, reported = 0.0, 0.0
     model.train()
     for ids, labels in batches(documents, tokenizer, name, schedule):
         if schedule.progress() >= 1.0:
             break
-        for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * schedule.lr_factor()
         loss = loss_of(model, ids, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        schedule.step += 1
+        learner.learn(loss)
         mean += (loss.item() - mean) / min(schedule.step, 50)
         if schedule.elapsed() - reported > 60:
             reported = schedule.elapsed()

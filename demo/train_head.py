@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python demo/train_head.py` puts only demo/ on the path
 
 from demo import corpus
-from demo.train import IGNORED, SEED, SHAPES, VOCAB_SIZE, Schedule, model_config, optimizers_of, windows
+from demo.train import IGNORED, SEED, SHAPES, VOCAB_SIZE, Learner, Schedule, model_config, windows
 
 FOLDER = "eagle3"  # in the model's
 INTERMEDIATE_SIZE = 256
@@ -234,21 +234,13 @@ def train(name: str, out: Path, minutes: float | None, passes: int) -> None:
     num_parameters = sum(p.numel() for p in head.parameters())
     schedule = Schedule(num_steps=passes * num_tokens // (CONTEXT * WINDOWS_AT_ONCE), minutes=minutes)
     print(f"{name}: {num_parameters:,} parameters, {num_tokens:,} tokens of {len(chats):,} answers", flush=True)
-    optimizers = optimizers_of(head)
-    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    learner = Learner(head, schedule)
     mean, reported = 0.0, 0.0
     for ids, labels in batches(chats, rng):
         if schedule.progress() >= 1.0:
             break
-        for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * schedule.lr_factor()
         loss = loss_of(model, head, ids, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        schedule.step += 1
+        learner.learn(loss)
         mean += (loss.item() - mean) / min(schedule.step, 50)
         if schedule.elapsed() - reported > 60:
             reported = schedule.elapsed()
