@@ -176,7 +176,8 @@ def launch_latents(heads: int, kv_dtype: str, table: torch.Tensor, ints: torch.T
     triton_latent.rope_and_store_latents(queries, down, turns, norm, 1e-6, *kv, 3, heads, longs, True)
     absorbed = torch.zeros(ROWS, heads, RANK + ROPE, dtype=dtype)
     sums, where = absorbed[..., :RANK].contiguous(), (*kv, 3, table, ints)
-    triton_latent_attention.decode_attention(absorbed, *where, work, 0.1, 32, False, sums)
+    if heads in tried(*reversed(LATENT_HEADS)):  # its form for few heads has fewer warps, and needs more registers
+        triton_latent_attention.decode_attention(absorbed, *where, work, 0.1, 32, False, sums)
     tile = entry.tile_tokens(PLAIN + ROPE, dtype)
     if heads in tried(*LATENT_HEADS):
         triton_latent_attention.extend_attention(absorbed, 0, *where, ints, ints, tile, ints, ints, ints, 0.1, False, sums)
@@ -219,10 +220,10 @@ def launch_delta(table: torch.Tensor, ints: torch.Tensor) -> None:
 
 
 def launch_adapters(x: torch.Tensor, ints: torch.Tensor, longs: torch.Tensor) -> None:
-    """Launches the kernels of LoRA adapters for queries, keys and values, and for one matrix, in tiles of each size."""
+    """Launches the kernels of LoRA adapters for queries, keys and values, and for one matrix."""
     triton_adapters.adapter_numbers(ints, ints, ints, ints)
     held = BatchAdapters(ints, longs.expand(2, -1), ints.expand(2, -1), x.flatten())  # nothing is read
-    for parts, tile in product(((WIDTH, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM), (WIDTH,)), triton_adapters.TILE_TOKENS):
+    for parts, tile in product(((WIDTH, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM), (WIDTH,)), tried(*triton_adapters.TILE_TOKENS)):
         out = torch.zeros(ROWS, sum(parts), dtype=x.dtype)
         triton_adapters.add_adapters(x, out, AdaptedProduct(1, parts), held, 64, tile, False)
 
