@@ -39,6 +39,7 @@ from engine.cpu.ops import CpuOps  # noqa: E402
 from engine.cpu.ranks import SharedRanks  # noqa: E402
 from engine.cpu.recording.program import Recorder, Scratch, recording  # noqa: E402
 from engine.cpu.recording.replay import Replay  # noqa: E402
+from engine.host.processor import this_processor  # noqa: E402
 from engine.host.rank_memory import LINE_BYTES, rank_memory_bytes  # noqa: E402
 from engine.memory.weight_range import WeightRange  # noqa: E402
 from engine.protocol import LoadModel  # noqa: E402
@@ -246,7 +247,8 @@ def main() -> None:
         _process(*json.loads(options.process))
         return
     subprocess.run([sys.executable, "-m", "engine.warm", str(ROOT / ".cache"), "bfloat16", "--ranks"], cwd=ROOT, check=True)
-    found: dict[str, Any] = {"benchmark": "ranks", "load_average": round(os.getloadavg()[0], 1)}
+    about = {"processor": this_processor().describe(), "load_average": round(os.getloadavg()[0], 1)}
+    found: dict[str, Any] = {"benchmark": "ranks", **about}
     with tempfile.TemporaryDirectory() as folder:
         fd = os.memfd_create("ranks")
         os.ftruncate(fd, LINE_BYTES + rank_memory_bytes(SIZE))
