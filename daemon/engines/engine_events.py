@@ -68,7 +68,7 @@ class EngineEvents:
 
     def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None:
         lost = self.groups.models_on(device)
-        self.groups.engine_down(device)
+        answers = self.groups.engine_down(device)
         self.stats.pop(device, None)
         self._kernels.forget(device)
         self._dispatcher.forget_aborts(device)
@@ -87,6 +87,8 @@ class EngineEvents:
                 reason=reason,
             )
         )
+        for devices, answer in answers:
+            self._answered(devices, answer)
 
     def _trace_engine_down(self, tracer: Tracer, device: str, lost: set[str], now: float, reason: str) -> None:
         """lost: the models of which the device held a share."""

@@ -168,14 +168,19 @@ class Groups:
             if device in group.holding:
                 self._break(group)
 
-    def engine_down(self, device: str) -> None:
-        """Counts a dead engine as having answered. It is called before the scheduler hears of the death."""
+    def engine_down(self, device: str) -> list[tuple[str, Answer]]:
+        """Counts a dead engine as having answered. It is called before the scheduler hears of the death, and returns what is to be
+        told to the scheduler afterwards: the names of devices, and their answer. Told before, it would place the model again, on an
+        engine that is dead."""
         self.break_with(device)
+        answers = []
         for group in [group for group in self._groups.values() if device in group.holding]:
             self._gone(group, device)
             if group.phase in (_Phase.LOADING, _Phase.READY):
                 group.phase = _Phase.BROKEN
-            self._settle(group)
+            if (answer := self._closed_with(group)) is not None:
+                answers.append(answer)
+        return answers
 
     # ---- parts of these
 
@@ -204,17 +209,22 @@ class Groups:
 
     def _settle(self, group: _Group) -> None:
         """Closes the group, and tells what there is to tell, if no member is left that could use its region."""
+        if (answer := self._closed_with(group)) is not None:
+            self._tell(*answer)
+
+    def _closed_with(self, group: _Group) -> tuple[str, Answer] | None:
+        """Closes the group if no member is left that could use its region. Returns what there is to tell then."""
         if group.holding:
-            return
+            return None
         assert self._regions is not None
         del self._groups[group.placement_id]
         self._closed.append(group.placement_id)
         self._regions.free(group.region_offset)
         if group.phase is _Phase.FAILING:
-            assert group.failure is not None
-            self._tell(*group.failure)
-        elif group.phase is _Phase.LEAVING:
-            self._tell(group.name, Evicted(group.placement_id, group.model))
+            return group.failure
+        if group.phase is _Phase.LEAVING:
+            return group.name, Evicted(group.placement_id, group.model)
+        return None
 
     def _break(self, group: _Group) -> None:
         assert self._regions is not None

@@ -196,6 +196,23 @@ async def test_a_death_while_it_leaves(node: TwoDevices) -> None:
     assert [event["device"] for event in node.events_of("evicted")] == [BOTH]
 
 
+async def test_the_last_share_dies_while_it_leaves(node: TwoDevices) -> None:
+    """The first device is up again by then, so that the model could be placed but for the one that has just died."""
+    generation, _ = node.request()
+    node.load()
+    node.take(Submit)
+    node.told.engine_ended("cpu:0")
+    node.told.engine_down("cpu:0", (), "was ended by SIGKILL")
+    assert list(node.take(EvictModel)) == ["cpu:1"]
+    node.up("cpu:0")
+    node.told.engine_ended("cpu:1")
+    node.told.engine_down("cpu:1", (), "was ended by SIGKILL")
+    assert node.take(LoadModel) == {}, "for an engine that is dead"
+    node.up("cpu:1")
+    node.load()
+    assert [message.request_id for message in node.take(Submit).values()] == [generation.request_id]
+
+
 async def test_no_room_in_the_exchange_memory(node: TwoDevices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("daemon.engines.exchange_memory.MOST_BYTES", 1 << 16)
     node.request()

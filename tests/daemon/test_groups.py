@@ -151,7 +151,8 @@ class World:
                 self.holds.discard(device)
                 self.evictions[device] = 0
                 self.groups.break_with(device)
-                self.groups.engine_down(device)
+                for devices, answer in self.groups.engine_down(device):
+                    self._tell(devices, answer)
             case "evict":
                 self.evict()
 
@@ -191,7 +192,7 @@ class World:
             for answer in (LoadDone(PLACEMENT, "m", 1.0, 1), LoadFailed(PLACEMENT, "m", "x", False), Evicted(PLACEMENT, "m")):
                 assert self.groups.knows(PLACEMENT)
                 self.groups.answer(device, answer)
-            self.groups.engine_down(device)
+            assert not self.groups.engine_down(device)
         assert self.told == before
         assert self.regions.num_freed == 1
 
