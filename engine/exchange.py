@@ -27,7 +27,8 @@ PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 NOTHING = 0  # an entry whose group has left the engine; a region never begins there
 
 _MAGIC = int.from_bytes(b"hearth x", "little")
-_NUM_HEAD, _NUM_ENTRIES_AT = 2 * LINE_BYTES // 8, 2 * LINE_BYTES // 8
+# Words of a queue: the number of entries ever posted comes first, in another line that of those ever taken, then the ring.
+_TAKEN, _RING = LINE_BYTES // 8, 2 * LINE_BYTES // 8
 _word = struct.Struct("<q")
 
 
@@ -35,7 +36,7 @@ def _pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-_QUEUE_BYTES = _pages(8 * (_NUM_HEAD + QUEUE_ENTRIES))
+_QUEUE_BYTES = _pages(8 * (_RING + QUEUE_ENTRIES))
 
 
 def first_region(num_engines: int) -> int:
@@ -186,7 +187,7 @@ class Exchange:
                 return False
             heads = [words[self._queue(number)] for number in members]
             for number, head in zip(members, heads, strict=True):
-                if head - words[self._queue(number) + LINE_BYTES // 8] >= QUEUE_ENTRIES:
+                if head - words[self._queue(number) + _TAKEN] >= QUEUE_ENTRIES:
                     raise ExchangeFull(f"the queue of engine {number} is full: it has not taken {QUEUE_ENTRIES} entries")
             for number, head in zip(members, heads, strict=True):
                 words[self._entry(number, head)] = region
@@ -200,7 +201,7 @@ class Exchange:
     def take(self, number: int) -> int | None:
         """Returns the region of the next entry in an engine's queue, and removes the entry; None if there is none."""
         words, queue = self._words, self._queue(number)
-        tail_at = queue + LINE_BYTES // 8
+        tail_at = queue + _TAKEN
         while (tail := words[tail_at]) < words[queue]:
             self._order()
             region = words[self._entry(number, tail)]
@@ -212,7 +213,7 @@ class Exchange:
     def has_entries(self, number: int) -> bool:
         """Returns whether `take` may find an entry."""
         queue = self._queue(number)
-        return self._words[queue + LINE_BYTES // 8] < self._words[queue]
+        return self._words[queue + _TAKEN] < self._words[queue]
 
     def leave(self, number: int, region: int) -> None:
         """Ends an engine's part in a group: breaks the group, so that nobody posts to it any more, and removes its entries from the
@@ -220,7 +221,7 @@ class Exchange:
         words, queue = self._words, self._queue(number)
         with self.locked():
             self.break_group(region)
-            for at in range(words[queue + LINE_BYTES // 8], words[queue]):
+            for at in range(words[queue + _TAKEN], words[queue]):
                 if words[self._entry(number, at)] == region:
                     words[self._entry(number, at)] = NOTHING
 
@@ -228,7 +229,7 @@ class Exchange:
         """Removes all entries of an engine's queue. A new engine calls it before its first message."""
         words, queue = self._words, self._queue(number)
         with self.locked():
-            words[queue + LINE_BYTES // 8] = words[queue]
+            words[queue + _TAKEN] = words[queue]
 
     def ring(self, number: int) -> None:
         """Wakes an engine that sleeps."""
@@ -255,14 +256,13 @@ class Exchange:
             pages.madvise(mmap.MADV_REMOVE)
 
     def _queue(self, number: int) -> int:
-        """Returns the index of an engine's queue among the words: the number of entries ever posted, then, in another line, of
-        those ever taken, then the ring."""
+        """Returns the index of the first word of an engine's queue."""
         if not 0 <= number < self.num_engines:
             raise ValueError(f"engine {number} is not among the exchange memory's {self.num_engines}")
         return (PAGE_BYTES + number * _QUEUE_BYTES) // 8
 
     def _entry(self, number: int, at: int) -> int:
-        return self._queue(number) + _NUM_ENTRIES_AT + at % QUEUE_ENTRIES
+        return self._queue(number) + _RING + at % QUEUE_ENTRIES
 
     def _order(self) -> None:
         """Keeps the processor from moving memory accesses from before this call behind it, or the other way round: each release of

@@ -102,6 +102,11 @@ class Checkpoint:
     adapter: Adapter | None = None
     head: EagleHead | None = None
 
+    @property
+    def is_packed_only(self) -> bool:
+        """Whether the folder holds the weights in packed form alone."""
+        return any(info.name.startswith(f"{PACKED_DIR}/") for info in self.files)
+
 
 @dataclass(slots=True, frozen=True)
 class Seen:

@@ -107,7 +107,7 @@ class Groups:
         where there is no exchange memory (left)."""
         if self._regions is None:
             raise OSError("this node has fewer than two cpu devices to split a model over")
-        leases = {action.device: action.lease_chunks, **dict(action.further)}
+        leases = action.leases
         numbers = [self._regions.number(device) for device in leases]
         sizes = RegionSizes(len(leases), message.max_sequences, message.max_model_len, self._block_tokens, num_kv_groups)
         num_bytes = region_bytes(sizes)
@@ -121,7 +121,7 @@ class Groups:
     def evict(self, action: actions.Evict) -> None:
         """Sends EvictModels to the members that hold a share still, and tells Evicted once all have answered: at once if none does.
         It takes the place of a failure that has not been told yet."""
-        leases = {action.device: action.lease_chunks, **dict(action.further)}
+        leases = action.leases
         group = self._groups.get(action.placement_id)
         held = set() if group is None else group.holding
         for device, lease_chunks in leases.items():

@@ -51,7 +51,7 @@ class SwapCounts:
             self._drains_since_s.pop(action.model, None)
 
     def load_sent(self, action: actions.Load) -> None:
-        self._load_reason[action.placement_id] = {action.device, *dict(action.further)}, action.reason
+        self._load_reason[action.placement_id] = set(action.leases), action.reason
 
     def load_done(self, message: protocol.LoadDone) -> None:
         _, reason = self._load_reason.pop(message.placement_id, (set(), ""))
@@ -69,7 +69,7 @@ class SwapCounts:
     def evict_sent(self, action: actions.Evict) -> None:
         now = time.monotonic()
         self.outs[HOST if action.to == "warm" else DISK, action.reason] += 1
-        self._evict_sent_s[action.placement_id] = {action.device, *dict(action.further)}, now
+        self._evict_sent_s[action.placement_id] = set(action.leases), now
         self._load_reason.pop(action.placement_id, None)
         if action.age_s:
             self.age.add(action.age_s)

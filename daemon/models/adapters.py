@@ -165,7 +165,7 @@ def _record(
         return AdapterRecord(checkpoint, problem=problem, is_incomplete=True)
     if problem:
         return AdapterRecord(checkpoint, base, problem=problem)
-    if models[base].facts.num_ranks > 1:
+    if models[base].facts.is_split:
         why = f"its base {base} is split over devices (parallel); adapters are served with models on one device"
         return AdapterRecord(checkpoint, base, problem=why)
     shape = models[base].checkpoint.shape

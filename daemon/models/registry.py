@@ -29,7 +29,6 @@ from daemon.record.state import NodeState
 from loader import catalog, kv_layout, layout
 from loader.errors import shortened
 from loader.formats.registry import asked_format, held_format
-from loader.weight_files import PACKED_DIR
 from scheduler.node import events
 from scheduler.node.ledger import kv_reserved_bytes
 
@@ -123,7 +122,7 @@ class Registry:
         if found is None or found.entry is None:
             return None
         num_groups = 1
-        if found.facts.num_ranks > 1 and found.shape is not None:
+        if found.facts.is_split and found.shape is not None:
             num_groups = len(kv_layout.kv_groups(found.shape, found.dtype, self.config.block_tokens))
         return LoadSource(found.checkpoint.path, found.dtype, found.entry, found.quantize, found.kv_cache_dtype, num_groups)
 
@@ -132,7 +131,7 @@ class Registry:
         they are laid out, and which runner filled them. "" if the model is unknown or not usable, or no such weights are used: its
         shares are read from the files."""
         found = self.models.get(name)
-        if found is None or found.entry is None or found.shape is None or found.facts.num_ranks > 1:
+        if found is None or found.entry is None or found.shape is None or found.facts.is_split:
             return ""
         shape, settings = found.shape, self.config.models.get(name, ModelConfig())
         return f"{self.config.runner}-{layout.layout_id(shape, found.dtype, held_format(shape, settings.quantize))}"
@@ -272,7 +271,7 @@ class Registry:
         weight_format = held_format(shape, settings.quantize) if shape is not None else asked_format(settings.quantize)
         kv_cache_dtype = kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype)
         misfit = base_setting_misfit(name, settings) or self._sizing.without_carve_out(name, settings)
-        if num_ranks(settings) > 1 and _is_packed_only(checkpoint):
+        if num_ranks(settings) > 1 and checkpoint.is_packed_only:
             misfit = misfit or f'models."{name}".parallel: its weights are packed; shares are read from plain files'
         if checkpoint.head is not None and checkpoint.complete:
             misfit = _IS_HEAD
@@ -408,18 +407,13 @@ class Registry:
         held += f", {found.kv_cache_dtype} KV" if found.kv_cache_dtype else ""
         held += ", drafts by its own predictor" if found.entry.speculator == speculators.MTP else ""
         held += f", drafts by {found.entry.head}" if found.entry.head else ""
-        held += f", split over {facts.num_ranks} devices" if facts.num_ranks > 1 else ""
-        where = "; on each device: " if facts.num_ranks > 1 else ", "
+        held += f", split over {facts.num_ranks} devices" if facts.is_split else ""
+        where = "; on each device: " if facts.is_split else ", "
         return (
             f"{name}: {held}, max_model_len {facts.max_model_len}{capped}{where}weights {format_bytes(facts.weights_bytes)}, "
             f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
             f"work space {format_bytes(facts.work_space_bytes)}"
         )
-
-
-def _is_packed_only(checkpoint: catalog.Checkpoint) -> bool:
-    """Returns whether the folder holds a model's weights in packed form alone."""
-    return any(info.name.startswith(f"{PACKED_DIR}/") for info in checkpoint.files)
 
 
 def _unserved(what: str, problem: str, is_incomplete: bool) -> HearthError:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from config import parallel
-from config.parallel import num_ranks
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import parse_duration_s
 from daemon.models.speculators import Speculator
@@ -49,7 +48,7 @@ class Sizing:
     ) -> events.ModelFacts:
         """Returns what the scheduler needs to know of a model that is loaded with what drafts tokens for it. Bytes of a model that
         is split over devices are those of its largest share."""
-        name, ranks = checkpoint.name, num_ranks(settings)
+        name, ranks = checkpoint.name, parallel.num_ranks(settings)
         shape = slices.split(speculator.shape, 0, ranks) if ranks > 1 else speculator.shape
         kv_dtype = kv_layout.kv_dtype_of(dtype, kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
         max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
@@ -141,7 +140,7 @@ class Sizing:
 
     def _parallel_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns why the model cannot be split over devices as its settings say, or ""."""
-        ranks = num_ranks(settings)
+        ranks = parallel.num_ranks(settings)
         if ranks == 1:
             return ""
         devices = [device.name for device in self._devices if not device.model]
@@ -223,7 +222,7 @@ class Sizing:
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
     """Returns the kinds of devices that can run a model. There are no kernels for encoders on GPUs, for some formats of checkpoints
     on GPUs, and for fp8 KV on CPUs, and models are split over CPUs alone."""
-    if shape.is_encoder or num_ranks(settings) > 1:
+    if shape.is_encoder or parallel.num_ranks(settings) > 1:
         return {"cpu"}
     kinds = {"cpu", "cuda"}
     if _has_fp8_kv(settings):

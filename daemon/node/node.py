@@ -295,8 +295,8 @@ class NodeParts:
                 "state": view.state,
                 "device": view.device,
                 "devices": list(view.devices),
-                "weights_bytes": view.weights_bytes * self._num_ranks(view),
-                "kv_bytes": kv_bytes.get(view.name, 0) * self._num_ranks(view),
+                "weights_bytes": view.weights_bytes * view.num_shares,
+                "kv_bytes": kv_bytes.get(view.name, 0) * view.num_shares,
                 "active": view.active,
                 "queued": view.queued,
                 "pinned": view.pinned,
@@ -344,18 +344,13 @@ class NodeParts:
         kv_bytes = self._kv_bytes()
         for view in self.scheduler.snapshot():
             if view.state in residency.RUNNING:
-                size_bytes = (view.weights_bytes + kv_bytes.get(view.name, 0)) * self._num_ranks(view)
+                size_bytes = (view.weights_bytes + kv_bytes.get(view.name, 0)) * view.num_shares
                 gpu_bytes = size_bytes if view.device.startswith("cuda") else 0
                 leaves = self.unix_s(view.leaves_at) if view.leaves_at is not None else inf
                 if view.leaves_at is None and not view.pinned and (view.active or view.queued):
                     leaves = time.time() + view.keep_alive_s  # at the earliest: it is busy now
                 found[view.name] = Resident(size_bytes, gpu_bytes, leaves)
         return found
-
-    def _num_ranks(self, view: ModelView) -> int:
-        """Returns how many devices a model takes; the scheduler's views give the bytes on each of them."""
-        found = self.registry.models.get(view.name)
-        return len(view.devices) or (1 if found is None else found.facts.num_ranks)
 
     def _kv_bytes(self) -> dict[str, int]:
         """Returns each model's KV in use, of a model that is split over devices on each of them."""

@@ -58,15 +58,15 @@ def _host_tier(node: NodeParts) -> dict[str, int]:
 
 def _model(node: NodeParts, view: ModelView) -> ModelNow:
     # of a model that is split over devices, the first one tells; its bytes there are those of one share
-    stats, num_ranks = node.engine_events.stats.get(view.devices[0]) if view.devices else None, len(view.devices)
+    stats = node.engine_events.stats.get(view.devices[0]) if view.devices else None
     kv_bytes, running, _, cached_bytes = stats.models.get(view.name, NO_STATS) if stats is not None else NO_STATS
     adapters = {} if stats is None else stats.adapters.get(view.name, {})
     return ModelNow(
         state=view.state,
         device=view.device,
-        weights_bytes=view.weights_bytes * max(1, num_ranks),
-        kv_bytes=kv_bytes * num_ranks,
-        kv_cached_bytes=cached_bytes * num_ranks,
+        weights_bytes=view.weights_bytes * view.num_shares,
+        kv_bytes=kv_bytes * view.num_shares,
+        kv_cached_bytes=cached_bytes * view.num_shares,
         kv_share=kv_share(node, view, kv_bytes) if kv_bytes else 0.0,
         queued=view.queued,
         active=view.active,

@@ -64,14 +64,7 @@ def _placement(node: NodeParts, view: PlacementView) -> dict[str, Any]:
         {"name": one.name, "score": one.score, "bytes": one.chunks * chunk_bytes, "busy": one.busy, "idle_s": one.idle_s}
         for one in view.victims
     ]
-    row["weights_bytes"] = view.weights_bytes * _num_devices(view.device)
     row["begun"] = node.unix_s(view.begun)
     row["ended"] = None if view.ended is None else node.unix_s(view.ended)
     row["waited_s"] = round(view.waited_s, 3)
     return row
-
-
-def _num_devices(name: str) -> int:
-    """Returns how many devices a name stands for, "cpu:0+cpu:1" for two. The name of an isolated model's part holds that of the
-    model, which may have a "+" as well."""
-    return 1 if "/" in name else name.count("+") + 1

@@ -253,7 +253,7 @@ class Dispatcher:
         if action.source_slots and action.fingerprint != entry.fingerprint:
             self._load_impossible(action, "its files have changed just now", permanent=False)
             return
-        self.loading[joined((action.device, *dict(action.further)))] = action.model
+        self.loading[joined(action.leases)] = action.model
         if (tracer := self.tracer()) is not None:
             tracer.load_sent(action, action.weights_chunks * int(self.config.chunk_bytes), time.monotonic())
         message = protocol.LoadModel(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from daemon.traces import otlp, trace_context
@@ -24,9 +24,7 @@ class Load(Protocol):
     @property
     def model(self) -> str: ...
     @property
-    def device(self) -> str: ...
-    @property
-    def further(self) -> tuple[tuple[str, int], ...]: ...
+    def leases(self) -> Mapping[str, int]: ...
     @property
     def reason(self) -> str: ...
     @property
@@ -41,7 +39,7 @@ class _OpenLoad:
 
     def __init__(self, load: Load, weights_bytes: int, now: float) -> None:
         self.model, self.started_s = load.model, now
-        self.devices = (load.device, *dict(load.further))
+        self.devices = tuple(load.leases)
         self.trace_id, self.span_id = secrets.token_hex(16), secrets.token_hex(8)
         self.attributes: dict[str, Value] = {
             "hearth.model": load.model,

@@ -192,9 +192,8 @@ class CpuModel:
         if owed is not None or self._decode(plan, table) is None:
             hidden, num_sampling = self._forward(plan, table, every_token=False, also=None if owed is None else owed.tokens)
             logits = self._logits_in_parts(plan, num_sampling, owed)
-            for num_rows, of in ((num_sampling, hidden), (0 if owed is None else len(owed.tokens), hidden[num_sampling:])):
-                for first in range(0, num_rows, self._logits_rows):
-                    logits(of[first : first + self._logits_rows])
+            for first, _ in self._parts(num_sampling, owed):
+                logits(hidden[first : first + self._logits_rows])
         self._check_ranks()
 
     def _with_proposals(
@@ -237,16 +236,22 @@ class CpuModel:
         model, ranks = self._loaded(), self._ranks
         if ranks is None:
             return model.logits
-        totals = (num_sampling, 0 if owed is None else len(owed.tokens))
-        parts = iter([min(self._logits_rows, num - first) for num in totals for first in range(0, num, self._logits_rows)])
+        parts = iter(self._parts(num_sampling, owed))
 
         def logits(hidden: Tensor) -> Tensor:
-            self._count(plan, next(parts))
+            _, num_rows = next(parts)
+            self._count(plan, num_rows)
             made = model.logits(hidden)
             ranks.check()
             return made
 
         return logits
+
+    def _parts(self, num_sampling: int, owed: OwedPrompts | None) -> list[tuple[int, int]]:
+        """Returns the parts in which the logits of a step's rows are computed: the first row of each, and how many rows it has."""
+        kinds = ((0, num_sampling), (num_sampling, 0 if owed is None else len(owed.tokens)))
+        step = self._logits_rows
+        return [(begin + first, min(step, num - first)) for begin, num in kinds for first in range(0, num, step)]
 
     def _count(self, plan: BatchPlan, num_rows: int) -> None:
         """Tells the ranks how many of a step's rows are not padding. num_rows: of the logits that are computed next."""

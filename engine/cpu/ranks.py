@@ -9,7 +9,6 @@ Shapes: T tokens or rows, W width, S ranks.
 from __future__ import annotations
 
 import ctypes
-import platform
 import threading
 import time
 from typing import Any
@@ -19,16 +18,23 @@ import torch
 from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
+from engine.cpu.kernels.rank_words import (
+    EVERYBODY,
+    FUTEX,
+    FUTEX_WAKE,
+    GATHER_ROWS,
+    OWN_WORDS,
+    PIECES,
+    PUBLISHED,
+    SLEEPERS,
+    SUM_ROWS,
+)
 from engine.cpu.ops import CpuOps
 from engine.cpu.products import array
 from engine.cpu.recording.program import call, empty
 from engine.host.rank_memory import LINE_BYTES, buffer_bytes_of
 from scheduler.batch.plan import LongArray
 
-# As in engine/cpu/kernels/ranks.py, which cannot be imported where Numba is missing.
-PIECES, SUM_ROWS, GATHER_ROWS, OWN_WORDS = 0, 1, 2, 3
-PUBLISHED, SLEEPERS = 0, 1
-_FUTEX, _FUTEX_WAKE, _ALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 98), 1, (1 << 31) - 1
 _SPIN_S, _SLEEP_S, _LONGEST_S = 60e-6, 50e-6, 2e-3  # Python looks again at once for so long; then it sleeps between looks
 _NUMPY_OF = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.uint16)}
 
@@ -114,7 +120,7 @@ class SharedRanks:
         self._order()
         if self._counters[self.rank, SLEEPERS] > 0:
             place = self._counters.ctypes.data + self.rank * LINE_BYTES
-            _syscall()(_FUTEX, ctypes.c_void_p(place), _FUTEX_WAKE, _ALL, None, None, 0)
+            _syscall()(FUTEX, ctypes.c_void_p(place), FUTEX_WAKE, EVERYBODY, None, None, 0)
         begin_s = time.perf_counter()
         while not bool((self._counters[:, PUBLISHED] >= turn).all()):
             if self._broken[0]:

@@ -61,6 +61,11 @@ class Load(Action):
     kv_index: bytes = b""
     reason: str = ""  # one of LOAD_REASONS
 
+    @property
+    def leases(self) -> dict[str, int]:
+        """All devices that it is for, by rank, and the lease of each."""
+        return _leases(self)
+
 
 # why a model comes to a device -> what it means
 LOAD_REASONS = {
@@ -87,6 +92,15 @@ class Evict(Action):
     reason: str = ""  # one of leave_rules.EVICT_REASONS
     to: str = "cold"  # or warm: where it is afterwards
     age_s: float = 0.0  # since it became ready
+
+    @property
+    def leases(self) -> dict[str, int]:
+        """All devices that it is for, by rank, and the lease of each."""
+        return _leases(self)
+
+
+def _leases(action: Load | Evict) -> dict[str, int]:
+    return {action.device: action.lease_chunks, **dict(action.further)}
 
 
 # why a model leaves a device -> what it means; leave_rules.py adds those of its rules

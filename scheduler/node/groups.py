@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, islice
 
-# Of several devices there are many combinations, and an event must not look at all of them. The first ones are the best, but for
-# victims that are on several of the devices.
+# There are many combinations of several devices, and an event must not look at all of them. The first ones are the best, except
+# where a victim is on several of the devices.
 MAX_GROUPS = 16
 
 

@@ -29,7 +29,8 @@ class History:
         self._records: OrderedDict[int, PlacementView] = OrderedDict()
 
     def begun(self, now: float, placement: _Placement, option: Option, num_bytes: int, waited_s: float) -> None:
-        """Records a placement. `num_bytes`: its weights. `waited_s`: since its oldest request arrived or a command asked for it."""
+        """Records a placement. `num_bytes`: its weights, on each of its devices. `waited_s`: since its oldest request arrived or a
+        command asked for it."""
         self._records[placement.id] = PlacementView(
             id=placement.id,
             model=placement.model,
@@ -37,7 +38,7 @@ class History:
             cause=placement.cause,
             begun=now,
             waited_s=waited_s,
-            weights_bytes=num_bytes,
+            weights_bytes=num_bytes * len(placement.devices),
             forced=option.forced,
             victims=tuple(_victim(now, victim) for victim in option.victims),
         )

@@ -222,6 +222,7 @@ def _model_view(node: Node, model: Model) -> ModelView:
         state=model.state,
         device=joined(copy.devices) if copy else "",
         devices=copy.devices if copy else (),
+        num_ranks=facts.num_ranks,
         weights_bytes=facts.weights_bytes,
         kv_reserved_bytes=kv_reserved_bytes(facts),
         active=len(model.running),

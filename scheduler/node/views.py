@@ -21,11 +21,17 @@ class ModelView:
     placement_id: int | None  # of its copy, else of the placement under way
     progress: tuple[int, int] | None  # bytes done and total of a load under way
     devices: tuple[str, ...] = ()  # those of `device`, by rank
+    num_ranks: int = 1  # over how many devices it is split; 1: it is whole
     kept_bytes: int = 0  # of its weights in host memory
     saved_kv_tokens: int = 0  # whose KV is in host memory
     quarantined_until: float | None = None  # monotonic seconds
     keep_alive_s: float = inf  # how long it may stay after its last request; inf: until its memory is needed
     leaves_at: float | None = None  # monotonic seconds: when it leaves for having had no request so long; None: it does not
+
+    @property
+    def num_shares(self) -> int:
+        """How many devices hold it, or would if it were loaded: how often the bytes of a share count."""
+        return len(self.devices) or self.num_ranks
 
 
 @dataclass(slots=True, frozen=True)

@@ -292,7 +292,7 @@ class Simulation:
         self._later(seconds, finished)
 
     def _set_leases(self, action: actions.Load | actions.Evict) -> None:
-        for device, lease_chunks in ((action.device, action.lease_chunks), *action.further):
+        for device, lease_chunks in action.leases.items():
             self.engines[device].set_lease(lease_chunks * self.node.chunk_bytes)
 
     def _grant(self, action: actions.GrantLease) -> None:

@@ -25,6 +25,14 @@ def test_a_model_over_two_devices(tmp_path: Path) -> None:
     assert [num_ranks(models[name]) for name in ("a/b", "c", "d")] == [2, 1, 1]
 
 
+def check_refused(tmp_path: Path, text: str, words: list[str]) -> None:
+    """Checks that a configuration is refused with these words."""
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, text))
+    for word in words:
+        assert word in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -46,10 +54,7 @@ def test_a_model_over_two_devices(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(write(tmp_path, f"{TWO}[models.m]\n{text}\n"))
-    for word in words:
-        assert word in str(caught.value)
+    check_refused(tmp_path, f"{TWO}[models.m]\n{text}\n", words)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +65,7 @@ def test_what_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
     ],
 )
 def test_nodes_without_two_cpu_devices(tmp_path: Path, device: str, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(write(tmp_path, f"device = {device}\n[models.m]\nparallel = {{ tensor = 2 }}\n"))
-    for word in words:
-        assert word in str(caught.value)
+    check_refused(tmp_path, f"device = {device}\n[models.m]\nparallel = {{ tensor = 2 }}\n", words)
     named = (
         'device = ["cpu:0=1GiB", "cpu:1=1GiB", "cuda:0"]\n[models.m]\nparallel = { tensor = 2 }\ndevices = ["cpu:0", "cuda:0"]\n'
     )

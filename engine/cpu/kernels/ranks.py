@@ -22,18 +22,23 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.cpu.kernels.lanes import load, store
+from engine.cpu.kernels.rank_words import (
+    EVERYBODY,
+    FUTEX,
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    GATHER_ROWS,
+    LINE_WORDS,
+    PIECES,
+    PUBLISHED,
+    SLEEPERS,
+    SUM_ROWS,
+)
 from engine.cpu.kernels.vectors import LANES
 
-# Words of a rank's own array `own`, which recorded calls read each time: pieces exchanged so far, and the rows of the next `sum`
-# and `gather` that are not padding.
-PIECES, SUM_ROWS, GATHER_ROWS, OWN_WORDS = 0, 1, 2, 3
-# Words of a rank's line of counters.
-PUBLISHED, SLEEPERS, LINE_WORDS = 0, 1, 8
 SPIN_NS = 60_000  # longer than what ranks of equal shares differ by in a step; the core then serves others
 _SPINS_BETWEEN_LOOKS = 64  # at the clock, and at whether the group is broken
 SLEEP_NS = 20_000_000  # a sleeping rank looks this often whether the group is broken
-FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 98)  # number of the system call
-FUTEX_WAIT, FUTEX_WAKE = 0, 1  # on memory that processes share
 _MONOTONIC = 1
 _I64, _I32 = ir.IntType(64), ir.IntType(32)
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
@@ -139,7 +144,7 @@ def _wake(typing_context: Any, words: Any, index: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = _place(context, builder, signature.args[0], *args)
-        _futex(builder, place, FUTEX_WAKE, _I64((1 << 31) - 1), _I64(0))
+        _futex(builder, place, FUTEX_WAKE, _I64(EVERYBODY), _I64(0))
         return context.get_dummy_value()
 
     return types.void(words, types.int64), generate

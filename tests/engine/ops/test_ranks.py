@@ -145,9 +145,11 @@ def test_kernels_publish_with_release_and_wait_with_acquire() -> None:
 
 def test_python_and_kernels_use_the_same_places() -> None:
     from engine.cpu import ranks
+    from engine.cpu.kernels import rank_words
 
-    names = ("PIECES", "SUM_ROWS", "GATHER_ROWS", "OWN_WORDS", "PUBLISHED", "SLEEPERS")
+    names = ("PIECES", "SUM_ROWS", "GATHER_ROWS", "PUBLISHED", "SLEEPERS")
     assert [getattr(ranks, name) for name in names] == [getattr(kernels, name) for name in names]
+    assert ranks.OWN_WORDS == rank_words.OWN_WORDS
     assert kernels.LINE_WORDS * 8 == LINE_BYTES
 
 
