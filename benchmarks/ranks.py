@@ -46,6 +46,7 @@ from engine.protocol import LoadModel  # noqa: E402
 from loader.hf_config import parse_config  # noqa: E402
 from loader.kv_layout import block_bytes  # noqa: E402
 from loader.layout import weights_bytes  # noqa: E402
+from loader.model_shape import Division  # noqa: E402
 from loader.slices import split  # noqa: E402
 from scheduler.batch.plan import BatchPlan  # noqa: E402
 
@@ -121,7 +122,7 @@ class Process:
         config |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
         shape = parse_config(json.dumps(config).encode())
         if self.rank >= 0:
-            shape = split(shape, self.rank, SIZE)
+            shape = split(shape, self.rank, Division(SIZE))
         num_bytes = weights_bytes(shape, "bfloat16")
         num_chunks = -(-num_bytes // CHUNK_BYTES)
         memory = CpuMemory(num_chunks, CHUNK_BYTES)

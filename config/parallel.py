@@ -13,7 +13,7 @@ SPECULATORS = ("auto", "none", "prompt-lookup")  # what may draft tokens for a s
 
 def num_ranks(settings: ModelConfig) -> int:
     """Returns over how many devices the model is split; 1: it is whole."""
-    return 1 if settings.parallel is None else settings.parallel.tensor
+    return 1 if (how := settings.parallel) is None else how.tensor * how.expert
 
 
 def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
@@ -31,8 +31,17 @@ def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
         return f"does not go with speculator = {settings.speculator!r}: allowed beside it are {', '.join(SPECULATORS)}"
     if others := [name for name in settings.devices if name.partition(":")[0] not in KINDS]:
         return f"models are split on cpu devices so far, and devices names {others[0]}"
+    if ranks > MOST_RANKS:
+        return f"{_asked(settings)} asks for {ranks} devices; a model is split over {MOST_RANKS} at most"
     where = settings.devices or [name for name in devices if name.partition(":")[0] in KINDS]
     if len(where) < ranks:
         has = f"devices names {', '.join(where)}" if settings.devices else f"the node has {', '.join(where) or 'no cpu device'}"
-        return f"tensor = {ranks} needs {ranks} cpu devices, and {has}"
+        return f"{_asked(settings)} needs {ranks} cpu devices, and {has}"
     return ""
+
+
+def _asked(settings: ModelConfig) -> str:
+    """Returns what the table says, as it says it."""
+    assert settings.parallel is not None
+    kinds = (("tensor", settings.parallel.tensor), ("expert", settings.parallel.expert))
+    return ", ".join(f"{name} = {number}" for name, number in kinds if number > 1)

@@ -56,9 +56,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a model is split over devices, from the key `parallel` of its table.
 
-    tensor: over how many devices; each holds a share of every layer's matrices. 1: the model is whole."""
+    tensor: among how many devices each matrix of a layer is divided. expert: into how many parts the experts of a layer are
+    divided, whole ones; all other matrices are divided among all tensor * expert devices. 1 and 1: the model is whole."""
 
     tensor: int = 1
+    expert: int = 1
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

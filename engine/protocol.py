@@ -15,7 +15,7 @@ import msgspec
 
 from loader.kv_layout import kv_dtype_of
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 # How a sequence ended, in `TokensOut.finish`; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -88,12 +88,13 @@ MTP, EAGLE3 = "mtp", "eagle3"
 class Group(msgspec.Struct, frozen=True, array_like=True):
     """One device's share of a model that is split over several. rank: of this device among them; rank 0 decides what each step
     computes. members: the engines' numbers in the exchange memory, by rank. region_offset, region_bytes: the part of that memory
-    which is the group's own until all its members have answered EvictModel."""
+    which is the group's own until all its members have answered EvictModel. expert_parts: as in loader.model_shape.Division."""
 
     rank: int
     members: list[int]
     region_offset: int
     region_bytes: int
+    expert_parts: int = 1
 
 
 class LoadModel(Message, frozen=True):

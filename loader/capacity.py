@@ -23,7 +23,7 @@ from loader.kv_layout import (
     kv_reserved_bytes,
 )
 from loader.layout import num_parameters, share_weights_bytes, weights_bytes
-from loader.model_shape import ModelShape
+from loader.model_shape import Division, ModelShape
 from loader.slices import refusal, split
 from loader.work_space import work_space_bytes
 
@@ -145,8 +145,9 @@ def _kv_need(group: KVGroupSpec) -> KVNeed:
 def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
     chunk = settings.chunk_bytes
     if _is_split(shape, settings, devices):
-        own = split(shape, 0, devices.num_devices)
-        of_weights, of_step = share_weights_bytes(shape, settings.dtype, devices.num_devices), own
+        division = Division(devices.num_devices)
+        own = split(shape, 0, division)
+        of_weights, of_step = share_weights_bytes(shape, settings.dtype, division), own
     else:
         own, of_step = _on_each(shape, devices.num_devices), shape
         of_weights = math.ceil(weights_bytes(shape, settings.dtype, settings.weight_format) / devices.num_devices)
@@ -172,7 +173,7 @@ def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
 def _is_split(shape: ModelShape, settings: Settings, devices: Devices) -> bool:
     """Returns whether the model would be served by shares on these devices."""
     several_cpus = devices.kind == "cpu" and devices.num_devices > 1
-    return several_cpus and settings.weight_format == PLAIN and not refusal(shape, devices.num_devices)
+    return several_cpus and settings.weight_format == PLAIN and not refusal(shape, Division(devices.num_devices))
 
 
 def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:

@@ -33,7 +33,7 @@ from loader.formats.weight_format import (
     WeightSlot,
     aligned,
 )
-from loader.model_shape import ModelShape
+from loader.model_shape import Division, ModelShape
 from loader.safetensors import TensorRef
 from loader.slices import block_offsets_of_share, check_format, share_of, split, whole
 
@@ -202,7 +202,7 @@ def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
     return max(aligned(last.offset_bytes + last.num_bytes) for last in ends)
 
 
-def share_weights_bytes(shape: ModelShape, dtype: str, size: int) -> int:
-    """Returns how many bytes each of `size` devices maps for its share of a model's weights: those of the largest share. Raises
+def share_weights_bytes(shape: ModelShape, dtype: str, division: Division) -> int:
+    """Returns how many bytes each device of a division maps for its share of a model's weights: those of the largest share. Raises
     UnsupportedModel."""
-    return max(weights_bytes(split(shape, rank, size), dtype) for rank in range(size))
+    return max(weights_bytes(split(shape, rank, division), dtype) for rank in range(division.size))

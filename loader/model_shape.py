@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from loader.rope_config import RopeParameters
 
@@ -147,17 +148,30 @@ class EagleShape:
     has_embedding: bool = False
 
 
+class Division(NamedTuple):
+    """How a model is divided among devices. size: how many devices there are. expert_parts: into how many parts the experts of a
+    layer are divided, whole ones; each expert of a part is divided among the size / expert_parts devices that hold the part."""
+
+    size: int
+    expert_parts: int = 1
+
+
 @dataclass(slots=True, frozen=True)
 class SplitShape:
     """Which share of a model's matrices a shape describes, of a model that is split over the devices of a group. The shape's
     num_heads, num_kv_heads and intermediate_size are then those of the share; its other sizes are the whole model's.
 
-    rank: which share. size: how many there are, one for each device. num_kv_heads: of the whole model, which are fewer than `size`
-    where several devices hold the same head; 0: each device has heads of its own."""
+    rank: which share. size, expert_parts: as in Division. num_kv_heads: of the whole model, which are fewer than `size` where
+    several devices hold the same head; 0: each device has heads of its own."""
 
     rank: int
     size: int
     num_kv_heads: int = 0
+    expert_parts: int = 1
+
+    @property
+    def division(self) -> Division:
+        return Division(self.size, self.expert_parts)
 
 
 @dataclass(slots=True, frozen=True)

@@ -22,20 +22,21 @@ from loader.formats.plain import PLAIN
 from loader.formats.registry import FORMATS
 from loader.formats.weight_format import MIN_BLOCK_ALIGNED_BYTES, WeightFormat
 from loader.hf_config import CONFIG_NAME
-from loader.model_shape import ModelShape, SplitShape
+from loader.model_shape import Division, ModelShape, SplitShape
 from loader.safetensors import Header
 
 SETTING = "parallel"  # what asks for it
 
 
-def split(shape: ModelShape, rank: int, size: int) -> ModelShape:
-    """Returns the shape of one share of a model: what device number `rank` of `size` holds. Raises UnsupportedModel for a model
+def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
+    """Returns the shape of one share of a model: what device number `rank` of a division holds. Raises UnsupportedModel for a model
     that cannot be divided so."""
+    size = division.size
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not below the number of devices {size}")
-    if why := refusal(shape, size):
+    if why := refusal(shape, division):
         raise _unsupported(why)
-    share = SplitShape(rank, size, shape.num_kv_heads)
+    share = SplitShape(rank, size, shape.num_kv_heads, division.expert_parts)
     own = replace(
         shape,
         num_heads=shape.num_heads // size,
@@ -60,10 +61,13 @@ def whole(shape: ModelShape) -> ModelShape:
     )
 
 
-def refusal(shape: ModelShape, size: int) -> str:
-    """Returns why a model cannot be divided among so many devices; "": it can."""
+def refusal(shape: ModelShape, division: Division) -> str:
+    """Returns why a model cannot be divided so among devices; "": it can."""
+    size = division.size
     if shape.split is not None:
         return "it is a share of a model already"
+    if division.expert_parts > 1 and shape.experts is None:
+        return f"expert = {division.expert_parts} divides the experts of a model, and {shape.architecture} has none"
     kind = _unserved_kind(shape)
     if kind:
         return f"{kind} is served on one device alone"

@@ -94,8 +94,8 @@ def open_checkpoint(
     accept any. in_place: whether reads may write into the weight range, whose layout then follows the files; otherwise every
     parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain and packed files; returns whether to
     open the packed ones. predicts: whether the layer that predicts one token further is read, too. head: the
-    folder of a head whose files are read, too; the fingerprint is then that of both. split: the rank and size of the share of the
-    model that is read, from plain files; None: all of it.
+    folder of a head whose files are read, too; the fingerprint is then that of both. split: which share of the model is
+    read, from plain files; None: all of it.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again).
     Raises UnsupportedModel, which names `parallel`, for a share of a model that is served on one device alone."""
@@ -112,7 +112,7 @@ def open_checkpoint(
             raise CheckpointChanged(f"{path}: files changed since the model was registered, or those of its head {head}")
         shape, further = both.shape, both.files
     if split is not None:
-        shape = slices.split(shape, split.rank, split.size)
+        shape = slices.split(shape, split.rank, split.division)
     headers, descriptors = {}, {}
     for info in (*files, *further):
         fd = open_unchanged(path, info, "model")

@@ -102,9 +102,9 @@ class Groups:
 
     # ---- what the scheduler wants
 
-    def load(self, action: actions.Load, message: LoadModel, num_kv_groups: int) -> None:
-        """Sends the members their LoadModels. message: the leader's, without its group. num_kv_groups: of the model. Raises OSError
-        where there is no exchange memory (left)."""
+    def load(self, action: actions.Load, message: LoadModel, num_kv_groups: int, expert_parts: int = 1) -> None:
+        """Sends the members their LoadModels. message: the leader's, without its group. num_kv_groups: of the model. expert_parts:
+        as in loader.model_shape.Division. Raises OSError where there is no exchange memory (left)."""
         if self._regions is None:
             raise OSError("this node has fewer than two cpu devices to split a model over")
         leases = action.leases
@@ -115,7 +115,7 @@ class Groups:
         devices = tuple(leases)
         self._groups[action.placement_id] = _Group(action.placement_id, action.model, devices, offset, set(devices))
         for rank, (device, lease_chunks) in enumerate(leases.items()):
-            group = protocol.Group(rank, numbers, offset, num_bytes)
+            group = protocol.Group(rank, numbers, offset, num_bytes, expert_parts)
             self._send(device, msgspec.structs.replace(message, lease_chunks=lease_chunks, group=group))
 
     def evict(self, action: actions.Evict) -> None:

@@ -97,3 +97,4 @@ class LoadSource:
     quantize: str = ""
     kv_cache_dtype: str = ""
     num_kv_groups: int = 1  # of a model that is split over devices (loader/kv_layout.py)
+    expert_parts: int = 1  # of such a model (loader.model_shape.Division)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from config.parallel import num_ranks
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
@@ -24,7 +25,7 @@ from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import LoadSource, ModelEntry
 from daemon.models.model_names import ModelNames
 from daemon.models.registered import Registered
-from daemon.models.sizing import Sizing
+from daemon.models.sizing import Sizing, division_of
 from daemon.record.state import NodeState
 from loader import catalog, kv_layout, layout
 from loader.errors import shortened
@@ -121,10 +122,11 @@ class Registry:
         found = self.models.get(name)
         if found is None or found.entry is None:
             return None
-        num_groups = 1
-        if found.facts.is_split and found.shape is not None:
-            num_groups = len(kv_layout.kv_groups(found.shape, found.dtype, self.config.block_tokens))
-        return LoadSource(found.checkpoint.path, found.dtype, found.entry, found.quantize, found.kv_cache_dtype, num_groups)
+        source = LoadSource(found.checkpoint.path, found.dtype, found.entry, found.quantize, found.kv_cache_dtype)
+        if not found.facts.is_split or found.shape is None:
+            return source
+        num_groups = len(kv_layout.kv_groups(found.shape, found.dtype, self.config.block_tokens))
+        return replace(source, num_kv_groups=num_groups, expert_parts=division_of(self.config.models[name]).expert_parts)
 
     def layout_id(self, name: str) -> str:
         """Returns what must be the same for weights in memory to be those of the model now, besides its files' fingerprint: how

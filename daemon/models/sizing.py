@@ -15,7 +15,7 @@ from loader import catalog, kv_layout, layout, slices, work_space
 from loader.dtypes import computed_dtype
 from loader.formats.registry import asked_format, held_format, stored_format
 from loader.gpu_sizing import gpu_work_space_bytes
-from loader.model_shape import ModelShape
+from loader.model_shape import Division, ModelShape
 from scheduler.node import events
 from scheduler.node.ledger import size_of
 
@@ -49,7 +49,7 @@ class Sizing:
         """Returns what the scheduler needs to know of a model that is loaded with what drafts tokens for it. Bytes of a model that
         is split over devices are those of its largest share."""
         name, ranks = checkpoint.name, parallel.num_ranks(settings)
-        shape = slices.split(speculator.shape, 0, ranks) if ranks > 1 else speculator.shape
+        shape = slices.split(speculator.shape, 0, division_of(settings)) if ranks > 1 else speculator.shape
         kv_dtype = kv_layout.kv_dtype_of(dtype, kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
         max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
         facts = events.ModelFacts(
@@ -144,7 +144,7 @@ class Sizing:
         if ranks == 1:
             return ""
         devices = [device.name for device in self._devices if not device.model]
-        why = parallel.problem(settings, devices) or slices.refusal(shape, ranks)
+        why = parallel.problem(settings, devices) or slices.refusal(shape, division_of(settings))
         return f'models."{name}".parallel: {why}' if why else ""
 
     def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
@@ -217,6 +217,11 @@ class Sizing:
                 break
             length = max(kv_layout.MIN_MODEL_LEN, length // 2)
         return length
+
+
+def division_of(settings: ModelConfig) -> Division:
+    """Returns how the model is divided among devices."""
+    return Division(parallel.num_ranks(settings), 1 if settings.parallel is None else settings.parallel.expert)
 
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:

@@ -44,7 +44,7 @@ class GroupsPort(Protocol):
 
     def knows(self, placement_id: int) -> bool: ...
 
-    def load(self, action: actions.Load, message: protocol.LoadModel, num_kv_groups: int) -> None: ...
+    def load(self, action: actions.Load, message: protocol.LoadModel, num_kv_groups: int, expert_parts: int) -> None: ...
 
     def evict(self, action: actions.Evict) -> None: ...
 
@@ -283,7 +283,7 @@ class Dispatcher:
             return
         try:
             assert self.groups is not None
-            self.groups.load(action, message, source.num_kv_groups)
+            self.groups.load(action, message, source.num_kv_groups, source.expert_parts)
         except (OSError, MemoryError) as error:
             self._load_impossible(action, f"parallel: {error}", permanent=False)
 

@@ -85,7 +85,7 @@ class TorchRunner:
         """Loads one model, or one share of a model that is split, while other models step. Raises CheckpointError (permanent),
         CheckpointChanged, MemoryError, LoadCancelled, and ValueError for a share where the engine can have none."""
         spec, asked_s, backend, group = task.spec, time.perf_counter(), self.backend, task.spec.group
-        share = None if group is None else SplitShape(group.rank, len(group.members))
+        share = None if group is None else SplitShape(group.rank, len(group.members), expert_parts=group.expert_parts)
         _wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
             choice = SourceChoice(self._rates, self._ring, backend.measured_decoder)

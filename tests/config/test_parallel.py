@@ -36,7 +36,7 @@ def check_refused(tmp_path: Path, text: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("parallel = { pipeline = 2 }", ["node.toml:3", ".parallel.pipeline", "unknown key", "known keys: tensor"]),
+        ("parallel = { pipeline = 2 }", ["node.toml:3", ".parallel.pipeline", "unknown key", "known keys: tensor, expert"]),
         ("parallel = { tensors = 2 }", [".parallel.tensors", "did you mean tensor?"]),
         ("parallel = 2", ["node.toml:3", '"m".parallel', "2 must be a table", "{ tensor = 2 }"]),
         ('parallel = "auto"', ['"m".parallel', "'auto' must be a table"]),

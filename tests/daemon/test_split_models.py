@@ -14,6 +14,7 @@ from daemon.record.state import NodeState
 from loader import kv_layout, layout, slices, work_space
 from loader.catalog import scan_one
 from loader.formats.plain import PLAIN
+from loader.model_shape import Division
 from scheduler.node import events
 from tests.e2e.checkpoints import make_head, make_model
 from tests.e2e.test_embeddings import make_encoder
@@ -46,10 +47,10 @@ async def test_bytes_are_those_of_a_share(tmp_path: Path) -> None:
     shape = scan_one(tmp_path / "m", "m").shape
     assert shape is not None
     assert (whole.num_ranks, split.num_ranks) == (1, 2)
-    assert split.weights_bytes == layout.weights_bytes(slices.split(shape, 0, 2), "float32")
+    assert split.weights_bytes == layout.weights_bytes(slices.split(shape, 0, Division(2)), "float32")
     assert whole.weights_bytes / 2 < split.weights_bytes < 0.75 * whole.weights_bytes, "embedding and norms are whole on each"
     assert split.kv_bytes_per_token * 2 == whole.kv_bytes_per_token
-    share = slices.split(shape, 0, 2)
+    share = slices.split(shape, 0, Division(2))
     assert split.work_space_bytes == work_space.work_space_bytes(share, "float32", 512, 256, 256, PLAIN)
     assert (split.devices, whole.devices) == (("cpu:0", "cpu:1"), ())
 

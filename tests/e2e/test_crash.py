@@ -76,8 +76,8 @@ def test_killed_under_streams_all_go_on_with_the_same_text(node: Node) -> None:
 def test_a_request_running_in_two_crashes_ends_with_an_error_and_the_node_serves_on(node: Node) -> None:
     stream = Stream(node, "oak", "it is always me", 15000)
     num_kills = 0
-    # a crash counts for a request only where a step of it was running: a kill may fall between two steps, or before the new engine's
-    # first, while the client still reads what the last engine sent
+    # a crash counts for a request only where a step of it was running: a kill may fall between two steps, or before the new
+    # engine's first, while the client still reads what the last engine sent
     while stream.alive and num_kills < 8:
         stream.wait_for_chunks(stream.num_chunks + 10)
         before = engine_of(node, "cpu:0")

@@ -22,7 +22,7 @@ from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel, SamplingParams
 from loader.hf_config import parse_config
 from loader.layout import weight_layout, weights_bytes
-from loader.model_shape import ModelShape
+from loader.model_shape import Division, ModelShape
 from loader.slices import split
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
 from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN, make_table, plan, put
@@ -90,7 +90,7 @@ def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False
     from tests.engine import rank_kernels
 
     of_whole = shape_of(family, dtype)
-    shape = of_whole if whole else split(of_whole, own.rank, own.size)
+    shape = of_whole if whole else split(of_whole, own.rank, Division(own.size))
     ops = rank_kernels.compiled if how.compiled else rank_kernels.plain
     num_bytes = weights_bytes(shape, dtype)
     num_chunks = -(-num_bytes // CHUNK_BYTES)

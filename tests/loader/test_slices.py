@@ -32,7 +32,7 @@ from loader.layout import (
     weight_layout,
     weights_bytes,
 )
-from loader.model_shape import LAST_TOKEN, EagleShape, HeadShape, LayerInputShape, ModelShape, SplitShape
+from loader.model_shape import LAST_TOKEN, Division, EagleShape, HeadShape, LayerInputShape, ModelShape, SplitShape
 from loader.slices import split, whole
 from loader.staging import StagingRing
 from loader.weight_files import PACKED_DIR
@@ -174,7 +174,7 @@ def test_shares_cover_each_tensor_once(name: str, size: int) -> None:
     shape = parse(config_of(name))
     covered = {tensor: np.zeros(dims, int) for tensor, dims in parameter_shapes(shape).items()}
     for rank in range(size):
-        for slot in weight_layout(split(shape, rank, size), "float32"):
+        for slot in weight_layout(split(shape, rank, Division(size)), "float32"):
             assert slot.stored_shape == covered[slot.name].shape
             axis, begin, end, _ = slot.cut or (0, 0, slot.shape[0], 0)
             covered[slot.name][(slice(None),) * axis + (slice(begin, end),)] += 1
@@ -200,7 +200,7 @@ def test_views_are_of_the_share(tied: bool) -> None:
     shape = parse(CONFIG | {"tie_word_embeddings": tied, "attention_bias": True})
     name = "model.embed_tokens.weight" if tied else "lm_head.weight"
     for rank in range(4):
-        own = split(shape, rank, 4)
+        own = split(shape, rank, Division(4))
         memory: Any = Memory(weights_bytes(own, "float32"))
         weights = Weights(own, "float32", memory)
         layer, parts = "model.layers.1.", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -222,13 +222,13 @@ def test_views_are_of_the_share(tied: bool) -> None:
 
 def test_a_share_has_a_layout_of_its_own() -> None:
     shape = parse(CONFIG | BIASES)
-    shares = [split(shape, rank, 2) for rank in range(2)]
+    shares = [split(shape, rank, Division(2)) for rank in range(2)]
     assert [whole(share) for share in (*shares, shape)] == [shape] * 3
     assert len({layout_id(one, "float32") for one in (shape, *shares)}) == 3
     assert stored_tensors(shares[1]) == stored_tensors(shape)
     sizes = [weights_bytes(share, "float32") for share in shares]
     assert sizes[0] > sizes[1]  # biases of what is added up
-    assert share_weights_bytes(shape, "float32", 2) == sizes[0] < weights_bytes(shape, "float32")
+    assert share_weights_bytes(shape, "float32", Division(2)) == sizes[0] < weights_bytes(shape, "float32")
 
 
 def test_block_offsets_of_a_share_follow_from_those_of_the_model(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_block_offsets_of_a_share_follow_from_those_of_the_model(tmp_path: Path)
         share = open_checkpoint(folder, "", stack, split=SplitShape(1, 2)).shape
         assert open_checkpoint(folder, "", stack, in_place=False, split=SplitShape(1, 2)).shape.block_offsets == ()
     tensors = {tensor.name: tensor for header in source.headers.values() for tensor in header.tensors}
-    assert share == split(source.shape, 1, 2)
+    assert share == split(source.shape, 1, Division(2))
     assert share.block_offsets == block_offsets(share, tensors.values())
     at = {slot.name: slot.offset_bytes for slot in weight_layout(share, "bfloat16")}
     for layer in range(2):
@@ -251,21 +251,21 @@ def test_block_offsets_of_a_share_follow_from_those_of_the_model(tmp_path: Path)
 
 def test_kv_and_work_space_are_those_of_the_share() -> None:
     shape = parse(CONFIG | {"num_key_value_heads": 4, "vocab_size": 32000, "intermediate_size": 4096})
-    two, four = split(shape, 0, 2), split(shape, 1, 4)
+    two, four = split(shape, 0, Division(2)), split(shape, 1, Division(4))
     assert [kv_bytes_per_token(one, "bfloat16") for one in (shape, two, four)] == [128, 64, 32]
     assert [kv_groups(one, "bfloat16", 16)[0].block_bytes for one in (shape, two, four)] == [2048, 1024, 512]
-    assert kv_bytes_per_token(split(parse(CONFIG), 3, 4), "bfloat16") == 32  # of a KV head that two ranks have
+    assert kv_bytes_per_token(split(parse(CONFIG), 3, Division(4)), "bfloat16") == 32  # of a KV head that two ranks have
     gathered = replace(two, intermediate_size=shape.intermediate_size, num_heads=4, num_kv_heads=4)
     assert work_space_bytes(gathered, "bfloat16", 16, 64) > work_space_bytes(shape, "bfloat16", 16, 64)  # the share's logits, too
     wide = replace(shape, vocab_size=64)
-    assert work_space_bytes(split(wide, 0, 2), "bfloat16", 512, 8) < work_space_bytes(wide, "bfloat16", 512, 8)
+    assert work_space_bytes(split(wide, 0, Division(2)), "bfloat16", 512, 8) < work_space_bytes(wide, "bfloat16", 512, 8)
 
 
 def test_plans_count_the_largest_share() -> None:
     shape, chunk = parse(LARGE | {"num_hidden_layers": 4}), 64 << 10
     settings = Settings("bfloat16", PLAIN, "", 64, 8, 128, 16, chunk)
     by_kind = {kind: share_of(shape, settings, Devices(kind, 2, 64 << 20)) for kind in ("cpu", "cuda")}
-    needed = share_weights_bytes(shape, "bfloat16", 2)
+    needed = share_weights_bytes(shape, "bfloat16", Division(2))
     assert 0 <= by_kind["cpu"].weights_bytes - needed < chunk
     assert needed > weights_bytes(shape, "bfloat16") / 2  # each device has the whole embedding
     assert by_kind["cuda"].weights_bytes < by_kind["cpu"].weights_bytes
@@ -297,7 +297,7 @@ REFUSED = {
     "KV heads": (GROUPED, 4, "num_key_value_heads 6 neither divides 4"),
     "MLP": (parse(CONFIG | {"intermediate_size": 25}), 2, "intermediate_size 25 is no multiple of 2"),
     "vocabulary": (parse(CONFIG | {"vocab_size": 33}), 2, "vocab_size 33 is no multiple of 2"),
-    "share": (split(LLAMA, 0, 2), 2, "a share of a model already"),
+    "share": (split(LLAMA, 0, Division(2)), 2, "a share of a model already"),
 }
 
 
@@ -305,14 +305,14 @@ REFUSED = {
 def test_what_is_not_split_is_refused_with_the_reason(name: str) -> None:
     shape, size, said = REFUSED[name]
     with pytest.raises(UnsupportedModel, match=f"config.json: parallel: .*{said}"):
-        split(shape, size - 1, size)
+        split(shape, size - 1, Division(size))
 
 
 def test_a_share_is_not_quantised() -> None:
     with pytest.raises(UnsupportedModel, match="parallel: quantize = 'int8' is served on one device alone"):
-        weight_layout(split(LLAMA, 0, 2), "float32", INT8)
+        weight_layout(split(LLAMA, 0, Division(2)), "float32", INT8)
     with pytest.raises(ValueError, match="rank 2 is not below the number of devices 2"):
-        split(LLAMA, 2, 2)
+        split(LLAMA, 2, Division(2))
 
 
 def test_shares_are_read_from_plain_files(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_shares_are_read_from_plain_files(tmp_path: Path) -> None:
         source = open_checkpoint(folder, "", stack, wants_packed=lambda _: True, split=SplitShape(1, 2))
         assert not source.is_packed
         assert source.packed_reason == "read its plain files: shares of a model are not read from packed ones"
-        assert source.shape == split(source.checkpoint.shape or LLAMA, 1, 2)
+        assert source.shape == split(source.checkpoint.shape or LLAMA, 1, Division(2))
     assert {dims for name, dims in parameter_shapes(source.shape).items() if "down_proj" in name} == {(120, 250)}
     (folder / "model.safetensors").unlink()
     (folder / PACKED_DIR / "model.safetensors").rename(folder / "model.safetensors")
