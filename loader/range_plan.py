@@ -6,8 +6,8 @@ file has them (layout.weight_layout sees to that). Then the segment's whole bloc
 All other bytes (the blocks at a tensor's ends, tensors placed otherwise, tensors of another dtype) go through a staging slot,
 where they have the same position as in the read.
 
-Of a model that is split over devices only the share's rows are read. Where columns are divided, whole rows are read, and a segment
-of many of them leaves only their parts behind.
+Of a model that is split over devices only the share's rows are read, and long runs of its columns. Where columns are divided into
+short runs, whole rows are read, and a segment of many of them leaves only their parts behind.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from loader.formats.weight_format import WeightSlot, without_ones
 from loader.packed import Frame
 from loader.safetensors import DTYPE_BYTES, Header, TensorRef
 
+# Shorter runs of columns are read together with what lies between them: a few long reads are faster than many short ones.
+MIN_RUN_BYTES = 256 << 10
 MIN_DIRECT_BYTES = 32 << 10  # shorter spans are as cheap to copy, and a system call takes 1,024 pieces at most
 ANY_ALIGNMENT = Alignment(1, 1)
 QUANTIZED, SCALES = "int8", "scales"
@@ -41,7 +43,8 @@ class Segment:
     file the frame that the segment consists of, else None. content: the segment that this frame decodes to, with begin and end
     counted as though the file held the tensor unpacked. whole: the place of the whole tensor whose numbers are rearranged
     (loader/formats/relayout.py), else None. What a segment of such a tensor fills is scattered in this place; place_bytes counts as
-    though it were not. columns: the part of each row that is kept; the segment is then of whole rows. None: all of them."""
+    though it were not. columns: the part that is kept of each row, where the tensor
+    counts as a matrix (Cut); its `whole` is the length of a row, and the segment is of whole ones. None: all is kept."""
 
     tensor: TensorRef
     begin: int
@@ -77,7 +80,7 @@ class Segment:
             return self.width * item, self.width
         held_item = ITEM_BYTES[self.target] if self.target else item
         if self.columns is not None:
-            return self.width * item, (self.columns.end - self.columns.begin) * held_item
+            return self.columns.whole * item, self.columns.length * held_item
         return item, held_item
 
     @property
@@ -180,24 +183,37 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
                 whole = replace(whole, whole=slot)
             if slot.inverse:
                 whole = replace(whole, inverse=True)
-            if slot.cut is not None:
-                whole = _share(whole, slot.cut)
-            if whole.unit_bytes[0] > read_bytes - BLOCK_BYTES:
+            own = [whole] if slot.cut is None else _share(whole, slot.cut, read_bytes)
+            if own[0].unit_bytes[0] > read_bytes - BLOCK_BYTES:
                 what = "too many scales for a read" if slot.repeats else "too long to be converted"
-                raise CheckpointError(file, tensor.name, f"has rows of {whole.unit_bytes[0]} bytes: {what}")
-            segments += [whole] if tensor.record is None else _framed(whole, read_bytes)
+                raise CheckpointError(file, tensor.name, f"has rows of {own[0].unit_bytes[0]} bytes: {what}")
+            segments += own if tensor.record is None else _framed(whole, read_bytes)
         reads += _cut(file, segments, read_bytes)
     for name in slots:
         raise CheckpointError(", ".join(headers), name, "missing: config.json asks for it")
     return sorted(reads, key=lambda read: min(segment.stage for segment in read.segments))
 
 
-def _share(whole: Segment, cut: Cut) -> Segment:
-    """Returns the segment of a part of a tensor. whole: that of the whole tensor."""
-    if cut.axis:
-        return replace(whole, columns=cut)
-    row_bytes = (whole.end - whole.begin) // cut.whole
-    return replace(whole, begin=whole.begin + cut.begin * row_bytes, end=whole.begin + cut.end * row_bytes)
+def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
+    """Returns the segments of a part of a tensor, in file order: one for each run of bytes, or for all columns that lie in short
+    runs. whole: the segment of the whole tensor, placed where the part begins."""
+    dims = whole.tensor.shape
+    num_rows, inner = math.prod(dims[: cut.axis]), math.prod(dims[cut.axis + 1 :])
+    row_bytes = (whole.end - whole.begin) // num_rows
+    shortest = min(end - begin for begin, end in cut.ranges) * row_bytes // cut.whole
+    if cut.axis and shortest < MIN_RUN_BYTES and row_bytes <= read_bytes - BLOCK_BYTES:
+        ranges = tuple((begin * inner, end * inner) for begin, end in cut.ranges)
+        return [replace(whole, columns=Cut(1, ranges, cut.whole * inner))]
+    runs, unit, held_unit, num_before = [], *whole.unit_bytes, 0
+    for row in range(num_rows):
+        for first, last in cut.ranges:
+            begin, end = (whole.begin + (row * cut.whole + at) * row_bytes // cut.whole for at in (first, last))
+            run = replace(whole, begin=begin, end=end, place_bytes=whole.place_bytes + num_before * held_unit)
+            if whole.target == QUANTIZED:
+                run = replace(run, scales_at_bytes=whole.scales_at_bytes + num_before * SCALE_BYTES)
+            runs.append(run)
+            num_before += (end - begin) // unit
+    return runs
 
 
 def _framed(whole: Segment, read_bytes: int) -> Iterator[Segment]:

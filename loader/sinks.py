@@ -148,16 +148,17 @@ class HostSink:
         """Stores the kept part of each row of a span, a whole segment."""
         segment = span.segment
         ((begin, end),) = segment.places
-        stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, segment.width)
-        stored = stored[:, columns.begin : columns.end]
+        stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, columns.whole)
         place = torch.from_numpy(self._bytes[begin:end])
-        held = place.view(getattr(torch, segment.target) if segment.target else stored.dtype).view(stored.shape)
-        width = stored.shape[1]
-        num_rows = max(1, CONVERT_ELEMENTS // width)
-        for row in range(0, len(stored), num_rows):
-            for column in range(0, width, CONVERT_ELEMENTS):
-                some = slice(row, row + num_rows), slice(column, column + CONVERT_ELEMENTS)
-                held[some].copy_(stored[some])
+        held = place.view(getattr(torch, segment.target) if segment.target else stored.dtype).view(-1, columns.length)
+        kept = [stored[:, first:last] for first, last in columns.ranges]
+        for source, to in zip(kept, held.split([part.shape[1] for part in kept], dim=1), strict=True):
+            width = source.shape[1]
+            num_rows = max(1, CONVERT_ELEMENTS // width)
+            for row in range(0, len(source), num_rows):
+                for column in range(0, width, CONVERT_ELEMENTS):
+                    some = slice(row, row + num_rows), slice(column, column + CONVERT_ELEMENTS)
+                    to[some].copy_(source[some])
 
     def _held(self, slot: WeightSlot) -> torch.Tensor:
         """Returns the place of a parameter that is rearranged."""

@@ -141,7 +141,7 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
         return group
     axis = 0 if group.divided == ROWS else 1
     cuts = tuple(_cut_of(dims, axis, group.unit, share) for _, dims in group.tensors)
-    tensors = tuple((name, _part(dims, cut)) for (name, dims), cut in zip(group.tensors, cuts, strict=True))
+    tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(group.tensors, cuts, strict=True))
     return group._replace(tensors=tensors, cuts=cuts)
 
 
@@ -149,11 +149,7 @@ def _cut_of(dims: Dims, axis: int, unit: int, share: SplitShape) -> Cut:
     """Returns a device's part of a tensor. Where there are fewer units than devices, several devices have the same one."""
     num_units = dims[axis] // unit
     begin, length = share.rank * num_units // share.size, max(1, num_units // share.size)
-    return Cut(axis, begin * unit, (begin + length) * unit, dims[axis])
-
-
-def _part(dims: Dims, cut: Cut) -> Dims:
-    return (*dims[: cut.axis], cut.end - cut.begin, *dims[cut.axis + 1 :])
+    return Cut(axis, ((begin * unit, (begin + length) * unit),), dims[axis])
 
 
 def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, ...]:
@@ -173,7 +169,7 @@ def _block_offset(group: TensorGroup, of_whole: int, item_bytes: int) -> int:
     if of_whole < 0 or not group.cuts:
         return of_whole
     cut, (_, dims) = group.cuts[0], group.tensors[0]
-    skipped_bytes = cut.begin * math.prod(dims[1:]) * item_bytes
+    skipped_bytes = cut.ranges[0][0] * math.prod(dims[1:]) * item_bytes
     num_bytes = sum(math.prod(dims) for _, dims in group.tensors) * item_bytes
     is_direct = cut.axis == 0 and skipped_bytes % 8 == 0 and num_bytes >= MIN_BLOCK_ALIGNED_BYTES
     return (of_whole + skipped_bytes) % BLOCK_BYTES if is_direct else -1

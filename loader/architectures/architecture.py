@@ -20,12 +20,26 @@ ROWS, COLUMNS, FIRST_ALONE = "rows", "columns", "first alone"
 
 
 class Cut(NamedTuple):
-    """A share of a stored tensor: elements [begin, end) along an axis, which has `whole` elements. axis: 0 rows, 1 columns."""
+    """A share of a stored tensor: of an axis, which has `whole` elements, those of the ranges [begin, end), which are in ascending
+    order, do not meet, and lie one after the other in the share. axis: 0 takes rows. Along another axis k the tensor is a matrix
+    [prod(dims[:k]), prod(dims[k:])], and the share has some of its columns."""
 
     axis: int
-    begin: int
-    end: int
+    ranges: tuple[tuple[int, int], ...]
     whole: int
+
+    @property
+    def length(self) -> int:
+        """Returns the number of elements that the share has along the axis."""
+        return sum(end - begin for begin, end in self.ranges)
+
+    def part_of(self, dims: Dims) -> Dims:
+        """Returns the shape of the share. dims: of the whole tensor."""
+        return (*dims[: self.axis], self.length, *dims[self.axis + 1 :])
+
+    def whole_of(self, dims: Dims) -> Dims:
+        """Returns the shape of the whole tensor. dims: of the share."""
+        return (*dims[: self.axis], self.whole, *dims[self.axis + 1 :])
 
 
 class TensorGroup(NamedTuple):

@@ -62,9 +62,7 @@ class WeightSlot(NamedTuple):
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The tensor's shape in the checkpoint."""
-        if (cut := self.cut) is None:
-            return self.shape
-        return (*self.shape[: cut.axis], cut.whole, *self.shape[cut.axis + 1 :])
+        return self.shape if self.cut is None else self.cut.whole_of(self.shape)
 
     @property
     def held_shape(self) -> tuple[int, ...]:

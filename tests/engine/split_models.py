@@ -100,7 +100,7 @@ def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False
     for slot in weight_layout(shape, dtype):
         drawn = _drawn(slot.name, slot.stored_shape, "gemma" in family)
         if (cut := slot.cut) is not None:
-            drawn = drawn.narrow(cut.axis, cut.begin, cut.end - cut.begin)
+            drawn = torch.cat([drawn.narrow(cut.axis, begin, end - begin) for begin, end in cut.ranges], cut.axis)
         weights.tensor(slot.offset_bytes, slot.shape, getattr(torch, dtype)).copy_(drawn)
     spec = LoadModel(1, family, "", dtype, "", num_chunks, 0, 0, MAX_LEN, SLOTS, [1])
     ranks = None if whole else SharedRanks(ops, own.rank, own.size, own.broken, own.memory)

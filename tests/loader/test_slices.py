@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from engine.layers.weights import Weights
-from loader import file_reader, sinks
+from loader import file_reader, range_plan, sinks
+from loader.architectures.architecture import Cut, Dims
 from loader.capacity import Devices, Settings, share_of
 from loader.errors import CheckpointError, UnsupportedModel
 from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
+from loader.formats.weight_format import WeightSlot
 from loader.hf_config import parse_config
 from loader.kv_layout import kv_bytes_per_token, kv_groups
 from loader.layout import (
@@ -33,6 +35,8 @@ from loader.layout import (
     weights_bytes,
 )
 from loader.model_shape import LAST_TOKEN, Division, EagleShape, HeadShape, LayerInputShape, ModelShape, SplitShape
+from loader.range_plan import joined, plan_reads, staged_spans
+from loader.safetensors import Header, TensorRef
 from loader.slices import split, whole
 from loader.staging import StagingRing
 from loader.weight_files import PACKED_DIR
@@ -176,13 +180,64 @@ def test_shares_cover_each_tensor_once(name: str, size: int) -> None:
     for rank in range(size):
         for slot in weight_layout(split(shape, rank, Division(size)), "float32"):
             assert slot.stored_shape == covered[slot.name].shape
-            axis, begin, end, _ = slot.cut or (0, 0, slot.shape[0], 0)
-            covered[slot.name][(slice(None),) * axis + (slice(begin, end),)] += 1
+            cut = slot.cut or Cut(0, ((0, slot.shape[0]),), slot.shape[0])
+            for begin, end in cut.ranges:
+                covered[slot.name][(slice(None),) * cut.axis + (slice(begin, end),)] += 1
     for tensor, times in covered.items():
         module, kind = tensor.split(".")[-2:]
         once = module in BY_ROWS + BY_COLUMNS
         shared = max(1, size // shape.num_kv_heads) if module in ("k_proj", "v_proj") else 1
         assert (times == (shared if once else size)).all(), (tensor, kind)
+
+
+@pytest.mark.parametrize(
+    ("dims", "cut"),
+    [
+        ((40, 6), Cut(0, ((3, 9), (20, 24), (24, 25)), 40)),
+        ((40, 6), Cut(1, ((0, 2), (3, 4)), 6)),
+        ((7, 40, 6), Cut(0, ((1, 2), (4, 7)), 7)),
+        ((7, 40, 6), Cut(1, ((5, 10), (25, 30)), 40)),
+        ((7, 40, 6), Cut(2, ((4, 6),), 6)),
+        ((3, 5, 4, 7), Cut(2, ((1, 2), (3, 4)), 4)),
+        ((90,), Cut(0, ((10, 30), (40, 60)), 90)),
+        ((4, 6000, 4), Cut(1, ((1000, 2500), (4000, 5500)), 6000)),
+        ((6000, 4), Cut(0, ((1000, 1001), (4000, 5500)), 6000)),
+    ],
+)
+@pytest.mark.parametrize(("stored", "dtype"), [("BF16", "bfloat16"), ("F32", "bfloat16")])
+@pytest.mark.parametrize("min_run_bytes", [1, 256 << 10])
+def test_any_ranges_of_any_axis_are_parts(
+    monkeypatch: pytest.MonkeyPatch, dims: Dims, cut: Cut, stored: str, dtype: str, min_run_bytes: int
+) -> None:
+    """What lies between long runs, and between rows, is not read."""
+    monkeypatch.setattr(range_plan, "MIN_RUN_BYTES", min_run_bytes)
+    whole = torch.randn(dims, generator=torch.Generator().manual_seed(4)).to(STORED[stored])
+    part = torch.cat([whole.narrow(cut.axis, begin, end - begin) for begin, end in cut.ranges], cut.axis)
+    assert cut.part_of(dims) == part.shape
+    slot = WeightSlot("t", cut.part_of(dims), 64, 2 * part.numel(), cut=cut)
+    assert slot.stored_shape == dims
+    data = b"-" * 1004 + whole.view(torch.uint8).numpy().tobytes()
+    header = Header((TensorRef("f", "t", stored, dims, 1004, whole.nbytes),), b"", len(data))
+    reads = plan_reads({"f": header}, [slot], dtype, 64 << 10)
+    memory = bytearray(64 + slot.num_bytes + 64)
+    sink = sinks.HostSink(memoryview(memory))
+    filled = sorted(place for read in reads for place in read.places)
+    assert joined(filled) == [(64, 64 + slot.num_bytes)]
+    assert sum(end - begin for begin, end in filled) == slot.num_bytes
+    for read in reads:
+        assert read.end - read.begin <= 64 << 10
+        for span in staged_spans(read, ()):
+            sink.store(span, memoryview(bytearray(data[span.begin : span.end])))
+    held = torch.frombuffer(memory, dtype=torch.bfloat16, count=part.numel(), offset=64).view(part.shape)
+    assert torch.equal(held, part.to(torch.bfloat16))
+    assert not any(memory[:64])
+    assert not any(memory[-64:])
+    if cut.axis == 0 or whole[0].nbytes > 60 << 10 or min_run_bytes == 1:
+        num_runs = math.prod(dims[: cut.axis]) * len(cut.ranges)
+        assert sum(read.num_bytes for read in reads) == part.nbytes
+        assert sum(read.end - read.begin for read in reads) <= part.nbytes + 2 * 4096 * max(num_runs, len(reads))
+    else:
+        assert sum(read.num_bytes for read in reads) == whole.nbytes
 
 
 class Memory:
