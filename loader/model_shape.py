@@ -118,6 +118,10 @@ class DeltaShape:
         """The columns of queries, keys and values of a token."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
+    def with_key_heads(self, num: int) -> DeltaShape:
+        """Returns the sizes with so many key heads, each of which serves as many value heads as here."""
+        return replace(self, num_key_heads=num, num_value_heads=self.num_value_heads * num // self.num_key_heads)
+
     @property
     def state_values(self) -> int:
         """The numbers that one layer keeps of a sequence."""
@@ -159,15 +163,17 @@ class Division(NamedTuple):
 @dataclass(slots=True, frozen=True)
 class SplitShape:
     """Which share of a model's matrices a shape describes, of a model that is split over the devices of a group. The shape's
-    num_heads, num_kv_heads and intermediate_size are then those of the share; its other sizes are the whole model's.
+    num_heads, num_kv_heads, intermediate_size and the like are then those of the share; its other sizes are the whole model's.
 
     rank: which share. size, expert_parts: as in Division. num_kv_heads: of the whole model, which are fewer than `size` where
-    several devices hold the same head; 0: each device has heads of its own."""
+    several devices hold the same head; 0: each device has heads of its own. num_full_kv_heads: the same of
+    ModelShape.full_heads."""
 
     rank: int
     size: int
     num_kv_heads: int = 0
     expert_parts: int = 1
+    num_full_kv_heads: int = 0
 
     @property
     def division(self) -> Division:

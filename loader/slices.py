@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from loader.adapters.matrices import decoder_of
 from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, Cut, Dims, TensorGroup
-from loader.architectures.decoder import GELU_NEW
 from loader.architectures.registry import architecture_of
 from loader.direct_io import BLOCK_BYTES
 from loader.dtypes import ITEM_BYTES
@@ -36,12 +34,16 @@ def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
         raise ValueError(f"rank {rank} is not below the number of devices {size}")
     if why := refusal(shape, division):
         raise _unsupported(why)
-    share = SplitShape(rank, size, shape.num_kv_heads, division.expert_parts)
+    full = shape.full_heads
+    share = SplitShape(rank, size, shape.num_kv_heads, division.expert_parts, 0 if full is None else full.num_kv_heads)
     own = replace(
         shape,
         num_heads=shape.num_heads // size,
         num_kv_heads=max(1, shape.num_kv_heads // size),
+        full_heads=None if full is None else replace(full, num_kv_heads=max(1, full.num_kv_heads // size)),
         intermediate_size=shape.intermediate_size // size,
+        reading_intermediate_size=shape.reading_intermediate_size // size,
+        delta=None if shape.delta is None else shape.delta.with_key_heads(shape.delta.num_key_heads // size),
         split=share,
     )
     return replace(own, block_offsets=block_offsets_of_share(shape, share)) if shape.block_offsets else own
@@ -51,11 +53,17 @@ def whole(shape: ModelShape) -> ModelShape:
     """Returns the shape of the whole model, without block offsets if it was split."""
     if (share := shape.split) is None:
         return shape
+    full = shape.full_heads
+    if full is not None:
+        full = replace(full, num_kv_heads=share.num_full_kv_heads or full.num_kv_heads * share.size)
     return replace(
         shape,
         num_heads=shape.num_heads * share.size,
         num_kv_heads=share.num_kv_heads or shape.num_kv_heads * share.size,
+        full_heads=full,
         intermediate_size=shape.intermediate_size * share.size,
+        reading_intermediate_size=shape.reading_intermediate_size * share.size,
+        delta=None if shape.delta is None else shape.delta.with_key_heads(shape.delta.num_key_heads * share.size),
         split=None,
         block_offsets=(),
     )
@@ -71,41 +79,35 @@ def refusal(shape: ModelShape, division: Division) -> str:
     kind = _unserved_kind(shape)
     if kind:
         return f"{kind} is served on one device alone"
-    names = decoder_of(shape).names
-    joined = [*names.queries_keys_values] if len(names.queries_keys_values) < 3 else []
-    if len(names.gate_up) < 2 and decoder_of(shape).activation != GELU_NEW:
-        joined += names.gate_up
-    if joined:
-        return f"{shape.architecture} stores several matrices as one tensor ({', '.join(joined)}): served on one device alone"
-    for key, value in (
-        ("num_attention_heads", shape.num_heads),
-        ("intermediate_size", shape.intermediate_size),
-        ("vocab_size", shape.vocab_size),
-    ):
+    divided = {
+        "num_attention_heads": shape.num_heads,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
+    }
+    if shape.delta is not None:
+        divided["linear_num_key_heads"] = shape.delta.num_key_heads
+    for key, value in divided.items():
         if value % size:
             return f"{key} {value} is no multiple of {size}, the number of devices"
-    if shape.num_kv_heads % size and size % shape.num_kv_heads:
-        return f"num_key_value_heads {shape.num_kv_heads} neither divides {size}, the number of devices, nor is it a multiple of it"
+    numbers = {"num_key_value_heads": shape.num_kv_heads}
+    if shape.full_heads is not None:
+        numbers["num_global_key_value_heads"] = shape.full_heads.num_kv_heads
+    for key, num in numbers.items():
+        if num % size and size % num:
+            return f"{key} {num} neither divides {size}, the number of devices, nor is it a multiple of it"
     return ""
 
 
 def _unserved_kind(shape: ModelShape) -> str:
     """Returns what of a model is not divided, as the subject of a sentence; "": nothing."""
-    heads = shape.full_heads
     kinds = (
         (shape.is_encoder, "an encoder"),
         (bool(shape.pooling), "a decoder that makes vectors"),
         (shape.experts is not None, "a mixture of experts"),
         (shape.latent is not None, "a model with latent attention"),
-        (shape.delta is not None, "a model with the gated delta rule"),
         (shape.eagle is not None, "a model with an EAGLE-3 head"),
         (shape.predicts, "a model with a layer that predicts further tokens"),
         (bool(shape.stored_format), f"a checkpoint in {FORMATS[shape.stored_format].title or shape.stored_format}"),
-        (shape.layer_inputs is not None, "a model whose layers have inputs of their own"),
-        (shape.gated_attention, "a model with gates of attention's output"),
-        (shape.num_reading_layers > 0, "a model whose last layers read the keys and values of others"),
-        (heads is not None and heads.keys_are_values, "a model whose keys are its values"),
-        (heads is not None, "a model whose layers differ in their heads"),
         (shape.whole_width_norms, "a model with norms over all heads at once"),
     )
     return next((kind for holds, kind in kinds if holds), "")
@@ -140,16 +142,34 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
     if group.divided not in (ROWS, COLUMNS):
         return group
     axis = 0 if group.divided == ROWS else 1
-    cuts = tuple(_cut_of(dims, axis, group.unit, share) for _, dims in group.tensors)
+    joined = group.joined or [(dims[axis],) for _, dims in group.tensors]
+    matrices = zip(group.tensors, joined, strict=True)
+    cuts = tuple(_cut_of(dims, axis, lengths, group.unit, share) for (_, dims), lengths in matrices)
     tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(group.tensors, cuts, strict=True))
     return group._replace(tensors=tensors, cuts=cuts)
 
 
-def _cut_of(dims: Dims, axis: int, unit: int, share: SplitShape) -> Cut:
-    """Returns a device's part of a tensor. Where there are fewer units than devices, several devices have the same one."""
-    num_units = dims[axis] // unit
-    begin, length = share.rank * num_units // share.size, max(1, num_units // share.size)
-    return Cut(axis, ((begin * unit, (begin + length) * unit),), dims[axis])
+def _cut_of(dims: Dims, axis: int, lengths: Dims, unit: int, share: SplitShape) -> Cut:
+    """Returns a device's part of a tensor. lengths: along the axis, of the matrices that it holds. Where there are fewer units than
+    devices, several devices have the same one."""
+    ranges: list[tuple[int, int]] = []
+    first = 0
+    for length in lengths:
+        num_units = length // unit
+        begin, num_own = share.rank * num_units // share.size, max(1, num_units // share.size)
+        ranges.append((first + begin * unit, first + (begin + num_own) * unit))
+        first += length
+    return Cut(axis, _met(ranges), dims[axis])
+
+
+def _met(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns ranges in ascending order, with those that meet as one."""
+    found: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if found and found[-1][1] == begin:
+            begin = found.pop()[0]
+        found.append((begin, end))
+    return tuple(found)
 
 
 def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, ...]:

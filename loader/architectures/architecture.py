@@ -51,9 +51,10 @@ class TensorGroup(NamedTuple):
     whether the product that reads them may take its inputs in an order that the checkpoint says.
 
     divided: how the devices of a group share them: ROWS, COLUMNS, FIRST_ALONE; "": each of them has them whole. unit: so many rows
-    or columns, those of a head, are not divided; with fewer units than devices several devices have the same. cuts: of the share of
-    one device (loader/slices.py), for each tensor: which part of it this is, with shapes in `tensors` that are those of the part;
-    (): they are whole."""
+    or columns, those of a head, are not divided; with fewer units than devices several devices have the same. joined: for
+    each tensor, the rows of the matrices that it holds one after the other, because each of them is divided; (): each tensor is one
+    matrix. cuts: of the share of one device (loader/slices.py), for each tensor: which part of it this is, with shapes in `tensors`
+    that are those of the part; (): they are whole."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
@@ -62,6 +63,7 @@ class TensorGroup(NamedTuple):
     may_be_reordered: bool = False
     divided: str = ""
     unit: int = 1
+    joined: tuple[Dims, ...] = ()
     cuts: tuple[Cut, ...] = ()
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:

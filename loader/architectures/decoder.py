@@ -443,11 +443,11 @@ def _projections(
     """Returns the matrices [outputs, inputs] that one product reads, and their biases. divided, unit: of the matrices, as in
     TensorGroup."""
     widths = outputs if len(names) > 1 else (sum(outputs),)
-    pairs = list(zip(names, widths, strict=True))
+    pairs, joined = list(zip(names, widths, strict=True)), (outputs,) if widths != outputs else ()
     matrices = tuple((f"{name}.weight", (width, inputs)) for name, width in pairs)
-    weights = TensorGroup(matrices, may_be_quantized=True, may_be_reordered=True, divided=divided, unit=unit)
+    weights = TensorGroup(matrices, may_be_quantized=True, may_be_reordered=True, divided=divided, unit=unit, joined=joined)
     of_biases = FIRST_ALONE if divided == COLUMNS else divided
-    biases = TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in pairs), divided=of_biases, unit=unit)
+    biases = TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in pairs), divided=of_biases, unit=unit, joined=joined)
     return [weights, biases] if has_bias else [weights]
 
 

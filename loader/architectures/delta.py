@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loader.architectures.architecture import TensorGroup, one_tensor
+from loader.architectures.architecture import COLUMNS, ROWS, Dims, TensorGroup, one_tensor
 from loader.config_fields import Fields
 from loader.model_shape import DeltaShape
 
@@ -64,18 +64,22 @@ class Deltas:
         )
 
     def tensor_groups(self, delta: DeltaShape, hidden: int) -> list[TensorGroup]:
-        """Returns the groups of one layer, with names that lack the layer's prefix."""
+        """Returns the groups of one layer, with names that lack the layer's prefix. Devices divide the key heads, each with the
+        value heads that it serves."""
         names, values, heads = self.names, delta.num_value_heads * delta.value_dim, delta.num_value_heads
-        inputs = (delta.conv_width + values,) if self.by_head else (delta.conv_width, values)
-        gates = (2 * heads,) if self.by_head else (heads, heads)
+        keys = delta.num_key_heads * delta.key_dim
+        convolved = (keys, keys, values)  # queries, keys, values
+        inputs = ((sum(convolved) + values,),) if self.by_head else (convolved, (values,))
+        gates = ((2 * heads,),) if self.by_head else ((heads,), (heads,))
+        convolution = one_tensor(f"{names.convolution}.weight", delta.conv_width, 1, delta.conv_tokens, divided=ROWS)
         return [
-            _matrices(names.inputs, inputs, hidden, may_be_quantized=True),
+            _matrices(names.inputs, inputs, hidden)._replace(may_be_quantized=True),
             _matrices(names.gates, gates, hidden),
-            one_tensor(f"{names.convolution}.weight", delta.conv_width, 1, delta.conv_tokens),
-            one_tensor(names.decay, heads)._replace(held_as="float32"),
-            one_tensor(names.step_bias, heads)._replace(held_as="float32"),
+            convolution._replace(joined=(convolved,)),
+            one_tensor(names.decay, heads, divided=ROWS)._replace(held_as="float32"),
+            one_tensor(names.step_bias, heads, divided=ROWS)._replace(held_as="float32"),
             one_tensor(f"{names.norm}.weight", delta.value_dim),
-            _matrices((names.output,), (hidden,), values, may_be_quantized=True),
+            one_tensor(f"{names.output}.weight", hidden, values, divided=COLUMNS)._replace(may_be_quantized=True),
         ]
 
     def _layers(self, fields: Fields, num_layers: int) -> frozenset[int]:
@@ -93,6 +97,7 @@ class Deltas:
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
 
 
-def _matrices(names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, may_be_quantized: bool = False) -> TensorGroup:
-    pairs = tuple((f"{name}.weight", (width, inputs)) for name, width in zip(names, outputs, strict=True))
-    return TensorGroup(pairs, may_be_quantized=may_be_quantized)
+def _matrices(names: tuple[str, ...], outputs: tuple[Dims, ...], inputs: int) -> TensorGroup:
+    """Returns matrices that one product reads, divided by rows. outputs: of each tensor, the rows of the matrices that it holds."""
+    pairs = tuple((f"{name}.weight", (sum(rows), inputs)) for name, rows in zip(names, outputs, strict=True))
+    return TensorGroup(pairs, divided=ROWS, joined=outputs)

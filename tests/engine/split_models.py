@@ -20,12 +20,13 @@ from engine.cpu.recording.program import Scratch
 from engine.grammar.row_masks import RowMasks
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel, SamplingParams
+from loader.adapters.matrices import decoder_of
 from loader.hf_config import parse_config
 from loader.layout import weight_layout, weights_bytes
 from loader.model_shape import Division, ModelShape
 from loader.slices import split
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
-from tests.engine.model_bench import BLOCK_TOKENS, MAX_LEN, make_table, plan, put
+from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_ROPE, MAX_LEN, make_table, plan, put
 from tests.engine.rank_processes import Rank
 
 VOCAB = 212
@@ -67,6 +68,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-5,
         "hidden_act": "gelu_new",
     },
+    "phi3": {  # queries, keys and values in one tensor, gate and up in another
+        "architectures": ["Phi3ForCausalLM"],
+        "sliding_window": 11,
+        "tie_word_embeddings": False,
+    },
+    "glm4": {
+        "architectures": ["Glm4ForCausalLM"],
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "qwen3.5": {  # gates of attention's output, between layers of the delta rule
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 12,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 4,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "gemma4": {  # all that models without experts have, of which each has some
+        "architectures": ["Gemma4ForCausalLM"],
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 220,
+        "final_logit_softcapping": 9.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": GEMMA4_ROPE,
+    },
 }
 SLOTS = 24
 TOKENS = np.random.default_rng(2).integers(2, VOCAB, (SLOTS, 60)).tolist()
@@ -98,10 +138,12 @@ def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False
     weights = WeightRange(memory, num_bytes)
     weights.map(range(num_chunks))
     for slot in weight_layout(shape, dtype):
-        drawn = _drawn(slot.name, slot.stored_shape, "gemma" in family)
+        drawn = _drawn(slot.name, slot.stored_shape, decoder_of(of_whole).norms_around_one)
+        if slot.name.endswith("q_norm.weight") and of_whole.query_scale == 1.0:  # which norms of queries make up for
+            drawn *= 0.1
         if (cut := slot.cut) is not None:
             drawn = torch.cat([drawn.narrow(cut.axis, begin, end - begin) for begin, end in cut.ranges], cut.axis)
-        weights.tensor(slot.offset_bytes, slot.shape, getattr(torch, dtype)).copy_(drawn)
+        weights.tensor(slot.offset_bytes, slot.shape, getattr(torch, slot.held_as or dtype)).copy_(drawn)
     spec = LoadModel(1, family, "", dtype, "", num_chunks, 0, 0, MAX_LEN, SLOTS, [1])
     ranks = None if whole else SharedRanks(ops, own.rank, own.size, own.broken, own.memory)
     recorded_rows, cpu_model.MAX_RECORDED_ROWS = cpu_model.MAX_RECORDED_ROWS, SLOTS if how.recorded else 0
@@ -115,7 +157,9 @@ def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False
 def _drawn(name: str, shape: tuple[int, ...], norms_around_one: bool) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     if "norm" in name and name.endswith("weight"):
-        return torch.rand(shape, generator=generator) + (-0.5 if norms_around_one else 0.5)
+        return torch.rand(shape, generator=generator) + (-0.5 if norms_around_one and "linear_attn" not in name else 0.5)
+    if name.endswith("A_log"):  # so small that states last
+        return torch.rand(shape, generator=generator) * 4.0 - 4.0
     return torch.randn(shape, generator=generator) * (0.3 if name.endswith("bias") else 0.2)
 
 

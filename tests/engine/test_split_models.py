@@ -71,8 +71,9 @@ def test_ranks_may_compute_in_different_ways(two: RankGroup, hows: tuple[How, ..
     _check_logits(two, "llama-biases", hows)
 
 
-def test_there_may_be_more_ranks_than_kv_heads(four: RankGroup) -> None:
-    _check_logits(four, "llama-biases", (ONE_BY_ONE, RECORDED, PLAIN, PLAIN_ONE_BY_ONE))
+@pytest.mark.parametrize("family", ["llama-biases", "phi3", "gemma4"])
+def test_there_may_be_more_ranks_than_kv_heads(four: RankGroup, family: str) -> None:
+    _check_logits(four, family, (ONE_BY_ONE, RECORDED, PLAIN, PLAIN_ONE_BY_ONE))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -24,7 +24,7 @@ from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightSlot
 from loader.hf_config import parse_config
-from loader.kv_layout import kv_bytes_per_token, kv_groups
+from loader.kv_layout import kv_bytes_per_token, kv_groups, state_bytes
 from loader.layout import (
     block_offsets,
     layout_id,
@@ -34,7 +34,7 @@ from loader.layout import (
     weight_layout,
     weights_bytes,
 )
-from loader.model_shape import LAST_TOKEN, Division, EagleShape, HeadShape, LayerInputShape, ModelShape, SplitShape
+from loader.model_shape import LAST_TOKEN, Division, EagleShape, HeadShape, ModelShape, SplitShape
 from loader.range_plan import joined, plan_reads, staged_spans
 from loader.safetensors import Header, TensorRef
 from loader.slices import split, whole
@@ -42,6 +42,7 @@ from loader.staging import StagingRing
 from loader.weight_files import PACKED_DIR
 from loader.weight_stream import OpenCheckpoint, ReadReport, open_checkpoint, planned_reads, stream_weights
 from loader.work_space import work_space_bytes
+from tests.engine.model_bench import GEMMA4_ROPE
 from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint, write_packable
 from tests.loader.packed_checkpoints import pack_checkpoint
 
@@ -55,9 +56,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": CONFIG | {"architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new", "num_key_value_heads": 4},
     "cohere": CONFIG | {"architectures": ["CohereForCausalLM"]},
     "wrapper": {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": CONFIG | {"model_type": "mistral"}},
+    "phi3": CONFIG | {"architectures": ["Phi3ForCausalLM"], "head_dim": 6},
+    "phi3 with one KV head": CONFIG | {"architectures": ["Phi3ForCausalLM"], "num_key_value_heads": 1},
+    "glm4": CONFIG | {"architectures": ["Glm4ForCausalLM"], "attention_bias": True, "head_dim": 8},
+    "gemma4": CONFIG
+    | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "head_dim": 6,
+        "global_head_dim": 8,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 40,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": GEMMA4_ROPE,
+    },
+    "qwen3.5": CONFIG
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 2,
+    },
 }
-BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "lm_head")
-BY_COLUMNS = ("o_proj", "dense", "down_proj", "fc2")
+BY_ROWS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1", "lm_head")
+BY_ROWS += ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d")
+NUMBERS_OF_HEADS = ("A_log", "dt_bias")
+BY_COLUMNS = ("o_proj", "dense", "down_proj", "fc2", "out_proj")
 # Matrices of 64 KiB and more, whose shares are, too.
 LARGE = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "num_key_value_heads": 4, "vocab_size": 1024, "dtype": "bfloat16"}
 
@@ -74,14 +107,38 @@ def parse(config: dict[str, Any]) -> ModelShape:
     return parse_config(json.dumps(config).encode())
 
 
+def heads_of(name: str, shape: ModelShape) -> HeadShape:
+    return shape.heads_of(int(name.split("layers.")[1].split(".")[0]))
+
+
+def matrices_of(name: str, tensor: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
+    """The matrices that a stored tensor holds one after the other."""
+    module = name.split(".")[-2]
+    if module == "qkv_proj":
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        return [*tensor.split([queries, keys, keys])]
+    if module == "gate_up_proj":
+        return [*tensor.chunk(2)]
+    if module in ("in_proj_qkv", "conv1d") and shape.delta is not None:
+        keys, values = 6 * shape.delta.num_key_heads, 2 * shape.delta.num_value_heads
+        return [*tensor.split([keys, keys, values])]
+    return [tensor]
+
+
+def repeated(tensor: torch.Tensor, heads: HeadShape, size: int) -> torch.Tensor:
+    """Keys or values with each head as often as ranks hold it."""
+    of_heads = tensor.unflatten(0, (heads.num_kv_heads, heads.head_dim))
+    return of_heads.repeat_interleave(max(1, size // heads.num_kv_heads), 0).flatten(0, 1)
+
+
 def part_of(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, size: int) -> torch.Tensor | None:
     """What the rank holds of a stored tensor; None: nothing. shape: of the whole model."""
     module, kind = name.split(".")[-2:]
-    if module in ("k_proj", "v_proj"):
-        heads = tensor.unflatten(0, (shape.num_kv_heads, shape.head_dim)).repeat_interleave(max(1, size // shape.num_kv_heads), 0)
-        return heads.chunk(size)[rank].flatten(0, 1)
-    if module in BY_ROWS:
-        return tensor.chunk(size)[rank]
+    if module in BY_ROWS or kind in NUMBERS_OF_HEADS:
+        matrices = matrices_of(name, tensor, shape)
+        if module in ("k_proj", "v_proj", "qkv_proj"):
+            matrices = [*matrices[:-2], *(repeated(one, heads_of(name, shape), size) for one in matrices[-2:])]
+        return torch.cat([matrix.chunk(size)[rank] for matrix in matrices])
     if module not in BY_COLUMNS:
         return tensor
     if kind == "bias":
@@ -185,9 +242,13 @@ def test_shares_cover_each_tensor_once(name: str, size: int) -> None:
                 covered[slot.name][(slice(None),) * cut.axis + (slice(begin, end),)] += 1
     for tensor, times in covered.items():
         module, kind = tensor.split(".")[-2:]
-        once = module in BY_ROWS + BY_COLUMNS
-        shared = max(1, size // shape.num_kv_heads) if module in ("k_proj", "v_proj") else 1
-        assert (times == (shared if once else size)).all(), (tensor, kind)
+        once = module in BY_ROWS + BY_COLUMNS or kind in NUMBERS_OF_HEADS
+        counted = torch.from_numpy(times)
+        of_keys = ("k_proj", "v_proj", "qkv_proj")
+        keys = [*matrices_of(tensor, counted, shape)[-2:]] if module in of_keys else []
+        for matrix in keys:
+            matrix //= max(1, size // heads_of(tensor, shape).num_kv_heads)
+        assert (counted == (1 if once else size)).all(), (tensor, kind)
 
 
 @pytest.mark.parametrize(
@@ -275,10 +336,17 @@ def test_views_are_of_the_share(tied: bool) -> None:
     assert Weights(shape, "float32", whole_memory).head_rows(name).shape == (32, 16)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_whole_follows_from_a_share(name: str, size: int) -> None:
+    shape = parse(config_of(name))
+    assert [whole(split(shape, rank, Division(size))) for rank in range(size)] == [shape] * size
+
+
 def test_a_share_has_a_layout_of_its_own() -> None:
     shape = parse(CONFIG | BIASES)
     shares = [split(shape, rank, Division(2)) for rank in range(2)]
-    assert [whole(share) for share in (*shares, shape)] == [shape] * 3
+    assert whole(shape) == shape
     assert len({layout_id(one, "float32") for one in (shape, *shares)}) == 3
     assert stored_tensors(shares[1]) == stored_tensors(shape)
     sizes = [weights_bytes(share, "float32") for share in shares]
@@ -316,6 +384,30 @@ def test_kv_and_work_space_are_those_of_the_share() -> None:
     assert work_space_bytes(split(wide, 0, Division(2)), "bfloat16", 512, 8) < work_space_bytes(wide, "bfloat16", 512, 8)
 
 
+def test_kinds_of_heads_are_divided_or_repeated_each_by_itself() -> None:
+    shape = published("gemma-4-31b")
+    assert [(heads.num_kv_heads, heads.head_dim) for heads in shape.kinds_of_heads] == [(4, 512), (16, 256)]
+    share = split(shape, 5, Division(8))
+    assert share.num_heads == shape.num_heads // 8
+    assert [(heads.num_kv_heads, heads.head_dim) for heads in share.kinds_of_heads] == [(1, 512), (2, 256)]
+    of_whole, of_share = (kv_groups(one, "bfloat16", 16) for one in (shape, share))
+    assert [one.block_bytes // own.block_bytes for one, own in zip(of_whole, of_share, strict=True)] == [4, 8]
+    assert whole(share) == replace(shape, block_offsets=())
+    e2b = published("gemma-4-e2b")
+    half = split(e2b, 1, Division(2))
+    assert (half.inner_size_of(0), half.inner_size_of(34)) == (e2b.inner_size_of(0) // 2, e2b.inner_size_of(34) // 2)
+    assert work_space_bytes(e2b, "bfloat16", 512, 8) / 2 < work_space_bytes(half, "bfloat16", 512, 8)  # inputs of layers are whole
+    assert work_space_bytes(half, "bfloat16", 512, 8) < work_space_bytes(e2b, "bfloat16", 512, 8)
+
+
+def test_states_are_of_the_share() -> None:
+    shape = parse(config_of("qwen3.5"))
+    share = split(shape, 0, Division(4))
+    assert state_bytes(shape) == 4 * state_bytes(share) == 4 * (8 * 6 * 2 + 3 * (2 * 4 * 6 + 8 * 2))
+    assert [group.kind for group in kv_groups(share, "float32", 16)] == ["full", "state"]
+    assert kv_groups(share, "float32", 16)[1].block_bytes == state_bytes(share)
+
+
 def test_plans_count_the_largest_share() -> None:
     shape, chunk = parse(LARGE | {"num_hidden_layers": 4}), 64 << 10
     settings = Settings("bfloat16", PLAIN, "", 64, 8, 128, 16, chunk)
@@ -336,18 +428,16 @@ REFUSED = {
     "embeddings": (replace(LLAMA, pooling=LAST_TOKEN), 2, "a decoder that makes vectors"),
     "experts": (published("qwen3-235b-a22b"), 2, "a mixture of experts"),
     "latent": (replace(published("deepseek-v2-lite"), experts=None), 2, "latent attention"),
-    "delta": (replace(published("qwen3-next-80b-a3b"), experts=None), 2, "gated delta rule"),
+    "delta": (
+        replace(published("qwen3-next-80b-a3b"), experts=None, num_kv_heads=16, num_heads=32),
+        32,
+        "linear_num_key_heads 16 is",
+    ),
     "predictor": (replace(LLAMA, predicts=True), 2, "predicts further tokens"),
     "EAGLE-3": (replace(LLAMA, predicts=True, eagle=HEAD), 2, "an EAGLE-3 head"),
     "quantised": (replace(LLAMA, stored_format="gptq by 32"), 2, "a checkpoint in GPTQ with 4 bits"),
-    "inputs": (replace(LLAMA, layer_inputs=LayerInputShape(32, 8)), 2, "inputs of their own"),
-    "gates": (replace(LLAMA, gated_attention=True), 2, "gates of attention's output"),
-    "readers": (replace(LLAMA, num_reading_layers=1), 2, "read the keys and values of others"),
-    "tied keys": (published("gemma-4-31b"), 2, "keys are its values"),
-    "two kinds of heads": (replace(LLAMA, full_heads=HeadShape(1, 8)), 2, "differ in their heads"),
+    "full heads": (replace(LLAMA, full_heads=HeadShape(3, 8)), 2, "num_global_key_value_heads 3 neither divides 2"),
     "wide norms": (parse(CONFIG | {"architectures": ["Olmo2ForCausalLM"]}), 2, "norms over all heads at once"),
-    "fused": (parse(CONFIG | {"architectures": ["Phi3ForCausalLM"]}), 2, "self_attn.qkv_proj, mlp.gate_up_proj"),
-    "fused MLP": (parse(CONFIG | {"architectures": ["Glm4ForCausalLM"]}), 2, r"one tensor \(mlp.gate_up_proj\)"),
     "heads": (LLAMA, 8, "num_attention_heads 4 is no multiple of 8"),
     "KV heads": (GROUPED, 4, "num_key_value_heads 6 neither divides 4"),
     "MLP": (parse(CONFIG | {"intermediate_size": 25}), 2, "intermediate_size 25 is no multiple of 2"),
