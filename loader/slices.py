@@ -103,12 +103,11 @@ def _unserved_kind(shape: ModelShape) -> str:
     kinds = (
         (shape.is_encoder, "an encoder"),
         (bool(shape.pooling), "a decoder that makes vectors"),
-        (shape.experts is not None, "a mixture of experts"),
+        (shape.experts is not None and len(shape.experts.dense_layers) < shape.num_layers, "a mixture of experts"),
         (shape.latent is not None, "a model with latent attention"),
         (shape.eagle is not None, "a model with an EAGLE-3 head"),
         (shape.predicts, "a model with a layer that predicts further tokens"),
         (bool(shape.stored_format), f"a checkpoint in {FORMATS[shape.stored_format].title or shape.stored_format}"),
-        (shape.whole_width_norms, "a model with norms over all heads at once"),
     )
     return next((kind for holds, kind in kinds if holds), "")
 

@@ -166,6 +166,8 @@ def work_space_bytes(
     attention = tokens * (query + 2 * key) * (2 * item + 4) + tokens * query * (item + 4) + tokens * shape.widest_head_dim * 2 * 4
     if shape.whole_width_norms:  # the queries, and their norms
         attention += tokens * 2 * query * item
+        if shape.split is not None:  # in float32, too, as they are and divided
+            attention += tokens * 2 * query * 4
     tile = min(PREFILL_TILE_TOKENS, max_num_batched_tokens)
     # one row's context as gathered and as scaled_dot_product_attention repeats it for each query head; its causal mask
     gathered = context * 2 * (2 * key + query) * item + tile * context * 5

@@ -271,6 +271,15 @@ class CpuOps:
         normed = self.rms_norm(rows, weight, eps, around_one)
         call(columns.copy_, normed.view(normed.shape))
 
+    def column_squares(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+        out = empty(x, len(x), len(widths), torch.float32)
+        call(reference.column_squares, x.view(x.shape), widths, out.view(out.shape))
+        return out
+
+    def norm_columns_by(self, x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
+        own = tuple(weight.view(weight.shape) for weight in weights)
+        call(reference.norm_columns_by, x.view(x.shape), own, squares.view(squares.shape), parts, eps)
+
     def normed_columns(self, x: Tensor, first: int, weight: Tensor, eps: float) -> Tensor:
         rows = empty(x, len(x), len(weight))
         call(rows.view(rows.shape).copy_, x[:, first : first + len(weight)])

@@ -100,6 +100,14 @@ class CudaOps:
         columns = x[:, first : first + len(weight)]
         columns.copy_(entry.rms_norm(columns.contiguous(), weight, eps, around_one))  # kernels take contiguous rows
 
+    def column_squares(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+        out = x.new_empty(len(x), len(widths), dtype=torch.float32)
+        reference.column_squares(x, widths, out)
+        return out
+
+    def norm_columns_by(self, x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
+        reference.norm_columns_by(x, weights, squares, parts, eps)
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return entry.gate_and_mul(gate_up, gelu=False)
 

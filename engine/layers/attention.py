@@ -7,6 +7,7 @@ from typing import Generic
 
 from torch import Tensor
 
+from engine.contracts.ranks import Ranks
 from engine.layers.projection import Projection
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, HeadNorms, Ops
@@ -17,10 +18,12 @@ from loader.model_shape import ModelShape
 class Attention(Generic[BatchT]):
     """The attention of one layer: x [T, hidden] -> [T, hidden]. It stores the keys and values of the T tokens before it reads
     any. The window and the angles of the rotary embedding are those of the layer's KV group. A layer that reads the KV of another
-    one makes queries alone, and stores nothing."""
+    one makes queries alone, and stores nothing. ranks: of a split model, whose norms may be over the heads of all of them."""
 
-    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
-        self.ops = ops
+    def __init__(
+        self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int, ranks: Ranks | None = None
+    ) -> None:
+        self.ops, self.ranks = ops, ranks
         names, prefix = family.names, family.names.layer.format(layer)
         heads = shape.heads_of(layer)
         self.qkv = Projection(ops, weights, prefix, names.of_heads(heads))
@@ -57,10 +60,20 @@ class Attention(Generic[BatchT]):
         if self.keys_are_values:
             qkv = ops.columns_twice(made, self.heads * self.head_dim)
         if (norms := self.whole_width_norms) is not None:
-            ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
-            ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)
+            self._norm_all_heads(qkv, norms)
         ops.rope_and_store(qkv, self.head_norms, self.layer, self.heads, batch, self.interleaved, self.num_turned)
         attended = ops.attention(qkv, self.layer, self.heads, self.scale, self.softcap, batch, self.sinks)
         if self.gated:
             ops.gate_heads(attended, made, self.head_dim)
         return self.output(attended, batch)
+
+    def _norm_all_heads(self, qkv: Tensor, norms: HeadNorms) -> None:
+        """Normalises all queries of a token at once, and all keys, in place. Where several ranks hold a key head, it counts as
+        often in the sum of squares and in its width alike."""
+        if self.ranks is None:
+            self.ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
+            self.ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)
+            return
+        squares = self.ops.column_squares(qkv, (len(norms.query), len(norms.key)))
+        self.ranks.sum(squares)
+        self.ops.norm_columns_by(qkv, (norms.query, norms.key), squares, self.ranks.size, norms.eps)

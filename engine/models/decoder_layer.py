@@ -41,10 +41,13 @@ class DecoderLayer(Generic[BatchT]):
         self.parallel, self.scale = shape.parallel_branches, shape.branch_scale
         of_norm = (ops, family, shape, weights, prefix)
         self.attention_norm = Norm.named(*of_norm, names.attention_norm)
-        attention = GatedDelta if has_delta_rule(shape, layer) else Attention if shape.latent is None else LatentAttention
-        self.attention: Attention[BatchT] | LatentAttention[BatchT] | GatedDelta[BatchT] = attention(
-            ops, family, shape, weights, layer
-        )
+        self.attention: Attention[BatchT] | LatentAttention[BatchT] | GatedDelta[BatchT]
+        if has_delta_rule(shape, layer):
+            self.attention = GatedDelta(ops, family, shape, weights, layer)
+        elif shape.latent is not None:
+            self.attention = LatentAttention(ops, family, shape, weights, layer)
+        else:
+            self.attention = Attention(ops, family, shape, weights, layer, ranks)
         self.attended_norm = Norm.named(*of_norm, names.attended_norm)
         self.mlp_norm = Norm.named(*of_norm, names.mlp_norm)
         mlp = MixtureOfExperts if has_experts(shape, layer) else MLP

@@ -393,6 +393,16 @@ class Ops(SamplingOps, Protocol[BatchT_contra]):
         """Normalises columns first to first + W of x [T, N] in place, as rms_norm does with weight [W]."""
         ...
 
+    def column_squares(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """Returns the sums of squares [T, C], in float32, of C ranges of x's columns, which follow each other and are `widths`
+        wide."""
+        ...
+
+    def norm_columns_by(self, x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
+        """Normalises C ranges of x's columns in place, as rms_norm does with weights [W] of each range, where what is normalised
+        has `parts` times as many columns, and sums of squares [T, C]."""
+        ...
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """Returns silu(gate) * up as [T, W]; gate_up is [T, 2 W]."""
         ...

@@ -240,6 +240,24 @@ def add_and_scale(update: Tensor, residual: Tensor, factor: Tensor) -> None:
     residual.add_(update).mul_(factor)
 
 
+def column_squares(x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
+    """Writes the sums of squares of x's columns, ranges of these widths, to out [T, C] float32."""
+    for place, columns in enumerate(x.split([*widths, x.shape[1] - sum(widths)], 1)[:-1]):
+        torch.linalg.vector_norm(columns, dim=1, dtype=torch.float32, out=out[:, place])
+    out.square_()
+
+
+def norm_columns_by(x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
+    """Divides ranges of x's columns by the root of their mean squares in place, times weights [W] of each range, rounded as
+    rms_norm does. squares [T, C]: their sums over `parts` times as many columns."""
+    first = 0
+    for weight, sums in zip(weights, squares.unbind(1), strict=True):
+        columns = x[:, first : first + len(weight)]
+        factors = torch.rsqrt(sums / (parts * len(weight)) + eps)
+        columns.copy_(weight * (columns.float() * factors.unsqueeze(1)).to(x.dtype))
+        first += len(weight)
+
+
 def columns_twice(x: Tensor, first: int, out: Tensor) -> None:
     """Writes x [T, N] and once more its columns from `first` on to out [T, 2 N - first]."""
     torch.cat((x, x[:, first:]), 1, out=out)

@@ -293,13 +293,18 @@ class Decoder:
         before = [
             *self._norms(hidden, names.attention_norm),
             *_projections(names.of_heads(heads), made, hidden, shape.attention_bias, ROWS, heads.head_dim),
-            *(_weights(query_norm, names.query_norm) if shape.has_head_norms else []),
-            *(_weights(key_norm, names.key_norm) if shape.has_head_norms and not heads.reads_only else []),
+            *(self._head_norms(query_norm, names.query_norm, heads) if shape.has_head_norms else []),
+            *(self._head_norms(key_norm, names.key_norm, heads) if shape.has_head_norms and not heads.reads_only else []),
             *_projections((names.attention_output,), (hidden,), query, shape.output_bias, COLUMNS, heads.head_dim),
             *_sinks(names.sinks, shape.num_heads),
             *self._norms(hidden, names.attended_norm, names.mlp_norm),
         ]
         return before, self._norms(hidden, names.mlp_output_norm)
+
+    def _head_norms(self, width: int, name: str, heads: HeadShape) -> list[TensorGroup]:
+        """Returns the tensor group of the norm of queries or keys. One over all heads is divided as they are."""
+        divided = ROWS if self.whole_width_norms else ""
+        return [group._replace(divided=divided, unit=heads.head_dim) for group in _weights(width, name)]
 
     def _norms(self, width: int, *names: str) -> list[TensorGroup]:
         """Returns the tensor groups of the norms that the family has, whose names are not ""."""

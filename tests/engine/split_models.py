@@ -80,6 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "tie_word_embeddings": False, "head_dim": 6},
     "qwen3.5": {  # gates of attention's output, between layers of the delta rule
         "architectures": ["Qwen3_5ForCausalLM"],
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -89,6 +90,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 4,
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "qwen3-next": {  # one matrix for all inputs of a layer of the delta rule, key head by key head; no layer has experts
+        "architectures": ["Qwen3NextForCausalLM"],
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 4,
+        "mlp_only_layers": [0, 1, 2],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
     "gemma4": {  # all that models without experts have, of which each has some
         "architectures": ["Gemma4ForCausalLM"],

@@ -71,12 +71,12 @@ def test_ranks_may_compute_in_different_ways(two: RankGroup, hows: tuple[How, ..
     _check_logits(two, "llama-biases", hows)
 
 
-@pytest.mark.parametrize("family", ["llama-biases", "phi3", "gemma4"])
+@pytest.mark.parametrize("family", ["llama-biases", "phi3", "olmo2", "gemma4"])
 def test_there_may_be_more_ranks_than_kv_heads(four: RankGroup, family: str) -> None:
     _check_logits(four, family, (ONE_BY_ONE, RECORDED, PLAIN, PLAIN_ONE_BY_ONE))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
 def test_bfloat16_agrees_to_its_precision(two: RankGroup, family: str) -> None:
     exact, whole = (_on_one_device(two, family, dtype) for dtype in ("float32", "bfloat16"))
     two.renew()

@@ -58,6 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "wrapper": {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": CONFIG | {"model_type": "mistral"}},
     "phi3": CONFIG | {"architectures": ["Phi3ForCausalLM"], "head_dim": 6},
     "phi3 with one KV head": CONFIG | {"architectures": ["Phi3ForCausalLM"], "num_key_value_heads": 1},
+    "olmo2": CONFIG | {"architectures": ["Olmo2ForCausalLM"]},
     "glm4": CONFIG | {"architectures": ["Glm4ForCausalLM"], "attention_bias": True, "head_dim": 8},
     "gemma4": CONFIG
     | {
@@ -139,6 +140,9 @@ def part_of(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, size:
         if module in ("k_proj", "v_proj", "qkv_proj"):
             matrices = [*matrices[:-2], *(repeated(one, heads_of(name, shape), size) for one in matrices[-2:])]
         return torch.cat([matrix.chunk(size)[rank] for matrix in matrices])
+    if module in ("q_norm", "k_norm") and shape.whole_width_norms:
+        heads = heads_of(name, shape)
+        return (repeated(tensor, heads, size) if module == "k_norm" else tensor).chunk(size)[rank]
     if module not in BY_COLUMNS:
         return tensor
     if kind == "bias":
@@ -242,9 +246,10 @@ def test_shares_cover_each_tensor_once(name: str, size: int) -> None:
                 covered[slot.name][(slice(None),) * cut.axis + (slice(begin, end),)] += 1
     for tensor, times in covered.items():
         module, kind = tensor.split(".")[-2:]
-        once = module in BY_ROWS + BY_COLUMNS or kind in NUMBERS_OF_HEADS
+        of_all_heads = module in ("q_norm", "k_norm") and shape.whole_width_norms
+        once = module in BY_ROWS + BY_COLUMNS or kind in NUMBERS_OF_HEADS or of_all_heads
         counted = torch.from_numpy(times)
-        of_keys = ("k_proj", "v_proj", "qkv_proj")
+        of_keys = ("k_proj", "v_proj", "qkv_proj", "k_norm" if of_all_heads else "")
         keys = [*matrices_of(tensor, counted, shape)[-2:]] if module in of_keys else []
         for matrix in keys:
             matrix //= max(1, size // heads_of(tensor, shape).num_kv_heads)
@@ -437,7 +442,6 @@ REFUSED = {
     "EAGLE-3": (replace(LLAMA, predicts=True, eagle=HEAD), 2, "an EAGLE-3 head"),
     "quantised": (replace(LLAMA, stored_format="gptq by 32"), 2, "a checkpoint in GPTQ with 4 bits"),
     "full heads": (replace(LLAMA, full_heads=HeadShape(3, 8)), 2, "num_global_key_value_heads 3 neither divides 2"),
-    "wide norms": (parse(CONFIG | {"architectures": ["Olmo2ForCausalLM"]}), 2, "norms over all heads at once"),
     "heads": (LLAMA, 8, "num_attention_heads 4 is no multiple of 8"),
     "KV heads": (GROUPED, 4, "num_key_value_heads 6 neither divides 4"),
     "MLP": (parse(CONFIG | {"intermediate_size": 25}), 2, "intermediate_size 25 is no multiple of 2"),
