@@ -39,10 +39,21 @@ ASKED: dict[str, dict[str, Any]] = {
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("split")
     windows = {"architecture": "Gemma2ForCausalLM", "model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 16}
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 4}
     others: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, **windows}
     return {
         "a": str(make_model(folder / "a", seed=1, hidden_size=64)),
         "b": str(make_model(folder / "b", seed=2, hidden_size=64, **others)),  # two KV groups
+        "c": str(
+            make_model(
+                folder / "c",
+                seed=3,
+                architecture="Qwen3_5ForCausalLM",
+                model_type="qwen3_5_text",
+                layer_types=["linear_attention", "full_attention"],
+                **delta,
+            )
+        ),
     }
 
 
@@ -119,6 +130,16 @@ def test_whatever_is_asked_a_split_model_says_what_a_whole_one_says(two: Engines
         num_drafted += said.num_drafted + again.num_drafted
         two.evict("a")
     assert num_drafted, "prompt lookup drafted nothing"
+
+
+def test_sequences_may_have_states(two: Engines, paths: dict[str, str]) -> None:
+    how = settings(paths["c"])
+    two.load_alone(paths["c"], "c", 0, **how)
+    whole = Said(two, 0, "c")
+    two.evict_alone("c", 0)
+    two.load(paths["c"], "c", [1, 0], **how)
+    Said(two, 1, "c").check(whole)
+    two.evict("c")
 
 
 def test_two_split_models_and_single_ones_beside_each_other(two: Engines, paths: dict[str, str]) -> None:

@@ -49,6 +49,26 @@ def test_rms_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: f
     same(*both(monkeypatch, add))
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_norms_by_sums_of_squares(dtype: torch.dtype, parts: int) -> None:
+    """Each part of the columns is divided by the root of the mean over all parts."""
+    whole = random(7, 2 * 48 + 2 * 16 + 10, dtype=dtype)
+    weights = random(2 * 48, dtype=dtype), random(2 * 16, dtype=dtype)
+    expected = whole.clone()
+    ops.norm_columns(expected, 0, weights[0], 1e-5, False)
+    ops.norm_columns(expected, 96, weights[1], 1e-5, False)
+    columns = [torch.cat([one.chunk(parts)[part] for one in torch.arange(128).split([96, 32])]) for part in range(parts)]
+    rest = torch.arange(128, 138)
+    own = [whole[:, torch.cat([some, rest])].contiguous() for some in columns]
+    widths = 96 // parts, 32 // parts
+    squares = torch.stack([ops.column_squares(one, widths) for one in own]).sum(0)
+    assert squares.dtype is torch.float32
+    for part, one in enumerate(own):
+        ops.norm_columns_by(one, tuple(weight.chunk(parts)[part] for weight in weights), squares, parts, 1e-5)
+        same(one[:, :-10], expected[:, columns[part]])
+        assert torch.equal(one[:, -10:], whole[:, -10:])
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
 def test_layer_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, scale: float, threads: int) -> None:
