@@ -104,7 +104,6 @@ def _unserved_kind(shape: ModelShape) -> str:
         (shape.is_encoder, "an encoder"),
         (bool(shape.pooling), "a decoder that makes vectors"),
         (shape.experts is not None and len(shape.experts.dense_layers) < shape.num_layers, "a mixture of experts"),
-        (shape.latent is not None, "a model with latent attention"),
         (shape.eagle is not None, "a model with an EAGLE-3 head"),
         (shape.predicts, "a model with a layer that predicts further tokens"),
         (bool(shape.stored_format), f"a checkpoint in {FORMATS[shape.stored_format].title or shape.stored_format}"),

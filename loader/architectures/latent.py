@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loader.architectures.architecture import TensorGroup, one_tensor
+from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, TensorGroup, one_tensor
 from loader.config_fields import Fields
 from loader.model_shape import LatentShape
 
@@ -70,10 +70,10 @@ class Latents:
         return fields.boolean(self.interleaved_key, True) if self.interleaved_key else True
 
     def tensor_groups(self, latent: LatentShape, num_heads: int, hidden: int, has_bias: bool) -> list[TensorGroup]:
-        """Returns the groups of one layer's attention, with names that lack the layer's prefix."""
+        """Returns the groups of one layer's attention, with names that lack the layer's prefix. Devices divide what is of heads.
+        Each of them makes and keeps the latents of all tokens, with all that this takes."""
         names, rank = self.names, latent.query_rank
-        queries, values = num_heads * (latent.plain_dim + latent.rope_dim), num_heads * latent.value_dim
-        keys_values = num_heads * (latent.plain_dim + latent.value_dim)
+        of_query, of_key_value = latent.plain_dim + latent.rope_dim, latent.plain_dim + latent.value_dim
         widths = (rank, latent.token_values) if rank else (latent.token_values,)
         together = list(zip(names.read_together(latent), widths, strict=True))
         down = tuple((f"{name}.weight", (width, hidden)) for name, width in together)
@@ -81,14 +81,16 @@ class Latents:
         if has_bias:
             groups.append(TensorGroup(tuple((f"{name}.bias", (width,)) for name, width in together)))
         if rank:
-            groups += [one_tensor(f"{names.query_norm}.weight", rank), _matrix(names.query_up, queries, rank)]
-        else:
-            groups.append(_matrix(names.queries, queries, hidden))
-        up = _matrix(names.up, keys_values, latent.rank)._replace(may_be_reordered=False)  # heads' products read it both ways
-        groups += [one_tensor(f"{names.norm}.weight", latent.rank), up]
-        groups.append(_matrix(names.output, hidden, values))
-        return [*groups, one_tensor(f"{names.output}.bias", hidden)] if has_bias else groups
+            groups.append(one_tensor(f"{names.query_norm}.weight", rank))
+        queries, inputs = (names.query_up, rank) if rank else (names.queries, hidden)
+        groups.append(_matrix(queries, num_heads * of_query, inputs, ROWS, of_query))
+        up = _matrix(names.up, num_heads * of_key_value, latent.rank, ROWS, of_key_value)
+        # heads' products read it both ways
+        groups += [one_tensor(f"{names.norm}.weight", latent.rank), up._replace(may_be_reordered=False)]
+        groups.append(_matrix(names.output, hidden, num_heads * latent.value_dim, COLUMNS, latent.value_dim))
+        return [*groups, one_tensor(f"{names.output}.bias", hidden, divided=FIRST_ALONE)] if has_bias else groups
 
 
-def _matrix(name: str, outputs: int, inputs: int) -> TensorGroup:
-    return TensorGroup(((f"{name}.weight", (outputs, inputs)),), may_be_quantized=True, may_be_reordered=True)
+def _matrix(name: str, outputs: int, inputs: int, divided: str, unit: int) -> TensorGroup:
+    matrix = ((f"{name}.weight", (outputs, inputs)),)
+    return TensorGroup(matrix, may_be_quantized=True, may_be_reordered=True, divided=divided, unit=unit)

@@ -18,6 +18,7 @@ from loader.model_shape import Division
 from scheduler.node import events
 from tests.e2e.checkpoints import make_head, make_model
 from tests.e2e.test_embeddings import make_encoder
+from tests.loader import test_predictor as predictors
 from tests.loader.adapters import adapter_tensors, modules_of, write_adapter
 from tests.loader.checkpoints import shape as shape_of_checkpoint
 from tests.loader.checkpoints import write_checkpoint
@@ -99,6 +100,18 @@ async def test_a_head_beside_it_is_left_out(tmp_path: Path) -> None:
     split = await registry_of(tmp_path, m=ModelConfig(parallel=TWO))
     assert split.resolve("m").speculator == "prompt-lookup"
     assert split.resolve("m").fingerprint != whole.resolve("m").fingerprint
+
+
+async def test_a_layer_that_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
+    config = predictors.config_of("deepseek-v3", first_k_dense_replace=2)
+    shape = predictors.write(tmp_path / "m", config, predictors.tensors_of(config)).shape
+    assert shape is not None
+    assert (await registry_of(tmp_path)).resolve("m").speculator == "mtp", "or this test says nothing"
+    split = await registry_of(tmp_path, m=ModelConfig(parallel=TWO))
+    assert split.resolve("m").speculator == "prompt-lookup"
+    facts = split.models["m"].facts
+    assert facts.weights_bytes == layout.share_weights_bytes(shape, "float32", Division(2))
+    assert facts.kv_bytes_per_token == 2 * (32 + 8) * 4, "the latents of two layers, whole"
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,15 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": MAX_LEN,
     "rms_norm_eps": 1e-5,
 }
+# Sizes of latent attention that all differ, in layers without experts; the longest chunks make keys and values of the latents.
+LATENTS: dict[str, Any] = {
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
     "llama-biases": {
@@ -118,6 +127,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_parameters": GEMMA4_ROPE,
     },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": True,
+        "q_lora_rank": 40,
+        **LATENTS,
+    },
+    "deepseek-v2": {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "tie_word_embeddings": True, **LATENTS},
 }
 SLOTS = 24
 TOKENS = np.random.default_rng(2).integers(2, VOCAB, (SLOTS, 60)).tolist()

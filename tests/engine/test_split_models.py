@@ -76,6 +76,11 @@ def test_there_may_be_more_ranks_than_kv_heads(four: RankGroup, family: str) -> 
     _check_logits(four, family, (ONE_BY_ONE, RECORDED, PLAIN, PLAIN_ONE_BY_ONE))
 
 
+@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2"])
+def test_latents_are_whole_on_each_of_several_ranks(four: RankGroup, family: str) -> None:
+    _check_logits(four, family, (RECORDED, ONE_BY_ONE, PLAIN, RECORDED))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
 def test_bfloat16_agrees_to_its_precision(two: RankGroup, family: str) -> None:
     exact, whole = (_on_one_device(two, family, dtype) for dtype in ("float32", "bfloat16"))

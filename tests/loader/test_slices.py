@@ -43,11 +43,21 @@ from loader.weight_files import PACKED_DIR
 from loader.weight_stream import OpenCheckpoint, ReadReport, open_checkpoint, planned_reads, stream_weights
 from loader.work_space import work_space_bytes
 from tests.engine.model_bench import GEMMA4_ROPE
+from tests.loader import test_predictor as predictors
 from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint, write_packable
 from tests.loader.packed_checkpoints import pack_checkpoint
 
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+LATENTS = {
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 2,
+    "moe_intermediate_size": 32,
+    "num_key_value_heads": 4,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": CONFIG | BIASES,
     "one KV head": CONFIG | {"num_key_value_heads": 1, "head_dim": 6},
@@ -55,6 +65,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": CONFIG | {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "absent", "head_dim": 8, "sliding_window": 16},
     "phi": CONFIG | {"architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new", "num_key_value_heads": 4},
     "cohere": CONFIG | {"architectures": ["CohereForCausalLM"]},
+    "latents": CONFIG | LATENTS | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 12, "attention_bias": True},
+    "latents, one matrix of queries": CONFIG | LATENTS | {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None},
     "wrapper": {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": CONFIG | {"model_type": "mistral"}},
     "phi3": CONFIG | {"architectures": ["Phi3ForCausalLM"], "head_dim": 6},
     "phi3 with one KV head": CONFIG | {"architectures": ["Phi3ForCausalLM"], "num_key_value_heads": 1},
@@ -88,8 +100,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 2,
     },
 }
-BY_ROWS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1", "lm_head")
-BY_ROWS += ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d")
+BY_ROWS = (
+    "q_proj",
+    "q_b_proj",
+    "kv_b_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "fc1",
+    "lm_head",
+)
+BY_ROWS += ("lm_head", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d")
 NUMBERS_OF_HEADS = ("A_log", "dt_bias")
 BY_COLUMNS = ("o_proj", "dense", "down_proj", "fc2", "out_proj")
 # Matrices of 64 KiB and more, whose shares are, too.
@@ -413,6 +437,36 @@ def test_states_are_of_the_share() -> None:
     assert kv_groups(share, "float32", 16)[1].block_bytes == state_bytes(share)
 
 
+@pytest.mark.parametrize("name", ["latents", "latents, one matrix of queries"])
+def test_latents_are_kept_whole_by_each_rank(name: str) -> None:
+    shape = parse(FAMILIES[name] | {"vocab_size": 64, "max_position_embeddings": 4096})
+    shares = [split(shape, rank, Division(4)) for rank in range(4)]
+    assert [whole(share) for share in shares] == [shape] * 4
+    assert {(share.num_heads, share.num_kv_heads, share.head_dim) for share in shares} == {(1, 1, 10)}
+    assert {kv_bytes_per_token(one, "bfloat16") for one in (shape, *shares)} == {2 * (20 + 4) * 2}
+    assert len({kv_groups(one, "bfloat16", 16) for one in (shape, *shares)}) == 1
+    own, every = (work_space_bytes(replace(one, experts=None), "bfloat16", 512, 8) for one in (shares[0], shape))
+    assert own < every
+
+
+def test_kv_heads_in_the_file_mean_nothing_beside_latents() -> None:
+    """GLM-4.7-Flash has 20 heads, and as many of KV by its file, but one latent for all of them."""
+    flash = replace(published("glm-4.7-flash"), experts=None)
+    assert [split(flash, 3, Division(size)).num_heads for size in (4, 10, 20)] == [5, 2, 1]
+    uneven = parse(FAMILIES["latents"] | {"num_attention_heads": 12, "num_key_value_heads": 3, "intermediate_size": 48})
+    assert split(uneven, 1, Division(4)).num_heads == 3
+
+
+def test_the_layer_that_predicts_further_tokens_is_left_out_of_shares(tmp_path: Path) -> None:
+    config = predictors.config_of("deepseek-v3", first_k_dense_replace=2)
+    found = predictors.write(tmp_path / "m", config, predictors.tensors_of(config))
+    assert found.predicting is not None, "or this test says nothing"
+    held, source, _ = load(tmp_path / "m", "float32", 1, 2)
+    assert source.shape == split(found.shape or LLAMA, 1, Division(2))
+    assert held.keys() == parameter_shapes(source.shape).keys()
+    assert not any(name.startswith(predictors.PREFIX) for name in held)
+
+
 def test_plans_count_the_largest_share() -> None:
     shape, chunk = parse(LARGE | {"num_hidden_layers": 4}), 64 << 10
     settings = Settings("bfloat16", PLAIN, "", 64, 8, 128, 16, chunk)
@@ -432,7 +486,6 @@ REFUSED = {
     "encoder": (parse(CONFIG | {"architectures": ["BertModel"], "hidden_act": "gelu"}), 2, "an encoder is served on one device"),
     "embeddings": (replace(LLAMA, pooling=LAST_TOKEN), 2, "a decoder that makes vectors"),
     "experts": (published("qwen3-235b-a22b"), 2, "a mixture of experts"),
-    "latent": (replace(published("deepseek-v2-lite"), experts=None), 2, "latent attention"),
     "delta": (
         replace(published("qwen3-next-80b-a3b"), experts=None, num_kv_heads=16, num_heads=32),
         32,
@@ -443,9 +496,11 @@ REFUSED = {
     "quantised": (replace(LLAMA, stored_format="gptq by 32"), 2, "a checkpoint in GPTQ with 4 bits"),
     "full heads": (replace(LLAMA, full_heads=HeadShape(3, 8)), 2, "num_global_key_value_heads 3 neither divides 2"),
     "heads": (LLAMA, 8, "num_attention_heads 4 is no multiple of 8"),
+    "heads that read latents": (parse(FAMILIES["latents"]), 8, "num_attention_heads 4 is no multiple of 8"),
     "KV heads": (GROUPED, 4, "num_key_value_heads 6 neither divides 4"),
     "MLP": (parse(CONFIG | {"intermediate_size": 25}), 2, "intermediate_size 25 is no multiple of 2"),
     "vocabulary": (parse(CONFIG | {"vocab_size": 33}), 2, "vocab_size 33 is no multiple of 2"),
+    "predictor beside latents": (replace(parse(FAMILIES["latents"]), predicts=True), 2, "predicts further tokens"),
     "share": (split(LLAMA, 0, Division(2)), 2, "a share of a model already"),
 }
 
