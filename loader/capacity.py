@@ -1,8 +1,8 @@
 """Computes what a model takes on devices that need not be there: its weights, its work space, its KV, and the tokens that fit.
 
-On several devices the sums are those of tensor parallelism: each device holds an equal part of the matrices and of the KV heads, or
-one KV head where there are fewer heads than devices, and a work space of its own. For models that can be split over cpu devices
-(loader/slices.py) they are those of the largest share; for others what one would expect.
+On several devices the sums are those of the largest share, as it would be loaded (loader/slices.py). For what is not split they are
+what one would expect of tensor parallelism: each device holds an equal part of the matrices and of the KV heads, or one KV head
+where there are fewer heads than devices, and a work space of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from loader.formats.plain import PLAIN
+from loader.errors import CheckpointError
 from loader.formats.weight_format import WeightFormat
 from loader.gpu_sizing import gpu_work_space_bytes
 from loader.kv_layout import (
@@ -24,17 +24,22 @@ from loader.kv_layout import (
 )
 from loader.layout import num_parameters, share_weights_bytes, weights_bytes
 from loader.model_shape import Division, ModelShape
-from loader.slices import refusal, split
+from loader.slices import split
 from loader.work_space import work_space_bytes
 
 
 @dataclass(slots=True, frozen=True)
 class Devices:
-    """Equal devices. kind: cuda or cpu. budget_bytes: what models may use of each."""
+    """Equal devices. kind: cuda or cpu. budget_bytes: what models may use of each. expert_parts: as in Division."""
 
     kind: str
     num_devices: int
     budget_bytes: int
+    expert_parts: int = 1
+
+    @property
+    def division(self) -> Division:
+        return Division(self.num_devices, self.expert_parts)
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,7 +86,8 @@ class Share:
     """What a model takes and leaves on each of `devices`. All bytes are of one device. free_bytes: what is left for KV, below 0
     where so much is missing. kv_token_bytes: of one token in the layers that see all tokens. sequence_bytes: of the KV of one
     sequence of max_model_len. tokens: the longest sequence whose KV fits (None: any length, since no layer sees all tokens).
-    sequences: how many of max_model_len fit at once."""
+    sequences: how many of max_model_len fit at once. not_split: why the model is not loaded in such shares; "": it is, or there is
+    one device."""
 
     devices: Devices
     weights_bytes: int
@@ -91,6 +97,7 @@ class Share:
     sequence_bytes: int
     tokens: int | None
     sequences: int
+    not_split: str
 
     @property
     def fits(self) -> bool:
@@ -144,10 +151,10 @@ def _kv_need(group: KVGroupSpec) -> KVNeed:
 
 def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
     chunk = settings.chunk_bytes
-    if _is_split(shape, settings, devices):
-        division = Division(devices.num_devices)
-        own = split(shape, 0, division)
-        of_weights, of_step = share_weights_bytes(shape, settings.dtype, division), own
+    not_split = why_not_split(shape, settings, devices)
+    if devices.num_devices > 1 and not not_split:
+        own = of_step = split(shape, 0, devices.division)
+        of_weights = share_weights_bytes(shape, settings.dtype, devices.division, settings.weight_format)
     else:
         own, of_step = _on_each(shape, devices.num_devices), shape
         of_weights = math.ceil(weights_bytes(shape, settings.dtype, settings.weight_format) / devices.num_devices)
@@ -167,13 +174,21 @@ def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
         sequence_bytes=sequence,
         tokens=max(0, free - windows) // token if token else None,
         sequences=max(0, free // sequence) if sequence else int(free >= 0),
+        not_split=not_split,
     )
 
 
-def _is_split(shape: ModelShape, settings: Settings, devices: Devices) -> bool:
-    """Returns whether the model would be served by shares on these devices."""
-    several_cpus = devices.kind == "cpu" and devices.num_devices > 1
-    return several_cpus and settings.weight_format == PLAIN and not refusal(shape, Division(devices.num_devices))
+def why_not_split(shape: ModelShape, settings: Settings, devices: Devices) -> str:
+    """Returns why the model is not loaded in shares on several such devices; "": it is, or there is one device."""
+    if devices.num_devices == 1:
+        return ""
+    if devices.kind != "cpu":
+        return f"models are not split over {devices.kind} devices yet"
+    try:
+        share_weights_bytes(shape, settings.dtype, devices.division, settings.weight_format)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:

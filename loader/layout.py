@@ -202,7 +202,7 @@ def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
     return max(aligned(last.offset_bytes + last.num_bytes) for last in ends)
 
 
-def share_weights_bytes(shape: ModelShape, dtype: str, division: Division) -> int:
+def share_weights_bytes(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat = PLAIN) -> int:
     """Returns how many bytes each device of a division maps for its share of a model's weights: those of the largest share. Raises
     UnsupportedModel."""
-    return max(weights_bytes(split(shape, rank, division), dtype) for rank in range(division.size))
+    return max(weights_bytes(split(shape, rank, division), dtype, weight_format) for rank in range(division.size))

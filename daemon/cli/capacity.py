@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from config import units
+from config import parallel, units
 from config.devices import CUDA_LEFT_BYTES
 from config.load import CUDA_DEFAULTS, DTYPES
-from config.schema import ModelConfig, NodeConfig
+from config.schema import ModelConfig, NodeConfig, ParallelConfig
 from daemon.cli.client import CommandError
 from daemon.cli.table import size
 from daemon.errors import EXIT_NO_FIT, EXIT_OK, EXIT_USAGE
@@ -43,11 +43,16 @@ def capacity_plan(options: argparse.Namespace) -> int:
     described = _described(options.config)
     settings = _settings(options, described.shape, kind)
     budget_bytes = max(0, memory_bytes - (CUDA_LEFT_BYTES if kind == "cuda" else 0))
-    # on one device, as this version places it, and divided over all of them
-    devices = [capacity.Devices(kind, number, budget_bytes) for number in sorted({1, num_devices} - {0}) if num_devices]
-    speculator = _speculator(options, described, kind)
-    shares = [capacity.share_of(speculator.shape, settings, each) for each in devices]
-    if shares and speculator.shape is not described.shape and not any(share.fits for share in shares):
+    division = _division(options, num_devices)
+    if division is None:  # on one device, and divided over all of them
+        devices = [capacity.Devices(kind, number, budget_bytes) for number in sorted({1, num_devices} - {0}) if num_devices]
+    else:
+        devices = [capacity.Devices(kind, num_devices, budget_bytes, division.expert)]
+        _check_division(options, described.shape, settings, devices[0], division)
+    speculator = _speculator(options, described, kind, division)
+    shares = [capacity.share_of(_shape_on(each, speculator, described), settings, each) for each in devices]
+    with_it = [share for share in shares if _shape_on(share.devices, speculator, described) is not described.shape]
+    if with_it and not any(share.fits for share in with_it):
         plain = [capacity.share_of(described.shape, settings, each) for each in devices]
         if any(share.fits for share in plain):  # as on a node
             why = "with it the model would not fit"
@@ -67,6 +72,11 @@ def capacity_plan(options: argparse.Namespace) -> int:
     return EXIT_NO_FIT
 
 
+def _shape_on(devices: capacity.Devices, speculator: speculators.Speculator, described: DescribedModel) -> ModelShape:
+    """Returns what is loaded on such devices: shares of a model have no predictor."""
+    return described.shape if devices.kind == "cpu" and devices.num_devices > 1 else speculator.shape
+
+
 def _described(folder: str) -> DescribedModel:
     try:
         return described_model(Path(folder))
@@ -76,7 +86,9 @@ def _described(folder: str) -> DescribedModel:
         raise _usage(f"--config {error.filename or folder}: {error.strerror}") from None
 
 
-def _speculator(options: argparse.Namespace, described: DescribedModel, kind: str) -> speculators.Speculator:
+def _speculator(
+    options: argparse.Namespace, described: DescribedModel, kind: str, division: ParallelConfig | None
+) -> speculators.Speculator:
     """Returns what would draft tokens on such devices. Raises CommandError for one that the model or the devices do not allow."""
     heads, folder = {}, options.speculator
     if folder not in speculators.KINDS:
@@ -86,7 +98,7 @@ def _speculator(options: argparse.Namespace, described: DescribedModel, kind: st
             heads.clear()
         if not heads or heads[folder].head is None:
             raise _usage(f"--speculator: one of {', '.join(speculators.KINDS)}, or the folder of an EAGLE-3 head, not {folder!r}")
-    settings, kinds = ModelConfig(speculator=folder), {kind} - {""}
+    settings, kinds = ModelConfig(speculator=folder, parallel=division if kind == "cpu" else None), {kind} - {""}
     model = catalog.Checkpoint(options.config, options.config, shape=described.shape)
     choice = speculators.Choice(settings, described, described.shape, kinds, model, heads)
     if why := choice.why_not():
@@ -109,6 +121,37 @@ def _devices(text: str) -> tuple[str, int, int]:
     if not 1 <= num_devices <= _MOST_DEVICES:
         raise _usage(f"{form}; from 1 to {_MOST_DEVICES} devices, not {num_devices}")
     return match[1], num_devices, memory_bytes
+
+
+def _division(options: argparse.Namespace, num_devices: int) -> ParallelConfig | None:
+    """Returns what --tensor and --expert say, None without them. Raises CommandError."""
+    given = {name: number for name in ("tensor", "expert") if (number := getattr(options, name)) is not None}
+    if not given:
+        return None
+    told = ", ".join(f"--{name} {number}" for name, number in given.items())
+    if min(given.values()) < 1:
+        raise _usage(f"{told}: at least 1")
+    division = ParallelConfig(**given)
+    if division.tensor * division.expert != num_devices:
+        there = f"--devices names {num_devices}" if num_devices else "--devices names none"
+        raise _usage(f"{told}: for {division.tensor * division.expert} devices, and {there}")
+    return division
+
+
+def _check_division(
+    options: argparse.Namespace,
+    shape: ModelShape,
+    settings: capacity.Settings,
+    devices: capacity.Devices,
+    division: ParallelConfig,
+) -> None:
+    """Raises CommandError if a node with such cpu devices does not split the model so. Nothing is split over others yet."""
+    if devices.kind != "cpu":
+        return
+    asked = ModelConfig(quantize=options.quantize, speculator=options.speculator, parallel=division)
+    why = parallel.problem(asked, [f"cpu:{number}" for number in range(devices.num_devices)])
+    if why := f"parallel: {why}" if why else capacity.why_not_split(shape, settings, devices):
+        raise CommandError(EXIT_NO_FIT, {"code": "model_unusable", "message": f"{options.config}: {why}", "details": {}})
 
 
 def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capacity.Settings:
@@ -205,8 +248,18 @@ def _tell(
         print(f"predictor   not counted: {speculator.why_not}")
     for share in shares:
         _tell_share(share, settings, memory_bytes)
-    if len(shares) > 1:
-        print("\nhearthd places a model on one device; over several, these are the sums of tensor parallelism")
+    if (last := shares[-1:]) and last[0].devices.num_devices > 1:
+        print(f"\n{_how_split(last[0])}")
+
+
+def _how_split(share: capacity.Share) -> str:
+    """Returns how a node comes to place a model so on several devices, or why it does not."""
+    if share.not_split:
+        return f"{share.not_split}; over several devices, these are the sums of tensor parallelism"
+    num_devices, expert = share.devices.division
+    sizes = {"tensor": num_devices // expert, "expert": expert}
+    keys = ", ".join(f"{name} = {number}" for name, number in sizes.items() if number > 1)
+    return f"split so by parallel = {{ {keys} }} in the model's table; without it a model is on one device"
 
 
 def _fp8(settings: capacity.Settings) -> str:

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 
 from daemon.cli import main
+from loader import capacity
 from loader.capacity import Devices, Settings, share_of
 from loader.formats.plain import PLAIN
+from loader.formats.weight_format import WeightFormat
 from loader.hf_config import parse_config
 from loader.kv_layout import kv_bytes_per_token, kv_reserved_bytes
-from loader.layout import weights_bytes
+from loader.layout import share_weights_bytes, weights_bytes
+from loader.model_shape import Division, ModelShape
 from loader.safetensors import INDEX_NAME
+from loader.slices import split
 from loader.work_space import work_space_bytes
 from scheduler.node.events import ModelFacts
 from scheduler.node.ledger import size_of
@@ -25,6 +29,7 @@ from tests.loader.test_predictor import config_of, tensors_of
 PUBLISHED = Path(__file__).parents[2] / "published"
 LLAMA31_8B: dict[str, Any] = json.loads((PUBLISHED / "llama-3.1-8b.json").read_text())
 DEEPSEEK_V2_LITE: dict[str, Any] = json.loads((PUBLISHED / "deepseek-v2-lite.json").read_text())
+DENSE_LATENTS = DEEPSEEK_V2_LITE | {"first_k_dense_replace": 27, "max_position_embeddings": 4096}
 QWEN3_235B_A22B: dict[str, Any] = json.loads((PUBLISHED / "qwen3-235b-a22b.json").read_text())
 
 
@@ -215,13 +220,84 @@ def test_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "one cuda device of 80.0 GiB: does not fit",
         "8 cuda devices of 80.0 GiB: fits",
         "54.8 GiB on each for weights",
-        "hearthd places a model on one device",
+        "models are not split over cuda devices yet; over several devices, these are the sums of tensor parallelism",
     ):
         assert line in told
     assert main.run(["plan", "--config", folder, "--devices", "cuda=80GiB"]) == 4
     capsys.readouterr()
     assert main.run(["plan", "--json", "--config", folder, "--devices", "cuda=80GiB"]) == 4
     assert json.loads(capsys.readouterr().out)["shares"][0]["sequences"] == 0, "one JSON value, for scripts"
+
+
+@pytest.mark.parametrize(("number", "flags"), [(2, ()), (2, ("--tensor", "2")), (4, ("--tensor", "4", "--expert", "1"))])
+def test_shares_on_cpu_devices_are_those_that_are_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, flags: tuple[str, ...]
+) -> None:
+    args = ("--config", folder_of(tmp_path, DENSE_LATENTS), "--devices", f"cpu={number}x64GiB", *flags)
+    plan, division = planned(capsys, *args), Division(number)
+    assert [share["devices"]["num_devices"] for share in plan["shares"]] == ([number] if flags else [1, number])
+    share, shape, chunk = plan["shares"][-1], parse_config(json.dumps(DENSE_LATENTS).encode()), plan["settings"]["chunk_bytes"]
+    own = split(shape, 0, division)
+    assert (share["devices"]["expert_parts"], share["not_split"]) == (1, "")
+    assert 0 <= share["weights_bytes"] - share_weights_bytes(shape, "bfloat16", division) < chunk
+    assert 0 <= share["work_space_bytes"] - work_space_bytes(own, "bfloat16", 512, 256) < chunk
+    assert share["kv_token_bytes"] == plan["kv"][0]["token_bytes"] == 31_104, "the latents of all heads, on each device"
+    assert main.run(["plan", *args]) == 0
+    told = capsys.readouterr().out
+    assert f"split so by parallel = {{ tensor = {number} }} in the model's table" in told
+    assert ("one cpu device" in told) == (not flags)
+
+
+def test_parts_of_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of shares that are what tensor = 4 makes of a dense model."""
+    seen = []
+
+    def as_dense(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat) -> int:
+        seen.append((division, weight_format))
+        return 5 << 30
+
+    monkeypatch.setattr(capacity, "share_weights_bytes", as_dense)
+    monkeypatch.setattr(capacity, "split", lambda shape, rank, division: split(shape, rank, Division(division.size)))
+    args = ("--config", folder_of(tmp_path, DENSE_LATENTS), "--devices", "cpu=4x64GiB", "--tensor", "2", "--expert", "2")
+    (share,) = planned(capsys, *args)["shares"]
+    assert set(seen) == {(Division(4, 2), PLAIN)}
+    assert (share["devices"]["num_devices"], share["devices"]["expert_parts"]) == (4, 2)
+    assert 0 <= share["weights_bytes"] - (5 << 30) < 64 << 20
+    assert main.run(["plan", *args]) == 0
+    assert "split so by parallel = { tensor = 2, expert = 2 } in the model's table" in capsys.readouterr().out
+
+
+def test_what_is_not_split_is_planned_as_expected_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path, LLAMA31_8B)
+    three = planned(capsys, "--config", folder, "--devices", "cpu=3x32GiB")["shares"][-1]
+    why = "config.json: parallel: num_attention_heads 32 is no multiple of 3, the number of devices"
+    assert three["not_split"] == why
+    assert three["weights_bytes"] < 5.1 * 2**30, "a third of all matrices"
+    assert main.run(["plan", "--config", folder, "--devices", "cpu=3x32GiB"]) == 0
+    assert f"{why}; over several devices, these are the sums of tensor parallelism" in capsys.readouterr().out
+    by_default, named = (
+        planned(capsys, "--config", folder, "--devices", "cuda=4x16GiB", *flags)["shares"]
+        for flags in ((), ("--tensor", "2", "--expert", "2"))
+    )
+    assert named[0].pop("devices")["expert_parts"] == 2
+    assert by_default[-1].pop("devices")["expert_parts"] == 1
+    assert named == by_default[-1:], "the same sums"
+    assert named[0]["not_split"] == "models are not split over cuda devices yet"
+
+
+def test_shares_have_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether they are asked for or are shown beside one device."""
+    config = config_of("deepseek-v3", first_k_dense_replace=2)
+    args = ("--config", folder_of(tmp_path, config), "--devices", "cpu=2x1GiB")
+    plain = planned(capsys, *args, "--speculator", "none")
+    beside, named = planned(capsys, *args), planned(capsys, *args, "--tensor", "2")
+    assert beside["speculator"] == "mtp"
+    assert beside["shares"][0]["kv_token_bytes"] > plain["shares"][0]["kv_token_bytes"]
+    assert beside["shares"][1] == plain["shares"][1] == named["shares"][0]
+    assert plain["shares"][1]["not_split"] == ""
+    assert (named["speculator"], named["no_predictor"]) == ("prompt-lookup", "models that are split over devices have none")
+    assert main.run(["plan", *args, "--tensor", "2", "--speculator", "mtp"]) == 4
+    assert "parallel: does not go with speculator = 'mtp'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -233,6 +309,24 @@ def test_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--config", "{}", "--devices", "80GiB"], 2, "--devices: as in cuda=8x80GiB"),
         (["--config", "{}", "--devices", "cuda=0x80GiB"], 2, "from 1 to 1024 devices, not 0"),
         (["--config", "{}", "--devices", "cuda=80XB"], 2, "'80XB' must be a number of bytes"),
+        (["--config", "{}", "--tensor", "2"], 2, "--tensor 2: for 2 devices, and --devices names none"),
+        (
+            ["--config", "{}", "--devices", "cpu=8x80GiB", "--tensor", "2", "--expert", "2"],
+            2,
+            "--tensor 2, --expert 2: for 4 devices, and --devices names 8",
+        ),
+        (["--config", "{}", "--devices", "cpu=2x80GiB", "--expert", "0"], 2, "--expert 0: at least 1"),
+        (
+            ["--config", "{}", "--devices", "cpu=2x80GiB", "--expert", "2"],
+            4,
+            "config.json: parallel: expert = 2 divides the experts of a model, and LlamaForCausalLM has none",
+        ),
+        (
+            ["--config", "{}", "--devices", "cpu=3x80GiB", "--tensor", "3"],
+            4,
+            "config.json: parallel: num_attention_heads 32 is no multiple of 3, the number of devices",
+        ),
+        (["--config", "{}", "--devices", "cpu=128x80GiB", "--tensor", "128"], 4, "a model is split over 64 at most"),
         (["--config", "{}", "--max-model-len", "0"], 2, "--max-model-len: from 1 to the checkpoint's 131072, not 0"),
         (["--config", "{}", "--max-sequences", "0"], 2, "--max-sequences: at least 1, not 0"),
         (["--config", "{}", "--dtype", "int8"], 2, "--dtype: one of auto, float32"),
