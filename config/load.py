@@ -46,10 +46,10 @@ _PATHS = (
     *("tls_certificate", "tls_key", "tls_client_ca"),
 )
 _MODEL_PATHS = ("chat_template", "upstream_key_file")
-# keys of a model whose values are tables -> what these hold, and an example
-_MODEL_TABLES: dict[str, tuple[type[msgspec.Struct], str]] = {
-    "sampling": (SamplingDefaults, "{ temperature = 0.7 }"),
-    "parallel": (ParallelConfig, "{ tensor = 2 }"),
+# keys of a model whose values are tables -> what these hold, an example, and a text that may be there instead ("": none)
+_MODEL_TABLES: dict[str, tuple[type[msgspec.Struct], str, str]] = {
+    "sampling": (SamplingDefaults, "{ temperature = 0.7 }", ""),
+    "parallel": (ParallelConfig, "{ tensor = 2 }", parallel.AUTO),
 }
 SECRET = ("headers",)  # keys whose values are never shown
 _NOT_QUOTED = (*SECRET, "endpoint")  # nor in messages: somebody may have put a password there
@@ -204,10 +204,14 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
         tables = {key: fields.pop(key) for key in _MODEL_TABLES if key in fields}
         known = fields_of(source, where + ".", ModelConfig, fields)
         for key, table in tables.items():
-            struct, example = _MODEL_TABLES[key]
-            if not isinstance(table, dict):
-                raise ConfigError(source, f"{where}.{key}", f"{table!r} must be a table, as in {key} = {example}")
-            known[key] = struct(**fields_of(source, f"{where}.{key}.", struct, table))
+            struct, example, word = _MODEL_TABLES[key]
+            if isinstance(table, dict):
+                known[key] = struct(**fields_of(source, f"{where}.{key}.", struct, table))
+            elif word and table == word:
+                known[key] = word
+            else:
+                instead = f'"{word}" or ' if word else ""
+                raise ConfigError(source, f"{where}.{key}", f"{table!r} must be {instead}a table, as in {key} = {example}")
         values["models"][name] = ModelConfig(**known)
     return NodeConfig(**values)
 

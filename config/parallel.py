@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from config.schema import ModelConfig
+from msgspec.structs import replace
 
+from config.schema import ModelConfig, ParallelConfig
+
+AUTO = "auto"  # as few devices as hold the model
 MOST_RANKS = 64
 KINDS = ("cpu",)  # of devices that models are split over
 SPECULATORS = ("auto", "none", "prompt-lookup")  # what may draft tokens for a split model; auto is then prompt lookup
 
 
 def num_ranks(settings: ModelConfig) -> int:
-    """Returns over how many devices the model is split; 1: it is whole."""
-    return 1 if (how := settings.parallel) is None else how.tensor * how.expert
+    """Returns over how many devices the settings split the model; 1: it is whole, or "auto", for which `split_over` makes settings
+    with a number."""
+    return how.tensor * how.expert if isinstance(how := settings.parallel, ParallelConfig) else 1
+
+
+def fit_for_shares(settings: ModelConfig, devices: Sequence[str]) -> list[str]:
+    """Returns the devices that the model may be split over. devices: names of the node's devices."""
+    return [name for name in settings.devices or devices if name.partition(":")[0] in KINDS]
+
+
+def split_over(settings: ModelConfig, devices: Sequence[str], tensor: int, expert: int = 1) -> ModelConfig:
+    """Returns the settings with these numbers in place of "auto". Devices that models are not split over are left out of them."""
+    named = fit_for_shares(settings, devices) if settings.devices else []
+    return replace(settings, parallel=ParallelConfig(tensor, expert), devices=named)
 
 
 def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
@@ -33,7 +48,7 @@ def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
         return f"models are split on cpu devices so far, and devices names {others[0]}"
     if ranks > MOST_RANKS:
         return f"{_asked(settings)} asks for {ranks} devices; a model is split over {MOST_RANKS} at most"
-    where = settings.devices or [name for name in devices if name.partition(":")[0] in KINDS]
+    where = fit_for_shares(settings, devices)
     if len(where) < ranks:
         has = f"devices names {', '.join(where)}" if settings.devices else f"the node has {', '.join(where) or 'no cpu device'}"
         return f"{_asked(settings)} needs {ranks} cpu devices, and {has}"
@@ -42,6 +57,6 @@ def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
 
 def _asked(settings: ModelConfig) -> str:
     """Returns what the table says, as it says it."""
-    assert settings.parallel is not None
+    assert isinstance(settings.parallel, ParallelConfig)
     kinds = (("tensor", settings.parallel.tensor), ("expert", settings.parallel.expert))
     return ", ".join(f"{name} = {number}" for name, number in kinds if number > 1)

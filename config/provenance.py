@@ -76,9 +76,12 @@ def settings(config: NodeConfig, sources: Sources, needs_restart: Collection[str
     found += _of_struct(config.traces, ("traces",), sources, needs_restart)
     found += [Setting(f'names."{name}"', targets, sources.of("names", name), LIVE, False) for name, targets in config.names.items()]
     for name, model in config.models.items():
-        rows = _of_struct(model, ("models", name), sources, needs_restart, skip=("sampling", "parallel"))
+        split = model.parallel
+        tables = ("sampling",) if isinstance(split, str) else ("sampling", "parallel")
+        rows = _of_struct(model, ("models", name), sources, needs_restart, skip=tables)
         rows += _of_struct(model.sampling or SamplingDefaults(), ("models", name, "sampling"), sources, needs_restart)
-        rows += _of_struct(model.parallel or ParallelConfig(), ("models", name, "parallel"), sources, needs_restart)
+        if not isinstance(split, str):
+            rows += _of_struct(split or ParallelConfig(), ("models", name, "parallel"), sources, needs_restart)
         found += [row for row in rows if row.source]
     return found
 

@@ -7,7 +7,7 @@ The node's keys are one flat table, and each model has a table of its own (`[mod
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -106,11 +106,12 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     devices: Annotated[list[str], key("devices it may live on; empty: any", reload=LIVE)] = []
     parallel: Annotated[
-        ParallelConfig | None,
+        ParallelConfig | Literal["auto"] | None,
         key(
             "{ tensor = 2 }: the model is split over two devices, each of which holds a share of every layer and computes it for "
-            "each token; cpu devices, dense decoders; not with isolate, quantize, kv_cache_dtype or a speculator that predicts "
-            "(docs/operations.md)"
+            "each token; cpu devices, dense decoders; not with isolate, quantize, kv_cache_dtype or a speculator that predicts. "
+            '"auto": it is whole where a device holds it, with one request of max_model_len, else split over the fewest devices '
+            "that do (docs/operations.md)"
         ),
     ] = None
     isolate: Annotated[

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from daemon.models.entry import ModelEntry
 from loader import catalog
-from loader.model_shape import ModelShape
+from loader.model_shape import Division, ModelShape
 from scheduler.node import events
+
+_WHOLE = Division(1)
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,3 +24,4 @@ class Registered:
     quantize: str = ""  # "int8" if the layers' matrices are quantised
     kv_cache_dtype: str = ""  # "fp8", or empty: keys and values are kept in dtype
     shape: ModelShape | None = None  # what is loaded: the checkpoint's shape, or that with its predictor
+    division: Division = _WHOLE  # among how many devices

@@ -13,23 +13,23 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
-from config.parallel import num_ranks
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes
 from config.upstream import host_of
 from daemon.errors import BadRequest, HearthError, NotNow, no_model
 from daemon.models import speculators
 from daemon.models.adapter_loading import check_name, check_path, load_refusal, unload_refusal
-from daemon.models.adapters import AdapterRecord, base_setting_misfit, register_adapters, with_adapter
+from daemon.models.adapters import AdapterRecord, register_adapters, with_adapter
 from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import LoadSource, ModelEntry
 from daemon.models.model_names import ModelNames
+from daemon.models.planning import IS_HEAD, Planner
 from daemon.models.registered import Registered
-from daemon.models.sizing import Sizing, division_of
+from daemon.models.sizing import Sizing
 from daemon.record.state import NodeState
 from loader import catalog, kv_layout, layout
 from loader.errors import shortened
-from loader.formats.registry import asked_format, held_format
+from loader.formats.registry import held_format
 from scheduler.node import events
 from scheduler.node.ledger import kv_reserved_bytes
 
@@ -49,7 +49,6 @@ async def scan_in_thread(
 
 
 _NO_HEADS: Mapping[str, catalog.Checkpoint] = {}
-_IS_HEAD = 'it drafts tokens for other models: name it there (speculator in [models."NAME"])'
 
 
 class Registry:
@@ -65,7 +64,7 @@ class Registry:
     ) -> None:
         """without_carve_out: maps each isolated model for which nothing could be set aside to the reason."""
         self.config, self._state, self._scan = config, state, scan
-        self._sizing = Sizing(devices, state, without_carve_out or {})
+        self._planner = Planner(Sizing(devices, state, without_carve_out or {}))
         self.models: dict[str, Registered] = {}
         self.adapters: dict[str, AdapterRecord] = {}
         self.num_adapters: Mapping[str, int] = {}  # those that can be served, by their bases' names
@@ -126,7 +125,7 @@ class Registry:
         if not found.facts.is_split or found.shape is None:
             return source
         num_groups = len(kv_layout.kv_groups(found.shape, found.dtype, self.config.block_tokens))
-        return replace(source, num_kv_groups=num_groups, expert_parts=division_of(self.config.models[name]).expert_parts)
+        return replace(source, num_kv_groups=num_groups, expert_parts=found.division.expert_parts)
 
     def layout_id(self, name: str) -> str:
         """Returns what must be the same for weights in memory to be those of the model now, besides its files' fingerprint: how
@@ -240,7 +239,7 @@ class Registry:
                 result[name] = self._unusable(config, checkpoint, problem)
         for name, head in heads.items():
             used_by = [one for one, found in result.items() if found.entry is not None and found.entry.head == name]
-            problem = f"it drafts tokens for {', '.join(used_by)}" if used_by else _IS_HEAD
+            problem = f"it drafts tokens for {', '.join(used_by)}" if used_by else IS_HEAD
             if name in result and head.complete and result[name].problem != problem:
                 result[name] = self._unusable(config, head, problem)
         return result
@@ -268,30 +267,11 @@ class Registry:
         """Returns what the checkpoint and the settings together say about one model. heads: those that may draft tokens for it."""
         name = checkpoint.name
         settings = config.models.get(name, ModelConfig())
-        dtype = settings.dtype or config.dtype
-        shape = checkpoint.shape
-        weight_format = held_format(shape, settings.quantize) if shape is not None else asked_format(settings.quantize)
-        kv_cache_dtype = kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype)
-        misfit = base_setting_misfit(name, settings) or self._sizing.without_carve_out(name, settings)
-        if num_ranks(settings) > 1 and checkpoint.is_packed_only:
-            misfit = misfit or f'models."{name}".parallel: its weights are packed; shares are read from plain files'
-        if checkpoint.head is not None and checkpoint.complete:
-            misfit = _IS_HEAD
-        if shape is not None:
-            kinds = self._sizing.kinds(name, settings, shape)
-            choice = speculators.Choice(settings, checkpoint, shape, kinds, checkpoint, heads)
-            misfit = misfit or self._sizing.misfit(name, settings, shape) or choice.misfit(name)
-        if not checkpoint.complete or shape is None or misfit:
-            return self._unusable(config, checkpoint, checkpoint.reason or checkpoint.error or misfit or "not a model")
-        dtype = self._sizing.computed_dtype(dtype, name, settings, shape)
-        speculator = choice.chosen()
-        facts = self._sizing.facts(config, checkpoint, settings, speculator, dtype)
-        if speculator.predicts and not self._sizing.fits(facts, config, settings, shape):
-            why = "with it the model would not fit its devices"
-            speculator = speculators.prompt_lookup(shape, checkpoint.fingerprint, why)
-            facts = self._sizing.facts(config, checkpoint, settings, speculator, dtype)
-        if speculator.why_not:
-            log.info("%s: drafts by prompt lookup and not by a predictor: %s", name, speculator.why_not)
+        plan = self._planner.plan(config, checkpoint, settings, heads)
+        if isinstance(plan, str):
+            return self._unusable(config, checkpoint, plan)
+        shape, facts, speculator, dtype = plan.shape, plan.facts, plan.speculator, plan.dtype
+        quantize = held_format(shape, settings.quantize).name
         generation = checkpoint.generation
         given = settings.sampling
         defaults: dict[str, float | int | None] = {"max_tokens": given.max_tokens}
@@ -318,14 +298,15 @@ class Registry:
             cut_sizes=range(1, shape.hidden_size + 1) if shape.any_cut_size else shape.cut_sizes,
             architecture=shape.architecture,
             dtype=dtype,
-            quantize=weight_format.name,
+            quantize=quantize,
             weights_bytes=facts.weights_bytes * facts.num_ranks,
             num_parameters=layout.num_parameters(shape),
             speculator=speculator.name,
             head="" if speculator.head is None else speculator.head.name,
             head_path="" if speculator.head is None else speculator.head.path,
         )
-        return Registered(checkpoint, facts, entry, dtype, "", weight_format.name, kv_cache_dtype, speculator.shape)
+        kv_cache_dtype = kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype)
+        return Registered(checkpoint, facts, entry, dtype, "", quantize, kv_cache_dtype, speculator.shape, plan.division)
 
     def _swap(self, config: NodeConfig, found: dict[str, Registered], adapters: dict[str, AdapterRecord]) -> list[events.Event]:
         before, self.models, self.config = self.models, found, config

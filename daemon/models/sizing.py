@@ -1,4 +1,7 @@
-"""What a model takes on the devices that it may live on, by its files, its settings and what drafts tokens for it."""
+"""What a model takes on the devices that it may live on, by its files, its settings and what drafts tokens for it.
+
+Settings say here over how many devices the model is split: planning.py tries numbers in place of "auto".
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from config import parallel
-from config.schema import DeviceBudget, ModelConfig, NodeConfig
+from config.schema import DeviceBudget, ModelConfig, NodeConfig, ParallelConfig
 from config.units import parse_duration_s
 from daemon.models.speculators import Speculator
 from daemon.record.state import NodeState
@@ -48,13 +51,15 @@ class Sizing:
     ) -> events.ModelFacts:
         """Returns what the scheduler needs to know of a model that is loaded with what drafts tokens for it. Bytes of a model that
         is split over devices are those of its largest share."""
-        name, ranks = checkpoint.name, parallel.num_ranks(settings)
-        shape = slices.split(speculator.shape, 0, division_of(settings)) if ranks > 1 else speculator.shape
+        name, ranks, whole = checkpoint.name, parallel.num_ranks(settings), speculator.shape
+        shapes = [slices.split(whole, rank, division_of(settings)) for rank in range(ranks)] if ranks > 1 else [whole]
+        shape = shapes[0]  # all shares are alike but for how their weights lie in the files' blocks
+        weights_bytes = max(layout.weights_bytes(one, dtype, held_format(one, settings.quantize)) for one in shapes)
         kv_dtype = kv_layout.kv_dtype_of(dtype, kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
-        max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype)
+        max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype, weights_bytes)
         facts = events.ModelFacts(
             name=name,
-            weights_bytes=layout.weights_bytes(shape, dtype, held_format(shape, settings.quantize)),
+            weights_bytes=weights_bytes,
             kv_bytes_per_token=kv_layout.kv_bytes_per_token(shape, kv_dtype),
             work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, max_model_len),
             max_model_len=max_model_len,
@@ -79,8 +84,8 @@ class Sizing:
         memory beside its weights and work space holds, at least one request of max_model_len and at most max_sequences of them."""
         num_tokens = facts.kv_floor_tokens
         if settings.kv_floor_tokens is None:
-            budgets = sorted((device.budget_bytes for device in self._allowed(facts.name, settings, shape)), reverse=True)
-            left_bytes = budgets[facts.num_ranks - 1] - facts.weights_bytes - facts.work_space_bytes
+            budget_bytes, _ = self._budgets(facts.name, settings, shape)
+            left_bytes = budget_bytes - facts.weights_bytes - facts.work_space_bytes
             fitting = max(0, left_bytes // 4) // facts.kv_bytes_per_token // config.block_tokens * config.block_tokens
             num_tokens = min(max(facts.max_model_len, fitting), facts.max_sequences * facts.max_model_len)
         kv_reserved_bytes = facts.kv_reserved_bytes
@@ -89,26 +94,41 @@ class Sizing:
         return replace(facts, kv_floor_tokens=num_tokens, kv_reserved_bytes=kv_reserved_bytes)
 
     def fits(self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape) -> bool:
-        """Returns whether a device that the model may live on holds it when nothing else does."""
+        """Returns whether a device that the model may live on, or as many as it is split over, hold it when nothing else is
+        there."""
         chunk_bytes = int(config.chunk_bytes)
         size = size_of(facts, chunk_bytes)
-        needed = size.chunks + size.work_space_chunks
-        return any(needed <= one.budget_bytes // chunk_bytes for one in self._allowed(facts.name, settings, shape))
+        budget_bytes, _ = self._budgets(facts.name, settings, shape)
+        return size.chunks + size.work_space_chunks <= budget_bytes // chunk_bytes
 
     def kinds(self, name: str, settings: ModelConfig, shape: ModelShape) -> set[str]:
         return {device.kind for device in self._allowed(name, settings, shape)}
 
+    def shared_names(self) -> list[str]:
+        """Returns the names of the node's devices that are no carve-outs."""
+        return [device.name for device in self._devices if not device.model]
+
     def computed_dtype(self, asked: str, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Returns what loader.dtypes.computed_dtype says for the devices the model may live on; the log tells where a model loses
-        precision or speed by it."""
+        """Returns what loader.dtypes.computed_dtype says for the devices the model may live on."""
+        return computed_dtype(asked, shape.dtype, self.kinds(name, settings, shape))
+
+    def tell_of_dtype(self, asked: str, dtype: str, name: str, settings: ModelConfig, shape: ModelShape) -> None:
+        """Logs where a model loses precision or speed by its dtype."""
         kinds = self.kinds(name, settings, shape)
-        dtype = computed_dtype(asked, shape.dtype, kinds)
         if dtype != shape.dtype and asked == "auto":
             why = f"cpu devices have no kernels for {shape.dtype}; the key dtype decides otherwise"
             log.info("%s: stored as %s and computed as %s, because %s", name, shape.dtype, dtype, why)
         elif dtype == "float16" and "cpu" in kinds:
             log.warning("%s: dtype: float16 has no kernels on cpu devices and is several times slower there than bfloat16", name)
-        return dtype
+
+    def _budgets(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[int, int]:
+        """Returns the most bytes that each of as many devices has as the model is split over, and those of devices before they were
+        divided; 0 where there are too few."""
+        allowed, at = self._allowed(name, settings, shape), parallel.num_ranks(settings) - 1
+        if len(allowed) <= at:
+            return 0, 0
+        budgets = sorted((device.budget_bytes for device in allowed), reverse=True)
+        return budgets[at], sorted((device.whole_bytes or device.budget_bytes for device in allowed), reverse=True)[at]
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
         """Returns the devices the model may live on: its carve-out alone if it has one, or else the configured devices that are
@@ -143,8 +163,7 @@ class Sizing:
         ranks = parallel.num_ranks(settings)
         if ranks == 1:
             return ""
-        devices = [device.name for device in self._devices if not device.model]
-        why = parallel.problem(settings, devices) or slices.refusal(shape, division_of(settings))
+        why = parallel.problem(settings, self.shared_names()) or slices.refusal(shape, division_of(settings))
         return f'models."{name}".parallel: {why}' if why else ""
 
     def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
@@ -184,29 +203,33 @@ class Sizing:
         if self._allowed(name, settings, shape):
             return ""
         own = [device.hardware for device in self._devices if device.model == name]
-        where = ", ".join(own or settings.devices or [device.name for device in self._devices if not device.model])
+        where = ", ".join(own or settings.devices or self.shared_names())
         return f'models."{name}".kv_cache_dtype: fp8 is built for cuda devices only, and this model may live on {where}'
 
     def _max_model_len(
-        self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str, kv_dtype: str
+        self,
+        config: NodeConfig,
+        name: str,
+        settings: ModelConfig,
+        shape: ModelShape,
+        dtype: str,
+        kv_dtype: str,
+        weights_bytes: int,
     ) -> int:
         """Returns the configured length (at most the checkpoint's) or a default.
 
         The default is the checkpoint's length, or what 25 % of the largest allowed device holds as KV if that is less (for a
-        carve-out, 25 % of the device it is part of). It is halved, down to 2,048, while the model with the work space for such
-        contexts would not fit at all."""
+        carve-out, 25 % of the device it is part of; for a split model, of the smallest of as many as it needs). It is halved, down
+        to 2,048, while the model with the work space for such contexts would not fit at all."""
         if settings.max_model_len is not None:
             return min(settings.max_model_len, shape.max_position_embeddings)
-        allowed = self._allowed(name, settings, shape)
-        budget_bytes = max((device.budget_bytes for device in allowed), default=0)
-        whole_bytes = max((device.whole_bytes or device.budget_bytes for device in allowed), default=0)
+        budget_bytes, whole_bytes = self._budgets(name, settings, shape)
         length = kv_layout.default_max_model_len(shape, kv_dtype, whole_bytes)
         chunk_bytes = int(config.chunk_bytes)
-        weight_format = held_format(shape, settings.quantize)
         while length > kv_layout.MIN_MODEL_LEN:
             facts = events.ModelFacts(
                 name="",
-                weights_bytes=layout.weights_bytes(shape, dtype, weight_format),
+                weights_bytes=weights_bytes,
                 kv_bytes_per_token=kv_layout.kv_bytes_per_token(shape, kv_dtype),
                 work_space_bytes=self._work_space_bytes(config, name, settings, shape, dtype, length),
                 max_model_len=length,
@@ -221,7 +244,8 @@ class Sizing:
 
 def division_of(settings: ModelConfig) -> Division:
     """Returns how the model is divided among devices."""
-    return Division(parallel.num_ranks(settings), 1 if settings.parallel is None else settings.parallel.expert)
+    how = settings.parallel
+    return Division(parallel.num_ranks(settings), how.expert if isinstance(how, ParallelConfig) else 1)
 
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:

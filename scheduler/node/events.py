@@ -41,6 +41,7 @@ class ModelFacts:
     # devices that it is split over; its bytes are then those of each share, and it has no KV but what is reserved. 1: it is whole
     num_ranks: int = 1
     unusable: str = ""  # why its files or settings can't be served however long one waits; empty: they can
+    if_too_large: str = ""  # what a refusal tells behind the arithmetic of a model that fits nowhere
 
     @property
     def is_split(self) -> bool:

@@ -21,7 +21,8 @@ def judge(node: Node, model: Model) -> None:
     if node.devices and not allowed:
         model.too_large = f"it may only live on {', '.join(facts.devices)}; this node has {', '.join(node.devices)}"
     elif node.devices and not model.devices:
-        model.too_large = arithmetic(facts, settings.chunk_bytes, {name: device.budget_bytes for name, device in allowed.items()})
+        sums = arithmetic(facts, settings.chunk_bytes, {name: device.budget_bytes for name, device in allowed.items()})
+        model.too_large = f"{sums}; {facts.if_too_large}" if facts.if_too_large else sums
 
 
 def raise_work_space(node: Node, model: Model) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError, load
-from config.parallel import num_ranks
+from config.parallel import num_ranks, split_over
 from config.provenance import Sources, settings
 from config.reload import plan
 from config.schema import ModelConfig, NodeConfig, ParallelConfig
@@ -38,8 +38,10 @@ def check_refused(tmp_path: Path, text: str, words: list[str]) -> None:
     [
         ("parallel = { pipeline = 2 }", ["node.toml:3", ".parallel.pipeline", "unknown key", "known keys: tensor, expert"]),
         ("parallel = { tensors = 2 }", [".parallel.tensors", "did you mean tensor?"]),
-        ("parallel = 2", ["node.toml:3", '"m".parallel', "2 must be a table", "{ tensor = 2 }"]),
-        ('parallel = "auto"', ['"m".parallel', "'auto' must be a table"]),
+        ("parallel = 2", ["node.toml:3", '"m".parallel', '2 must be "auto" or a table', "{ tensor = 2 }"]),
+        ('parallel = "Auto"', ["node.toml:3", '"m".parallel', "'Auto' must be \"auto\" or a table, as in parallel = {"]),
+        ('parallel = ""', ['"m".parallel', """'' must be "auto" or a table"""]),
+        ('sampling = "auto"', ['"m".sampling', "'auto' must be a table, as in sampling"]),
         ("parallel = { tensor = 0 }", [".parallel.tensor", "at least 1 and at most 64"]),
         ("parallel = { tensor = 65 }", [".parallel.tensor", "at least 1 and at most 64"]),
         ("parallel = { tensor = 1.5 }", [".parallel.tensor", "whole number"]),
@@ -51,6 +53,8 @@ def check_refused(tmp_path: Path, text: str, words: list[str]) -> None:
         ('parallel = { tensor = 2 }\ndevices = ["cpu:1"]', ['"m".parallel', "needs 2 cpu devices", "devices names cpu:1"]),
         ('parallel = { tensor = 2 }\nupstream = "http://a/v1"', [".parallel", "no effect beside upstream"]),
         ('parallel = { tensor = 2 }\nbase = "b"', [".parallel", "no effect beside base"]),
+        ('parallel = "auto"\nupstream = "http://a/v1"', [".parallel", "no effect beside upstream"]),
+        ('parallel = "auto"\nbase = "b"', [".parallel", "no effect beside base"]),
     ],
 )
 def test_what_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -85,7 +89,47 @@ def test_a_change_needs_a_restart_and_the_settings_show_it(tmp_path: Path) -> No
     assert config.models["a/b"].parallel == ParallelConfig(tensor=2)
 
 
-def test_a_later_file_overrides_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "beside", ["", "isolate = true", 'quantize = "int8"', 'kv_cache_dtype = "fp8"', 'speculator = "mtp"', 'devices = ["cpu:0"]']
+)
+def test_auto_goes_with_what_a_split_model_does_not(tmp_path: Path, beside: str) -> None:
+    """It means whole there. One device is enough, too."""
+    model = load(write(tmp_path, f'device = ["cpu=1GiB"]\n[models.m]\nparallel = "auto"\n{beside}\n')).models["m"]
+    assert (model.parallel, num_ranks(model)) == ("auto", 1)
+
+
+def test_numbers_in_place_of_auto() -> None:
+    names = ["cuda:0", "cpu:0", "cpu:1"]
+    anywhere = split_over(ModelConfig(parallel="auto"), names, 2, 2)
+    assert (anywhere.parallel, anywhere.devices) == (ParallelConfig(2, 2), [])
+    named = split_over(ModelConfig(parallel="auto", devices=["cuda:0", "cpu:1"]), names, 2)
+    assert (named.parallel, named.devices) == (ParallelConfig(2), ["cpu:1"])
+
+
+def test_auto_needs_a_restart_and_the_settings_show_it(tmp_path: Path) -> None:
+    path = write(tmp_path, TWO + '[models."a/b"]\nparallel = "auto"\n')
+    config = load(path)
+    changes = plan(NodeConfig(models={"a/b": ModelConfig(parallel=ParallelConfig(2))}), NodeConfig(models=config.models))
+    assert changes.needs_restart == ['models."a/b".parallel']
+    rows = {row.key: row for row in settings(config, Sources(path, {}), changes.needs_restart) if "parallel" in row.key}
+    assert list(rows) == ['models."a/b".parallel']
+    row = rows['models."a/b".parallel']
+    assert (row.value, row.source, row.reload, row.waits) == ("auto", f"{path}:3", "restart", True)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "result"),
+    [
+        ("parallel = { tensor = 2 }", "[models.m.parallel]\ntensor = 1", ParallelConfig(1)),
+        ("parallel = { tensor = 2 }", '[models.m]\nparallel = "auto"', "auto"),
+        ('parallel = "auto"', "[models.m.parallel]\ntensor = 2", ParallelConfig(2)),
+    ],
+)
+def test_a_later_file_overrides_it(tmp_path: Path, first: str, later: str, result: object) -> None:
     (tmp_path / "conf.d").mkdir()
-    (tmp_path / "conf.d" / "x.toml").write_text("[models.m.parallel]\ntensor = 1\n")
-    assert num_ranks(load(write(tmp_path, TWO + "[models.m]\nparallel = { tensor = 2 }\n")).models["m"]) == 1
+    (tmp_path / "conf.d" / "x.toml").write_text(later + "\n")
+    path = write(tmp_path, f"{TWO}[models.m]\n{first}\n")
+    config = load(path)
+    assert config.models["m"].parallel == result
+    shown = [row.key for row in settings(config, Sources(path, {})) if "parallel" in row.key]
+    assert shown == ['models."m".parallel' if result == "auto" else 'models."m".parallel.tensor']

@@ -106,6 +106,14 @@ def test_too_large_a_share_and_too_few_devices_are_refused_until_there_are_more(
     assert members_of(node.loads[1]) == ["cpu:0", "cpu:2"]
 
 
+def test_a_refusal_ends_with_what_the_facts_say_of_it() -> None:
+    node = FakeNode({"cpu:0": 100, "cpu:1": 40})
+    node.register(facts("a", 200, if_too_large="two halves would fit"))
+    assert node.view("a").reason.endswith("too little; two halves would fit")
+    node.register(facts("a", if_too_large="not told of a model that fits"))
+    assert "not told" not in node.view("a").reason
+
+
 # ---- room
 
 

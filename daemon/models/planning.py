@@ -1,0 +1,169 @@
+"""Decides how each model is served: over how many devices (the key `parallel`), in which dtype, and what drafts tokens for it.
+
+`parallel = "auto"` takes the fewest devices that hold the model. Every number is tried as if the settings had named it, so what is
+chosen is exactly what that number would give.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from config import parallel
+from config.schema import ModelConfig, NodeConfig
+from daemon.models import speculators
+from daemon.models.adapters import base_setting_misfit
+from daemon.models.sizing import Sizing, division_of
+from daemon.models.speculators import Speculator
+from loader import slices
+from loader.catalog import Checkpoint
+from loader.model_shape import Division, ModelShape
+from scheduler.node import events
+
+log = logging.getLogger("hearthd.models")
+
+IS_HEAD = 'it drafts tokens for other models: name it there (speculator in [models."NAME"])'
+MOST_REASONS = 3  # why numbers of devices do not do, in one refusal
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """How a model is served. settings: the model's, with the devices that it is split over in place of "auto". shape: the
+    checkpoint's. fits: whether its devices hold it when nothing else is there."""
+
+    settings: ModelConfig
+    shape: ModelShape
+    division: Division
+    dtype: str
+    speculator: Speculator
+    facts: events.ModelFacts
+    fits: bool
+
+    def told(self, if_too_large: str) -> Plan:
+        """Returns the plan with what a refusal for want of memory tells beside the arithmetic."""
+        return replace(self, facts=replace(self.facts, if_too_large=if_too_large))
+
+
+# settings that say how many devices the model is split over -> the plan, or why it cannot be served so
+_Attempt = Callable[[ModelConfig], Plan | str]
+
+
+@dataclass(slots=True, frozen=True)
+class _Search:
+    """What trying numbers of devices has found. found: the plan for the fewest that hold the model, or None, and then `why` says
+    why none does, and `largest` is the plan for the most that it can be split over, if there are any."""
+
+    found: Plan | None = None
+    why: str = ""
+    largest: Plan | None = None
+
+
+class Planner:
+    """Plans models for the devices that `sizing` knows."""
+
+    def __init__(self, sizing: Sizing) -> None:
+        self._sizing = sizing
+
+    def plan(
+        self, config: NodeConfig, checkpoint: Checkpoint, settings: ModelConfig, heads: Mapping[str, Checkpoint]
+    ) -> Plan | str:
+        """Returns how the model is served, or why it cannot be. heads: those that may draft tokens for it."""
+
+        def attempt(settings: ModelConfig) -> Plan | str:
+            return self._attempt(config, checkpoint, settings, heads)
+
+        plan = attempt(settings) if parallel.num_ranks(settings) > 1 else self._whole_or_split(checkpoint.name, settings, attempt)
+        if isinstance(plan, Plan):
+            asked = settings.dtype or config.dtype
+            self._sizing.tell_of_dtype(asked, plan.dtype, checkpoint.name, plan.settings, plan.shape)
+            if plan.speculator.why_not:
+                why = plan.speculator.why_not
+                log.info("%s: drafts by prompt lookup and not by a predictor: %s", checkpoint.name, why)
+        return plan
+
+    def _whole_or_split(self, name: str, settings: ModelConfig, attempt: _Attempt) -> Plan | str:
+        """Returns the plan for the whole model where it fits. Otherwise, with "auto", that for the fewest devices that hold it, or
+        one that fits nowhere and tells why; without, the plan for the whole model, which tells whether "auto" would help."""
+        whole = attempt(msgspec.structs.replace(settings, parallel=None))
+        if isinstance(whole, str) or whole.fits:
+            return whole
+        search = self._search(name, settings, whole.shape, attempt)
+        key = f'models."{name}".parallel'
+        if settings.parallel != parallel.AUTO:
+            if search.found is None:
+                return whole
+            return whole.told(f'{key} = "{parallel.AUTO}" would split it over {search.found.division.size} devices')
+        return search.found or (search.largest or whole).told(f'{key} = "{parallel.AUTO}" {search.why}')
+
+    def _search(self, name: str, settings: ModelConfig, shape: ModelShape, attempt: _Attempt) -> _Search:
+        """Tries to split a model, which does not fit whole, over ever more devices."""
+        names = self._sizing.shared_names()
+        roomy = parallel.fit_for_shares(settings, names)
+        if len(roomy) < 2:
+            has = f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(names)}"
+            return _Search(why=f"splits over two or more {' or '.join(parallel.KINDS)} devices, and {has}")
+        if why := parallel.problem(parallel.split_over(settings, names, 2), names):
+            return _Search(why=why)
+        largest, too_large, refused = None, ["1"], dict[str, list[str]]()
+        for number in range(2, min(len(roomy), parallel.MOST_RANKS) + 1):
+            division = division_over(shape, number)
+            tensor, expert = division.size // division.expert_parts, division.expert_parts
+            plan = attempt(parallel.split_over(settings, names, tensor, expert))
+            if isinstance(plan, str):
+                refused.setdefault(plan.removeprefix(f'models."{name}".parallel: '), []).append(str(number))
+            elif plan.fits:
+                return _Search(plan)
+            else:
+                largest = plan
+                too_large.append(str(number))
+        return _Search(why=_no_number(too_large, refused), largest=largest)
+
+    def _attempt(
+        self, config: NodeConfig, checkpoint: Checkpoint, settings: ModelConfig, heads: Mapping[str, Checkpoint]
+    ) -> Plan | str:
+        """Returns how the model is served with settings that say how many devices it is split over, or why it cannot be."""
+        sizing, name, shape = self._sizing, checkpoint.name, checkpoint.shape
+        misfit = base_setting_misfit(name, settings) or sizing.without_carve_out(name, settings)
+        if parallel.num_ranks(settings) > 1 and checkpoint.is_packed_only:
+            misfit = misfit or f'models."{name}".parallel: its weights are packed; shares are read from plain files'
+        if checkpoint.head is not None and checkpoint.complete:
+            misfit = IS_HEAD
+        if shape is not None:
+            choice = speculators.Choice(settings, checkpoint, shape, sizing.kinds(name, settings, shape), checkpoint, heads)
+            misfit = misfit or sizing.misfit(name, settings, shape) or choice.misfit(name)
+        if not checkpoint.complete or shape is None or misfit:
+            return checkpoint.reason or checkpoint.error or misfit or "not a model"
+        dtype = sizing.computed_dtype(settings.dtype or config.dtype, name, settings, shape)
+        speculator = choice.chosen()
+        facts = sizing.facts(config, checkpoint, settings, speculator, dtype)
+        if speculator.predicts and not sizing.fits(facts, config, settings, shape):
+            why = "with it the model would not fit its devices"
+            speculator = speculators.prompt_lookup(shape, checkpoint.fingerprint, why)
+            facts = sizing.facts(config, checkpoint, settings, speculator, dtype)
+        fits = sizing.fits(facts, config, settings, shape)
+        return Plan(settings, shape, division_of(settings), dtype, speculator, facts, fits)
+
+
+def division_over(shape: ModelShape, num_devices: int) -> Division:
+    """Returns how "auto" divides a model among so many devices: each matrix; or a mixture's experts, whole ones, where only that
+    can be done."""
+    by_tensor, by_expert = Division(num_devices), Division(num_devices, num_devices)
+    if shape.experts is not None and slices.refusal(shape, by_tensor) and not slices.refusal(shape, by_expert):
+        return by_expert
+    return by_tensor
+
+
+def _no_number(too_large: list[str], refused: Mapping[str, list[str]]) -> str:
+    """Returns why no number of devices holds a model. too_large: those that its shares do not fit on. refused: reason -> those that
+    it cannot be split over for that reason."""
+    reasons = [f"over {_listed(numbers)}: {why}" for why, numbers in refused.items()]
+    if further := [number for numbers in list(refused.values())[MOST_REASONS:] for number in numbers]:
+        reasons[MOST_REASONS:] = [f"nor can it be split over {_listed(further)}"]
+    return "; ".join((f"finds no number of devices: it is too large for {_listed(too_large)}", *reasons))
+
+
+def _listed(numbers: list[str]) -> str:
+    return " and ".join(part for part in (", ".join(numbers[:-1]), numbers[-1]) if part)

@@ -1,0 +1,202 @@
+"""`parallel = "auto"`: over how many devices a model is split, and what a refusal tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from config.schema import DeviceBudget, ModelConfig, ParallelConfig
+from daemon.models import planning
+from daemon.models.planning import division_over
+from daemon.models.registered import Registered
+from loader import layout, slices
+from loader.catalog import scan_one
+from loader.model_shape import Division, ModelShape
+from scheduler.node import events
+from tests.daemon.test_split_models import MIB, facts_of, registry_of
+from tests.e2e.checkpoints import make_model
+from tests.e2e.test_embeddings import make_encoder
+from tests.loader.checkpoints import shape as shape_of
+from tests.loader.packed_checkpoints import pack_checkpoint
+from tests.loader.test_experts import MIXTRAL
+from tests.loader.test_predictor import config_of, tensors_of
+from tests.loader.test_predictor import write as write_predicting
+
+# Whole it takes 28.5 MiB of a device, split over two 19.9, over four 16.3. Its 16 heads make no three shares.
+WHOLE, HALVES, QUARTERS, LITTLE = 30, 24, 17, 12
+AUTO = ModelConfig(max_model_len=256, parallel="auto")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("auto")
+    make_model(folder / "m", weights_bytes=8 * MIB)
+    return folder
+
+
+def cpus(*mib: int) -> list[DeviceBudget]:
+    return [DeviceBudget(f"cpu:{at}", size * MIB) for at, size in enumerate(mib)]
+
+
+async def registered(folder: Path, settings: ModelConfig, *devices: DeviceBudget) -> Registered:
+    return (await registry_of(folder, *devices, m=settings)).models["m"]
+
+
+@pytest.mark.parametrize(
+    ("budgets", "number"),
+    [
+        ((WHOLE,) * 4, 1),
+        ((LITTLE, WHOLE), 1),
+        ((HALVES,) * 4, 2),
+        ((HALVES, LITTLE, LITTLE, HALVES), 2),
+        ((QUARTERS,) * 4, 4),
+        ((HALVES, QUARTERS, QUARTERS, QUARTERS), 4),
+    ],
+)
+async def test_the_fewest_devices_that_hold_it(folder: Path, budgets: tuple[int, ...], number: int) -> None:
+    chosen = await registered(folder, AUTO, *cpus(*budgets))
+    asked = msgspec.structs.replace(AUTO, parallel=ParallelConfig(number))
+    assert chosen.facts == (await registered(folder, asked, *cpus(*budgets))).facts, "as if the settings had named the number"
+    assert (chosen.facts.num_ranks, chosen.division, chosen.facts.if_too_large) == (number, Division(number), "")
+
+
+async def test_the_length_of_a_request_counts(folder: Path) -> None:
+    for length, number in ((256, 1), (2048, 2)):
+        facts = await facts_of(folder, msgspec.structs.replace(AUTO, max_model_len=length), *cpus(29, 29))
+        assert (facts.num_ranks, facts.max_model_len) == (number, length)
+    kept = msgspec.structs.replace(AUTO, kv_floor_tokens=(HALVES << 20) // 512)
+    assert "it is too large for 1 and 2" in (await facts_of(folder, kept, *cpus(HALVES, HALVES))).if_too_large
+
+
+async def test_a_default_length_is_lowered_before_another_device_is_taken(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", weights_bytes=8 * MIB, max_position_embeddings=1 << 16)
+    facts = await facts_of(tmp_path, ModelConfig(parallel="auto"), *cpus(40, 40))
+    assert facts.num_ranks == 1
+    assert 2048 <= facts.max_model_len < 10 * MIB // facts.kv_bytes_per_token, "less than a quarter of the device"
+
+
+async def test_what_loads_is_what_was_chosen(folder: Path) -> None:
+    registry = await registry_of(folder, *cpus(HALVES, HALVES), m=AUTO)
+    source = registry.source("m")
+    assert source is not None
+    assert (source.num_kv_groups, source.expert_parts) == (1, 1)
+    assert registry.resolve("m").weights_bytes == 2 * registry.models["m"].facts.weights_bytes
+    assert registry.layout_id("m") == ""
+    assert "split over 2 devices" in registry.describe("m")
+
+
+async def test_a_reload_chooses_again(folder: Path) -> None:
+    registry = await registry_of(folder, *cpus(HALVES, HALVES, WHOLE), m=AUTO)
+    assert registry.models["m"].facts.num_ranks == 1
+    two = msgspec.structs.replace(AUTO, devices=["cpu:0", "cpu:1"])
+    (change,) = await registry.rescan(msgspec.structs.replace(registry.config, models={"m": two}))
+    assert isinstance(change, events.ModelRegistered)
+    assert (change.facts.num_ranks, change.facts.devices) == (2, ("cpu:0", "cpu:1"))
+
+
+async def test_it_fits_no_number_of_devices(folder: Path) -> None:
+    budgets = cpus(*(LITTLE,) * 4)
+    found = await registered(folder, AUTO, *budgets)
+    four = await facts_of(folder, msgspec.structs.replace(AUTO, parallel=ParallelConfig(4)), *budgets)
+    assert replace(found.facts, if_too_large="") == four, "the arithmetic is that of the most devices"
+    assert found.facts.if_too_large == (
+        'models."m".parallel = "auto" finds no number of devices: it is too large for 1, 2 and 4; over 3: num_attention_heads 16 '
+        "is no multiple of 3, the number of devices"
+    )
+
+
+async def test_reasons_are_told_once_and_not_without_end(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", num_heads=3, num_kv_heads=3, hidden_size=24)
+    whole = await facts_of(tmp_path, AUTO, *cpus(*(1,) * 7))
+    reasons = [f"over {n}: num_attention_heads 3 is no multiple of {n}, the number of devices" for n in (2, 4, 5)]
+    assert whole.num_ranks == 3
+    told = f"is too large for 1 and 3; {'; '.join(reasons)}; nor can it be split over 6 and 7"
+    assert whole.if_too_large == f'models."m".parallel = "auto" finds no number of devices: it {told}'
+
+
+async def test_weights_and_kinds_that_have_no_shares(tmp_path: Path) -> None:
+    make_encoder(tmp_path / "m")
+    encoder = await facts_of(tmp_path, ModelConfig(parallel="auto"), *cpus(1, 1, 1))
+    assert (encoder.num_ranks, "over 2 and 3: an encoder is served on one device alone" in encoder.if_too_large) == (1, True)
+    make_model(tmp_path / "packed" / "m", dtype="bfloat16")
+    pack_checkpoint(tmp_path / "packed" / "m")
+    (tmp_path / "packed" / "m" / "model.safetensors").unlink()
+    packed = await facts_of(tmp_path / "packed", AUTO, *cpus(1, 1))
+    assert packed.if_too_large.endswith("for 1; over 2: its weights are packed; shares are read from plain files")
+
+
+@pytest.mark.parametrize(
+    ("beside", "why"),
+    [
+        ({"quantize": "int8"}, "does not go with quantize = 'int8': "),
+        ({"isolate": True}, "does not go with isolate = true: "),
+        ({"speculator": "mtp"}, "does not go with speculator = 'mtp': "),
+        ({"devices": ["cpu:1"]}, "splits over two or more cpu devices, and devices names cpu:1"),
+    ],
+)
+async def test_settings_that_keep_it_whole(tmp_path: Path, beside: dict[str, object], why: str) -> None:
+    if "speculator" in beside:
+        config = config_of("glm4-moe")
+        write_predicting(tmp_path / "m", config, tensors_of(config))
+    else:
+        make_model(tmp_path / "m")
+    settings = ModelConfig(**{"max_model_len": 256, "parallel": "auto", **beside})  # type: ignore[arg-type]
+    fits = await registered(tmp_path, settings, *cpus(64, 64))
+    assert (fits.problem, fits.facts.num_ranks, fits.facts.if_too_large) == ("", 1, "")
+    facts = await facts_of(tmp_path, settings, *cpus(1, 1))
+    assert facts.num_ranks == 1
+    assert facts.if_too_large.startswith(f'models."m".parallel = "auto" {why}')
+
+
+async def test_a_gpu_holds_it_whole_and_cpu_devices_share_what_it_does_not_hold(folder: Path) -> None:
+    gpu = DeviceBudget("cuda:0", 1024 * MIB, "GPU-a")
+    whole = await facts_of(folder, AUTO, gpu, *cpus(HALVES, HALVES))
+    assert (whole.num_ranks, whole.devices) == (1, ())
+    small = DeviceBudget("cuda:0", LITTLE * MIB, "GPU-a")
+    for named in ([], ["cuda:0", "cpu:1", "cpu:0"]):
+        split = await facts_of(folder, msgspec.structs.replace(AUTO, devices=named), small, *cpus(HALVES, HALVES))
+        assert (split.num_ranks, split.devices) == (2, ("cpu:0", "cpu:1"))
+    gpu_alone = await facts_of(folder, msgspec.structs.replace(AUTO, devices=["cuda:0"]), small, *cpus(HALVES, HALVES))
+    why = "splits over two or more cpu devices, and devices names cuda:0"
+    assert gpu_alone.if_too_large == f'models."m".parallel = "auto" {why}'
+    fp8 = msgspec.structs.replace(AUTO, kv_cache_dtype="fp8")
+    assert (await facts_of(folder, fp8, gpu, *cpus(HALVES, HALVES))).num_ranks == 1
+    forbidden = await facts_of(folder, fp8, small, *cpus(HALVES, HALVES))
+    assert "does not go with kv_cache_dtype = 'fp8'" in forbidden.if_too_large
+
+
+async def test_without_the_key_a_refusal_tells_whether_it_would_help(folder: Path) -> None:
+    for given in (None, ParallelConfig(1)):
+        plain = msgspec.structs.replace(AUTO, parallel=given)
+        two = await facts_of(folder, plain, *cpus(HALVES, HALVES))
+        hint = 'models."m".parallel = "auto" would split it over 2 devices'
+        assert (two.num_ranks, two.if_too_large) == (1, hint)
+        assert (await facts_of(folder, plain, *cpus(WHOLE, HALVES))).if_too_large == ""
+        assert (await facts_of(folder, plain, *cpus(LITTLE, LITTLE))).if_too_large == ""
+
+
+def test_experts_are_divided_where_only_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture, dense = shape_of(**MIXTRAL), shape_of()
+    can = {Division(2), Division(4, 4)}
+
+    def refusal(shape: ModelShape, division: Division) -> str:
+        return "" if division in can else "refused"
+
+    monkeypatch.setattr(planning.slices, "refusal", refusal)
+    assert division_over(mixture, 2) == Division(2)
+    assert division_over(mixture, 3) == Division(3), "nothing else can be done either"
+    assert division_over(mixture, 4) == Division(4, 4)
+    assert division_over(dense, 4) == Division(4)
+
+
+async def test_the_largest_share_counts(tmp_path: Path) -> None:
+    """Shares lie differently in the blocks of their file."""
+    make_model(tmp_path / "m", weights_bytes=4 * MIB, vocab_size=1000)
+    facts = await facts_of(tmp_path, msgspec.structs.replace(AUTO, parallel=ParallelConfig(4)), *cpus(*(64,) * 4))
+    shape = scan_one(tmp_path / "m", "m").shape
+    assert shape is not None
+    shares = [layout.weights_bytes(slices.split(shape, rank, Division(4)), "float32") for rank in range(4)]
+    assert facts.weights_bytes == max(shares) > shares[0]
