@@ -94,7 +94,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         (
             row["name"],
             _state(row),
-            row["device"] or row.get("upstream") or "-",
+            row["device"] or row.get("upstream") or (f"{row['num_ranks']} devices" if row.get("num_ranks", 1) > 1 else "-"),
             "-" if row.get("upstream") else size(row["weights_bytes"]),
             "-" if row.get("upstream") else size(row["kv_bytes"]),
             str(row["active"]),

@@ -86,7 +86,11 @@ class Sizing:
         if settings.kv_floor_tokens is None:
             budget_bytes, _ = self._budgets(facts.name, settings, shape)
             left_bytes = budget_bytes - facts.weights_bytes - facts.work_space_bytes
-            fitting = max(0, left_bytes // 4) // facts.kv_bytes_per_token // config.block_tokens * config.block_tokens
+            chunk_bytes, size = int(config.chunk_bytes), size_of(facts, int(config.chunk_bytes))
+            # in whole chunks, one of which is for blocks that do not end where chunks do
+            num_left = budget_bytes // chunk_bytes - size.weights_chunks - size.work_space_chunks - 1
+            block_bytes = facts.kv_bytes_per_token * config.block_tokens
+            fitting = max(0, min(left_bytes // 4, num_left * chunk_bytes)) // block_bytes * config.block_tokens
             num_tokens = min(max(facts.max_model_len, fitting), facts.max_sequences * facts.max_model_len)
         kv_reserved_bytes = facts.kv_reserved_bytes
         if kv_reserved_bytes:  # several sequences need more of a window than one that is as long as they are together

@@ -295,6 +295,7 @@ class NodeParts:
                 "state": view.state,
                 "device": view.device,
                 "devices": list(view.devices),
+                "num_ranks": view.num_ranks,
                 "weights_bytes": view.weights_bytes * view.num_shares,
                 "kv_bytes": kv_bytes.get(view.name, 0) * view.num_shares,
                 "active": view.active,

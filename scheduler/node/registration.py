@@ -33,7 +33,8 @@ def registered(node: Node, event: ModelRegistered) -> None:
             keeping.drop_all(node, model, "its files changed")
     models.raise_work_space(node, model)
     if model.copy is None and model.placement is None:
-        models.rest(node, model, "registered" if old is None else "registered again")
+        split = f", to be split over {facts.num_ranks} devices" if facts.is_split else ""
+        models.rest(node, model, ("registered" if old is None else "registered again") + split)
     pin_as_registered(node, model, old)
     node.touch(model)
 
