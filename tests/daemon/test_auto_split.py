@@ -97,6 +97,14 @@ async def test_a_reload_chooses_again(folder: Path) -> None:
     assert (change.facts.num_ranks, change.facts.devices) == (2, ("cpu:0", "cpu:1"))
 
 
+async def test_its_kv_is_not_what_makes_it_too_large(folder: Path) -> None:
+    """In large chunks, a quarter of what is beside the weights may be more than is left."""
+    registry = await registry_of(folder, *[DeviceBudget(f"cpu:{at}", 27 * MIB + 768 * 1024) for at in range(2)], m=AUTO)
+    await registry.rescan(msgspec.structs.replace(registry.config, chunk_bytes=2 * MIB))
+    facts = registry.models["m"].facts
+    assert (facts.num_ranks, facts.kv_floor_tokens, facts.if_too_large) == (2, 2 * MIB // facts.kv_bytes_per_token, "")
+
+
 async def test_it_fits_no_number_of_devices(folder: Path) -> None:
     budgets = cpus(*(LITTLE,) * 4)
     found = await registered(folder, AUTO, *budgets)

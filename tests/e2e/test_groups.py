@@ -22,16 +22,19 @@ BOTH = "cpu:0+cpu:1"
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """`whole` and `split` are the same model, once on one device and once on two; `elm` lives on the second device."""
+    """`whole` and `split` are the same model, once on one device and once on two; `elm` lives on the second device. No device holds
+    `wide`."""
     folder = tmp_path_factory.mktemp("groups")
     for seed, name in ((1, "whole"), (1, "split"), (2, "elm")):
         make_model(folder / "models" / name, seed=seed, max_position_embeddings=4096)
     make_model(folder / "models" / "odd", num_heads=3, num_kv_heads=3, hidden_size=24)
-    config = without_drafts("whole", "elm", "split", "odd")
+    make_model(folder / "models" / "wide", weights_bytes=28 << 20, max_position_embeddings=256)
+    config = without_drafts("whole", "elm", "split", "odd", "wide")
     config = config.replace('[models."whole"]\n', '[models."whole"]\ndevices = ["cpu:0"]\n')
     config = config.replace('[models."elm"]\n', '[models."elm"]\ndevices = ["cpu:1"]\n')
     for name in ("split", "odd"):
         config = config.replace(f'[models."{name}"]\n', f'[models."{name}"]\nparallel = {{ tensor = 2 }}\n')
+    config = config.replace('[models."wide"]\n', '[models."wide"]\nparallel = "auto"\n')
     flags = ["--dtype", "float32", "--threads", "1"]
     with Node(folder, devices=["cpu:0=48MiB", "cpu:1=48MiB"], runner="torch", config=config, flags=flags) as running:
         yield running
@@ -110,6 +113,16 @@ def test_one_that_cannot_be_divided(node: Node) -> None:
     assert 'models."odd".parallel: num_attention_heads 3 is no multiple of 2' in row["reason"]
     with node.openai() as client, pytest.raises(openai.BadRequestError, match="parallel"):
         client.completions.create(model="odd", prompt="x", max_tokens=1)
+
+
+def test_auto_splits_what_no_device_holds(node: Node) -> None:
+    assert (row_of(node, "wide")["num_ranks"], row_of(node, "whole")["num_ranks"]) == (2, 1)
+    line = next(line for line in node.cli("models").stdout.splitlines() if line.startswith("wide"))
+    assert line.split()[1:4] == ["cold", "2", "devices"]
+    assert "registered, to be split over 2 devices" in node.cli("why", "wide").stdout
+    assert Stream(node, "wide", "any", 4).join().error == ""
+    assert row_of(node, "wide")["device"] == BOTH
+    assert node.cli("unload", "wide").returncode == 0
 
 
 def test_its_adapters_are_refused(node: Node) -> None:
