@@ -81,7 +81,7 @@ CODES: dict[str, tuple[int, str, str]] = {
     "model_too_large": (
         400,
         "the model can never be loaded here; the message has the arithmetic",
-        "raise the device's budget, lower `max_model_len` or `kv_floor_tokens`, or choose a smaller one",
+        "raise the device's budget, lower `max_model_len` or `kv_floor_tokens`, set `parallel`, or choose a smaller one",
     ),
     "invalid_api_key": (401, "no key, one that is in no keys file, or two different ones", "send `Authorization: Bearer KEY`"),
     "key_expired": (401, "the key's time, or its tenant's, is over (`expires` in the keys file)", "use a newer key"),
