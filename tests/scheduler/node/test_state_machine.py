@@ -36,14 +36,15 @@ DEVICES = [
 
 
 def change(model: str, fingerprint: str, incomplete: str, unusable: str) -> ModelFacts:
-    """The model with other files: a little larger, now and then with more KV kept, and some split otherwise."""
+    """The model with other files: a little larger, now and then with more KV kept, and some split otherwise. "2": the same files,
+    which other settings split."""
     old = MODELS[model]
     return replace(
         old,
         weights_bytes=old.weights_bytes + int(fingerprint) * MIB,
         kv_floor_tokens=4096 if fingerprint == "3" else 0,
         num_ranks={"d": 2, "pair": 1}.get(model, old.num_ranks) if fingerprint == "2" else old.num_ranks,
-        fingerprint=fingerprint,
+        fingerprint=old.fingerprint if fingerprint == "2" else fingerprint,
         incomplete=incomplete,
         unusable=unusable,
     )
