@@ -35,7 +35,7 @@ from loader.formats.weight_format import (
 )
 from loader.model_shape import Division, ModelShape
 from loader.safetensors import TensorRef
-from loader.slices import block_offsets_of_share, check_format, share_of, split, whole
+from loader.slices import block_offsets_of_share, format_of, share_of, split, whole
 
 # To be raised with any change of the bytes that a load writes to a slot, such as another rounding of int8. Changed slots need none.
 CONTENT_VERSION = 1
@@ -57,7 +57,7 @@ def predicting(shape: ModelShape, names: Collection[str] | None) -> ModelShape |
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Returns name and shape of every parameter, whatever format the checkpoint stores it in. Those of a split shape are the
     share's, as in all functions here but stored_tensors."""
-    return dict(item for group in _groups(shape) for item in group.tensors)
+    return dict(item for _, group in _groups(shape) for item in group.tensors)
 
 
 @lru_cache(maxsize=4096)
@@ -68,7 +68,7 @@ def num_parameters(shape: ModelShape) -> int:
 def stored_tensors(shape: ModelShape) -> list[StoredTensor]:
     """Returns every tensor that the checkpoint must contain, the whole ones of a split shape."""
     own, shape = stored_format(shape), whole(shape)
-    return [tensor for at, group in enumerate(_groups(shape)) for tensor in _format_of(shape, at, group, own).stored(group)]
+    return [tensor for at, group in _groups(shape) for tensor in format_of(shape, at, group, own).stored(group)]
 
 
 def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[int]:
@@ -78,7 +78,7 @@ def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[i
         return frozenset()
     stored, own = {tensor.name: tensor for tensor in tensors}, stored_format(shape)
     found = set()
-    for at, group in enumerate(_groups(shape)):
+    for at, group in _groups(shape):
         if not group.may_be_quantized:
             continue
         members = [stored[name] for name, _ in group.tensors if name in stored]
@@ -103,7 +103,7 @@ def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset
     if not shape.stored_format:
         return frozenset()
     own, found = stored_format(shape), set()
-    for at, group in enumerate(_groups(shape)):
+    for at, group in _groups(shape):
         plain = {name for name, _ in group.tensors}
         if group.may_be_quantized and not any(tensor.name in names for tensor in own.stored(group) if tensor.name not in plain):
             found.add(at)
@@ -114,7 +114,7 @@ def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) 
     """Returns ModelShape.plain_groups of a checkpoint of which is_plain tells whether a module is plain; a module's matrix is its
     NAME.weight, and those of a group are alike."""
     found = set()
-    for at, group in enumerate(_groups(shape)):
+    for at, group in _groups(shape):
         if group.may_be_quantized and is_plain(group.tensors[0][0].removesuffix(".weight")):
             found.add(at)
     return frozenset(found)
@@ -136,16 +136,13 @@ def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
     return architecture_of(shape).ignores(shape, name) or stored_format(shape).ignores(name)
 
 
-def _groups(shape: ModelShape) -> list[TensorGroup]:
-    if shape.split is not None:
-        return share_of(architecture_of(shape).tensor_groups(whole(shape)), shape.split)
+def _groups(shape: ModelShape) -> list[tuple[int, TensorGroup]]:
+    """Returns the groups, each with its index, which of a share is that in the whole model."""
+    if (share := shape.split) is not None:
+        groups = architecture_of(shape).tensor_groups(whole(shape))
+        return [(at, own) for at, group in enumerate(groups) for own in share_of([group], share)]
     groups = architecture_of(shape).tensor_groups(shape)
-    return groups if shape.eagle is None else groups + eagle.eagle_groups(shape.eagle, shape.num_layers)
-
-
-def _format_of(shape: ModelShape, at: int, group: TensorGroup, weight_format: WeightFormat) -> WeightFormat:
-    """Returns the format of the group with this index, where matrices of layers are in `weight_format`."""
-    return weight_format if group.may_be_quantized and at not in shape.plain_groups else PLAIN
+    return list(enumerate(groups if shape.eagle is None else groups + eagle.eagle_groups(shape.eagle, shape.num_layers)))
 
 
 def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int, ...]:
@@ -157,8 +154,8 @@ def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int,
         return block_offsets_of_share(replace(of_all, block_offsets=block_offsets(of_all, tensors)), shape.split)
     stored, own = {tensor.name: tensor for tensor in tensors if tensor.record is None}, stored_format(shape)
     offsets = []
-    for at, group in enumerate(_groups(shape)):
-        held_in = _format_of(shape, at, group, own)
+    for at, group in _groups(shape):
+        held_in = format_of(shape, at, group, own)
         held_as = held_in.held_as(group) or group.held_as or shape.dtype
         first = stored.get(next(iter(held_in.stored(group))).name)
         num_bytes = sum(math.prod(dims) for _, dims in group.tensors) * ITEM_BYTES[shape.dtype]
@@ -168,18 +165,16 @@ def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int,
 
 
 def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> list[WeightSlot]:
-    """Returns the slots of all parameters in the weight range. Each group of tensors is laid out by its format. Raises
-    UnsupportedModel for a share of a split model in another format than the plain one."""
-    check_format(shape, weight_format)
+    """Returns the slots of all parameters in the weight range. Each group of tensors is laid out by its format."""
     groups = _groups(shape)
     block_offsets = shape.block_offsets if dtype == shape.dtype else ()
     slots: list[WeightSlot] = []
     offset = after_layers = 0
-    for at, (group, block_offset) in enumerate(zip(groups, block_offsets or (-1,) * len(groups), strict=True)):
+    for (at, group), block_offset in zip(groups, block_offsets or (-1,) * len(groups), strict=True):
         stage = after_layers
         if group.layer is not None:
             stage, after_layers = group.layer + 1, max(after_layers, group.layer + 2)
-        held_in = _format_of(shape, at, group, weight_format)
+        held_in = format_of(shape, at, group, weight_format)
         placed, offset = held_in.place(group, Space(offset, ITEM_BYTES[dtype], block_offset, stage, shape.dtype))
         slots += placed
     return slots

@@ -43,7 +43,7 @@ class Segment:
     file the frame that the segment consists of, else None. content: the segment that this frame decodes to, with begin and end
     counted as though the file held the tensor unpacked. whole: the place of the whole tensor whose numbers are rearranged
     (loader/formats/relayout.py), else None. What a segment of such a tensor fills is scattered in this place; place_bytes counts as
-    though it were not. columns: the part that is kept of each row, where the tensor
+    though it were not. kept: of "scales", see WeightSlot. columns: the part that is kept of each row, where the tensor
     counts as a matrix (Cut); its `whole` is the length of a row, and the segment is of whole ones. None: all is kept."""
 
     tensor: TensorRef
@@ -60,6 +60,7 @@ class Segment:
     whole: WeightSlot | None = None
     inverse: bool = False
     columns: Cut | None = None
+    kept: Cut | None = None
 
     @property
     def width(self) -> int:
@@ -71,13 +72,14 @@ class Segment:
         """Returns the size of the smallest unit that must not be divided, an element, a row to be quantised or of which a part is
         kept, all scales of a matrix, or the rows that are rearranged together: its bytes in the file and in the weight range."""
         if self.whole is not None and (relayout := self.whole.relayout) is not None:
-            num_units = self.tensor.shape[0] // relayout.unit_rows(self.tensor.shape)
-            return math.prod(self.tensor.shape) * DTYPE_BYTES[self.tensor.dtype] // num_units, self.whole.num_bytes // num_units
+            unit_rows = relayout.unit_rows(self.tensor.shape)
+            unit_bytes = unit_rows * math.prod(self.tensor.shape[1:]) * DTYPE_BYTES[self.tensor.dtype]
+            return unit_bytes, self.whole.num_bytes // (self.whole.shape[0] // unit_rows)
         if self.target == SCALES:
             return math.prod(self.tensor.shape) * DTYPE_BYTES[self.tensor.dtype], self.held_bytes
         item = DTYPE_BYTES[self.tensor.dtype]
         if self.target == QUANTIZED:
-            return self.width * item, self.width
+            return self.width * item, self.width if self.columns is None else self.columns.length
         held_item = ITEM_BYTES[self.target] if self.target else item
         if self.columns is not None:
             return self.columns.whole * item, self.columns.length * held_item
@@ -163,8 +165,9 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
             if slot is None or not tensor.num_bytes:
                 continue
             is_scale = slot.repeats or slot.held_as in SCALES_IN.values()
-            if slot.stored_shape != tensor.shape and not (is_scale and without_ones(slot.shape) == without_ones(tensor.shape)):
-                raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(slot.stored_shape)}")
+            wanted = slot.stored_shape
+            if wanted != tensor.shape and not (is_scale and without_ones(wanted) == without_ones(tensor.shape)):
+                raise CheckpointError(file, tensor.name, f"has shape {list(tensor.shape)}, expected {list(wanted)}")
             held_as = slot.held_as or dtype
             target = "" if DTYPE_OF.get(tensor.dtype) == held_as else held_as
             if slot.scales_at_bytes >= 0 and not slot.held_as:
@@ -181,8 +184,8 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
             whole = Segment(tensor, begin, begin + num_bytes, slot.offset_bytes, target, slot.scales_at_bytes, stage, *held)
             if slot.relayout is not None:
                 whole = replace(whole, whole=slot)
-            if slot.inverse:
-                whole = replace(whole, inverse=True)
+            if slot.repeats:
+                whole = replace(whole, inverse=slot.inverse, kept=slot.kept)
             own = [whole] if slot.cut is None else _share(whole, slot.cut, read_bytes)
             if own[0].unit_bytes[0] > read_bytes - BLOCK_BYTES:
                 what = "too many scales for a read" if slot.repeats else "too long to be converted"
@@ -201,7 +204,8 @@ def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
     num_rows, inner = math.prod(dims[: cut.axis]), math.prod(dims[cut.axis + 1 :])
     row_bytes = (whole.end - whole.begin) // num_rows
     shortest = min(end - begin for begin, end in cut.ranges) * row_bytes // cut.whole
-    if cut.axis and shortest < MIN_RUN_BYTES and row_bytes <= read_bytes - BLOCK_BYTES:
+    takes_rows = whole.whole is not None or whole.target == QUANTIZED  # what is made of a row needs all that is kept of it
+    if cut.axis and (takes_rows or (shortest < MIN_RUN_BYTES and row_bytes <= read_bytes - BLOCK_BYTES)):
         ranges = tuple((begin * inner, end * inner) for begin, end in cut.ranges)
         return [replace(whole, columns=Cut(1, ranges, cut.whole * inner))]
     runs, unit, held_unit, num_before = [], *whole.unit_bytes, 0

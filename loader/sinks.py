@@ -28,6 +28,8 @@ CONVERT_ELEMENTS = 32768
 
 _NAN_SCALE = 255  # of E8M0
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32}
+_STORED |= {"I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.uint8}  # of codes
+_AS_STORED = ("", FP8, E8M0)  # targets
 
 
 class Fence(Protocol):
@@ -116,13 +118,11 @@ class HostSink:
         read = np.frombuffer(staged, np.uint8)
         if (slot := segment.whole) is not None and slot.relayout is not None:
             rows, first = stored_rows(segment, read)
-            rearrange_span(span, slot, rows, first, part_of(self._held(slot), slot.relayout, first, len(rows)))
+            own = part_of(self._held(slot), slot.relayout, row_of_part(slot, first), len(rows))
+            rearrange_span(span, slot, rows, first, own)
             return
         if segment.target == QUANTIZED:
             self._quantize(span, read)
-            return
-        if segment.columns is not None:
-            self._store_columns(span, segment.columns, read)
             return
         if segment.target == SCALES:
             self._fill_scales(span, read)
@@ -131,7 +131,11 @@ class HostSink:
             check_codes(span, read)
         if segment.target == E8M0:
             _check_scales(span, read)
-        if segment.target in ("", FP8, E8M0):
+        if segment.columns is not None and segment.target not in SCALES_IN.values():
+            self._store_columns(span, segment.columns, read)
+            return
+        read = _kept(segment, read)
+        if segment.target in _AS_STORED:
             self._bytes[span.place_bytes : span.place_bytes + len(read)] = read
             return
         source = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
@@ -150,7 +154,7 @@ class HostSink:
         ((begin, end),) = segment.places
         stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, columns.whole)
         place = torch.from_numpy(self._bytes[begin:end])
-        held = place.view(getattr(torch, segment.target) if segment.target else stored.dtype).view(-1, columns.length)
+        held = place.view(stored.dtype if segment.target in _AS_STORED else getattr(torch, segment.target)).view(-1, columns.length)
         kept = [stored[:, first:last] for first, last in columns.ranges]
         for source, to in zip(kept, held.split([part.shape[1] for part in kept], dim=1), strict=True):
             width = source.shape[1]
@@ -174,7 +178,8 @@ class HostSink:
     def _quantize(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
         """Quantises a span, a whole segment, into its place. Raises CheckpointError for weights that are not finite."""
         segment = span.segment
-        rows = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, segment.width)
+        width = segment.width if segment.columns is None else segment.columns.length
+        rows = torch.from_numpy(_kept(segment, read)).view(_STORED[segment.tensor.dtype]).view(-1, width)
         values = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + rows.numel()])
         scales_end = segment.scales_at_bytes + len(rows) * SCALE_BYTES
         scales = torch.from_numpy(self._bytes[segment.scales_at_bytes : scales_end])
@@ -189,7 +194,7 @@ class HostSink:
         place = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + segment.held_bytes])
         rows = len(stored) if len(segment.tensor.shape) < 2 else segment.tensor.shape[0]
         try:
-            fill_scales(stored.view(rows, -1), segment.repeats, place.view(torch.float32), segment.inverse)
+            fill_scales(stored.view(rows, -1), segment.repeats, place.view(torch.float32), segment.inverse, segment.kept)
         except ValueError as error:
             raise CheckpointError(segment.tensor.file, segment.tensor.name, str(error)) from None
 
@@ -210,11 +215,29 @@ def held_dtype(slot: WeightSlot) -> torch.dtype:
 
 
 def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, int]:
-    """Returns the rows of a segment of a tensor that is rearranged, and the index of the first."""
+    """Returns the rows of a segment of a tensor that is rearranged, as far as they are kept, and the index of the first in the
+    stored tensor."""
     shape = segment.tensor.shape
     row_bytes = math.prod(shape[1:]) * DTYPE_BYTES[segment.tensor.dtype]
-    rows = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, *shape[1:])
+    inner = shape[1:] if segment.columns is None else (segment.columns.length,)
+    rows = torch.from_numpy(_kept(segment, read)).view(_STORED[segment.tensor.dtype]).view(-1, *inner)
     return rows, (segment.begin - segment.tensor.offset_bytes) // row_bytes
+
+
+def row_of_part(slot: WeightSlot, stored: int) -> int:
+    """Returns which row of a parameter a row of its stored tensor is that belongs to it. stored: its index there."""
+    if (cut := slot.cut) is None or cut.axis:
+        return stored
+    return sum(min(end, stored) - begin for begin, end in cut.ranges if begin < stored)
+
+
+def _kept(segment: Segment, read: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Returns the bytes of the kept columns of a segment's rows. NumPy copies them in this thread."""
+    if (columns := segment.columns) is None:
+        return read
+    item_bytes = DTYPE_BYTES[segment.tensor.dtype]
+    rows = read.reshape(-1, columns.whole * item_bytes)
+    return np.concatenate([rows[:, begin * item_bytes : end * item_bytes] for begin, end in columns.ranges], axis=1).reshape(-1)
 
 
 def rearrange_span(span: Span, slot: WeightSlot, rows: torch.Tensor, first: int, part: torch.Tensor) -> None:

@@ -7,7 +7,6 @@ the devices add up are on the first one alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -15,10 +14,10 @@ from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, Cut, D
 from loader.architectures.registry import architecture_of
 from loader.direct_io import BLOCK_BYTES
 from loader.dtypes import ITEM_BYTES
-from loader.errors import UnsupportedModel
+from loader.errors import CheckpointError, UnsupportedModel
 from loader.formats.plain import PLAIN
-from loader.formats.registry import FORMATS
-from loader.formats.weight_format import MIN_BLOCK_ALIGNED_BYTES, WeightFormat
+from loader.formats.registry import stored_format
+from loader.formats.weight_format import MIN_BLOCK_ALIGNED_BYTES, Space, WeightFormat
 from loader.hf_config import CONFIG_NAME
 from loader.model_shape import Division, ModelShape, SplitShape
 from loader.safetensors import Header
@@ -95,7 +94,7 @@ def refusal(shape: ModelShape, division: Division) -> str:
     for key, num in numbers.items():
         if num % size and size % num:
             return f"{key} {num} neither divides {size}, the number of devices, nor is it a multiple of it"
-    return ""
+    return _refused_cut(shape, division) if shape.stored_format else ""
 
 
 def _unserved_kind(shape: ModelShape) -> str:
@@ -106,15 +105,46 @@ def _unserved_kind(shape: ModelShape) -> str:
         (shape.experts is not None and len(shape.experts.dense_layers) < shape.num_layers, "a mixture of experts"),
         (shape.eagle is not None, "a model with an EAGLE-3 head"),
         (shape.predicts, "a model with a layer that predicts further tokens"),
-        (bool(shape.stored_format), f"a checkpoint in {FORMATS[shape.stored_format].title or shape.stored_format}"),
     )
     return next((kind for holds, kind in kinds if holds), "")
 
 
-def check_format(shape: ModelShape, weight_format: WeightFormat) -> None:
-    """Raises UnsupportedModel for a share of a model that is to be held in another format than the plain one."""
-    if shape.split is not None and weight_format != PLAIN:
-        raise _unsupported(f"quantize = {weight_format.name!r} is served on one device alone")
+def format_of(shape: ModelShape, at: int, group: TensorGroup, weight_format: WeightFormat) -> WeightFormat:
+    """Returns the format of a group of tensors, where matrices of layers are in `weight_format`. at: its index in the model."""
+    return weight_format if group.may_be_quantized and at not in shape.plain_groups else PLAIN
+
+
+def _refused_cut(shape: ModelShape, division: Division) -> str:
+    """Returns where the format of a model's checkpoint does not let its matrices be cut as a division needs; "": nowhere."""
+    own, seen = stored_format(shape), set()
+    for at, group in enumerate(architecture_of(shape).tensor_groups(shape)):
+        matrices = (group.divided, group.unit, tuple(dims for _, dims in group.tensors), group.may_be_reordered)
+        if format_of(shape, at, group, own) == PLAIN or matrices in seen:
+            continue
+        seen.add(matrices)
+        shares = (SplitShape(rank, division.size, expert_parts=division.expert_parts) for rank in range(division.size))
+        for part in (part for share in shares for part in share_of([group], share) if part.cuts):
+            try:
+                own.place(part, Space(0, ITEM_BYTES[shape.dtype], -1, 0, shape.dtype))
+            except CheckpointError as error:
+                key = _key_of(shape, part, error.tensor or "")
+                return f"{key} in {division.size} parts: {own.title}: {error.tensor} {error.message}"
+    return ""
+
+
+def _key_of(shape: ModelShape, part: TensorGroup, stored: str) -> str:
+    """Returns what of config.json says how many outputs or inputs a divided matrix has, with its value. part: a device's part of
+    its group. stored: the name of one of the matrix's tensors, or its own."""
+    matrices = zip(part.tensors, part.cuts, strict=True)
+    (name, dims), cut = next(one for one in matrices if stored.startswith(one[0][0].removesuffix("weight")))
+    experts = decoder_of(shape).experts
+    if experts is not None and "expert" in name:
+        return f"{experts.size_key} {cut.whole}"
+    if part.unit == 1:
+        return f"intermediate_size {cut.whole}"
+    of_keys = cut.whole == shape.num_kv_heads * part.unit != shape.num_heads * part.unit
+    heads = f"num_key_value_heads {shape.num_kv_heads}" if of_keys else f"num_attention_heads {shape.num_heads}"
+    return f"{heads} with {part.unit} {'outputs' if cut.axis == len(dims) - 2 else 'inputs'} each"
 
 
 def check_packed(shape: ModelShape, file: str, header: Header) -> None:
@@ -173,24 +203,27 @@ def _met(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, ...]:
     """Returns ModelShape.block_offsets of a device's share. shape: of the whole model, with block offsets. Rows lie in the file as
     they do in memory; columns do not."""
-    groups = architecture_of(shape).tensor_groups(shape)
+    groups, own = architecture_of(shape).tensor_groups(shape), stored_format(shape)
     return tuple(
-        _block_offset(_cut(group, share), offset, ITEM_BYTES[group.held_as or shape.dtype])
-        for group, offset in zip(groups, shape.block_offsets, strict=True)
-        if _has_some(group, share)
+        _block_offset(group, part, offset, format_of(shape, at, group, own), shape.dtype)
+        for at, (group, offset) in enumerate(zip(groups, shape.block_offsets, strict=True))
+        for part in share_of([group], share)
     )
 
 
-def _block_offset(group: TensorGroup, of_whole: int, item_bytes: int) -> int:
+def _block_offset(group: TensorGroup, own: TensorGroup, of_whole: int, held_in: WeightFormat, dtype: str) -> int:
     """Returns the distance from a block's boundary at which a share of a group begins in its file, -1 where it does not matter.
-    of_whole: that of the whole group."""
-    if of_whole < 0 or not group.cuts:
+    group, of_whole: the whole group, whose tensors are held as they are stored and as they lie in the file, and its distance."""
+    if of_whole < 0 or own == group:
         return of_whole
-    cut, (_, dims) = group.cuts[0], group.tensors[0]
-    skipped_bytes = cut.ranges[0][0] * math.prod(dims[1:]) * item_bytes
-    num_bytes = sum(math.prod(dims) for _, dims in group.tensors) * item_bytes
-    is_direct = cut.axis == 0 and skipped_bytes % 8 == 0 and num_bytes >= MIN_BLOCK_ALIGNED_BYTES
-    return (of_whole + skipped_bytes) % BLOCK_BYTES if is_direct else -1
+    wholes, slots = (held_in.place(one, Space(0, ITEM_BYTES[dtype], -1, 0, dtype))[0] for one in (group, own))
+    first = slots[0]
+    skipped_bytes = next(slot.offset_bytes for slot in wholes if slot.name == first.name)
+    if first.cut is not None:
+        skipped_bytes += first.cut.ranges[0][0] * first.num_bytes // first.shape[0]
+    is_direct = (first.cut is None or first.cut.axis == 0) and skipped_bytes % 8 == 0
+    num_bytes = sum(slot.num_bytes for slot in slots)
+    return (of_whole + skipped_bytes) % BLOCK_BYTES if is_direct and num_bytes >= MIN_BLOCK_ALIGNED_BYTES else -1
 
 
 def rows_of(num_rows: int, share: SplitShape | None) -> slice:

@@ -20,7 +20,7 @@ from loader.formats.int4_relayout import order_inputs, part_of, rearrange
 from loader.formats.relayout import AWQ_WORDS, GPTQ_WORDS, WORDS_AT_ONCE
 from loader.formats.weight_format import WeightSlot
 from loader.range_plan import Segment, Span
-from loader.sinks import Fence, HostSink, check_codes, held_dtype, rearrange_span, stored_rows
+from loader.sinks import Fence, HostSink, check_codes, held_dtype, rearrange_span, row_of_part, stored_rows
 from loader.unpack import damaged
 
 
@@ -61,7 +61,7 @@ class DeviceSink:
         numbers that must be checked on the host."""
         assert slot.relayout is not None
         relayout, (rows, first) = slot.relayout, stored_rows(span.segment, read)
-        part = part_of(self._held(slot), relayout, first, len(rows))
+        part = part_of(self._held(slot), relayout, row_of_part(slot, first), len(rows))
         if relayout not in (GPTQ_WORDS, AWQ_WORDS):
             on_host = torch.empty(part.shape, dtype=part.dtype)
             rearrange_span(span, slot, rows, first, on_host)

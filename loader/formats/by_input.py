@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from loader.architectures.architecture import TensorGroup
+from loader.architectures.architecture import Dims, TensorGroup
 from loader.dtypes import SCALES_IN
 from loader.formats import int4_layout
 from loader.formats.awq_settings import Awq
@@ -17,21 +17,25 @@ from loader.formats.int4_layout import BY_INPUT, IN_WORD, REARRANGED, Part, Part
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.refused import Refused, is_read_as, refusal_of
 from loader.formats.relayout import REARRANGING_BYTES, SCALES, Relayout
+from loader.formats.stored_part import Along
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot
 
 WORDS = ("I32",)
 _SCALES_AS = SCALES_IN["float16"]
 
 
-def num_groups(settings: Awq | Gptq, num_inputs: int) -> int:
+def _num_groups(settings: Awq | Gptq, num_inputs: int) -> int:
     return -(-num_inputs // (settings.group_inputs or num_inputs))
 
 
-def parts_by_input(name: str, groups: int, num_outputs: int, words: Part, zeros: Relayout) -> Parts:
+def parts_by_input(settings: Awq | Gptq, name: str, dims: Dims, words: Part, zeros: Relayout) -> Parts:
     """Returns the tensors of a matrix whose words are these, but for the groups of its inputs."""
-    scales = rearranged(StoredTensor(BY_INPUT.of(name, BY_INPUT.scales), (groups, num_outputs)), _SCALES_AS, SCALES)
+    num_outputs, groups = dims[0], _num_groups(settings, dims[1])
+    of_inputs = Along(0, settings.group_inputs) if settings.group_inputs else None
+    stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.scales), (groups, num_outputs))
+    scales = rearranged(stored, _SCALES_AS, (Along(1), of_inputs), SCALES)
     stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.zeros), (groups, -(-num_outputs // IN_WORD)), WORDS)
-    return Parts(words, scales, rearranged(stored, "uint8", zeros))
+    return Parts(words, scales, rearranged(stored, "uint8", (Along(1, IN_WORD), of_inputs), zeros))
 
 
 def format_by_input(

@@ -7,6 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from loader.architectures.architecture import Cut
+
 _AT_ONCE = 256 << 10  # codes looked at at a time: they and their copy stay in the second-level cache
 _NAN = 0x7F  # without the sign
 
@@ -22,10 +24,10 @@ def nan_at(codes: npt.NDArray[np.uint8]) -> int:
     return -1
 
 
-def fill_scales(stored: Tensor, repeats: int, held: Tensor, inverse: bool = False) -> None:
+def fill_scales(stored: Tensor, repeats: int, held: Tensor, inverse: bool = False, kept: Cut | None = None) -> None:
     """Writes stored scales [S, G] (float32, bfloat16 or float16) to held [N * G] float32: each row `repeats` times, the last as
-    often as there is room. inverse: their inverses. Raises ValueError for scales that are NaN or infinite, and for divisors whose
-    inverse float32 does not have."""
+    often as there is room. inverse: their inverses. kept: the part of these numbers that is written; None: all. Raises ValueError
+    for scales that are NaN or infinite, and for divisors whose inverse float32 does not have."""
     wide = stored.float()
     if inverse:
         wide = wide.reciprocal()
@@ -33,6 +35,12 @@ def fill_scales(stored: Tensor, repeats: int, held: Tensor, inverse: bool = Fals
             raise ValueError("holds a number by which scales cannot be divided: 0, NaN, or too large or small")
     if not bool(torch.isfinite(wide).all()):
         raise ValueError("holds NaN or an infinity: no scale")
+    if kept is not None and kept.axis:
+        wide = torch.cat([wide[:, begin:end] for begin, end in kept.ranges], dim=1)
     rows = held.view(-1, wide.shape[1])
-    for row, scales in enumerate(wide):
-        rows[row * repeats : (row + 1) * repeats] = scales
+    filled = 0
+    for begin, end in kept.ranges if kept is not None and not kept.axis else ((0, len(rows)),):
+        while begin < end:
+            num = min(end - begin, repeats - begin % repeats)
+            rows[filled : filled + num] = wide[begin // repeats]
+            begin, filled = begin + num, filled + num

@@ -6,13 +6,15 @@ A weight is (number - zero point) times scale, for numbers from 0 to 15. Where n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from loader.architectures.architecture import TensorGroup
+from loader.architectures.architecture import Dims, TensorGroup
 from loader.config_fields import Fields
 from loader.errors import CheckpointError
 from loader.formats.relayout import Relayout
+from loader.formats.stored_part import Axes, matrices_of, stored_part
 from loader.formats.weight_format import Space, StoredTensor, WeightSlot, aligned, refuse_stacked_experts
 from loader.model_shape import ModelShape
 
@@ -39,12 +41,18 @@ BY_INPUT = Names(".qweight", ".scales", ".qzeros", ".g_idx")  # of AWQ and GPTQ
 
 
 class Part(NamedTuple):
-    """A stored tensor of a matrix. num_bytes, held_as: in memory. relayout: as in WeightSlot."""
+    """A stored tensor of a matrix. held_as: its dtype in memory. item_bytes: the size of its elements there, unless it is
+    rearranged. axes: where the matrix's outputs and inputs lie in it. relayout: as in WeightSlot."""
 
     tensor: StoredTensor
-    num_bytes: int
     held_as: str
+    axes: Axes
+    item_bytes: int = 0
     relayout: Relayout | None = None
+
+    def held_bytes(self, shape: Dims) -> int:
+        """Returns the bytes in memory of a part of the tensor."""
+        return math.prod(shape) * self.item_bytes if self.relayout is None else self.relayout.held_bytes(shape)
 
 
 class Parts(NamedTuple):
@@ -56,8 +64,8 @@ class Parts(NamedTuple):
     order: Part | None = None
 
 
-def rearranged(tensor: StoredTensor, held_as: str, relayout: Relayout) -> Part:
-    return Part(tensor, relayout.held_bytes(tensor.shape), held_as, relayout)
+def rearranged(tensor: StoredTensor, held_as: str, axes: Axes, relayout: Relayout) -> Part:
+    return Part(tensor, held_as, axes, relayout=relayout)
 
 
 def place(
@@ -65,14 +73,16 @@ def place(
 ) -> tuple[list[WeightSlot], int]:
     """Lays out a group of matrices. parts_of(name, dims): the tensors of one. group_inputs: inputs that share a scale; 0: all.
     is_joint: the inputs are put in order when all have been read. Raises CheckpointError for a matrix that is not made of whole
-    groups, or whose zero points do not fill their words."""
+    groups, or whose zero points do not fill their words; and for a part of one that begins or ends within a group or a word, or is
+    of inputs that are in another order than that of their groups."""
     step = group_inputs or STEP
     slots: list[WeightSlot] = []
     end = space.begin_bytes
-    matrices = [(name, dims, parts_of(name, dims)) for name, dims in group.tensors]
+    matrices = [(matrix, parts_of(matrix.name, matrix.whole_dims)) for matrix in matrices_of(group)]
     for number in range(len(Parts._fields)):
         begin = end if not number else aligned(end)
-        for name, dims, parts in matrices:
+        for matrix, parts in matrices:
+            name, dims, cut = matrix
             part: Part | None = parts[number]
             if part is None:
                 continue
@@ -80,13 +90,21 @@ def place(
                 raise CheckpointError("config.json", name, f"has {dims[1]} inputs, no multiple of {step}, which INT4 needs")
             if parts.zeros is not None and dims[0] % IN_WORD:
                 raise CheckpointError("config.json", name, f"has {dims[0]} outputs, no multiple of {IN_WORD}, which its words need")
+            if is_joint and cut is not None and cut.axis:
+                why = f"has its {cut.whole} inputs in an order of its own (desc_act): not divided"
+                raise CheckpointError("config.json", name, why)
             joint = group.tensors[0][0] if is_joint and part in (parts.words, parts.order) else ""
-            own_inputs = 0 if part in (parts.scales, parts.zeros) else group_inputs or dims[1]
+            # the order of a part's inputs is checked as that of all
+            own_inputs = group_inputs or (matrix.whole_dims if part is parts.order else dims)[1]
+            if part in (parts.scales, parts.zeros):
+                own_inputs = 0
+            shape, own_cut = stored_part(part.tensor.name, part.tensor.shape, part.axes, cut)
+            num_bytes = part.held_bytes(shape)
             how = (space.stage, part.held_as, own_inputs, 0, part.relayout, joint)
-            slots.append(WeightSlot(part.tensor.name, part.tensor.shape, begin, part.num_bytes, -1, *how))
-            end = begin = begin + part.num_bytes
+            slots.append(WeightSlot(part.tensor.name, shape, begin, num_bytes, -1, *how, cut=own_cut))
+            end = begin = begin + num_bytes
     scales_at = {slot.name: slot.offset_bytes for slot in slots}
-    for at, (_, _, parts) in enumerate(matrices):  # the weights' slots come first
+    for at, (_, parts) in enumerate(matrices):  # the weights' slots come first
         slots[at] = slots[at]._replace(scales_at_bytes=scales_at[parts.scales.tensor.name])
     return slots, end
 

@@ -1,5 +1,6 @@
 """The weight format of `quantize = "int8"`: matrices are rounded to int8 as they are read, with one float32 scale for each output.
 Matrices that one product reads together lie end to end, and their scales follow them.
+Of a model that is split over devices, each rounds its own numbers: where inputs are divided, a scale is that of a device's inputs.
 
 loader/formats/int8_rows.py rounds them. The kernels (engine/cpu/kernels) multiply them as they are, or widen a part at a time.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 
 from loader.architectures.architecture import TensorGroup
+from loader.formats.stored_part import matrices_of
 from loader.formats.weight_format import Space, WeightFormat, WeightSlot, aligned
 
 SCALE_BYTES = 4  # float32
@@ -19,9 +21,9 @@ def place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
     offset = aligned(space.offset_bytes)
     scales_at = aligned(offset + sum(math.prod(dims) for _, dims in group.tensors))
     slots = []
-    for name, dims in group.tensors:
+    for name, dims, cut in matrices_of(group):
         num_values = math.prod(dims)
-        slots.append(WeightSlot(name, dims, offset, num_values, scales_at, space.stage))
+        slots.append(WeightSlot(name, dims, offset, num_values, scales_at, space.stage, cut=cut))
         offset += num_values
         scales_at += dims[0] * SCALE_BYTES
     return slots, scales_at

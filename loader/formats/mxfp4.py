@@ -8,7 +8,6 @@ matrices are plain. Source: Open Compute Project, "OCP Microscaling Formats (MX)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +16,14 @@ from loader.config_fields import Fields
 from loader.dtypes import E8M0
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.plain import PLAIN
+from loader.formats.stored_part import Along, matrices_of, stored_part
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned
 from loader.model_shape import ALTERNATING, ModelShape
 
 GROUP = 32  # numbers that have one scale
 BLOCK_BYTES_OF_GROUP = GROUP // 2
 BLOCKS, SCALES = "_blocks", "_scales"
+_AXES = (Along(0), Along(1), Along(2, GROUP))  # of experts, outputs and inputs
 _STORED_AS, _HELD_AS = ("U8",), "uint8"
 
 
@@ -59,14 +60,13 @@ def _stored(group: TensorGroup) -> list[StoredTensor]:
 def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
     if not is_stack(group):
         return PLAIN.place(group, space)
-    ((name, dims),) = group.tensors
-    blocks, scales = _parts(name, dims)
-    offset = space.begin_bytes
-    num_bytes = math.prod(blocks.shape)
-    slots = [WeightSlot(blocks.name, blocks.shape, offset, num_bytes, stage=space.stage, held_as=_HELD_AS)]
-    offset, num_bytes = aligned(offset + num_bytes), math.prod(scales.shape)
-    slots.append(WeightSlot(scales.name, scales.shape, offset, num_bytes, stage=space.stage, held_as=E8M0))
-    return slots, offset + num_bytes
+    (matrix,) = matrices_of(group)
+    slots, end = list[WeightSlot](), space.begin_bytes
+    for tensor, held_as in zip(_parts(matrix.name, matrix.whole_dims), (_HELD_AS, E8M0), strict=True):
+        own, begin = stored_part(tensor.name, tensor.shape, _AXES, matrix.cut), aligned(end) if slots else end
+        slots.append(WeightSlot(tensor.name, own.shape, begin, own.num_elements, -1, space.stage, held_as, cut=own.cut))
+        end = begin + own.num_elements
+    return slots, end
 
 
 MXFP4 = WeightFormat(

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from loader.architectures.architecture import TensorGroup
+from loader.architectures.architecture import Cut, TensorGroup
 from loader.dtypes import FP8
 from loader.formats.fp8_settings import BLOCK, EACH_BLOCK, MATRIX, OUTPUT, SCALE, SCALE_INV, Fp8Scales, read
 from loader.formats.int8 import SCALE_BYTES, WIDENED_BYTES
 from loader.formats.refused import is_read_as, refusal_of
+from loader.formats.stored_part import EACH_OUTPUT, Along, Axes, Matrix, matrices_of, stored_part
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned
 
 _CODES = ("F8_E4M3",)
@@ -30,6 +31,8 @@ _UNUSED = (
     "prob_scale",
     "kv_scale",
 )
+# where a matrix's outputs and inputs are among its scales as they are held
+_HELD: dict[str, Axes] = {MATRIX: (None, None), OUTPUT: EACH_OUTPUT, EACH_BLOCK: (Along(0), Along(1, BLOCK))}
 _TITLES = {
     MATRIX: "FP8 (e4m3) with one scale a matrix",
     OUTPUT: "FP8 (e4m3) with one scale an output",
@@ -55,19 +58,27 @@ def _stored(scales: Fp8Scales, group: TensorGroup) -> list[StoredTensor]:
     return found
 
 
+def _kept(unit: str, name: str, matrix: Matrix) -> Cut | None:
+    """Returns WeightSlot.kept of the scales of a matrix. Its outputs may be cut within a block, whose scales several devices have
+    then. Raises CheckpointError for inputs that are."""
+    held = matrix.whole_dims[0], _groups(unit, matrix.whole_dims[1])
+    return stored_part(name, held, _HELD[unit], matrix.cut).cut
+
+
 def _place(scales: Fp8Scales, group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
     offset = aligned(space.offset_bytes)
     scales_at = aligned(offset + sum(math.prod(dims) for _, dims in group.tensors))
     slots = []
-    for name, dims in group.tensors:
-        num_outputs, num_inputs = dims
+    for matrix in matrices_of(group):
+        name, (num_outputs, num_inputs), cut = matrix
         group_inputs = BLOCK if scales.unit == EACH_BLOCK else num_inputs
-        values = WeightSlot(name, dims, offset, math.prod(dims), scales_at, space.stage, FP8, group_inputs)
-        stored = _scales(scales, name, dims)
+        num_values = num_outputs * num_inputs
+        values = WeightSlot(name, matrix.dims, offset, num_values, scales_at, space.stage, FP8, group_inputs, cut=cut)
+        stored = _scales(scales, name, matrix.whole_dims)
         num_bytes = num_outputs * _groups(scales.unit, num_inputs) * SCALE_BYTES
         repeats = {MATRIX: num_outputs, OUTPUT: 1, EACH_BLOCK: BLOCK}[scales.unit]
         held = WeightSlot(stored.name, stored.shape, scales_at, num_bytes, -1, space.stage, "float32", 0, repeats)
-        slots += [values, held]
+        slots += [values, held._replace(kept=_kept(scales.unit, name, matrix))]
         offset += values.num_bytes
         scales_at += num_bytes
     return slots, scales_at

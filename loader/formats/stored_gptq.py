@@ -13,7 +13,7 @@ from functools import partial
 from itertools import product
 
 from loader.architectures.architecture import TensorGroup
-from loader.formats.by_input import WORDS, format_by_input, num_groups, parts_by_input
+from loader.formats.by_input import WORDS, format_by_input, parts_by_input
 from loader.formats.gptq_settings import GROUPS, Gptq, group_of, read
 from loader.formats.int4_layout import BY_INPUT, IN_WORD, Parts, rearranged
 from loader.formats.relayout import (
@@ -25,21 +25,22 @@ from loader.formats.relayout import (
     V1_EIGHTS,
     V2_EIGHTS,
 )
+from loader.formats.stored_part import Along
 from loader.formats.weight_format import StoredTensor, WeightFormat
 
 
 def _parts(settings: Gptq, group: TensorGroup, name: str, dims: tuple[int, ...]) -> Parts:
     num_outputs, num_inputs = dims
     stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.words), (-(-num_inputs // IN_WORD), num_outputs), WORDS)
-    words = rearranged(stored, "int32", GPTQ_WORDS)
+    words = rearranged(stored, "int32", (Along(1), Along(0, IN_WORD)), GPTQ_WORDS)
     if settings.symmetric:
         zeros = V2_EIGHTS if settings.is_v2 else V1_EIGHTS
     else:
         zeros = GPTQ_V2_ZEROS if settings.is_v2 else GPTQ_V1_ZEROS
-    parts = parts_by_input(name, num_groups(settings, num_inputs), num_outputs, words, zeros)
+    parts = parts_by_input(settings, name, dims, words, zeros)
     of_inputs = StoredTensor(BY_INPUT.of(name, BY_INPUT.order), (num_inputs,), WORDS)
     order = INPUT_ORDER if settings.ordered and group.may_be_reordered else GROUPS_IN_ORDER
-    return parts._replace(order=rearranged(of_inputs, "int32", order))
+    return parts._replace(order=rearranged(of_inputs, "int32", (None, Along(0)), order))
 
 
 def _format(settings: Gptq) -> WeightFormat:

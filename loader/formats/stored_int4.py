@@ -9,7 +9,6 @@ config.json, else bfloat16. A scale that this dtype does not have is refused by 
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from itertools import product
 
@@ -21,9 +20,10 @@ from loader.formats.int4_settings import GROUPS, WHOLE_ROW, Int4, read
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.refused import is_read_as, refusal_of
 from loader.formats.relayout import ZEROS_BY_OUTPUT
+from loader.formats.stored_part import Along
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot
 
-_SHAPE, _HELD_AS, _WORDS = ".weight_shape", "int32", ("I32",)
+_SHAPE, _HELD_AS, _WORDS, _WORD_BYTES = ".weight_shape", "int32", ("I32",), 4
 # what a checkpoint may hold for activations and for KV
 _UNUSED = (".input_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale")
 
@@ -31,13 +31,14 @@ _UNUSED = (".input_scale", ".input_global_scale", ".output_scale", ".k_scale", "
 def _parts(settings: Int4, scales_as: str, name: str, dims: tuple[int, ...]) -> Parts:
     num_outputs, num_inputs = dims
     groups = 1 if settings.group_inputs == WHOLE_ROW else -(-num_inputs // settings.group_inputs)
+    of_inputs = Along(1, settings.group_inputs) if settings.group_inputs else None  # else one group, whatever part is taken
     words = StoredTensor(COMPRESSED.of(name, COMPRESSED.words), (num_outputs, -(-num_inputs // IN_WORD)), _WORDS)
     scales = StoredTensor(COMPRESSED.of(name, COMPRESSED.scales), (num_outputs, groups), is_scale=True)
     zeros = StoredTensor(COMPRESSED.of(name, COMPRESSED.zeros), (-(-num_outputs // IN_WORD), groups), _WORDS)
     return Parts(
-        Part(words, math.prod(dims) // 2, _HELD_AS),
-        Part(scales, num_outputs * groups * ITEM_BYTES[scales_as], scales_as),
-        None if settings.symmetric else rearranged(zeros, "uint8", ZEROS_BY_OUTPUT),
+        Part(words, _HELD_AS, (Along(0), Along(1, IN_WORD)), _WORD_BYTES),
+        Part(scales, scales_as, (Along(0), of_inputs), ITEM_BYTES[scales_as]),
+        None if settings.symmetric else rearranged(zeros, "uint8", (Along(0, IN_WORD), of_inputs), ZEROS_BY_OUTPUT),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from loader.architectures.architecture import TensorGroup
 from loader.formats import int8
+from loader.formats.stored_part import EACH_OUTPUT, stored_part
 from loader.formats.weight_format import FLOATS, Space, StoredTensor, WeightFormat, WeightSlot
 
 _SCALE = "_scale"
@@ -49,8 +50,9 @@ def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
     slots = []
     for slot in placed:
         slots.append(slot._replace(held_as="int8"))
-        scale_bytes = slot.shape[0] * int8.SCALE_BYTES
-        scales = WeightSlot(slot.name + _SCALE, (slot.shape[0], 1), slot.scales_at_bytes, scale_bytes, stage=slot.stage)
+        name = slot.name + _SCALE
+        shape, cut = stored_part(name, (slot.stored_shape[0], 1), EACH_OUTPUT, slot.cut)
+        scales = WeightSlot(name, shape, slot.scales_at_bytes, shape[0] * int8.SCALE_BYTES, stage=slot.stage, cut=cut)
         slots.append(scales._replace(held_as="float32"))
     return slots, end
 

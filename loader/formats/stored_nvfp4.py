@@ -19,6 +19,7 @@ from loader.errors import CheckpointError
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.nvfp4_settings import COMPRESSED, GROUP, MODELOPT, Nvfp4, read
 from loader.formats.refused import is_read_as, refusal_of
+from loader.formats.stored_part import Along, matrices_of, stored_part
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned, refuse_stacked_experts
 from loader.model_shape import ModelShape
 
@@ -52,12 +53,16 @@ def _place(names: Nvfp4, group: TensorGroup, space: Space) -> tuple[list[WeightS
     scales_at = first_scale = aligned(numbers_at + num_weights // 2)
     factors_at = aligned(scales_at + num_weights // GROUP)
     slots = []
-    for name, dims in group.tensors:
-        numbers, scales, whole = _parts(names, name, dims)
-        sizes = (math.prod(numbers.shape), math.prod(scales.shape), dims[0] * FACTOR_BYTES)
+    for matrix in matrices_of(group):
+        name, dims, cut = matrix
+        numbers, scales, whole = _parts(names, name, matrix.whole_dims)
+        own = stored_part(numbers.name, numbers.shape, (Along(0), Along(1, 2)), cut)
+        of_groups = stored_part(scales.name, scales.shape, (Along(0), Along(1, GROUP)), cut)
+        sizes = (own.num_elements, of_groups.num_elements, dims[0] * FACTOR_BYTES)
+        how = (space.stage, HELD_AS, GROUP)
         slots += [
-            WeightSlot(numbers.name, numbers.shape, numbers_at, sizes[0], first_scale, space.stage, HELD_AS, GROUP),
-            WeightSlot(scales.name, scales.shape, scales_at, sizes[1], stage=space.stage, held_as=FP8),
+            WeightSlot(numbers.name, own.shape, numbers_at, sizes[0], first_scale, *how, cut=own.cut),
+            WeightSlot(scales.name, of_groups.shape, scales_at, sizes[1], -1, space.stage, FP8, cut=of_groups.cut),
             WeightSlot(
                 whole.name, whole.shape, factors_at, sizes[2], -1, space.stage, "float32", 0, dims[0], inverse=names.divides
             ),

@@ -43,7 +43,8 @@ class WeightSlot(NamedTuple):
     stored. joint: the name of the parameters that are in place only once all of them are, because the inputs of their weights are
     put in order then; "": it is none of such. inverse: of scales that repeat, whether what is held are their inverses. cut: which
     part of the stored tensor the parameter is, of a model that is split over devices, and `shape` is that of the part; None: it
-    is all of the tensor."""
+    is all of the tensor. kept: of scales that repeat and of which a part is held, where `shape` is that of the whole tensor: which
+    part of what the whole tensor would fill, a row for each output and a column for each group of inputs; None: all of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,6 +59,7 @@ class WeightSlot(NamedTuple):
     joint: str = ""
     inverse: bool = False
     cut: Cut | None = None
+    kept: Cut | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -104,18 +106,19 @@ def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
 class WeightFormat:
     """One way to hold the matrices of layers. All other parameters of a model are plain.
 
-    name: used in messages and logs. settings: values of the setting `quantize` that ask for it. place: lays out one group; returns
-    its slots and the first free byte after them. stored: lists what a checkpoint holds of one group. recognises: whether a
-    checkpoint with this `quantization_config` is in the format; None: the format is none of checkpoints. title: the format of such
-    checkpoints, for messages. refuses: the key and the words for a setting in a `quantization_config` of this kind that is not
-    served; None: there is none, or the configuration is of another kind. otherwise: the name of the format that such a checkpoint
-    is in if it holds no tensor whose name ends with scale_suffix; "": there is no other. ignores: whether such a checkpoint may
-    hold this tensor in addition. kernels: the set of kernels (engine/cpu/kernels/wanted.py) that it needs besides those of the
-    dtype; "": none. widened_bytes: how much of a matrix a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders,
-    runs_experts: whether GPUs, encoders, and mixtures of experts support it. check: raises UnsupportedModel for a model that is not
-    served in the format; it is given config.json. reorders: products copy their inputs into another order. load_bytes: what a load
-    takes of a GPU's memory besides the weights. held_as: returns the dtype in which a group's first tensor is stored, too, so
-    that it may be read straight into place; "": the model's."""
+    name: used in messages and logs. settings: values of the setting `quantize` that ask for it. place: lays out one group, or its
+    share with cuts; returns its slots and the first free byte after them, and raises CheckpointError where its numbers cannot be
+    cut so. stored: lists what a checkpoint holds of one group. recognises: whether a checkpoint with this `quantization_config` is
+    in the format; None: the format is none of checkpoints. title: the format of such checkpoints, for messages. refuses: the key
+    and the words for a setting in a `quantization_config` of this kind that is not served; None: there is none, or the
+    configuration is of another kind. otherwise: the name of the format that such a checkpoint is in if it holds no tensor whose
+    name ends with scale_suffix; "": there is no other. ignores: whether such a checkpoint may hold this tensor in addition.
+    kernels: the set of kernels (engine/cpu/kernels/wanted.py) that it needs besides those of the dtype; "": none. widened_bytes:
+    how much of a matrix a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders, runs_experts: whether GPUs,
+    encoders, and mixtures of experts support it. check: raises UnsupportedModel for a model that is not served in the format; it is
+    given config.json. reorders: products copy their inputs into another order. load_bytes: what a load takes of a GPU's memory
+    besides the weights. held_as: returns the dtype in which a group's first tensor is stored, too, so that it may be read straight
+    into place; "": the model's."""
 
     name: str
     settings: tuple[str | None, ...]

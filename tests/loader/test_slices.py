@@ -493,7 +493,6 @@ REFUSED = {
     ),
     "predictor": (replace(LLAMA, predicts=True), 2, "predicts further tokens"),
     "EAGLE-3": (replace(LLAMA, predicts=True, eagle=HEAD), 2, "an EAGLE-3 head"),
-    "quantised": (replace(LLAMA, stored_format="gptq by 32"), 2, "a checkpoint in GPTQ with 4 bits"),
     "full heads": (replace(LLAMA, full_heads=HeadShape(3, 8)), 2, "num_global_key_value_heads 3 neither divides 2"),
     "heads": (LLAMA, 8, "num_attention_heads 4 is no multiple of 8"),
     "heads that read latents": (parse(FAMILIES["latents"]), 8, "num_attention_heads 4 is no multiple of 8"),
@@ -512,9 +511,7 @@ def test_what_is_not_split_is_refused_with_the_reason(name: str) -> None:
         split(shape, size - 1, Division(size))
 
 
-def test_a_share_is_not_quantised() -> None:
-    with pytest.raises(UnsupportedModel, match="parallel: quantize = 'int8' is served on one device alone"):
-        weight_layout(split(LLAMA, 0, Division(2)), "float32", INT8)
+def test_a_rank_is_one_of_the_devices() -> None:
     with pytest.raises(ValueError, match="rank 2 is not below the number of devices 2"):
         split(LLAMA, 2, Division(2))
 

@@ -1,0 +1,73 @@
+"""Cuts the stored tensors of a matrix where the matrix is cut, for a device's share of a model (loader/slices.py).
+
+Where a format stores several numbers in a word, or has one scale for several of them, a matrix can be cut only between these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import repeat
+from typing import NamedTuple
+
+from loader.architectures.architecture import Cut, Dims, TensorGroup
+from loader.errors import CheckpointError
+
+
+class Along(NamedTuple):
+    """Where an axis of a matrix lies in a stored tensor. axis: of the tensor. num: so many outputs or inputs, those of a word or
+    of a scale, are one element of it."""
+
+    axis: int
+    num: int = 1
+
+
+# for each axis of a matrix where it lies in a stored tensor; None: the tensor is the same whatever part of that axis is taken
+Axes = tuple[Along | None, ...]
+
+EACH_OUTPUT: Axes = (Along(0), None)
+
+
+class Matrix(NamedTuple):
+    """A matrix of a group. dims: of the part that is held. cut: which part that is; None: all of it."""
+
+    name: str
+    dims: Dims
+    cut: Cut | None
+
+    @property
+    def whole_dims(self) -> Dims:
+        """The dimensions that the matrix has in the checkpoint."""
+        return self.dims if self.cut is None else self.cut.whole_of(self.dims)
+
+
+class Part(NamedTuple):
+    """A part of a stored tensor. cut: which part it is; None: all of it."""
+
+    shape: Dims
+    cut: Cut | None
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def matrices_of(group: TensorGroup) -> Iterator[Matrix]:
+    for (name, dims), cut in zip(group.tensors, group.cuts or repeat(None), strict=False):
+        yield Matrix(name, dims, cut)
+
+
+def stored_part(name: str, shape: Dims, axes: Axes, cut: Cut | None) -> Part:
+    """Returns the part of a stored tensor that belongs to a part of its matrix. shape: of the whole tensor. cut: of the matrix.
+    Raises CheckpointError for a cut between numbers that are stored as one, or that have one scale."""
+    if cut is None or (along := axes[cut.axis]) is None:
+        return Part(shape, None)
+    for begin, end in cut.ranges:
+        is_last = (begin, end) == cut.ranges[-1] and end == cut.whole
+        for at in (begin, *(() if is_last else (end,))):
+            if at % along.num:
+                why = f"cannot be cut at {at} of {cut.whole}, which is no multiple of {along.num}, of which it has one number"
+                raise CheckpointError("config.json", name, why)
+    ranges = tuple((begin // along.num, -(-end // along.num)) for begin, end in cut.ranges)
+    own = Cut(along.axis, ranges, shape[along.axis])
+    return Part(own.part_of(shape), own)
