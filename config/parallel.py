@@ -38,8 +38,6 @@ def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
         return ""
     if settings.isolate:
         return "does not go with isolate = true: an isolated model has a part of one device"
-    if settings.quantize not in (None, "none"):
-        return f"does not go with quantize = {settings.quantize!r}: only plain weights are split so far"
     if settings.kv_cache_dtype != "auto":
         return f"does not go with kv_cache_dtype = {settings.kv_cache_dtype!r}: it is for cuda devices, and models are split on cpu"
     if settings.speculator not in SPECULATORS:

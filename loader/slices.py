@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from loader.adapters.matrices import decoder_of
 from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, Cut, Dims, TensorGroup
 from loader.architectures.registry import architecture_of
 from loader.direct_io import BLOCK_BYTES

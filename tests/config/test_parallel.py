@@ -46,7 +46,6 @@ def check_refused(tmp_path: Path, text: str, words: list[str]) -> None:
         ("parallel = { tensor = 65 }", [".parallel.tensor", "at least 1 and at most 64"]),
         ("parallel = { tensor = 1.5 }", [".parallel.tensor", "whole number"]),
         ("parallel = { tensor = 2 }\nisolate = true", ['"m".parallel', "isolate = true"]),
-        ('parallel = { tensor = 2 }\nquantize = "int8"', ['"m".parallel', "quantize = 'int8'"]),
         ('parallel = { tensor = 2 }\nkv_cache_dtype = "fp8"', ['"m".parallel', "kv_cache_dtype = 'fp8'"]),
         ('parallel = { tensor = 2 }\nspeculator = "mtp"', ['"m".parallel', "speculator = 'mtp'", "auto, none, prompt-lookup"]),
         ("parallel = { tensor = 3 }", ['"m".parallel', "needs 3 cpu devices", "the node has cpu:0, cpu:1"]),

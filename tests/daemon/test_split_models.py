@@ -13,15 +13,17 @@ from daemon.models.registry import Registry
 from daemon.record.state import NodeState
 from loader import kv_layout, layout, slices, work_space
 from loader.catalog import scan_one
+from loader.formats.int8 import INT8
 from loader.formats.plain import PLAIN
 from loader.model_shape import Division
 from scheduler.node import events
 from tests.e2e.checkpoints import make_head, make_model
 from tests.e2e.test_embeddings import make_encoder
+from tests.loader import gptq
 from tests.loader import test_predictor as predictors
 from tests.loader.adapters import adapter_tensors, modules_of, write_adapter
+from tests.loader.checkpoints import CONFIG, write_checkpoint
 from tests.loader.checkpoints import shape as shape_of_checkpoint
-from tests.loader.checkpoints import write_checkpoint
 from tests.loader.packed_checkpoints import pack_checkpoint
 from tests.loader.test_experts import MIXTRAL
 
@@ -54,6 +56,22 @@ async def test_bytes_are_those_of_a_share(tmp_path: Path) -> None:
     share = slices.split(shape, 0, Division(2))
     assert split.work_space_bytes == work_space.work_space_bytes(share, "float32", 512, 256, 256, PLAIN)
     assert (split.devices, whole.devices) == (("cpu:0", "cpu:1"), ())
+
+
+def make_ordered_gptq(folder: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    plain = write_checkpoint(folder.parent / "plain", CONFIG | sizes, random_bytes=True)
+    gptq.quantize(plain, folder, gptq.gptq(desc_act=True))
+
+
+async def test_bytes_of_a_quantised_share(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    facts = await facts_of(tmp_path, ModelConfig(max_model_len=256, parallel=TWO, quantize="int8"))
+    shape = scan_one(tmp_path / "m", "m").shape
+    assert shape is not None
+    share = slices.split(shape, 0, Division(2))
+    assert facts.weights_bytes == layout.weights_bytes(share, "float32", INT8) < layout.weights_bytes(share, "float32")
+    assert facts.work_space_bytes == work_space.work_space_bytes(share, "float32", 512, 256, 256, INT8)
 
 
 async def test_kv_is_a_quarter_of_what_is_left_on_the_smaller_device(tmp_path: Path) -> None:
@@ -119,7 +137,7 @@ async def test_a_layer_that_predicts_further_tokens_is_left_out(tmp_path: Path) 
     [
         (lambda folder: write_checkpoint(folder, MIXTRAL), {}, "a mixture of experts is served on one device alone"),
         (make_model, {"parallel": ParallelConfig(tensor=3)}, "needs 3 cpu devices, and the node has cpu:0, cpu:1"),
-        (make_model, {"quantize": "int8"}, "does not go with quantize"),
+        (make_ordered_gptq, {}, "has its 128 inputs in an order of its own (desc_act): not divided"),
         (make_model, {"devices": ["cpu:1"]}, "needs 2 cpu devices, and devices names cpu:1"),
         (make_encoder, {}, "an encoder is served on one device alone"),
     ],

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.contracts.ranks import GroupBroken
 from engine.contracts.steps import StepResult
@@ -21,13 +25,19 @@ from engine.grammar.row_masks import RowMasks
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel, SamplingParams
 from loader.adapters.matrices import decoder_of
+from loader.formats.registry import FORMATS, stored_format
 from loader.hf_config import parse_config
 from loader.layout import weight_layout, weights_bytes
-from loader.model_shape import Division, ModelShape
+from loader.model_shape import Division, ModelShape, SplitShape
+from loader.sinks import HostSink
 from loader.slices import split
+from loader.staging import StagingRing
+from loader.weight_stream import open_checkpoint, stream_weights
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
 from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_ROPE, MAX_LEN, make_table, plan, put
 from tests.engine.rank_processes import Rank
+from tests.loader import fp8, gptq, int4
+from tests.loader.checkpoints import write_checkpoint
 
 VOCAB = 212
 COMMON: dict[str, Any] = {
@@ -135,6 +145,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek-v2": {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "tie_word_embeddings": True, **LATENTS},
 }
+# Widths of which each of two ranks has whole blocks, groups and words.
+WIDE = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
+QUANTISED: dict[str, Callable[[Path, Path], Any]] = {
+    "FP8 by block": lambda plain, folder: fp8.quantize(plain, folder, fp8.KINDS["fine-grained"]),
+    "INT4": lambda plain, folder: int4.quantize(plain, folder, int4.compressed({"group_size": 64}), dtype=torch.bfloat16),
+    "AWQ": lambda plain, folder: gptq.quantize(plain, folder, gptq.awq()),
+}
 SLOTS = 24
 TOKENS = np.random.default_rng(2).integers(2, VOCAB, (SLOTS, 60)).tolist()
 KV_BYTES, CHUNK_BYTES = 8 << 20, 64 << 10
@@ -152,18 +169,35 @@ def shape_of(family: str, dtype: str) -> ModelShape:
     return parse_config(json.dumps(COMMON | FAMILIES[family] | {"torch_dtype": dtype}).encode())
 
 
-def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False) -> CpuModel:
-    """Returns a rank's share of a model, or all of it. Its weights are drawn by their names."""
-    from tests.engine import rank_kernels
+def write_quantised(name: str, folder: Path) -> str:
+    """Writes a checkpoint in one of QUANTISED and returns its folder, which load_share takes in place of a family."""
+    config = COMMON | FAMILIES["llama"] | WIDE | {"dtype": "float32"}
+    plain = write_checkpoint(folder / "plain", config)
+    tensors = {key: _drawn(key, tensor.shape, False) for key, tensor in load_file(plain / "model.safetensors").items()}
+    save_file(tensors, plain / "model.safetensors")
+    QUANTISED[name](plain, folder / "quantised")
+    return str(folder / "quantised")
 
+
+def _load_files(own: Rank, folder: str, dtype: str, how: How, whole: bool) -> CpuModel:
+    """Returns a rank's share of a checkpoint, or all of it, as an engine loads it."""
+    with ExitStack() as stack:
+        source = open_checkpoint(folder, "", stack, split=None if whole else SplitShape(own.rank, own.size))
+        held_in = stored_format(source.shape)
+        memory, weights = _memory_for(weights_bytes(source.shape, dtype, held_in))
+        sink = HostSink(weights.buffer, weights.prepare)
+        stream_weights(source, dtype, sink, StagingRing(3, 256 << 10), lambda *_: None, lambda: False, held_in)
+    return _model(own, source.shape, dtype, how, whole, memory, weights, held_in.name)
+
+
+def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False) -> CpuModel:
+    """Returns a rank's share of a model, or all of it. Its weights are drawn by their names. family: or the folder of a
+    checkpoint."""
+    if "/" in family:
+        return _load_files(own, family, dtype, how, whole)
     of_whole = shape_of(family, dtype)
     shape = of_whole if whole else split(of_whole, own.rank, Division(own.size))
-    ops = rank_kernels.compiled if how.compiled else rank_kernels.plain
-    num_bytes = weights_bytes(shape, dtype)
-    num_chunks = -(-num_bytes // CHUNK_BYTES)
-    memory = CpuMemory(num_chunks, CHUNK_BYTES)
-    weights = WeightRange(memory, num_bytes)
-    weights.map(range(num_chunks))
+    memory, weights = _memory_for(weights_bytes(shape, dtype))
     for slot in weight_layout(shape, dtype):
         drawn = _drawn(slot.name, slot.stored_shape, decoder_of(of_whole).norms_around_one)
         if slot.name.endswith("q_norm.weight") and of_whole.query_scale == 1.0:  # which norms of queries make up for
@@ -171,7 +205,33 @@ def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False
         if (cut := slot.cut) is not None:
             drawn = torch.cat([drawn.narrow(cut.axis, begin, end - begin) for begin, end in cut.ranges], cut.axis)
         weights.tensor(slot.offset_bytes, slot.shape, getattr(torch, slot.held_as or dtype)).copy_(drawn)
-    spec = LoadModel(1, family, "", dtype, "", num_chunks, 0, 0, MAX_LEN, SLOTS, [1])
+    return _model(own, shape, dtype, how, whole, memory, weights)
+
+
+def _memory_for(num_bytes: int) -> tuple[CpuMemory, WeightRange]:
+    num_chunks = -(-num_bytes // CHUNK_BYTES)
+    memory = CpuMemory(num_chunks, CHUNK_BYTES)
+    weights = WeightRange(memory, num_bytes)
+    weights.map(range(num_chunks))
+    return memory, weights
+
+
+def _model(
+    own: Rank,
+    shape: ModelShape,
+    dtype: str,
+    how: How,
+    whole: bool,
+    memory: CpuMemory,
+    weights: WeightRange,
+    quantize: str = "",
+) -> CpuModel:
+    from tests.engine import rank_kernels
+
+    ops = rank_kernels.compiled if how.compiled else rank_kernels.plain
+    if quantize:
+        ops.prepare(dtype, 1, FORMATS[quantize].kernels)
+    spec = LoadModel(1, "m", "", dtype, "", weights.num_chunks, 0, 0, MAX_LEN, SLOTS, [1], quantize=quantize)
     ranks = None if whole else SharedRanks(ops, own.rank, own.size, own.broken, own.memory)
     recorded_rows, cpu_model.MAX_RECORDED_ROWS = cpu_model.MAX_RECORDED_ROWS, SLOTS if how.recorded else 0
     sizes, kv_memory = (BLOCK_TOKENS, 1), torch.zeros(KV_BYTES, dtype=torch.uint8)

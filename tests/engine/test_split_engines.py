@@ -14,10 +14,12 @@ import pytest
 
 from engine.protocol import FINISH_STOP, Configure, Evicted, LoadFailed, PromptLogprobs, TokensOut
 from loader.catalog import scan_one
+from loader.formats.stored_fp8 import BY_OUTPUT
 from tests.e2e.checkpoints import END_ID, make_model
 from tests.engine.engine_process import submit_message
 from tests.engine.group_engines import Engines
 from tests.kernel_cache import CACHE_DIR
+from tests.loader import fp8
 
 LIMITS = {"max_model_len": 256, "max_sequences": 8, "eos_token_ids": [END_ID], "weights_chunks": 8, "kv_reserved_chunks": 16}
 PROMPT = np.random.default_rng(4).integers(0, 256, 90).tolist()
@@ -140,6 +142,18 @@ def test_sequences_may_have_states(two: Engines, paths: dict[str, str]) -> None:
     two.load(paths["c"], "c", [1, 0], **how)
     Said(two, 1, "c").check(whole)
     two.evict("c")
+
+
+def test_matrices_may_be_quantised(two: Engines, paths: dict[str, str], tmp_path: Path) -> None:
+    """Each engine reads its share of codes and scales, and has the format's kernels."""
+    fp8.quantize(Path(paths["a"]), tmp_path, fp8.KINDS["compressed-channel"])
+    how = settings(str(tmp_path), quantize=BY_OUTPUT.name)
+    two.load_alone(str(tmp_path), "q", 0, **how)
+    whole = Said(two, 0, "q")
+    two.evict_alone("q", 0)
+    two.load(str(tmp_path), "q", [1, 0], **how)
+    Said(two, 1, "q").check(whole)
+    two.evict("q")
 
 
 def test_two_split_models_and_single_ones_beside_each_other(two: Engines, paths: dict[str, str]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.engine.rank_processes import RankGroup
-from tests.engine.split_models import FAMILIES, How, execute_alone, logits_of_steps, results_of_steps
+from tests.engine.split_models import FAMILIES, QUANTISED, How, execute_alone, logits_of_steps, results_of_steps, write_quantised
 
 FLOAT32_TOLERANCE = 2e-4
 
@@ -63,6 +64,11 @@ PLAIN_ONE_BY_ONE = How(compiled=False, recorded=False)  # as long as kernels are
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_one_device(two: RankGroup, family: str) -> None:
     _check_logits(two, family, (RECORDED, RECORDED))
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path: Path, name: str) -> None:
+    _check_logits(two, write_quantised(name, tmp_path), (RECORDED, ONE_BY_ONE))
 
 
 @pytest.mark.parametrize("hows", [(RECORDED, ONE_BY_ONE), (PLAIN_ONE_BY_ONE, RECORDED)], ids=["recorded", "compiled"])
