@@ -41,7 +41,7 @@ LAST_TOKEN = "lasttoken"  # ModelShape.pooling of a decoder: the vector is the l
 @dataclass(slots=True, frozen=True)
 class ExpertShape:
     """The experts of a model (loader/architectures/experts.py). Every layer has them, except dense_layers, which have an MLP of
-    ModelShape.intermediate_size."""
+    ModelShape.intermediate_size. Of a share of a model (SplitShape) intermediate_size and shared_size are those of the share."""
 
     num_experts: int  # of a layer
     num_chosen: int  # for each token
@@ -56,6 +56,13 @@ class ExpertShape:
     swiglu_limit: float = 0.0  # clamped SwiGLU (reference.clamped_swiglu): the clamp of gate and up; 0: SiLU instead
     swiglu_alpha: float = 0.0  # the factor of the gate within its sigmoid
     beside: bool = False  # experts are beside a layer's MLP, not in its place
+    first_own: int = 0  # of a share: the number of the first expert that it has
+    num_own: int = 0  # of a share: how many experts it has; 0: all
+
+    @property
+    def own(self) -> range:
+        """The numbers of the experts whose matrices the model, or the share, has."""
+        return range(self.first_own, self.first_own + (self.num_own or self.num_experts))
 
 
 @dataclass(slots=True, frozen=True)
@@ -159,11 +166,17 @@ class Division(NamedTuple):
     size: int
     expert_parts: int = 1
 
+    @property
+    def inner_parts(self) -> int:
+        """Into how many parts each expert is divided."""
+        return self.size // self.expert_parts
+
 
 @dataclass(slots=True, frozen=True)
 class SplitShape:
     """Which share of a model's matrices a shape describes, of a model that is split over the devices of a group. The shape's
-    num_heads, num_kv_heads, intermediate_size and the like are then those of the share; its other sizes are the whole model's.
+    num_heads, num_kv_heads, intermediate_size, experts and the like are then those of the share; its other sizes are the whole
+    model's.
 
     rank: which share. size, expert_parts: as in Division. num_kv_heads: of the whole model, which are fewer than `size` where
     several devices hold the same head; 0: each device has heads of its own. num_full_kv_heads: the same of
@@ -178,6 +191,16 @@ class SplitShape:
     @property
     def division(self) -> Division:
         return Division(self.size, self.expert_parts)
+
+    @property
+    def expert_part(self) -> int:
+        """Which part of the experts of a layer this share has."""
+        return self.rank // self.division.inner_parts
+
+    @property
+    def inner_part(self) -> int:
+        """Which part this share has of each of its experts."""
+        return self.rank % self.division.inner_parts
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,7 +2,8 @@
 
 Each device has equal parts of the heads, of each MLP's inner dimensions and of the head's rows; what a group of tensors is divided
 by is said where a family lists it (TensorGroup.divided). Norms and the embedding are whole on each device, and the biases of what
-the devices add up are on the first one alone.
+the devices add up are on the first one alone. Of the experts that a router chooses among each device has some, whole or an equal
+part of each of them; routers are whole on each device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from loader.formats.plain import PLAIN
 from loader.formats.registry import stored_format
 from loader.formats.weight_format import MIN_BLOCK_ALIGNED_BYTES, Space, WeightFormat
 from loader.hf_config import CONFIG_NAME
-from loader.model_shape import Division, ModelShape, SplitShape
+from loader.model_shape import Division, ExpertShape, ModelShape, SplitShape
 from loader.safetensors import Header
 
 SETTING = "parallel"  # what asks for it
@@ -41,9 +42,10 @@ def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
         num_heads=shape.num_heads // size,
         num_kv_heads=max(1, shape.num_kv_heads // size),
         full_heads=None if full is None else replace(full, num_kv_heads=max(1, full.num_kv_heads // size)),
-        intermediate_size=shape.intermediate_size // size,
+        intermediate_size=shape.intermediate_size // size if _has_mlps(shape) else shape.intermediate_size,
         reading_intermediate_size=shape.reading_intermediate_size // size,
         delta=None if shape.delta is None else shape.delta.with_key_heads(shape.delta.num_key_heads // size),
+        experts=None if shape.experts is None else _share_of_experts(shape.experts, share),
         split=share,
     )
     return replace(own, block_offsets=block_offsets_of_share(shape, share)) if shape.block_offsets else own
@@ -61,12 +63,36 @@ def whole(shape: ModelShape) -> ModelShape:
         num_heads=shape.num_heads * share.size,
         num_kv_heads=share.num_kv_heads or shape.num_kv_heads * share.size,
         full_heads=full,
-        intermediate_size=shape.intermediate_size * share.size,
+        intermediate_size=shape.intermediate_size * share.size if _has_mlps(shape) else shape.intermediate_size,
         reading_intermediate_size=shape.reading_intermediate_size * share.size,
         delta=None if shape.delta is None else shape.delta.with_key_heads(shape.delta.num_key_heads * share.size),
+        experts=None if shape.experts is None else _all_experts(shape.experts, share),
         split=None,
         block_offsets=(),
     )
+
+
+def _has_mlps(shape: ModelShape) -> bool:
+    """Returns whether any layer has an MLP of intermediate_size: not all have experts in its place."""
+    experts = shape.experts
+    return experts is None or experts.beside or bool(experts.dense_layers)
+
+
+def _share_of_experts(experts: ExpertShape, share: SplitShape) -> ExpertShape:
+    num_own, division = experts.num_experts // share.expert_parts, share.division
+    return replace(
+        experts,
+        intermediate_size=experts.intermediate_size // division.inner_parts,
+        shared_size=experts.shared_size // share.size,
+        first_own=share.expert_part * num_own,
+        num_own=num_own,
+    )
+
+
+def _all_experts(experts: ExpertShape, share: SplitShape) -> ExpertShape:
+    inner = experts.intermediate_size * share.division.inner_parts
+    shared = experts.shared_size * share.size
+    return replace(experts, intermediate_size=inner, shared_size=shared, first_own=0, num_own=0)
 
 
 def refusal(shape: ModelShape, division: Division) -> str:
@@ -81,7 +107,7 @@ def refusal(shape: ModelShape, division: Division) -> str:
         return f"{kind} is served on one device alone"
     divided = {
         "num_attention_heads": shape.num_heads,
-        "intermediate_size": shape.intermediate_size,
+        decoder_of(shape).intermediate_key: shape.intermediate_size if _has_mlps(shape) else 0,
         "vocab_size": shape.vocab_size,
     }
     if shape.delta is not None:
@@ -89,6 +115,8 @@ def refusal(shape: ModelShape, division: Division) -> str:
     for key, value in divided.items():
         if value % size:
             return f"{key} {value} is no multiple of {size}, the number of devices"
+    if why := _refused_experts(shape, division):
+        return why
     numbers = {"num_key_value_heads": shape.num_kv_heads}
     if shape.full_heads is not None:
         numbers["num_global_key_value_heads"] = shape.full_heads.num_kv_heads
@@ -98,12 +126,29 @@ def refusal(shape: ModelShape, division: Division) -> str:
     return _refused_cut(shape, division) if shape.stored_format else ""
 
 
+def _refused_experts(shape: ModelShape, division: Division) -> str:
+    """Returns why the experts of a model cannot be divided so; "": they can, or there are none."""
+    experts, family = shape.experts, decoder_of(shape).experts
+    if experts is None or family is None:
+        return ""
+    if experts.num_experts % division.expert_parts:
+        key = "{} (or {})".format(*family.num_keys)
+        return f"{key} {experts.num_experts} is no multiple of {division.expert_parts}, the parts of experts"
+    if experts.intermediate_size % division.inner_parts:
+        own = f"{family.size_key} {experts.intermediate_size}"
+        return f"{own} is no multiple of {division.inner_parts}, the number of devices that have the same experts"
+    if experts.shared_size % division.size:
+        return f"{family.shared_key} {experts.shared_size} is no multiple of {division.size}, the number of devices"
+    if experts.stacked and division.expert_parts > 1 and division.inner_parts > 1:
+        return "a checkpoint with all experts of a layer in one tensor is divided by tensor or by expert, not by both"
+    return ""
+
+
 def _unserved_kind(shape: ModelShape) -> str:
     """Returns what of a model is not divided, as the subject of a sentence; "": nothing."""
     kinds = (
         (shape.is_encoder, "an encoder"),
         (bool(shape.pooling), "a decoder that makes vectors"),
-        (shape.experts is not None and len(shape.experts.dense_layers) < shape.num_layers, "a mixture of experts"),
         (shape.eagle is not None, "a model with an EAGLE-3 head"),
         (shape.predicts, "a model with a layer that predicts further tokens"),
     )
@@ -164,28 +209,46 @@ def share_of(groups: Iterable[TensorGroup], share: SplitShape) -> list[TensorGro
 
 
 def _has_some(group: TensorGroup, share: SplitShape) -> bool:
-    return share.rank == 0 or group.divided != FIRST_ALONE
+    number = share.inner_part if group.num_experts else share.rank
+    return number == 0 or group.divided != FIRST_ALONE
 
 
 def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
-    if group.divided not in (ROWS, COLUMNS):
+    number, num_parts = share.rank, share.size
+    if group.num_experts:
+        number, num_parts = share.inner_part, share.division.inner_parts
+        if share.expert_parts > 1 and group.stacked:  # each expert is whole then
+            return _along(0, group._replace(unit=1, joined=()), share.expert_part, share.expert_parts)
+        group = _own_experts(group, share)
+    if group.divided not in (ROWS, COLUMNS) or num_parts == 1:
         return group
-    axis = 0 if group.divided == ROWS else 1
+    return _along((0 if group.divided == ROWS else 1) + group.stacked, group, number, num_parts)
+
+
+def _own_experts(group: TensorGroup, share: SplitShape) -> TensorGroup:
+    """Returns the tensors of a device's own experts. group: of all experts."""
+    num_own = len(group.tensors) // share.expert_parts
+    return group._replace(tensors=group.tensors[share.expert_part * num_own : (share.expert_part + 1) * num_own])
+
+
+def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> TensorGroup:
+    """Returns part `number` of num_parts of each tensor of a group, cut along an axis."""
     joined = group.joined or [(dims[axis],) for _, dims in group.tensors]
-    matrices = zip(group.tensors, joined, strict=True)
-    cuts = tuple(_cut_of(dims, axis, lengths, group.unit, share) for (_, dims), lengths in matrices)
+    kinds = [(dims, lengths) for (_, dims), lengths in zip(group.tensors, joined, strict=True)]  # few, of many experts' tensors
+    cut_of = {kind: _cut_of(kind[0], axis, kind[1], group.unit, number, num_parts) for kind in set(kinds)}
+    cuts = tuple(cut_of[kind] for kind in kinds)
     tensors = tuple((name, cut.part_of(dims)) for (name, dims), cut in zip(group.tensors, cuts, strict=True))
     return group._replace(tensors=tensors, cuts=cuts)
 
 
-def _cut_of(dims: Dims, axis: int, lengths: Dims, unit: int, share: SplitShape) -> Cut:
-    """Returns a device's part of a tensor. lengths: along the axis, of the matrices that it holds. Where there are fewer units than
-    devices, several devices have the same one."""
+def _cut_of(dims: Dims, axis: int, lengths: Dims, unit: int, number: int, num_parts: int) -> Cut:
+    """Returns part `number` of num_parts of a tensor. lengths: along the axis, of the matrices that it holds. Where there are fewer
+    units than parts, several devices have the same one."""
     ranges: list[tuple[int, int]] = []
     first = 0
     for length in lengths:
         num_units = length // unit
-        begin, num_own = share.rank * num_units // share.size, max(1, num_units // share.size)
+        begin, num_own = number * num_units // num_parts, max(1, num_units // num_parts)
         ranges.append((first + begin * unit, first + (begin + num_own) * unit))
         first += length
     return Cut(axis, _met(ranges), dims[axis])

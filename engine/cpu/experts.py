@@ -1,13 +1,14 @@
 """Computes a mixture of experts with the CPU kernels: tokens are sorted by expert, and each expert's rows are multiplied together.
 
 kernels: the module engine.cpu.kernels.entry. Shapes: T tokens, W width, E experts, C experts that each token passes through,
-P = T * C pairs of a token and one of its experts, sorted by expert, I the experts' intermediate size.
+P = T * C pairs of a token and one of its experts, sorted by expert, I the experts' intermediate size. Of a model that is split over
+devices a rank may have some of the experts. Then all arrays have the pairs of these in front, and rows behind them are undefined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch import Tensor
 from engine.cpu.products import array, four_bits, four_bits_in_parts, fp8_in_parts, write_product
 from engine.cpu.recording.program import call, empty
 from engine.ops.ops import ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
+
+# In steps of so few tokens, whose kernels are called without Python, rows that no product has filled are activated, too.
+_FEW_TOKENS = 16
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,6 +60,10 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
         call(kernels.route_by_sigmoid, scores.view(scores.shape).numpy(), slots, *own, *to)
     if matrices.factors is not None:
         call(_weigh_by_expert, *where, routing.firsts, slots, matrices.factors[:])
+    if is_part := matrices.num_own < num_experts:
+        which = (matrices.first_own, matrices.num_own)
+        call(kernels.keep_own_experts, *which, slots, routing.places, routing.firsts, routing.tokens)
+        routing = replace(routing, firsts=routing.firsts[: matrices.num_own + 1])
     rows = empty(x, len(x) * num_chosen, x.shape[1])
     call(kernels.gather_rows, routing.tokens, array(x), 1.0, array(rows))
     if matrices.weighs_inputs:
@@ -64,18 +72,30 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
     gate_up = _grouped_product(kernels, rows, matrices.gate_up, matrices.gate_up_bias, *sizes)
     del rows  # recorded steps place the next result where it was
     activated = empty(x, len(gate_up), gate_up.shape[1] // 2)
-    if (clamped := matrices.clamped) is None:
-        call(kernels.gelu_and_mul if matrices.gelu else kernels.silu_and_mul, array(gate_up), array(activated))
+    kernel, numbers = (kernels.gelu_and_mul if matrices.gelu else kernels.silu_and_mul), tuple[float, ...]()
+    if (clamped := matrices.clamped) is not None:
+        kernel, numbers = kernels.clamped_swiglu, (clamped.limit, clamped.alpha)
+    if is_part and len(x) > _FEW_TOKENS:
+        call(_activate_own, kernel, routing.firsts, array(gate_up), *numbers, array(activated))
     else:
-        call(kernels.clamped_swiglu, array(gate_up), clamped.limit, clamped.alpha, array(activated))
+        call(kernel, array(gate_up), *numbers, array(activated))
     del gate_up
     made = _grouped_product(kernels, activated, matrices.down, matrices.down_bias, *sizes)
     del activated
+    if is_part:
+        call(kernels.clear_behind, routing.firsts, array(made))
     out = empty(x, *x.shape)
     none = array(x)[:0]
     gates = array(scores) if scores.shape[1] > num_experts else none
     call(kernels.combine, array(made), *where, slots, gates, none if shared is None else array(shared), array(out))
     return out
+
+
+def _activate_own(kernel: Any, firsts: Any, gate_up: Any, *numbers_and_out: Any) -> None:
+    """Activates the rows of a rank's own experts alone. firsts [E + 1]: of these."""
+    *numbers, out = numbers_and_out
+    if num_rows := int(firsts[-1]):
+        kernel(gate_up[:num_rows], *numbers, out[:num_rows])
 
 
 def _weigh_rows(rows: Tensor, weights: Any, places: Any, slots: Any) -> None:

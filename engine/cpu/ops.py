@@ -335,7 +335,8 @@ class CpuOps:
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: HostBatch) -> Tensor:
         slots = batch.groups[0].slots
-        if self._served(x, _format_of_experts(experts)):
+        is_part = experts.num_own < experts.num_experts
+        if self._served(x, _format_of_experts(experts)) and (not is_part or self._served(x, RANKS)):
             return grouped_experts.experts(self.kernels, x, scores, experts, shared, slots)
         return reference.experts(x, scores, experts, torch.from_numpy(slots) < 0, shared)
 

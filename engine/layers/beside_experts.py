@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic
 
 from torch import Tensor
@@ -16,13 +17,22 @@ from loader.model_shape import ModelShape
 
 class BesideExperts(Generic[BatchT]):
     """Adds what a layer's experts make of the residual to what its MLP made of it. The router reads the residual, normalised,
-    times a factor for each dimension and 1 / sqrt(hidden)."""
+    times a factor for each dimension and 1 / sqrt(hidden). joined: returns the sum of what the ranks of a split model made."""
 
-    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
+    def __init__(
+        self,
+        ops: Ops[BatchT],
+        family: Decoder,
+        shape: ModelShape,
+        weights: Weights,
+        layer: int,
+        joined: Callable[[Tensor], Tensor] = lambda made: made,
+    ) -> None:
         assert family.experts is not None
         assert family.experts.beside is not None
         names, prefix = family.experts.beside, family.names.layer.format(layer)
         self.ops, self.eps, self.input_scale = ops, shape.rms_norm_eps, shape.hidden_size**-0.5
+        self.joined = joined
         self.mixture = MixtureOfExperts.of_layer(ops, family, shape, weights, layer)
         self.router_scale = weights.get(prefix + names.router_scale)
         of_norm = (ops, family, shape, weights)
@@ -38,6 +48,6 @@ class BesideExperts(Generic[BatchT]):
         # scaled before the product, as in transformers: to round scores once more would have other experts chosen
         normed = ops.scaled(ops.rms_norm(residual, self.router_scale, self.eps), self.input_scale)
         scores = ops.linear(normed, mixture.router)
-        made = self.output_norm(ops.experts(self.norm(residual), scores, mixture.experts, None, batch))
+        made = self.output_norm(self.joined(ops.experts(self.norm(residual), scores, mixture.experts, None, batch)))
         ops.add(of_mlp, made)
         return made

@@ -16,7 +16,10 @@ from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, ModelShape
 class MixtureOfExperts(Generic[BatchT]):
     """The feed-forward part of one layer: x [T, hidden] -> [T, hidden]. router [E, hidden], or [E + 1, hidden] where the gate of an
     expert for all tokens (shared) lies behind the router's matrix, so that one product gives the scores and the gate. It is float32
-    where ExpertMatrices.sigmoid says how experts are chosen. router_bias: [E]."""
+    where ExpertMatrices.sigmoid says how experts are chosen. router_bias: [E].
+
+    Of a split model it makes a rank's share of what is added up: every rank has the router and routes all tokens, and computes what
+    its own experts make of them."""
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class MixtureOfExperts(Generic[BatchT]):
         assert shape.experts is not None
         names, sizes, prefix = family.experts.names, shape.experts, family.names.layer.format(layer)
         router = weights.fused(prefix, names.router_and_gate, ".weight")
+        own = sizes.own
         if sizes.stack == ALTERNATING:
             experts = _stacked(weights, prefix + names.stacked_gate_up, prefix + names.stacked_down, sizes)
             return cls(ops, router, experts, None, weights.find(f"{prefix}{names.router}.bias"))
@@ -46,8 +50,8 @@ class MixtureOfExperts(Generic[BatchT]):
             if sizes.stack == INPUT_MAJOR:
                 gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         else:
-            gate_up = weights.stacked(prefix, names.all_gate_up(sizes.num_experts), sizes.num_experts)
-            down = weights.stacked(prefix, names.all_down(sizes.num_experts), sizes.num_experts)
+            gate_up = weights.stacked(prefix, names.all_gate_up(own), len(own))
+            down = weights.stacked(prefix, names.all_down(own), len(own))
         shared = MLP(ops, weights, prefix + names.shared, names.gate_up, names.down) if names.shared else None
         sigmoid = None
         if (rule := sizes.sigmoid) is not None:
@@ -63,6 +67,8 @@ class MixtureOfExperts(Generic[BatchT]):
             weighs_inputs=sizes.weighs_inputs,
             gelu=family.activation == GELU_TANH,
             factors=None if beside is None else weights.get(prefix + beside.expert_scale),
+            first_own=own.start,
+            num_routed=sizes.num_experts,
         )
         return cls(ops, router, experts, shared)
 
@@ -85,4 +91,6 @@ def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape) -> E
         weights.find(f"{gate_up}_bias"),
         weights.find(f"{down}_bias"),
         ClampedSwiglu(sizes.swiglu_limit, sizes.swiglu_alpha) if sizes.swiglu_limit else None,
+        first_own=sizes.own.start,
+        num_routed=sizes.num_experts,
     )

@@ -30,8 +30,8 @@ class DecoderLayer(Generic[BatchT]):
     reads what attention reads. Some families add what they make of an input of the layer's own, and multiply the residual by a
     scalar at the end; these have no addition left for the next layer.
 
-    Of a split model, attention and MLP each make a share of what they add, which the ranks add up before anything else is done with
-    it."""
+    Of a split model, attention, MLP and experts each make a share of what they add, which the ranks add up before anything else is
+    done with it."""
 
     def __init__(
         self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int, ranks: Ranks | None = None
@@ -52,7 +52,7 @@ class DecoderLayer(Generic[BatchT]):
         self.mlp_norm = Norm.named(*of_norm, names.mlp_norm)
         mlp = MixtureOfExperts if has_experts(shape, layer) else MLP
         self.mlp: MLP | MixtureOfExperts[BatchT] = mlp.of_layer(ops, family, shape, weights, layer)
-        self.experts = BesideExperts(ops, family, shape, weights, layer) if has_experts_beside(shape) else None
+        self.experts = BesideExperts(ops, family, shape, weights, layer, self._joined) if has_experts_beside(shape) else None
         self.mlp_output_norm = Norm.named(*of_norm, names.mlp_output_norm)
         self.input = LayerInput(ops, family, shape, weights, layer) if shape.layer_inputs is not None else None
         self.scalar = weights.get(prefix + names.layer_scalar) if names.layer_scalar else None

@@ -161,7 +161,11 @@ class ExpertMatrices:
     sigmoid: how experts are chosen and weighed, if not by the softmax of their scores. weighs_inputs: an expert's weight is the
     sigmoid of its score, and what it reads is multiplied by it, not what it returns. gelu: the activation is gelu(gate) * up, gelu
     in its form with tanh. factors [E]: of the experts' weights, after these were made to add up to 1. Tensors may be contiguous
-    along their outputs instead of their inputs."""
+    along their outputs instead of their inputs.
+
+    Of a model that is split over devices, whose ranks each have some of the experts: the matrices and the biases are those of the
+    rank's own experts, from number first_own on, and num_routed is the number of all, to which tokens are routed. 0: the matrices
+    are of all experts."""
 
     gate_up: ExpertMatrix
     down: ExpertMatrix
@@ -174,9 +178,16 @@ class ExpertMatrices:
     weighs_inputs: bool = False
     gelu: bool = False
     factors: Tensor | None = None
+    first_own: int = 0
+    num_routed: int = 0
 
     @property
     def num_experts(self) -> int:
+        """The number of experts that tokens are routed to."""
+        return self.num_routed or self.num_own
+
+    @property
+    def num_own(self) -> int:
         return self.gate_up.shape[0]
 
 

@@ -793,8 +793,8 @@ def route_by_sigmoid(logits: Tensor, num_chosen: int, normalised: bool, rule: Si
 
 
 def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Tensor, shared: Tensor | None) -> Tensor:
-    """Returns what the experts of a layer make of x [T, W], see engine/ops/ops.py. is_padding [T] bool. Each expert's output is
-    rounded to x's dtype; the weighted sum is in float32 and rounded once."""
+    """Returns what the experts of a layer make of x [T, W], see engine/ops/ops.py: those that there are matrices of. is_padding [T]
+    bool. Each expert's output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
     num_experts = matrices.num_experts
     how = (scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
     if matrices.sigmoid is None:
@@ -803,8 +803,8 @@ def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Ten
         chosen, weights = route_by_sigmoid(*how, matrices.sigmoid)
     chosen = chosen.masked_fill(is_padding.unsqueeze(1), num_experts)
     total = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in range(num_experts):
-        tokens, places = torch.where(chosen == expert)
+    for expert in range(matrices.num_own):
+        tokens, places = torch.where(chosen == matrices.first_own + expert)
         if len(tokens):
             own, rows = weights[tokens, places].unsqueeze(1), x[tokens]
             if matrices.weighs_inputs:

@@ -54,7 +54,11 @@ class TensorGroup(NamedTuple):
     or columns, those of a head, are not divided; with fewer units than devices several devices have the same. joined: for
     each tensor, the rows of the matrices that it holds one after the other, because each of them is divided; (): each tensor is one
     matrix. cuts: of the share of one device (loader/slices.py), for each tensor: which part of it this is, with shapes in `tensors`
-    that are those of the part; (): they are whole."""
+    that are those of the part; (): they are whole.
+
+    num_experts: the tensors are those of so many experts, in the experts' order, of which each device may have some. `divided` then
+    says how the devices that have the same experts share each of them. 0: they are not of experts that a router chooses. stacked:
+    each tensor has the experts along its first axis, and `divided` is about the axes behind it."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
@@ -64,6 +68,8 @@ class TensorGroup(NamedTuple):
     divided: str = ""
     unit: int = 1
     joined: tuple[Dims, ...] = ()
+    num_experts: int = 0
+    stacked: bool = False
     cuts: tuple[Cut, ...] = ()
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:

@@ -6,10 +6,10 @@ classes, as in decoder.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from loader.architectures.architecture import TensorGroup, one_tensor
+from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, Dims, TensorGroup, one_tensor
 from loader.config_fields import Fields
 from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, SigmoidShape
 
@@ -18,6 +18,7 @@ MAX_EXPERTS = 4096  # of a layer; the largest models have 512
 NUM_KEYS, ROUTED_NUM_KEYS = ("num_experts", "num_local_experts"), ("n_routed_experts", "num_local_experts")
 _GROUP_BEST = 2  # experts whose scores make a group's
 _METHOD_KEY, _FACTOR_KEY, _IN_GROUPS = "topk_method", "routed_scaling_factor", "group_limited_greedy"
+_SHARED_NUM_KEY, _SHARED_SIZE_KEY = "n_shared_experts", "shared_expert_intermediate_size"
 _TYPES_KEY, _LAYER_TYPES = "mlp_layer_types", ("dense", "sparse")
 _CHOSEN_KEY, _CHOSEN_KEYS = "num_experts_per_tok", ("num_experts_per_tok", "experts_per_token")  # gpt-oss has both
 
@@ -42,12 +43,12 @@ class ExpertNames:
     stacked_gate_up: str = ""
     stacked_down: str = ""
 
-    def all_gate_up(self, num_experts: int) -> tuple[str, ...]:
-        """Returns the names of all experts' gate and up, in the order in which they lie in memory."""
-        return tuple(self.expert.format(number) + name for number in range(num_experts) for name in self.gate_up)
+    def all_gate_up(self, numbers: Iterable[int]) -> tuple[str, ...]:
+        """Returns the names of gate and up of the experts with these numbers, in the order in which they lie in memory."""
+        return tuple(self.expert.format(number) + name for number in numbers for name in self.gate_up)
 
-    def all_down(self, num_experts: int) -> tuple[str, ...]:
-        return tuple(self.expert.format(number) + self.down for number in range(num_experts))
+    def all_down(self, numbers: Iterable[int]) -> tuple[str, ...]:
+        return tuple(self.expert.format(number) + self.down for number in numbers)
 
     @property
     def router_and_gate(self) -> tuple[str, ...]:
@@ -129,6 +130,11 @@ class Experts:
     chosen_keys: tuple[str, str] = _CHOSEN_KEYS  # either has the number of experts of a token
     has_sparse_layers: bool = False  # whether the keys moe_layers and interleave_moe_layer_step name the layers with experts
 
+    @property
+    def shared_key(self) -> str:
+        """What config.json's keys say of the size of the expert for all tokens."""
+        return f"{_SHARED_NUM_KEY} * {self.size_key}" if self.num_shared else _SHARED_SIZE_KEY
+
     def parse(self, fields: Fields, num_layers: int) -> ExpertShape | None:
         """Reads config.json. Returns None if it asks for no experts. Raises CheckpointError, which names a key with a wrong value,
         and UnsupportedModel for a variant that is not served."""
@@ -182,8 +188,10 @@ class Experts:
             groups += [one_tensor(f"{name}.weight", hidden) for name in norms]
         if names.shared:
             gate_up = tuple(names.shared + name for name in names.gate_up)
-            for own, shapes in ((gate_up, ((shared, hidden),) * 2), ((names.shared + names.down,), ((hidden, shared),))):
-                groups.append(_matrices(own, shapes, may_be_quantized=True)._replace(may_be_reordered=True))
+            down = (names.shared + names.down,)
+            for own, shapes, divided in ((gate_up, ((shared, hidden),) * 2, ROWS), (down, ((hidden, shared),), COLUMNS)):
+                group = _matrices(own, shapes, may_be_quantized=True)
+                groups.append(group._replace(may_be_reordered=True, divided=divided))
         return groups
 
     def as_stored(self, experts: ExpertShape, tensors: Collection[str]) -> ExpertShape:
@@ -194,21 +202,26 @@ class Experts:
     def _expert_matrices(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
         names, num, inner = self.names, experts.num_experts, experts.intermediate_size
         if experts.stacked:
-            turned = experts.stack == INPUT_MAJOR
-            return [
-                one_tensor(names.stacked_gate_up, num, *((hidden, 2 * inner) if turned else (2 * inner, hidden))),
-                one_tensor(names.stacked_down, num, *((inner, hidden) if turned else (hidden, inner))),
-            ]
-        return [
-            _matrices(names.all_gate_up(num), ((inner, hidden),) * 2 * num, may_be_quantized=True),
-            _matrices(names.all_down(num), ((hidden, inner),) * num, may_be_quantized=True),
-        ]
+            gate_up, down = (
+                _stack(names.stacked_gate_up, (num, 2 * inner, hidden)),
+                _stack(names.stacked_down, (num, hidden, inner)),
+            )
+            if experts.stack == INPUT_MAJOR:
+                gate_up, down = (
+                    _stack(names.stacked_gate_up, (num, hidden, 2 * inner)),
+                    _stack(names.stacked_down, (num, inner, hidden)),
+                )
+                return [gate_up._replace(divided=COLUMNS, joined=((inner, inner),)), down._replace(divided=ROWS)]
+            return [gate_up._replace(divided=ROWS, joined=((inner, inner),)), down._replace(divided=COLUMNS)]
+        gate_up = _matrices(names.all_gate_up(range(num)), ((inner, hidden),) * 2 * num, may_be_quantized=True)
+        down = _matrices(names.all_down(range(num)), ((hidden, inner),) * num, may_be_quantized=True)
+        return [gate_up._replace(divided=ROWS, num_experts=num), down._replace(divided=COLUMNS, num_experts=num)]
 
     def _shared_size(self, fields: Fields, size: int) -> int:
         """Returns the intermediate size of the expert for all tokens. size: that of the others."""
         if self.num_shared:
-            return fields.integer("n_shared_experts", self.num_shared, at_most=MAX_EXPERTS) * size
-        return fields.integer("shared_expert_intermediate_size", self.shared_size)
+            return fields.integer(_SHARED_NUM_KEY, self.num_shared, at_most=MAX_EXPERTS) * size
+        return fields.integer(_SHARED_SIZE_KEY, self.shared_size)
 
     def _dense_layers(self, fields: Fields, num_layers: int) -> frozenset[int]:
         """Returns the layers that have one MLP for all tokens."""
@@ -236,10 +249,13 @@ class Experts:
         groups = [_matrices((names.router,), ((num, hidden),))]
         if self.has_biases:
             groups.append(one_tensor(f"{names.router}.bias", num))
-        for name, outputs, inputs in ((names.stacked_gate_up, 2 * inner, hidden), (names.stacked_down, hidden, inner)):
-            groups.append(TensorGroup(((name, (num, outputs, inputs)),), may_be_quantized=True))
-            if self.has_biases:
-                groups.append(one_tensor(f"{name}_bias", num, outputs))
+        gate_up, down = _stack(names.stacked_gate_up, (num, 2 * inner, hidden)), _stack(names.stacked_down, (num, hidden, inner))
+        groups.append(gate_up._replace(may_be_quantized=True, divided=ROWS, unit=2))
+        if self.has_biases:
+            groups.append(_stack(f"{names.stacked_gate_up}_bias", (num, 2 * inner))._replace(divided=ROWS, unit=2))
+        groups.append(down._replace(may_be_quantized=True, divided=COLUMNS))
+        if self.has_biases:
+            groups.append(_stack(f"{names.stacked_down}_bias", (num, hidden))._replace(divided=FIRST_ALONE))
         return groups
 
 
@@ -273,6 +289,11 @@ def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
         raise fields.fail(key, f"not a list of layers from 0 to {num_layers - 1}")
     return frozenset(listed) | {layer for layer in range(num_layers) if (layer + 1) % step}
+
+
+def _stack(name: str, dims: Dims) -> TensorGroup:
+    """Returns a tensor that has the experts along its first axis."""
+    return TensorGroup(((name, dims),), num_experts=dims[0], stacked=True)
 
 
 def _matrices(names: tuple[str, ...], shapes: tuple[tuple[int, int], ...], may_be_quantized: bool = False) -> TensorGroup:

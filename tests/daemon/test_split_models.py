@@ -135,7 +135,11 @@ async def test_a_layer_that_predicts_further_tokens_is_left_out(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("make", "settings", "words"),
     [
-        (lambda folder: write_checkpoint(folder, MIXTRAL), {}, "a mixture of experts is served on one device alone"),
+        (
+            lambda folder: write_checkpoint(folder, MIXTRAL | {"num_local_experts": 3}),
+            {"parallel": ParallelConfig(expert=2)},
+            "num_local_experts) 3 is no multiple of 2, the parts of experts",
+        ),
         (make_model, {"parallel": ParallelConfig(tensor=3)}, "needs 3 cpu devices, and the node has cpu:0, cpu:1"),
         (make_ordered_gptq, {}, "has its 128 inputs in an order of its own (desc_act): not divided"),
         (make_model, {"devices": ["cpu:1"]}, "needs 2 cpu devices, and devices names cpu:1"),

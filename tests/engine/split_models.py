@@ -152,6 +152,46 @@ QUANTISED: dict[str, Callable[[Path, Path], Any]] = {
     "INT4": lambda plain, folder: int4.quantize(plain, folder, int4.compressed({"group_size": 64}), dtype=torch.bfloat16),
     "AWQ": lambda plain, folder: gptq.quantize(plain, folder, gptq.awq()),
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2-moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "glm4-moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
+    "llama4": {
+        "architectures": ["Llama4ForCausalLM"],
+        "num_local_experts": 4,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8,
+        "use_qk_norm": True,
+    },
+}
+FAMILIES |= MIXTURES
 SLOTS = 24
 TOKENS = np.random.default_rng(2).integers(2, VOCAB, (SLOTS, 60)).tolist()
 KV_BYTES, CHUNK_BYTES = 8 << 20, 64 << 10
@@ -159,10 +199,12 @@ KV_BYTES, CHUNK_BYTES = 8 << 20, 64 << 10
 
 @dataclass(frozen=True)
 class How:
-    """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps."""
+    """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps. expert_parts: into how many parts the
+    model's experts are divided."""
 
     compiled: bool = True
     recorded: bool = True
+    expert_parts: int = 1
 
 
 def shape_of(family: str, dtype: str) -> ModelShape:
@@ -196,7 +238,7 @@ def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False
     if "/" in family:
         return _load_files(own, family, dtype, how, whole)
     of_whole = shape_of(family, dtype)
-    shape = of_whole if whole else split(of_whole, own.rank, Division(own.size))
+    shape = of_whole if whole else split(of_whole, own.rank, Division(own.size, how.expert_parts))
     memory, weights = _memory_for(weights_bytes(shape, dtype))
     for slot in weight_layout(shape, dtype):
         drawn = _drawn(slot.name, slot.stored_shape, decoder_of(of_whole).norms_around_one)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.engine.rank_processes import RankGroup
-from tests.engine.split_models import FAMILIES, QUANTISED, How, execute_alone, logits_of_steps, results_of_steps, write_quantised
+from tests.engine.split_models import (
+    FAMILIES,
+    MIXTURES,
+    QUANTISED,
+    How,
+    execute_alone,
+    logits_of_steps,
+    results_of_steps,
+    write_quantised,
+)
 
 FLOAT32_TOLERANCE = 2e-4
 
@@ -69,6 +79,23 @@ def test_logits_are_those_of_one_device(two: RankGroup, family: str) -> None:
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path: Path, name: str) -> None:
     _check_logits(two, write_quantised(name, tmp_path), (RECORDED, ONE_BY_ONE))
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_each_rank_may_have_some_of_the_experts(two: RankGroup, family: str) -> None:
+    _check_logits(two, family, (replace(RECORDED, expert_parts=2),) * 2)
+
+
+def test_ranks_with_other_experts_may_compute_in_different_ways(two: RankGroup) -> None:
+    """Also from single steps, and with plain operations."""
+    _check_logits(two, "qwen2-moe", [replace(how, expert_parts=2) for how in (PLAIN_ONE_BY_ONE, ONE_BY_ONE)])
+    two.renew()
+    _check_logits(two, "llama4", [replace(how, expert_parts=2) for how in (RECORDED, PLAIN)])
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "glm4-moe"])
+def test_experts_and_their_inner_dimensions_may_both_be_divided(four: RankGroup, family: str) -> None:
+    _check_logits(four, family, [replace(how, expert_parts=2) for how in (RECORDED, RECORDED, RECORDED, PLAIN)])
 
 
 @pytest.mark.parametrize("hows", [(RECORDED, ONE_BY_ONE), (PLAIN_ONE_BY_ONE, RECORDED)], ids=["recorded", "compiled"])

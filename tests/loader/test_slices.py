@@ -175,10 +175,10 @@ def part_of(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, size:
 
 
 def load(
-    folder: Path, dtype: str, rank: int, size: int, slot_bytes: int = 8192
+    folder: Path, dtype: str, rank: int, size: int, slot_bytes: int = 8192, expert_parts: int = 1
 ) -> tuple[dict[str, torch.Tensor], OpenCheckpoint, ReadReport]:
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, split=SplitShape(rank, size))
+        source = open_checkpoint(folder, "", stack, split=SplitShape(rank, size, expert_parts=expert_parts))
         memory = mmap.mmap(-1, weights_bytes(source.shape, dtype))
         told: list[tuple[int, int]] = []
         ring = StagingRing(3, slot_bytes)
@@ -485,7 +485,6 @@ GROUPED = parse(CONFIG | {"num_attention_heads": 12, "num_key_value_heads": 6, "
 REFUSED = {
     "encoder": (parse(CONFIG | {"architectures": ["BertModel"], "hidden_act": "gelu"}), 2, "an encoder is served on one device"),
     "embeddings": (replace(LLAMA, pooling=LAST_TOKEN), 2, "a decoder that makes vectors"),
-    "experts": (published("qwen3-235b-a22b"), 2, "a mixture of experts"),
     "delta": (
         replace(published("qwen3-next-80b-a3b"), experts=None, num_kv_heads=16, num_heads=32),
         32,

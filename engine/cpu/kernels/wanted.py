@@ -29,6 +29,7 @@ from engine.cpu.kernels import (
     int8,
     linear,
     logprobs,
+    own_experts,
     prefill,
     ranks,
     rows,
@@ -217,6 +218,8 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
     if quantize == "ranks":
         wanted.append((entry.sum_ranks, None, ranks.sum_ranks_signature(element)))
         wanted.append((entry.gather_ranks, None, ranks.gather_ranks_signature(element)))
+        wanted.append((entry.keep_own_experts, None, own_experts.KEEP_OWN_EXPERTS))
+        wanted.append((entry.clear_behind, None, own_experts.clear_behind_signature(element)))
     if quantize == "mxfp4":
         wanted.append(_both(entry.clamped_swiglu, rows.clamped_swiglu_signature(element)))
     if dtype == "bfloat16":

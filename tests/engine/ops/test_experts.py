@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random as draws
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.cpu import experts as grouped_experts
 from engine.cpu.products import array, four_bits
 from engine.cpu.recording.program import Recorder, Scratch, recording
+from engine.cpu.recording.replay import Replay
 from engine.ops import reference
 from engine.ops.ops import ClampedSwiglu, ExpertMatrices, Mxfp4Matrix, SigmoidRouting
 from tests.engine.cpu_ops import ops
@@ -258,3 +261,78 @@ def test_a_recorded_step_follows_another_routing(dtype: torch.dtype, num_tokens:
             for call in recorder.calls:
                 call.kernel(*call.args)
         same(out, ops.experts(x, scores, experts, None, batch_of(slots)))
+
+
+def part_of(experts: ExpertMatrices, first: int, end: int) -> ExpertMatrices:
+    """What a rank has that has the experts [first, end)."""
+
+    def own(of_all: Any) -> Any:
+        if isinstance(of_all, Mxfp4Matrix):
+            return Mxfp4Matrix(of_all.blocks[first:end], of_all.scales[first:end])
+        return None if of_all is None else of_all[first:end]
+
+    whole = experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias
+    gate_up, down, gate_up_bias, down_bias = map(own, whole)
+    parts = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    return replace(experts, **parts, first_own=first, num_routed=experts.num_experts)
+
+
+def poison(like: Tensor, num_rows: int, width: int) -> Tensor:
+    """Stands for memory that nothing has been written to."""
+    return like.new_full((num_rows, width), torch.nan)
+
+
+KINDS = ["plain", "clamped", "mxfp4", "weighs inputs", "gelu with factors", "sigmoid"]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 90])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_ranks_make_of_their_own_experts_adds_up(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str, num_tokens: int
+) -> None:
+    """Also where a rank has no expert that any token is routed to, and whatever stands in memory that is not filled."""
+    ops.set_num_threads(1)
+    experts = layer(dtype, 8, 64, 32, 2)
+    if kind in ("clamped", "mxfp4"):
+        experts = clamped_layer(dtype, 8, 64, 32, 2, kind == "mxfp4")
+    elif kind == "weighs inputs":
+        experts = replace(experts, weighs_inputs=True)
+    elif kind == "gelu with factors":
+        experts = replace(experts, gelu=True, factors=random(8, dtype=dtype).abs())
+    elif kind == "sigmoid":
+        experts = replace(experts, sigmoid=SigmoidRouting(random(8, dtype=torch.float32, scale=0.3), 4, 2, 1.5))
+    scores = random(num_tokens, 8, dtype=torch.float32 if kind == "sigmoid" else dtype, scale=2.0).clone()
+    scores[:, 5:] -= 20.0
+    slots = np.arange(num_tokens)
+    slots[2:5] = -1
+    x, batch = random(num_tokens, 64, dtype=dtype), batch_of(slots)
+    wanted, total = ops.experts(x, scores, experts, None, batch), torch.zeros(num_tokens, 64)
+    monkeypatch.setattr(grouped_experts, "empty", poison)
+    for first, end in ((0, 3), (3, 4), (4, 6), (6, 8)):
+        own = part_of(experts, first, end)
+        found, expected = both(monkeypatch, partial(ops.experts, x, scores, own, None, batch))
+        same(found, expected)
+        if kind != "sigmoid":
+            assert first < 6 or not found.any()
+        total += found
+    tolerance = 1e-5 if dtype is torch.float32 else 6e-2
+    torch.testing.assert_close(total, wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 80])
+def test_a_recorded_step_of_a_rank_follows_another_routing(dtype: torch.dtype, num_tokens: int) -> None:
+    ops.set_num_threads(1)
+    experts = part_of(layer(dtype, 6, 40, 24, 2), 2, 4)
+    x, scores = random(num_tokens, 40, dtype=dtype).clone(), random(num_tokens, 6, dtype=dtype).clone()
+    recorder = Recorder(Scratch())
+    with recording(recorder), torch.inference_mode():
+        out: Tensor = ops.experts(x, scores, experts, None, batch_of(range(num_tokens)))
+    assert recorder.missed == ""
+    assert num_tokens > 2 or Replay(recorder.calls).is_native
+    for favoured in (0, 2, 3, 5):
+        scores.normal_(generator=torch.Generator().manual_seed(favoured))
+        scores[:, favoured] += 4.0
+        with torch.inference_mode():
+            for call in recorder.calls:
+                call.kernel(*call.args)
+        same(out, ops.experts(x, scores, experts, None, batch_of(range(num_tokens))))

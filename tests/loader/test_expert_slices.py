@@ -1,0 +1,241 @@
+"""Shares of mixtures of experts that are split over devices: what each holds and reads, and which are not split so."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from loader import file_reader
+from loader.architectures.architecture import Cut
+from loader.architectures.experts import ExpertNames, Experts
+from loader.errors import UnsupportedModel
+from loader.hf_config import parse_config
+from loader.layout import block_offsets, parameter_shapes, share_weights_bytes, stored_tensors, weight_layout, weights_bytes
+from loader.model_shape import ALTERNATING, INPUT_MAJOR, OUTPUT_MAJOR, Division, ExpertShape, ModelShape, SplitShape
+from loader.slices import share_of, split, whole
+from loader.staging import StagingRing
+from loader.weight_stream import open_checkpoint, planned_reads
+from loader.work_space import expert_bytes, work_space_bytes
+from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint
+from tests.loader.test_slices import load
+
+MIXTRAL = CONFIG | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN2 = CONFIG | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "mlp_only_layers": [0],
+}
+GLM4 = CONFIG | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 1,
+}
+LLAMA4 = CONFIG | {
+    "architectures": ["Llama4ForCausalLM"],
+    "num_local_experts": 4,
+    "intermediate_size": 8,
+    "intermediate_size_mlp": 24,
+    "interleave_moe_layer_step": 2,
+    "head_dim": 4,
+    "dtype": "float32",
+}
+FAMILIES = {"mixtral": MIXTRAL, "qwen2-moe": QWEN2, "glm4-moe": GLM4, "llama4": LLAMA4}
+# of layers without experts, of experts, and of the expert for all tokens
+ROWS, COLUMNS = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
+
+
+def parse(config: dict[str, Any]) -> ModelShape:
+    return parse_config(json.dumps(config).encode())
+
+
+def part_of_mlp(name: str, tensor: torch.Tensor, rank: int, division: Division) -> torch.Tensor | None:
+    """What the rank holds of a tensor of an MLP, an expert or a router; None: nothing."""
+    parts = division.size // division.expert_parts
+    part, inner = divmod(rank, parts)
+    if name.endswith("experts.gate_up_proj"):  # [experts, inputs, outputs]
+        gate, up = tensor.chunk(division.expert_parts)[part].chunk(2, dim=2)
+        return torch.cat([gate.chunk(parts, dim=2)[inner], up.chunk(parts, dim=2)[inner]], dim=2)
+    if name.endswith("experts.down_proj"):
+        return tensor.chunk(division.expert_parts)[part].chunk(parts, dim=1)[inner]
+    path = name.split(".")
+    if "experts" in path:
+        if int(path[path.index("experts") + 1]) // (4 // division.expert_parts) != part:
+            return None
+    else:
+        inner, parts = rank, division.size
+    if path[-2] in (*ROWS, *COLUMNS):
+        return tensor.chunk(parts, dim=int(path[-2] in COLUMNS))[inner]
+    return tensor
+
+
+def is_of_mlp(name: str) -> bool:
+    return not any(part in name for part in ("attn", "norm", "embed", "lm_head"))
+
+
+@pytest.mark.parametrize("division", [Division(2), Division(2, 2), Division(4, 2)], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_rank_holds_its_part_of_experts(tmp_path: Path, name: str, division: Division) -> None:
+    config = FAMILIES[name]
+    if (name, division) == ("llama4", Division(4, 2)):
+        division = Division(4, 4)  # the other is refused
+    folder = write_checkpoint(tmp_path / "m", config, random_bytes=True)
+    for rank in range(division.size):
+        held, source, _ = load(folder, "float32", rank, division.size, expert_parts=division.expert_parts)
+        assert held.keys() == parameter_shapes(source.shape).keys()
+        for tensor, (_, dims, data) in tensors_for(config, random_bytes=True).items():
+            if not is_of_mlp(tensor):
+                continue
+            part = part_of_mlp(tensor, torch.frombuffer(bytearray(data), dtype=torch.float32).view(dims), rank, division)
+            assert (part is None) == (tensor not in held), tensor
+            assert part is None or torch.equal(held[tensor], part), tensor
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_of_other_ranks_are_not_read(tmp_path: Path, name: str) -> None:
+    folder = write_checkpoint(tmp_path / "m", FAMILIES[name])
+    every = parameter_shapes(parse(FAMILIES[name]))
+    of_all = {tensor: 4 * math.prod(dims) for tensor, dims in every.items() if ".experts." in tensor}
+    read = Counter[str]()
+    for rank in range(2):
+        with ExitStack() as stack:
+            source = open_checkpoint(folder, "", stack, split=SplitShape(rank, 2, expert_parts=2))
+            reads = planned_reads(source, "float32", StagingRing(1, 8192))
+        own = Counter[str]()
+        for segment in (segment for one in reads for segment in one.segments):
+            own[segment.tensor.name] += segment.end - segment.begin
+        assert sum(own[tensor] for tensor in of_all) == sum(of_all.values()) / 2
+        assert weights_bytes(source.shape, "float32") < weights_bytes(parse(FAMILIES[name]), "float32")
+        read += own
+    assert {tensor: num for tensor, num in read.items() if tensor in of_all} == of_all, "a tensor is read twice"
+
+
+def test_own_experts_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_reader, "is_cached", lambda *_: False)
+    sizes = {"hidden_size": 256, "intermediate_size": 128, "num_key_value_heads": 4, "vocab_size": 512, "dtype": "bfloat16"}
+    folder = write_checkpoint(tmp_path / "m", MIXTRAL | sizes, dtype="BF16", random_bytes=True, padding=8)
+    _, source, report = load(folder, "bfloat16", 1, 2, slot_bytes=256 << 10, expert_parts=2)
+    with ExitStack() as stack:
+        headers = open_checkpoint(folder, "", stack).headers
+    tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
+    assert source.shape.block_offsets == block_offsets(source.shape, tensors.values())
+    of_experts = [slot for slot in weight_layout(source.shape, "bfloat16") if ".experts." in slot.name]
+    assert all((slot.offset_bytes - tensors[slot.name].offset_bytes) % 4096 == 0 for slot in of_experts)
+    assert report.refused or report.direct_bytes > sum(slot.num_bytes for slot in of_experts)
+
+
+def _output(x: np.ndarray, tensors: dict[str, np.ndarray], kind: str, expert: int) -> np.ndarray:
+    """What an expert of these stacks makes of x, with the gate itself as its activation."""
+    gate_up, down = tensors["gu"][expert], tensors["d"][expert]
+    if kind == INPUT_MAJOR:
+        gate_up, down = gate_up.T, down.T
+    made = gate_up @ x + tensors.get("gu_bias", np.zeros((len(tensors["gu"]), 1)))[expert]
+    gate, up = (made[::2], made[1::2]) if kind == ALTERNATING else np.split(made, 2)
+    return np.asarray(down @ (gate * up) + tensors.get("d_bias", np.zeros((len(tensors["d"]), 1)))[expert])
+
+
+@pytest.mark.parametrize("division", [Division(2), Division(4), Division(2, 2), Division(4, 4)], ids=str)
+@pytest.mark.parametrize("kind", [ALTERNATING, INPUT_MAJOR, OUTPUT_MAJOR])
+def test_parts_of_stacks_add_up(kind: str, division: Division) -> None:
+    names = ExpertNames(stacked_gate_up="gu", stacked_down="d")
+    experts = ExpertShape(4, 2, 16, True, stacked=True, stack=kind)
+    family = Experts(4, 2, names, stack=kind, has_biases=kind == ALTERNATING)
+    groups, generator = family.tensor_groups(experts, 8), np.random.default_rng(1)
+    tensors = {name: generator.normal(size=dims) for group in groups for name, dims in group.tensors}
+    x, found = generator.normal(size=8), np.zeros((4, 8))
+    for rank in range(division.size):
+        own: dict[str, np.ndarray] = {}
+        for group in share_of(groups, SplitShape(rank, division.size, expert_parts=division.expert_parts)):
+            ((name, dims),) = group.tensors
+            cut = group.cuts[0] if group.cuts else Cut(0, ((0, dims[0]),), dims[0])
+            own[name] = np.concatenate([tensors[name].take(range(*one), axis=cut.axis) for one in cut.ranges], axis=cut.axis)
+            assert own[name].shape == dims
+        first = rank // division.inner_parts * (4 // division.expert_parts)
+        for expert in range(len(own["gu"])):
+            found[first + expert] += _output(x, own, kind, expert)
+    np.testing.assert_allclose(found, [_output(x, tensors, kind, expert) for expert in range(4)])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_share_is_undone_exactly(name: str) -> None:
+    shape = parse(FAMILIES[name])
+    for division in (Division(2), Division(2, 2), Division(4, 4)):
+        for rank in range(division.size):
+            share = split(shape, rank, division)
+            assert whole(share) == shape
+            assert stored_tensors(share) == stored_tensors(shape)
+    odd = parse(MIXTRAL | {"intermediate_size": 9})  # that of experts alone
+    assert whole(split(odd, 1, Division(2, 2))) == odd
+
+
+def test_the_work_space_is_that_of_the_share() -> None:
+    shape = parse(QWEN2 | {"moe_intermediate_size": 4096, "shared_expert_intermediate_size": 4096})
+    inner, apart = split(shape, 1, Division(4)), split(shape, 1, Division(4, 4))
+    assert apart.experts is not None
+    assert shape.experts is not None
+    assert (apart.experts.intermediate_size, apart.experts.shared_size) == (4096, 1024)
+    assert (list(apart.experts.own), list(shape.experts.own)) == ([1], [0, 1, 2, 3])
+    assert expert_bytes(inner, "bfloat16") < expert_bytes(apart, "bfloat16") < expert_bytes(shape, "bfloat16")
+    assert work_space_bytes(apart, "bfloat16", 512, 8) < work_space_bytes(shape, "bfloat16", 512, 8)
+    experts = 2 * 3 * 4 * 4096 * 16  # bytes of the only layer with them
+    of_share = share_weights_bytes(shape, "bfloat16", Division(2, 2))
+    assert experts / 2 < weights_bytes(shape, "bfloat16") - of_share < experts
+
+
+STACKED = parse(LLAMA4)
+REFUSED = {
+    "number": (
+        parse(MIXTRAL | {"num_local_experts": 6}),
+        Division(4, 4),
+        "num_experts (or num_local_experts) 6 is no multiple of 4, the parts of experts",
+    ),
+    "size": (
+        parse(QWEN2 | {"moe_intermediate_size": 13}),
+        Division(4, 2),
+        "moe_intermediate_size 13 is no multiple of 2, the number of devices that have the same experts",
+    ),
+    "size by another key": (parse(MIXTRAL | {"intermediate_size": 9}), Division(2), "intermediate_size 9 is no multiple of 2"),
+    "MLP": (parse(LLAMA4 | {"intermediate_size_mlp": 9}), Division(2, 2), "intermediate_size_mlp 9 is no multiple of 2"),
+    "shared expert": (
+        parse(QWEN2 | {"shared_expert_intermediate_size": 21}),
+        Division(2, 2),
+        "shared_expert_intermediate_size 21 is no multiple of 2, the number of devices",
+    ),
+    "shared experts": (
+        parse(GLM4 | {"moe_intermediate_size": 13, "n_shared_experts": 3}),
+        Division(2, 2),
+        "n_shared_experts * moe_intermediate_size 39 is no multiple of 2, the number of devices",
+    ),
+    "stacks": (
+        STACKED,
+        Division(4, 2),
+        "a checkpoint with all experts of a layer in one tensor is divided by tensor or by expert, not by both",
+    ),
+    "no experts": (parse(CONFIG), Division(2, 2), "expert = 2 divides the experts of a model, and LlamaForCausalLM has none"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_divided_is_refused_with_the_reason(name: str) -> None:
+    shape, division, said = REFUSED[name]
+    with pytest.raises(UnsupportedModel, match=f"^config.json: parallel: {re.escape(said)}"):
+        split(shape, division.size - 1, division)
+
+
+def test_experts_apart_may_be_divided_in_both_ways_where_they_may_be_stacked() -> None:
+    shape = replace(STACKED, experts=replace(STACKED.experts, stacked=False))
+    assert whole(split(shape, 3, Division(4, 2))) == shape
