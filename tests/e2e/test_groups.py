@@ -23,14 +23,20 @@ BOTH = "cpu:0+cpu:1"
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """`whole` and `split` are the same model, once on one device and once on two; `elm` lives on the second device. No device holds
-    `wide`."""
+    `wide`. `mixture` and `experts` are the same mixture of experts, of which each device has half of the experts."""
     folder = tmp_path_factory.mktemp("groups")
     for seed, name in ((1, "whole"), (1, "split"), (2, "elm")):
         make_model(folder / "models" / name, seed=seed, max_position_embeddings=4096)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    for name in ("mixture", "experts"):
+        mixture = {"architecture": "Qwen2MoeForCausalLM", "model_type": "qwen2_moe", **sizes}
+        make_model(folder / "models" / name, max_position_embeddings=1024, **mixture)
     make_model(folder / "models" / "odd", num_heads=3, num_kv_heads=3, hidden_size=24)
     make_model(folder / "models" / "wide", weights_bytes=28 << 20, max_position_embeddings=256)
-    config = without_drafts("whole", "elm", "split", "odd", "wide")
-    config = config.replace('[models."whole"]\n', '[models."whole"]\ndevices = ["cpu:0"]\n')
+    config = without_drafts("whole", "elm", "split", "odd", "wide", "mixture", "experts")
+    for name in ("whole", "mixture"):
+        config = config.replace(f'[models."{name}"]\n', f'[models."{name}"]\ndevices = ["cpu:0"]\n')
+    config = config.replace('[models."experts"]\n', '[models."experts"]\nparallel = { expert = 2 }\n')
     config = config.replace('[models."elm"]\n', '[models."elm"]\ndevices = ["cpu:1"]\n')
     for name in ("split", "odd"):
         config = config.replace(f'[models."{name}"]\n', f'[models."{name}"]\nparallel = {{ tensor = 2 }}\n')
@@ -84,6 +90,13 @@ def test_single_models_beside_it(node: Node, texts: dict[str, list[str]]) -> Non
     for stream, model, at in streams:
         assert stream.join().error == ""
         assert stream.text == texts["elm" if model == "elm" else "whole"][at], model
+
+
+def test_a_mixture_whose_experts_are_divided(node: Node) -> None:
+    streams = {model: [Stream(node, model, prompt, 40) for prompt in PROMPTS] for model in ("mixture", "experts")}
+    texts = {model: [stream.join().text for stream in own] for model, own in streams.items()}
+    assert texts["experts"] == texts["mixture"] != [""] * len(PROMPTS)
+    assert row_of(node, "experts")["device"] == BOTH
 
 
 def test_what_operators_see(node: Node) -> None:
