@@ -7,7 +7,8 @@ sums: a sum of 8 KiB over two ranks, each a process on a core of its own, throug
 calls to when the one that has slept returns. What the system takes to wake a process (eventfd) stands beside it.
 
 decode: decode steps of a model of one of benchmarks.checkpoints' shapes, with weights drawn at random, split over two processes of
-one thread, beside the same in one process of two threads, in turn.
+one thread, beside the same in one process of two threads, in turn. The shape "mixture" has 16 layers of 32 experts, 8 of them for a
+token. It is measured with each expert divided among the processes, and with half of the experts on each of them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,18 @@ from loader.model_shape import Division  # noqa: E402
 from loader.slices import split  # noqa: E402
 from scheduler.batch.plan import BatchPlan  # noqa: E402
 
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 384,
+}
+MODELS: dict[str, dict[str, Any]] = SHAPES | {"mixture": MIXTURE}
 SIZE = 2
 VALUES = (2, 2048)  # bfloat16, 8 KiB
 SHARED, GLOO, WAKING = "shared memory", "gloo", "eventfd, without a sum"
@@ -116,13 +129,14 @@ class Process:
             dist.init_process_group("gloo", init_method=f"file://{self.folder}/store", rank=self.rank, world_size=SIZE)
         return lambda: dist.all_reduce(x)
 
-    def load(self, name: str, threads: int) -> int:
+    def load(self, name: str, threads: int, expert_parts: int = 1) -> int:
         """Makes the model, or this rank's share of it. Returns the bytes of its weights."""
-        config = SHAPES[name] | {"architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "torch_dtype": "bfloat16"}
+        self.model = None
+        config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "torch_dtype": "bfloat16"} | MODELS[name]
         config |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
         shape = parse_config(json.dumps(config).encode())
         if self.rank >= 0:
-            shape = split(shape, self.rank, Division(SIZE))
+            shape = split(shape, self.rank, Division(SIZE, expert_parts))
         num_bytes = weights_bytes(shape, "bfloat16")
         num_chunks = -(-num_bytes // CHUNK_BYTES)
         memory = CpuMemory(num_chunks, CHUNK_BYTES)
@@ -211,21 +225,26 @@ def measure_sums(ranks: list[Asked], num: int) -> list[dict[str, Any]]:
 
 
 def measure_decode(ranks: list[Asked], alone: Asked, name: str, rows: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Returns a row for each number of sequences. ratio: of the split model's rate to that of one process of two threads, the
-    median of those of the rounds."""
-    _answers(ranks, "load", name, 1)
+    """Returns a row for each number of sequences, and each way to divide a mixture of experts. ratio: of the split model's rate to
+    that of one process of two threads, the median of those of the rounds."""
     _answers([alone], "load", name, 2)
     found = []
-    for num in rows:
-        split_ms, alone_ms = [], []
-        for _ in range(rounds):
-            alone_ms.append(float(np.median(_answers([alone], "decode", num, 12)[0])) * 1e3)
-            split_ms.append(float(np.median(_answers(ranks, "decode", num, 12)[0])) * 1e3)
-        ratio = float(np.median(np.array(alone_ms) / np.array(split_ms)))
-        of_both = {"alone_ms": round(float(np.median(alone_ms)), 2), "split_ms": round(float(np.median(split_ms)), 2)}
-        found.append({"shape": name, "rows": num, **of_both, "split_tokens_s": round(1e3 * num / np.median(split_ms), 1)})
-        found[-1]["ratio"] = round(ratio, 3)
+    for expert_parts in (1, SIZE) if name == "mixture" else (1,):
+        _answers(ranks, "load", name, 1, expert_parts)
+        about = {"shape": name, "divided": "expert" if expert_parts > 1 else "tensor"}
+        found += [about | _decode_rates(ranks, alone, num, rounds) for num in rows]
     return found
+
+
+def _decode_rates(ranks: list[Asked], alone: Asked, num: int, rounds: int) -> dict[str, Any]:
+    """Returns what a decode step of `num` sequences takes of the split model, and of the whole one."""
+    split_ms, alone_ms = [], []
+    for _ in range(rounds):
+        alone_ms.append(float(np.median(_answers([alone], "decode", num, 12)[0])) * 1e3)
+        split_ms.append(float(np.median(_answers(ranks, "decode", num, 12)[0])) * 1e3)
+    ratio = float(np.median(np.array(alone_ms) / np.array(split_ms)))
+    of_both = {"alone_ms": round(float(np.median(alone_ms)), 2), "split_ms": round(float(np.median(split_ms)), 2)}
+    return {"rows": num, **of_both, "split_tokens_s": round(1e3 * num / np.median(split_ms), 1), "ratio": round(ratio, 3)}
 
 
 def _process(rank: int, fd: int, folder: str, doorbells: list[int]) -> None:
@@ -238,7 +257,7 @@ def _process(rank: int, fd: int, folder: str, doorbells: list[int]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.ranks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="sums,decode")
-    parser.add_argument("--shape", default="one-b", choices=SHAPES)
+    parser.add_argument("--shape", default="one-b", choices=MODELS)
     parser.add_argument("--rows", default="1,8", help="sequences that decode")
     parser.add_argument("--sums", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=5)
