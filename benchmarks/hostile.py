@@ -37,7 +37,7 @@ LIMIT_S = 300.0
 def resident_bytes(pid: int) -> int:
     """Adds up the daemon and its helpers; engines are not counted."""
     daemon = psutil.Process(pid)
-    helpers = [child for child in daemon.children(recursive=True) if "engine" not in child.cmdline()]
+    helpers = [child for child in daemon.children(recursive=True) if not child.name().startswith("engine ")]
     return sum(process.memory_info().rss for process in (daemon, *helpers))
 
 

@@ -128,7 +128,7 @@ class Server:
 
     def engines(self) -> list[psutil.Process]:
         """The engine processes, by command line."""
-        return [p for p in psutil.Process(self.pid).children(recursive=True) if "engine" in p.cmdline()]
+        return [p for p in psutil.Process(self.pid).children(recursive=True) if p.name().startswith("engine ")]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._process.send_signal(signal.SIGTERM)

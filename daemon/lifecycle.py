@@ -443,6 +443,7 @@ class Lifecycle:
         steps[1:1] = [("engines", self._stop_engines(node))]
         steps += [("connections to other servers", node.upstreams.close())]
         steps += [("text", node.text.close()), ("scanning", node.scanner.close()), ("state", node.state_keeper.close())]
+        steps += [("the fork server", node.forks.end())]
         steps += [("what tenants used", node.usage_file.save()), ("the audit log", node.audit.close())]
         steps += [("traces", node.traces.close())]
         for name, step in steps:

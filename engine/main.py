@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import logging
 import mmap
 import os
@@ -15,10 +16,11 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.exchange import Exchange, Membership
-from engine.host.process import prepare_process
+from engine.host.process import name_process, prepare_process
 from engine.loop.worker import Engine
 from engine.memory.handover import Handover
 from engine.memory.host_tier import HostTier
@@ -32,6 +34,19 @@ log = logging.getLogger("engine")
 
 EXIT_FAULT = 70
 TELL_LIMIT_S = 1.0  # limit for handing a fault message to the daemon
+
+
+def preload(runner: str, cache_dir: str) -> None:
+    """Imports what an engine of a cpu device needs. runner, cache_dir: as in Configure."""
+    if runner != "torch":
+        importlib.import_module("engine.null.runner")
+        return
+    prepare_process()
+    from engine.cpu.ops import CpuOps
+
+    for module in ("engine.cpu.backend", "engine.loading.runner"):
+        importlib.import_module(module)
+    CpuOps(cache_dir, deferred=True)  # the kernels; it calls none
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
@@ -70,7 +85,8 @@ def make_engine(
     raise ValueError(f"Configure.runner {configure.runner!r}: allowed are torch and null")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs an engine and returns its exit code. arguments: None: those of the command line."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="engine")
@@ -81,7 +97,7 @@ def main() -> int:
     parser.add_argument("--exchange-fd", type=int, default=-1, help="memfd in which engines share steps (engine/exchange.py)")
     parser.add_argument("--engine-number", type=int, default=0, help="this engine's number there")
     parser.add_argument("--doorbell-fds", default="", help="the eventfds that wake engines 0, 1 and so on, separated by commas")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     channel = Channel(socket.socket(fileno=options.channel_fd))
     journal = mmap.mmap(options.journal_fd, JOURNAL_BYTES)
@@ -92,6 +108,7 @@ def main() -> int:
     if not isinstance(first, Configure):
         log.error("the first message must be Configure; got %s", type(first).__name__)
         return 2
+    name_process(f"engine {first.device}")
     tier = None
     if first.host_tier_slots:
         if options.host_tier_fd < 0:
@@ -131,11 +148,11 @@ def _fault(channel: Channel, kind: str, error: Exception) -> int:
     return EXIT_FAULT
 
 
-def run() -> None:
+def run(arguments: Sequence[str] | None = None) -> None:
     """Runs `main` and ends the process at once, without clean-up: loader threads may be in the middle of a read, and there is
     nothing to tidy up."""
     try:
-        code = main()
+        code = main(arguments)
     except Exception:
         log.exception("engine fault")
         code = EXIT_FAULT

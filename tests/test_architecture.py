@@ -27,6 +27,7 @@ MAY_IMPORT = {
 DAEMON_FROM_ENGINE = {
     "engine.protocol",
     "engine.exchange",
+    "engine.forks.messages",
     "engine.grammar.compile",
     "engine.grammar.refusals",
     "engine.host.child_process",
@@ -67,7 +68,7 @@ PURE = {"asyncio", "time", "datetime", "os", "socket", "threading", "subprocess"
 ROOM_ORDER = {
     "engine": [
         *("protocol", "pulse", "host", "exchange", "memory", "grammar", "contracts", "ops", "sampling", "layers", "models"),
-        *("loading", "cpu", "cuda", "null", "serve", "lifecycle", "loop", "main", "__main__", "warm"),
+        *("loading", "cpu", "cuda", "null", "serve", "lifecycle", "loop", "main", "forks", "__main__", "warm"),
     ],
     "daemon": [
         *("errors", "process", "record", "models", "text", "streams", "traces", "contracts", "access", "http", "scanning", "gpu"),

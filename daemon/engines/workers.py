@@ -7,15 +7,12 @@ An engine ends when its socketpair is closed, so it cannot outlive the daemon, w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import mmap
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,14 +20,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from config.schema import DeviceBudget, NodeConfig
+from daemon.engines.engine_process import EngineProcess, Spawned
 from daemon.engines.engine_watch import HELD_S
 from daemon.engines.exchange_memory import ExchangeMemory
+from daemon.engines.fork_client import ForkServer
 from daemon.engines.left_memory import LeftMemory
 from daemon.engines.worker_channel import WorkerChannel
 from daemon.metrics.swaps import KernelKills
 from daemon.process.logs import fields
 from engine import protocol
-from engine.host.child_process import child_environment
 from engine.pulse import Pulse, read_pulse
 
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
@@ -107,6 +105,7 @@ class EngineWorker:
     none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device. no_memory: gets the engine's error and returns in
     one line why the device cannot give the memory; called in a thread. left: keeps the device's memory between two engines; None
     if an engine's memory ends with it. exchange: what engines share that a model is split over; None if there is no such memory.
+    forks: forks the engine; None: it is started with exec, as those of cuda devices are.
 
     problem: why there is no engine now, "" while there is one."""
 
@@ -121,8 +120,9 @@ class EngineWorker:
         no_memory: Callable[[str], str] = str,
         left: LeftMemory | None = None,
         exchange: ExchangeMemory | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
-        self._exchange = exchange
+        self._exchange, self._forks = exchange, forks
         self.device, self._threads, self._spec, self._events = device, threads, spec, events
         self._host_tier_fd, self._gpu, self._no_memory, self._left = host_tier_fd, gpu, no_memory, left
         self._kernel_kills = KernelKills()
@@ -136,7 +136,7 @@ class EngineWorker:
         self._channel: WorkerChannel | None = None
         self._journal: mmap.mmap | None = None
         self._ready_timer: asyncio.TimerHandle | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: EngineProcess | None = None
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
         self._kill_reason = ""
@@ -186,8 +186,7 @@ class EngineWorker:
 
     def _kill(self) -> None:
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGKILL)
+            self._process.kill()
 
     async def _live(self) -> None:
         back_off_s = BACK_OFF_S
@@ -227,8 +226,7 @@ class EngineWorker:
         try:
             os.ftruncate(journal_fd, protocol.JOURNAL_BYTES)
             journal = mmap.mmap(journal_fd, protocol.JOURNAL_BYTES)
-            # in a thread, because fork and exec of a large process may block the loop too long
-            process = await asyncio.to_thread(self._spawn, theirs.fileno(), journal_fd, handover.fd if handover else -1)
+            process = await self._start_process(theirs.fileno(), journal_fd, handover.fd if handover else -1)
         except BaseException:
             ours.close()
             raise
@@ -239,20 +237,18 @@ class EngineWorker:
                 handover.spawned()
         self._process, self.pid, self._kill_reason, self._fault = process, process.pid, "", None
         exited = loop.create_future()
-        pidfd = os.pidfd_open(process.pid)
 
         def on_exit() -> None:
-            loop.remove_reader(pidfd)
+            loop.remove_reader(process.pidfd)
             self._events.engine_ended(self.device)
             if not exited.done():
                 exited.set_result(None)
 
-        loop.add_reader(pidfd, on_exit)
+        loop.add_reader(process.pidfd, on_exit)
         channel = WorkerChannel(self._on_message, lambda error: self.restart(f"sent what is no message: {error}"))
         stderr = None
         try:
             await loop.create_connection(lambda: channel, sock=ours)
-            assert process.stderr is not None
             stderr, _ = await loop.connect_read_pipe(lambda: _Lines(self.device), process.stderr)
             self._channel, self._journal = channel, journal
             self._expect_ready()
@@ -269,12 +265,11 @@ class EngineWorker:
             self._channel, self._process, self._journal, self.pid, self.up = None, None, None, 0, False
             if self._ready_timer is not None:
                 self._ready_timer.cancel()
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
+            loop.remove_reader(process.pidfd)
             channel.close()
-            if process.poll() is None:
-                process.kill()
+            process.kill()
             code = await asyncio.to_thread(process.wait)
+            process.close()
             if handover is not None:
                 await asyncio.to_thread(handover.join)
             if stderr is not None:
@@ -283,15 +278,15 @@ class EngineWorker:
         journal.close()
         return self._kill_reason or await self._why(code), running
 
-    async def _why(self, code: int) -> str:
+    async def _why(self, code: int | None) -> str:
         if self._fault is None:
             return _describe(code)
         if self._fault.kind == "no_memory":
             return f"could not start: {await asyncio.to_thread(self._no_memory, self._fault.error)}"
         return f"{_describe(code)}: {self._fault.error}"
 
-    def _spawn(self, channel_fd: int, journal_fd: int, handover_fd: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", "engine", "--channel-fd", str(channel_fd), "--journal-fd", str(journal_fd)]
+    async def _start_process(self, channel_fd: int, journal_fd: int, handover_fd: int) -> EngineProcess:
+        command = ["--channel-fd", str(channel_fd), "--journal-fd", str(journal_fd)]
         passed = [channel_fd, journal_fd]
         if self._host_tier_fd >= 0:
             command += ["--host-tier-fd", str(self._host_tier_fd)]
@@ -303,19 +298,14 @@ class EngineWorker:
             arguments, shared = self._exchange.arguments(self.device)
             command += arguments
             passed += shared
+        if self._forks is not None:
+            return await self._forks.fork(f"engine {self.device}", command, passed)
         threads = str(self._threads)
-        visible = {"CUDA_VISIBLE_DEVICES": self._gpu} if self._gpu else {}
-        # its own process group, because Ctrl-C in a terminal is for the daemon, which drains first
-        return subprocess.Popen(
-            command,
-            cwd="/",
-            env=child_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, **visible),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=passed,
-            process_group=0,
-        )
+        variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        if self._gpu:
+            variables["CUDA_VISIBLE_DEVICES"] = self._gpu
+        # in a thread, because fork and exec of a large process may block the loop too long
+        return await asyncio.to_thread(Spawned, command, passed, variables)
 
     def _on_message(self, message: Any) -> None:
         if type(message) is protocol.EngineReady:
@@ -362,7 +352,9 @@ class _Handover:
         self._thread.join()
 
 
-def _describe(code: int) -> str:
+def _describe(code: int | None) -> str:
+    if code is None:
+        return "ended, and so has the process that could tell why"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

@@ -26,6 +26,7 @@ from daemon.engines.carve_outs import divide
 from daemon.engines.engine_events import EngineEvents
 from daemon.engines.engine_rounds import EngineRounds
 from daemon.engines.exchange_memory import exchange_memory
+from daemon.engines.fork_client import ForkServer
 from daemon.engines.host_account import HostAccount
 from daemon.engines.host_memory import HostMemory
 from daemon.engines.kept_device import KeptDevice
@@ -128,6 +129,7 @@ class NodeParts:
         self.dispatcher.why_slow = self.kernels.sentence
         threads = threads_per_engine(config, devices)
         self._left = {device.name: self._left_memory(device) for device in devices}
+        self.forks = ForkServer(config.runner, config.cache_dir, threads)
         self.workers = {
             device.name: EngineWorker(
                 device.name,
@@ -139,6 +141,7 @@ class NodeParts:
                 partial(why_no_memory, self.inventory, device),
                 self._left[device.name],
                 self.exchange,
+                None if device.uuid else self.forks,
             )
             for device in devices
         }

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import psutil
 
 from tests.chaos.clients import drawn, hang_up, send_garbage
-from tests.chaos.world import CONFIG, ENGINE, MODELS, SCANNING, SPARE, STALL_S, TEXT, World, children
+from tests.chaos.world import CONFIG, MODELS, SCANNING, SPARE, STALL_S, TEXT, World
+from tests.e2e import processes
 from tests.e2e.checkpoints import make_model
 from tests.e2e.hostile_folders import make_hostile
 from tests.loader.checkpoints import write_checkpoint
@@ -38,24 +39,34 @@ def _ends_engines(world: World) -> None:
     world.clients.wait_for_running(world.engines_ended_s)
 
 
+def engines(world: World) -> list[psutil.Process]:
+    """Returns the living engines, also those whose fork server is gone."""
+    pids = [device["pid"] for device in world.node.json("status")["devices"]]
+    found = []
+    for pid in filter(None, pids):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
 def kill_engine(world: World) -> None:
     _ends_engines(world)
-    if engines := children(world.pid, ENGINE):
-        _kill(world.draw.choice(engines))
+    if living := engines(world):
+        _kill(world.draw.choice(living))
         world.engines_ended_s = time.monotonic()
 
 
 def stop_engine_for_a_while(world: World) -> None:
     """Shorter than what counts as a hang: the engine goes on, and is not ended."""
-    if engines := children(world.pid, ENGINE):
-        with _stopped(world.draw.choice(engines)):
+    if living := engines(world):
+        with _stopped(world.draw.choice(living)):
             time.sleep(world.draw.random() * STALL_S / 4)
 
 
 def hang_engine(world: World) -> None:
     _ends_engines(world)
-    if engines := children(world.pid, ENGINE):
-        engine = world.draw.choice(engines)
+    if living := engines(world):
+        engine = world.draw.choice(living)
         engine.suspend()
         end = time.monotonic() + LONGEST_HANG_S
         while psutil.pid_exists(engine.pid) and engine.status() != psutil.STATUS_ZOMBIE:
@@ -69,15 +80,21 @@ def hang_engine(world: World) -> None:
 
 
 def kill_text_helper(world: World) -> None:
-    if helpers := children(world.pid, TEXT):
+    if helpers := processes.with_word(world.pid, TEXT):
         _kill(world.draw.choice(helpers))
+
+
+def kill_fork_server(world: World) -> None:
+    """Its engines live on; the next engine is forked by another server."""
+    for server in processes.fork_servers(world.pid):
+        _kill(server)
 
 
 def kill_scan(world: World) -> None:
     (world.node.models / "new").mkdir(exist_ok=True)
     end = time.monotonic() + 2
     while time.monotonic() < end:
-        if scans := children(world.pid, SCANNING):
+        if scans := processes.with_word(world.pid, SCANNING):
             _kill(scans[0])
             break
         time.sleep(0.02)
@@ -190,6 +207,7 @@ ACTS = (
     Act("an engine stands still for a while", 2, stop_engine_for_a_while),
     Act("an engine hangs", 1, hang_engine),
     Act("kill -9 of a text process", 3, kill_text_helper),
+    Act("kill -9 of the fork server", 1, kill_fork_server),
     Act("kill -9 of a scan", 2, kill_scan),
     Act("restart", 4, restart),
     Act("kill -9 of the daemon", 1, kill_daemon),

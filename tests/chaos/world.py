@@ -16,6 +16,7 @@ import psutil
 
 from tests.chaos.clients import Clients
 from tests.daemon.service_manager import NotifySocket
+from tests.e2e import processes
 from tests.e2e.checkpoints import make_model
 from tests.e2e.service_node import ServiceNode
 
@@ -26,7 +27,7 @@ CONFIG = f"""engine_stall_s = {STALL_S}
 drain_timeout_s = 5
 max_wait_s = 60
 """
-ENGINE, TEXT, SCANNING = "engine", "daemon.text", "daemon.scanning"  # words of command lines
+TEXT, SCANNING = "daemon.text", "daemon.scanning"  # words of command lines
 STATE_DISK_BYTES = 256 << 10
 SETTLED_S = 5.0  # KV that an engine uses is known from its last statistics, which follow an unload
 DESCRIPTORS_SLACK = 8  # processes for texts and for scans come and go, as connections do
@@ -84,17 +85,6 @@ def started(folder: Path, runner: str) -> Iterator[tuple[ServiceNode, bool]]:
             subprocess.run(["umount", str(state)], check=False)
 
 
-def children(pid: int, word: str) -> list[psutil.Process]:
-    """Returns the living processes below this one whose command line has this word."""
-    found = []
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if word in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
-                    found.append(child)
-    return found
-
-
 def _chunks_in_use(node: ServiceNode) -> float:
     chunks = [line.rpartition(" ") for line in node.get("/metrics")[1].splitlines() if line.startswith("hearth_device_chunks{")]
     return sum(float(value) for name, _, value in chunks if 'state="weights"' in name or 'state="kv"' in name)
@@ -112,9 +102,9 @@ def holdings(node: ServiceNode) -> dict[str, Any]:
     daemon = psutil.Process(status["pid"])
     tier = status["host_tier"]
     return {
-        "engines": len(children(status["pid"], ENGINE)),
+        "engines": sum(device["pid"] > 0 for device in status["devices"]),
         "zombies": sum(child.status() == psutil.STATUS_ZOMBIE for child in daemon.children(recursive=True)),
-        "text_helpers": len(children(status["pid"], TEXT)),
+        "text_helpers": len(processes.with_word(status["pid"], TEXT)),
         "descriptors": daemon.num_fds(),
         "mappings": len(daemon.memory_maps(grouped=False)),
         "rss_mib": round(daemon.memory_info().rss / 2**20, 1),

@@ -31,6 +31,7 @@ import psutil
 
 from daemon.cli import main as cli
 from tests import kernel_cache
+from tests.e2e import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 # Far above what anything here takes: a hang fails the test instead of the job. An emulated processor needs more.
@@ -221,17 +222,7 @@ class Node:
     def engine_pids(self) -> list[int]:
         """Sorted pids of the engine processes that live."""
         assert self.process is not None
-        try:
-            children = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-        pids = []
-        for child in children:
-            with contextlib.suppress(psutil.Error):
-                words = child.cmdline()
-                if "-m" in words and words[words.index("-m") + 1] == "engine" and child.status() != psutil.STATUS_ZOMBIE:
-                    pids.append(child.pid)
-        return sorted(pids)
+        return sorted(engine.pid for engine in processes.engines(self.process.pid))
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""

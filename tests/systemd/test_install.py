@@ -24,6 +24,7 @@ import pytest
 from config.load import load
 from daemon.process.version import VERSION
 from tests.daemon.service_manager import NotifySocket, passing
+from tests.e2e import processes
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import wait_gone
 
@@ -243,7 +244,7 @@ def test_upgrade_and_back(service: Service) -> None:
             make(service.root, "install", newer)
             assert os.readlink(service.root / "opt/hearthd/current") == newer
             assert service.hearth("version") == {"hearth": newer, "hearthd": VERSION}
-            (engine,) = [child for child in psutil.Process(process.pid).children(True) if "engine" in child.cmdline()]
+            (engine,) = processes.engines(process.pid)
             engine.kill()
             assert service.hearth("load", "a")["state"] == "ready"
         with service.running():

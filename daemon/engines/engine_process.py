@@ -1,0 +1,68 @@
+"""A running engine process as the daemon sees it, however it was started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import IO, Protocol
+
+from engine.host.child_process import child_environment
+
+
+class EngineProcess(Protocol):
+    """pidfd: becomes readable when the process ends. stderr: the read end of a pipe."""
+
+    pid: int
+    pidfd: int
+    stderr: IO[bytes]
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int | None:
+        """Waits for the end in a thread that may block. Returns the exit code, the negative number of the signal that ended the
+        process, or None where nobody can tell any more."""
+        ...
+
+    def close(self) -> None:
+        """Closes what the daemon has open of a process that has ended."""
+        ...
+
+
+class Spawned:
+    """An engine process that was started with exec. Raises OSError if it cannot be started. descriptors: those of its arguments.
+    variables: to set in its environment."""
+
+    def __init__(self, arguments: Sequence[str], descriptors: Sequence[int], variables: dict[str, str]) -> None:
+        # its own process group, because Ctrl-C in a terminal is for the daemon, which drains first
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine", *arguments],
+            cwd="/",
+            env=child_environment(**variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=descriptors,
+            process_group=0,
+        )
+        assert self._process.stderr is not None
+        self.pid, self.stderr = self._process.pid, self._process.stderr
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def kill(self) -> None:
+        kill(self.pidfd)
+
+    def wait(self) -> int | None:
+        return self._process.wait()
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+
+
+def kill(pidfd: int) -> None:
+    """Kills a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)

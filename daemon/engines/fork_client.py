@@ -1,0 +1,157 @@
+"""The daemon's end of the fork server (engine/forks/server.py): starts it, asks it for engines, and replaces it if it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO
+
+import msgspec
+
+from daemon.engines.engine_process import EngineProcess, kill
+from engine.forks.messages import PACKET_BYTES, Forked, ForkEngine
+from engine.host.child_process import child_environment
+
+log = logging.getLogger("hearthd.engine")
+FIRST_LIMIT_S = 110.0  # for the first answer, before which torch is imported, from a cold disk perhaps
+ANSWER_LIMIT_S = 10.0  # for any other
+STOP_LIMIT_S = 2.0
+
+
+class ForkServer:
+    """Forks engines of cpu devices. runner, cache_dir: of the node's settings. threads: of each engine.
+
+    Every call is made in one thread of this object, since starting the server and its first answer take seconds."""
+
+    def __init__(self, runner: str, cache_dir: str, threads: int) -> None:
+        self._arguments = ["--runner", runner, "--cache-dir", cache_dir]
+        self._variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}
+        self._thread = ThreadPoolExecutor(1, "fork server")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._ended = False
+
+    async def fork(self, name: str, arguments: Sequence[str], descriptors: Sequence[int]) -> EngineProcess:
+        """Returns a new engine. name: of the process. descriptors: those of its arguments. Raises OSError."""
+        own = [os.dup(descriptor) for descriptor in descriptors]  # the caller may be cancelled and close its own
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._fork, name, arguments, descriptors, own)
+
+    async def end(self) -> None:
+        """Ends the server, which is not started again. Engines live on until their own sockets are closed."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._process is not None:
+            self._process.kill()  # what the thread waits for comes to its end
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._end)
+        self._thread.shutdown(wait=False)
+
+    # ---- in the thread
+
+    def _fork(self, name: str, arguments: Sequence[str], numbers: Sequence[int], descriptors: Sequence[int]) -> EngineProcess:
+        try:
+            for is_last in (False, True):
+                self._start_if_gone()
+                try:
+                    return self._ask(ForkEngine(name, list(arguments), list(numbers)), descriptors)
+                except _Gone as gone:
+                    self._end()
+                    log.warning("the fork server of engines %s", gone)
+                    if is_last:
+                        raise OSError(f"the fork server of engines {gone}") from None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        raise AssertionError("not reached")
+
+    def _ask(self, request: ForkEngine, descriptors: Sequence[int]) -> EngineProcess:
+        """Sends a request and returns the engine. Raises _Gone if the server does not answer, and OSError for its refusal."""
+        assert self._control is not None
+        ended, ended_end = os.pipe()
+        stderr, stderr_end = os.pipe()
+        try:
+            try:
+                socket.send_fds(self._control, [msgspec.msgpack.encode(request)], [ended_end, stderr_end, *descriptors])
+                data, received, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
+            except TimeoutError:
+                raise _Gone(f"has not answered for {self._control.gettimeout():g} s") from None
+            except OSError:
+                data, received = b"", []
+            if not data:
+                raise _Gone("has ended")
+            self._control.settimeout(ANSWER_LIMIT_S)
+            answer = msgspec.msgpack.decode(data, type=Forked)
+            if answer.problem:
+                raise OSError(answer.problem)
+        except BaseException:
+            os.close(ended)
+            os.close(stderr)
+            raise
+        finally:
+            os.close(ended_end)
+            os.close(stderr_end)
+        return _ForkedEngine(answer.pid, received[0], ended, stderr)
+
+    def _start_if_gone(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        if self._ended:
+            raise OSError("hearthd is stopping")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "engine", "--fork-server", str(theirs.fileno()), *self._arguments],
+                    cwd="/",
+                    env=child_environment(**self._variables),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        ours.settimeout(FIRST_LIMIT_S)
+        self._control = ours
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            try:
+                self._process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:  # it imports still, or hangs
+                self._process.kill()
+                self._process.wait()
+        self._control = self._process = None
+
+
+class _Gone(Exception):
+    """Raised for a server that does not answer. The text follows the words for the server."""
+
+
+class _ForkedEngine:
+    """An EngineProcess that the fork server has forked, which alone can tell how it ended."""
+
+    def __init__(self, pid: int, pidfd: int, ended_fd: int, stderr_fd: int) -> None:
+        self.pid, self.pidfd, self._ended_fd = pid, pidfd, ended_fd
+        self.stderr: IO[bytes] = os.fdopen(stderr_fd, "rb")
+
+    def kill(self) -> None:
+        kill(self.pidfd)
+
+    def wait(self) -> int | None:
+        told = os.read(self._ended_fd, 16)  # empty where the server has ended
+        return int(told) if told else None
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+        os.close(self._ended_fd)

@@ -1,0 +1,1 @@
+"""The process that forks engines, and its messages."""

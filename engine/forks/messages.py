@@ -1,0 +1,25 @@
+"""Messages between the daemon and the fork server, one per packet."""
+
+from __future__ import annotations
+
+import msgspec
+
+PACKET_BYTES, MAX_DESCRIPTORS = 64 << 10, 250  # the kernel passes 253 descriptors at most with a packet
+
+
+class ForkEngine(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for an engine. Descriptors are sent with it: the pipe for how the engine ended, its stderr, and those in its arguments.
+
+    name: of the process, as `ps -o comm` shows it; the kernel keeps 15 characters. arguments: those of `python -m engine`.
+    numbers: which numbers the last descriptors are to have in the engine."""
+
+    name: str
+    arguments: list[str]
+    numbers: list[int]
+
+
+class Forked(msgspec.Struct, frozen=True, array_like=True):
+    """Answers ForkEngine. A pidfd of the engine is sent with it. problem: why there is none; "" if there is one."""
+
+    pid: int
+    problem: str = ""

@@ -1,0 +1,194 @@
+"""Engines that are forked from one process: how they start and end, and what happens when that process ends, hangs or refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from daemon.engines import fork_client
+from daemon.engines.engine_process import EngineProcess
+from daemon.engines.fork_client import ForkServer
+from engine import protocol
+from engine.host import child_process
+from tests.e2e import processes
+from tests.e2e.chat import Stream
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import Node
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ForkServer]:
+    made = ForkServer("null", "", 1)
+    yield made
+    await made.end()
+
+
+class Forked:
+    """An engine with its socketpair and its journal. It waits for Configure."""
+
+    def __init__(self, process: EngineProcess, channel: socket.socket) -> None:
+        self.process, self.channel = process, channel
+
+    @classmethod
+    async def by(cls, server: ForkServer, name: str = "engine cpu:0", arguments: tuple[str, ...] = ()) -> Forked:
+        ours, theirs = socket.socketpair()
+        journal = os.memfd_create("journal")
+        os.ftruncate(journal, protocol.JOURNAL_BYTES)
+        numbers = [theirs.fileno(), journal]
+        try:
+            own = ["--channel-fd", str(numbers[0]), "--journal-fd", str(journal), *arguments]
+            return cls(await server.fork(name, own, numbers), ours)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(journal)
+
+    async def ended(self) -> tuple[int | None, str]:
+        """Waits for its end. Returns its exit code and what it wrote to its stderr."""
+        async with asyncio.timeout(30):
+            said = await asyncio.to_thread(self.process.stderr.read)
+            code = await asyncio.to_thread(self.process.wait)
+        self.process.stderr.close()
+        self.process.close()
+        self.channel.close()
+        return code, said.decode()
+
+
+def parent_of(process: EngineProcess) -> psutil.Process:
+    parent = psutil.Process(process.pid).parent()
+    assert parent is not None
+    return parent
+
+
+async def test_engines_have_one_parent_names_and_groups_of_their_own(server: ForkServer) -> None:
+    first, second = await Forked.by(server, "engine cpu:0"), await Forked.by(server, "engine cpu:1/a/b/c/d")
+    assert parent_of(first.process) == parent_of(second.process)
+    assert [psutil.Process(one.process.pid).name() for one in (first, second)] == ["engine cpu:0", "engine cpu:1/a/"]
+    assert [os.getpgid(one.process.pid) for one in (first, second)] == [first.process.pid, second.process.pid]
+    first.channel.close()
+    assert await first.ended() == (0, "")
+    second.process.kill()
+    second.process.kill()  # one that has ended may be killed
+    assert await second.ended() == (-signal.SIGKILL, "")
+
+
+async def test_how_an_engine_ends_and_what_it_says_is_its_own(server: ForkServer) -> None:
+    wrong = await Forked.by(server, arguments=("--nonsense",))
+    right = await Forked.by(server)
+    code, said = await wrong.ended()
+    assert code == 2
+    assert "--nonsense" in said
+    right.channel.close()
+    assert await right.ended() == (0, "")
+
+
+async def test_no_descriptors_or_processes_are_left(server: ForkServer) -> None:
+    async def round_of_three() -> None:
+        engines = [await Forked.by(server) for _ in range(3)]
+        for engine in engines:
+            engine.channel.close()
+        for engine in engines:
+            await engine.ended()
+
+    engine = await Forked.by(server)
+    parent = parent_of(engine.process)
+    await round_of_three()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        await round_of_three()
+    assert len(os.listdir("/proc/self/fd")) == before
+    async with asyncio.timeout(10):
+        while parent.num_fds() != 7 or len(parent.children()) != 1:  # the last ones may not be reaped yet
+            await asyncio.sleep(0.01)
+    # besides stdin, stdout and stderr: its socketpair, its journal and the journal's mapping; nothing of the server's
+    opened = Path(f"/proc/{engine.process.pid}/fd")
+    kinds = sorted(os.readlink(one).partition(":")[0] for one in opened.iterdir() if int(one.name) > 2)
+    assert kinds == ["/memfd", "/memfd", "socket"]
+    engine.channel.close()
+    await engine.ended()
+
+
+async def test_a_killed_server_is_replaced_and_its_engines_live_on(server: ForkServer) -> None:
+    old = await Forked.by(server)
+    parent = parent_of(old.process)
+    parent.kill()
+    new = await Forked.by(server)
+    assert parent_of(new.process) != parent
+    assert psutil.Process(old.process.pid).is_running()
+    old.process.kill()
+    assert (await old.ended())[0] is None, "nobody can tell"
+    new.channel.close()
+    assert await new.ended() == (0, "")
+
+
+async def test_a_server_that_hangs_is_replaced(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_client, "ANSWER_LIMIT_S", 0.3)
+    first = await Forked.by(server)
+    parent_of(first.process).suspend()
+    second = await Forked.by(server)
+    for engine in (first, second):
+        engine.channel.close()
+        await engine.ended()
+
+
+async def test_one_that_is_stopped_while_it_starts_keeps_nobody_waiting(server: ForkServer) -> None:
+    forked = asyncio.ensure_future(Forked.by(server))
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(20):
+        await server.end()
+        (ended,) = await asyncio.gather(forked, return_exceptions=True)
+    if isinstance(ended, Forked):  # it was there already
+        ended.channel.close()
+        await ended.ended()
+    else:
+        assert str(ended) in ("hearthd is stopping", "the fork server of engines has ended")
+
+
+async def test_a_refusal_and_a_server_that_cannot_start_are_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("")
+    source = """
+import socket, sys
+import msgspec
+control = socket.socket(fileno=int(sys.argv[2]))
+control.recv(65536)
+control.send(msgspec.msgpack.encode([0, "fork: Cannot allocate memory"]))
+control.recv(1)
+"""
+    (tmp_path / "engine" / "__main__.py").write_text(source)
+    monkeypatch.setattr(child_process, "PACKAGES", tmp_path)
+    server = ForkServer("null", "", 1)
+    with pytest.raises(OSError, match="fork: Cannot allocate memory"):
+        await Forked.by(server)
+    await server.end()
+    (tmp_path / "engine" / "__main__.py").write_text("raise SystemExit(3)\n")
+    server = ForkServer("null", "", 1)
+    with pytest.raises(OSError, match="fork server of engines has ended"):
+        await Forked.by(server)
+    await server.end()
+
+
+def test_a_node_without_its_fork_server_serves_on(tmp_path: Path) -> None:
+    make_model(tmp_path / "n" / "models" / "a")
+    with Node(tmp_path / "n", devices=["cpu:0=64MiB", "cpu:1=64MiB"], null_step_ms=5) as node:
+        assert node.process is not None
+        stream = Stream(node, "a", "x", 600)
+        stream.wait_for_chunks(5)
+        (server,) = processes.fork_servers(node.process.pid)
+        server.kill()
+        stream.wait_for_chunks(10)
+        device = node.ps()[0]["device"]
+        engine = next(int(one["pid"]) for one in node.json("status")["devices"] if one["name"] == device)
+        os.kill(engine, signal.SIGKILL)
+        assert stream.join().error == ""
+        (server,) = processes.fork_servers(node.process.pid)
+        assert node.process.pid == server.ppid()
