@@ -109,7 +109,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ParallelConfig | Literal["auto"] | None,
         key(
             "{ tensor = 2 }: the model is split over two devices, each of which holds a share of every layer and computes it for "
-            "each token; cpu devices, dense decoders; not with isolate, quantize, kv_cache_dtype or a speculator that predicts. "
+            "each token; { expert = 2 }: each of them has half of the experts of a layer, in place of half of each; both: over as "
+            "many devices as their product. cpu devices, decoders; not with isolate, kv_cache_dtype or a speculator that predicts. "
             '"auto": it is whole where a device holds it, with one request of max_model_len, else split over the fewest devices '
             "that do (docs/operations.md)"
         ),

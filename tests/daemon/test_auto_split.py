@@ -139,7 +139,6 @@ async def test_weights_and_kinds_that_have_no_shares(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("beside", "why"),
     [
-        ({"quantize": "int8"}, "does not go with quantize = 'int8': "),
         ({"isolate": True}, "does not go with isolate = true: "),
         ({"speculator": "mtp"}, "does not go with speculator = 'mtp': "),
         ({"devices": ["cpu:1"]}, "splits over two or more cpu devices, and devices names cpu:1"),

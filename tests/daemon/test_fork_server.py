@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import psutil
@@ -69,6 +70,19 @@ def parent_of(process: EngineProcess) -> psutil.Process:
     return parent
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def opened_by(pid: int) -> list[str]:
+    """Returns the kinds of what a process has open besides stdin, stdout and stderr."""
+    opened = Path(f"/proc/{pid}/fd")
+    return sorted(os.readlink(one).partition(":")[0] for one in opened.iterdir() if int(one.name) > 2)
+
+
 async def test_engines_have_one_parent_names_and_groups_of_their_own(server: ForkServer) -> None:
     first, second = await Forked.by(server, "engine cpu:0"), await Forked.by(server, "engine cpu:1/a/b/c/d")
     assert parent_of(first.process) == parent_of(second.process)
@@ -106,13 +120,9 @@ async def test_no_descriptors_or_processes_are_left(server: ForkServer) -> None:
     for _ in range(5):
         await round_of_three()
     assert len(os.listdir("/proc/self/fd")) == before
-    async with asyncio.timeout(10):
-        while parent.num_fds() != 7 or len(parent.children()) != 1:  # the last ones may not be reaped yet
-            await asyncio.sleep(0.01)
+    await asyncio.to_thread(wait_until, lambda: parent.num_fds() == 7 and len(parent.children()) == 1)  # the last are reaped, too
     # besides stdin, stdout and stderr: its socketpair, its journal and the journal's mapping; nothing of the server's
-    opened = Path(f"/proc/{engine.process.pid}/fd")
-    kinds = sorted(os.readlink(one).partition(":")[0] for one in opened.iterdir() if int(one.name) > 2)
-    assert kinds == ["/memfd", "/memfd", "socket"]
+    assert opened_by(engine.process.pid) == ["/memfd", "/memfd", "socket"]
     engine.channel.close()
     await engine.ended()
 
