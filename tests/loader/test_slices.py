@@ -230,11 +230,13 @@ def test_parts_arrive_in_the_engine_dtype(
     check(folder, config, stored, dtype, 2)
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM"])
 @pytest.mark.parametrize("cached", [True, False])
-def test_rows_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+def test_rows_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, cached: bool) -> None:
+    config = LARGE | {"architectures": [architecture]}
     monkeypatch.setattr(file_reader, "is_cached", lambda *_: cached)
-    folder = write_checkpoint(tmp_path / "m", LARGE, dtype="BF16", random_bytes=True, padding=8)
-    check(folder, LARGE, "BF16", "bfloat16", 2, slot_bytes=256 << 10)
+    folder = write_checkpoint(tmp_path / "m", config, dtype="BF16", random_bytes=True, padding=8)
+    check(folder, config, "BF16", "bfloat16", 2, slot_bytes=256 << 10)
     _, source, report = load(folder, "bfloat16", 1, 2, slot_bytes=256 << 10)
     by_columns = [slot for slot in weight_layout(source.shape, "bfloat16") if slot.cut is not None and slot.cut.axis]
     columns = sum(2 * math.prod(slot.stored_shape) for slot in by_columns)
@@ -242,9 +244,12 @@ def test_rows_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert report.direct_bytes == (0 if cached or report.refused else report.num_bytes)
 
 
-def test_little_more_than_the_share_is_read(tmp_path: Path) -> None:
-    """A matrix of which columns are kept has one segment for each read, not for each row."""
-    folder = write_checkpoint(tmp_path / "m", LARGE, dtype="BF16", random_bytes=True)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM"])
+def test_little_more_than_the_share_is_read(tmp_path: Path, architecture: str) -> None:
+    """A matrix of which columns are kept has one segment for each read, not for each row. Nothing is read of what lies between the
+    queries, keys and values of a share."""
+    config = LARGE | {"architectures": [architecture]}
+    folder = write_checkpoint(tmp_path / "m", config, dtype="BF16", random_bytes=True)
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack, split=SplitShape(1, 2))
         reads = planned_reads(source, "bfloat16", StagingRing(1, 256 << 10))
