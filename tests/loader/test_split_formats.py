@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.layers.weights import Weights
-from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Nvfp4Matrix
+from engine.ops.ops import Fp8Matrix, Int4Matrix, Int8Matrix, Matrix, Mxfp4Matrix, Nvfp4Matrix
 from engine.ops.reference import fp8_rows, int4_rows, nvfp4_rows
 from loader import range_plan
 from loader.architectures.architecture import Cut, TensorGroup
@@ -35,6 +35,7 @@ from loader.slices import refusal, split
 from loader.staging import StagingRing
 from loader.weight_stream import OpenCheckpoint, open_checkpoint, planned_reads, stream_weights
 from tests.loader import compressed, fp8, gptq, int4, nvfp4
+from tests.loader import test_mxfp4 as mxfp4
 from tests.loader.checkpoints import CONFIG, write_checkpoint
 
 SIZES: dict[str, Any] = {
@@ -92,8 +93,24 @@ def parse(config: dict[str, Any]) -> ModelShape:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose outputs have different scales."""
-    folder = write_checkpoint(tmp_path_factory.mktemp("plain"), CONFIG | SIZES, dtype="BF16")
+    return write_drawn(tmp_path_factory.mktemp("plain"), {})
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_drawn(tmp_path_factory.mktemp("fused"), {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"})
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "attention_bias": False}
+    family = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+    return write_drawn(tmp_path_factory.mktemp("mixture"), family | own)
+
+
+def write_drawn(to: Path, config: dict[str, Any]) -> Path:
+    """Writes a checkpoint whose outputs have different scales."""
+    folder = write_checkpoint(to, CONFIG | SIZES | config, dtype="BF16")
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -417,3 +434,64 @@ def test_a_cut_within_a_group_is_refused(name: str, cut: Cut, said: str) -> None
     group = TensorGroup((("m.weight", cut.part_of(dims)),), may_be_quantized=True, cuts=(cut,))
     with pytest.raises(CheckpointError, match=said):
         registry.FORMATS[name].place(group, Space(0, 2, -1, 0, "bfloat16"))
+
+
+# one of each way in which numbers and scales are cut
+TELLING = ("FP8 by block", "INT4 by 128 with zeros", "AWQ", "NVFP4")
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_each_matrix_of_a_fused_tensor_is_cut(tmp_path: Path, fused: Path, name: str) -> None:
+    FORMATS[name](fused, tmp_path / "q")
+    held = load(tmp_path / "q")
+    shares = [load(tmp_path / "q", SplitShape(rank, 2)) for rank in range(2)]
+
+    def parts(name: str) -> tuple[Tensor, list[Tensor]]:
+        whole, *own = (values(one.weights.matrix(LAYER, (name,))) for one in (held, *shares))
+        return whole, own
+
+    for name_of, lengths in (("self_attn.qkv_proj", [256, 128, 128]), ("mlp.gate_up_proj", [512, 512])):
+        whole, own = parts(name_of)
+        matrices = whole.split(lengths)
+        for rank in range(2):
+            assert torch.equal(own[rank], torch.cat([matrix.chunk(2)[rank] for matrix in matrices]))
+    for name_of in COLUMNS:
+        whole, own = parts(name_of)
+        assert torch.equal(torch.cat(own, 1), whole)
+
+
+@pytest.mark.parametrize("expert_parts", [1, 2])
+@pytest.mark.parametrize("name", TELLING)
+def test_a_share_has_whole_experts_or_a_part_of_each(tmp_path: Path, mixture: Path, name: str, expert_parts: int) -> None:
+    FORMATS[name](mixture, tmp_path / "q")
+    held = load(tmp_path / "q")
+    for rank in range(2):
+        share = load(tmp_path / "q", SplitShape(rank, 2, expert_parts=expert_parts))
+        own = range(4) if expert_parts == 1 else range(2 * rank, 2 * rank + 2)
+        for expert in range(4):
+            for part, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+                matrix = (f"mlp.experts.{expert}.{part}",)
+                if expert not in own:
+                    with pytest.raises(KeyError):
+                        share.weights.matrix(LAYER, matrix)
+                    continue
+                whole = values(held.weights.matrix(LAYER, matrix))
+                expected = whole if expert_parts > 1 else whole.chunk(2, axis)[rank]
+                assert torch.equal(values(share.weights.matrix(LAYER, matrix)), expected)
+
+
+@pytest.mark.parametrize("expert_parts", [1, 2])
+def test_stacks_of_experts_in_mxfp4_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expert_parts: int) -> None:
+    monkeypatch.setitem(mxfp4.CONFIG_OF, "intermediate_size", 192)
+    mxfp4.write(tmp_path / "m", mxfp4.tensors())
+    held = load(tmp_path / "m", slot_bytes=1 << 20)
+    for rank in range(2):
+        share = load(tmp_path / "m", SplitShape(rank, 2, expert_parts=expert_parts), slot_bytes=1 << 20)
+        for layer in range(2):
+            for part, inner_axis in (("gate_up_proj", 1), ("down_proj", 2)):
+                whole, own = (one.weights.stack(f"model.layers.{layer}.mlp.experts.{part}") for one in (held, share))
+                assert isinstance(whole, Mxfp4Matrix)
+                assert isinstance(own, Mxfp4Matrix)
+                axis = 0 if expert_parts > 1 else inner_axis
+                assert torch.equal(own.blocks, whole.blocks.chunk(2, axis)[rank])
+                assert torch.equal(own.scales, whole.scales.chunk(2, axis)[rank])
