@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 8,
         "use_qk_norm": True,
     },
+    "gpt-oss": {  # with plain experts, which no checkpoint has: biases, rows of gate and up that alternate, sinks
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
 }
 FAMILIES |= MIXTURES
 SLOTS = 24
@@ -208,7 +217,8 @@ class How:
 
 
 def shape_of(family: str, dtype: str) -> ModelShape:
-    return parse_config(json.dumps(COMMON | FAMILIES[family] | {"torch_dtype": dtype}).encode())
+    shape = parse_config(json.dumps(COMMON | FAMILIES[family] | {"torch_dtype": dtype}).encode())
+    return replace(shape, stored_format="")  # weights are drawn
 
 
 def write_quantised(name: str, folder: Path) -> str:
