@@ -38,6 +38,11 @@ class Ranks(Protocol):
         ranks, so all ranks get the same bits."""
         ...
 
+    def share_first(self, x: Tensor) -> None:
+        """Replaces x [T, W] by that of rank 0, and padding by anything. What ranks compute of the same numbers may
+        differ in the last bits where their kernels do, and where such numbers decide something, all ranks must decide alike."""
+        ...
+
     def gather(self, part: Tensor) -> Tensor:
         """Returns the ranks' parts side by side: [N, size * W] of [N, W]. Padding is not initialised."""
         ...

@@ -113,10 +113,16 @@ class CpuOps:
         """Returns the module that reads a recorded step's inputs off the sequence table; it has reference_inputs.py's functions."""
         return reference_inputs if self.kernels is None or self._in_use == frozenset() else self.kernels
 
-    def rank_kernels(self, x: Tensor) -> Any:
-        """Returns the module that joins the ranks' parts of a tensor like x (sum_ranks, gather_ranks); None if it may not be called
+    def gather_kernels(self, x: Tensor) -> Any:
+        """Returns the module that puts the ranks' parts of a tensor like x together (gather_ranks); None if it may not be called
         yet, or never."""
         return self.kernels if self._served(x, RANKS) else None
+
+    def sum_kernels(self, x: Tensor) -> Any:
+        """Returns the module that adds up the ranks' parts of a tensor like x (sum_ranks); None as for gather_kernels. The kernels
+        of every dtype add up float32, too."""
+        may_be_called = self._served(x, RANKS) or (x.dtype is torch.float32 and self.is_final("bfloat16", RANKS))
+        return self.kernels if may_be_called else None
 
     def rotary_turns(self, rotary: Rotary, positions: Any, turns: Tensor) -> None:
         """Writes turns [T, 2 P] float32 for positions [T] (int32 array): cosines, then sines, of the dimensions that rotate."""

@@ -61,14 +61,20 @@ class SharedRanks:
         self._own[SUM_ROWS], self._own[GATHER_ROWS] = num_tokens, num_rows
 
     def sum(self, x: Tensor) -> None:
-        kernels = self._ops.rank_kernels(x)
+        kernels = self._ops.sum_kernels(x)
         if kernels is None:
             call(self._sum, x.view(x.shape))
             return
         call(kernels.sum_ranks, array(x), self._own, self._broken, self._counters, self._buffers[x.dtype], self.rank)
 
+    def share_first(self, x: Tensor) -> None:
+        if self.rank:
+            kernels = self._ops.sum_kernels(x)
+            call(x.view(x.shape).zero_) if kernels is None else call(kernels.clear, array(x))
+        self.sum(x)
+
     def gather(self, part: Tensor) -> Tensor:
-        kernels = self._ops.rank_kernels(part)
+        kernels = self._ops.gather_kernels(part)
         out = empty(part, len(part), self.size * part.shape[1])
         if kernels is None:
             call(self._gather, part.view(part.shape), out.view(out.shape))

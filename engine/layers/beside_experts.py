@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Generic
 
 from torch import Tensor
 
+from engine.contracts.ranks import Ranks
 from engine.layers.experts import MixtureOfExperts
 from engine.layers.norms import Norm
 from engine.layers.weights import Weights
@@ -17,7 +17,7 @@ from loader.model_shape import ModelShape
 
 class BesideExperts(Generic[BatchT]):
     """Adds what a layer's experts make of the residual to what its MLP made of it. The router reads the residual, normalised,
-    times a factor for each dimension and 1 / sqrt(hidden). joined: returns the sum of what the ranks of a split model made."""
+    times a factor for each dimension and 1 / sqrt(hidden). ranks: of a split model."""
 
     def __init__(
         self,
@@ -26,14 +26,13 @@ class BesideExperts(Generic[BatchT]):
         shape: ModelShape,
         weights: Weights,
         layer: int,
-        joined: Callable[[Tensor], Tensor] = lambda made: made,
+        ranks: Ranks | None = None,
     ) -> None:
         assert family.experts is not None
         assert family.experts.beside is not None
         names, prefix = family.experts.beside, family.names.layer.format(layer)
         self.ops, self.eps, self.input_scale = ops, shape.rms_norm_eps, shape.hidden_size**-0.5
-        self.joined = joined
-        self.mixture = MixtureOfExperts.of_layer(ops, family, shape, weights, layer)
+        self.mixture = MixtureOfExperts.of_layer(ops, family, shape, weights, layer, ranks)
         self.router_scale = weights.get(prefix + names.router_scale)
         of_norm = (ops, family, shape, weights)
         self.mlp_output_norm = Norm(*of_norm, prefix + names.mlp_output_norm)
@@ -48,6 +47,10 @@ class BesideExperts(Generic[BatchT]):
         # scaled before the product, as in transformers: to round scores once more would have other experts chosen
         normed = ops.scaled(ops.rms_norm(residual, self.router_scale, self.eps), self.input_scale)
         scores = ops.linear(normed, mixture.router)
-        made = self.output_norm(self.joined(ops.experts(self.norm(residual), scores, mixture.experts, None, batch)))
+        mixture.agree(scores)
+        of_experts = ops.experts(self.norm(residual), scores, mixture.experts, None, batch)
+        if mixture.ranks is not None:
+            mixture.ranks.sum(of_experts)
+        made = self.output_norm(of_experts)
         ops.add(of_mlp, made)
         return made

@@ -6,6 +6,7 @@ from typing import Generic
 
 from torch import Tensor
 
+from engine.contracts.ranks import Ranks
 from engine.layers.mlp import MLP
 from engine.layers.weights import Weights
 from engine.ops.ops import BatchT, ClampedSwiglu, ExpertMatrices, ExpertMatrix, Ops, SigmoidRouting
@@ -18,8 +19,8 @@ class MixtureOfExperts(Generic[BatchT]):
     expert for all tokens (shared) lies behind the router's matrix, so that one product gives the scores and the gate. It is float32
     where ExpertMatrices.sigmoid says how experts are chosen. router_bias: [E].
 
-    Of a split model it makes a rank's share of what is added up: every rank has the router and routes all tokens, and computes what
-    its own experts make of them."""
+    Of a split model it makes a rank's share of what is added up: every rank routes all tokens, and computes what its own experts,
+    or its part of each, make of them."""
 
     def __init__(
         self,
@@ -28,12 +29,14 @@ class MixtureOfExperts(Generic[BatchT]):
         experts: ExpertMatrices,
         shared: MLP | None,
         router_bias: Tensor | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.ops, self.router, self.experts, self.shared, self.router_bias = ops, router, experts, shared, router_bias
+        self.ranks = ranks
 
     @classmethod
     def of_layer(
-        cls, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int
+        cls, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int, ranks: Ranks | None = None
     ) -> MixtureOfExperts[BatchT]:
         assert family.experts is not None
         assert shape.experts is not None
@@ -42,7 +45,7 @@ class MixtureOfExperts(Generic[BatchT]):
         own = sizes.own
         if sizes.stack == ALTERNATING:
             experts = _stacked(weights, prefix + names.stacked_gate_up, prefix + names.stacked_down, sizes)
-            return cls(ops, router, experts, None, weights.find(f"{prefix}{names.router}.bias"))
+            return cls(ops, router, experts, None, weights.find(f"{prefix}{names.router}.bias"), ranks)
         gate_up: ExpertMatrix
         down: ExpertMatrix
         if sizes.stacked:
@@ -70,15 +73,21 @@ class MixtureOfExperts(Generic[BatchT]):
             first_own=own.start,
             num_routed=sizes.num_experts,
         )
-        return cls(ops, router, experts, shared)
+        return cls(ops, router, experts, shared, None, ranks)
 
     def __call__(self, x: Tensor, batch: BatchT) -> Tensor:
         if self.experts.sigmoid is None:
             scores = self.ops.linear(x, self.router, self.router_bias)
         else:
             scores = self.ops.linear_float32(x, self.router)
+        self.agree(scores)
         shared = None if self.shared is None else self.shared(x, batch)
         return self.ops.experts(x, scores, self.experts, shared, batch)
+
+    def agree(self, scores: Tensor) -> None:
+        """Has all ranks go by the scores of the first one: of nearly equal ones, others would choose other experts."""
+        if self.ranks is not None:
+            self.ranks.share_first(scores)
 
 
 def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape) -> ExpertMatrices:

@@ -50,9 +50,12 @@ class DecoderLayer(Generic[BatchT]):
             self.attention = Attention(ops, family, shape, weights, layer, ranks)
         self.attended_norm = Norm.named(*of_norm, names.attended_norm)
         self.mlp_norm = Norm.named(*of_norm, names.mlp_norm)
-        mlp = MixtureOfExperts if has_experts(shape, layer) else MLP
-        self.mlp: MLP | MixtureOfExperts[BatchT] = mlp.of_layer(ops, family, shape, weights, layer)
-        self.experts = BesideExperts(ops, family, shape, weights, layer, self._joined) if has_experts_beside(shape) else None
+        self.mlp: MLP | MixtureOfExperts[BatchT]
+        if has_experts(shape, layer):
+            self.mlp = MixtureOfExperts.of_layer(ops, family, shape, weights, layer, ranks)
+        else:
+            self.mlp = MLP.of_layer(ops, family, shape, weights, layer)
+        self.experts = BesideExperts(ops, family, shape, weights, layer, ranks) if has_experts_beside(shape) else None
         self.mlp_output_norm = Norm.named(*of_norm, names.mlp_output_norm)
         self.input = LayerInput(ops, family, shape, weights, layer) if shape.layer_inputs is not None else None
         self.scalar = weights.get(prefix + names.layer_scalar) if names.layer_scalar else None

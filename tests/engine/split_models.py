@@ -200,6 +200,24 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "mxfp4"},
     },
 }
+MIXTURES["gemma4-moe"] = FAMILIES["gemma4"] | {  # beside each layer's MLP, and stacked
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
+MIXTURES["deepseek-v3-moe"] = FAMILIES["deepseek-v3"] | {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 FAMILIES |= MIXTURES
 SLOTS = 24
 TOKENS = np.random.default_rng(2).integers(2, VOCAB, (SLOTS, 60)).tolist()
@@ -209,11 +227,12 @@ KV_BYTES, CHUNK_BYTES = 8 << 20, 64 << 10
 @dataclass(frozen=True)
 class How:
     """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps. expert_parts: into how many parts the
-    model's experts are divided."""
+    model's experts are divided. misrouting: its router is another one, and would choose other experts."""
 
     compiled: bool = True
     recorded: bool = True
     expert_parts: int = 1
+    misrouting: bool = False
 
 
 def shape_of(family: str, dtype: str) -> ModelShape:
@@ -254,6 +273,8 @@ def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False
         drawn = _drawn(slot.name, slot.stored_shape, decoder_of(of_whole).norms_around_one)
         if slot.name.endswith("q_norm.weight") and of_whole.query_scale == 1.0:  # which norms of queries make up for
             drawn *= 0.1
+        if how.misrouting and slot.name.endswith((".mlp.gate.weight", "router.proj.weight")):
+            drawn = -drawn
         if (cut := slot.cut) is not None:
             drawn = torch.cat([drawn.narrow(cut.axis, begin, end - begin) for begin, end in cut.ranges], cut.axis)
         weights.tensor(slot.offset_bytes, slot.shape, getattr(torch, slot.held_as or dtype)).copy_(drawn)

@@ -93,7 +93,15 @@ def test_ranks_with_other_experts_may_compute_in_different_ways(two: RankGroup) 
     _check_logits(two, "llama4", [replace(how, expert_parts=2) for how in (RECORDED, PLAIN)])
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", "glm4-moe"])
+@pytest.mark.parametrize("family", ["qwen2-moe", "gemma4-moe"])
+def test_all_ranks_route_by_the_scores_of_the_first(two: RankGroup, family: str) -> None:
+    for expert_parts in (1, 2):
+        first, other = (How(expert_parts=expert_parts, misrouting=is_other) for is_other in (False, True))
+        _check_logits(two, family, (first, other))
+        two.renew()
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "deepseek-v3-moe"])
 def test_experts_and_their_inner_dimensions_may_both_be_divided(four: RankGroup, family: str) -> None:
     _check_logits(four, family, [replace(how, expert_parts=2) for how in (RECORDED, RECORDED, RECORDED, PLAIN)])
 

@@ -38,7 +38,7 @@ from engine.cpu.kernels.inputs import rotary_turns, sampling_settings, step_bloc
 from engine.cpu.kernels.int8 import int8_linear_parallel, int8_linear_serial
 from engine.cpu.kernels.linear import few_rows_linear_parallel, few_rows_linear_serial
 from engine.cpu.kernels.logprobs import penalise, top_logprobs
-from engine.cpu.kernels.own_experts import clear_behind, keep_own_experts
+from engine.cpu.kernels.own_experts import clear, clear_behind, keep_own_experts
 from engine.cpu.kernels.prefill import prefill_attention_parallel, prefill_attention_serial
 from engine.cpu.kernels.ranks import gather_ranks, sum_ranks
 from engine.cpu.kernels.sampling import sample_parallel, sample_serial
@@ -60,6 +60,7 @@ __all__ = [
     "amx_linear",
     "amx_scratch_words",
     "clamped_swiglu",
+    "clear",
     "clear_behind",
     "combine",
     "delta_convolve",

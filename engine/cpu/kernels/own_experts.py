@@ -1,5 +1,5 @@
 """Mixtures of experts of which a rank has some (Numba): which pairs of a token and an expert are the rank's own, and what stands
-for the others in the sum.
+for the others in sums over the ranks.
 
 Shapes: T tokens, W width, E experts, C experts that each token passes through, P = T * C pairs, sorted by expert (experts.py).
 Reference implementation: reference.experts.
@@ -47,3 +47,15 @@ def clear_behind(firsts: Any, made: Any) -> None:
     if row < made.shape[0]:
         for column in range(made.shape[1]):
             made[row, column] = 0
+
+
+def clear_signature(element: types.Type) -> Any:
+    return void(element[:, ::1])
+
+
+@njit(**_OPTIONS)
+def clear(x: Any) -> None:
+    """Fills x [T, W] with 0: scores of a rank that goes by another one's."""
+    for row in range(x.shape[0]):
+        for column in range(x.shape[1]):
+            x[row, column] = 0

@@ -216,7 +216,9 @@ def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
     if quantize == "adapters":
         wanted.append(_both(entry.add_adapters, adapters.add_adapters_signature(element)))
     if quantize == "ranks":
-        wanted.append((entry.sum_ranks, None, ranks.sum_ranks_signature(element)))
+        for summed in dict.fromkeys((element, numba.float32)):  # models of every dtype have some numbers in float32
+            wanted.append((entry.sum_ranks, None, ranks.sum_ranks_signature(summed)))
+            wanted.append((entry.clear, None, own_experts.clear_signature(summed)))
         wanted.append((entry.gather_ranks, None, ranks.gather_ranks_signature(element)))
         wanted.append((entry.keep_own_experts, None, own_experts.KEEP_OWN_EXPERTS))
         wanted.append((entry.clear_behind, None, own_experts.clear_behind_signature(element)))

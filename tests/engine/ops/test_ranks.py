@@ -60,16 +60,18 @@ def _part(rank: int, num_rows: int, dtype: torch.dtype, seed: int) -> torch.Tens
 def test_all_ranks_get_the_same_sum_and_all_parts(which: str, dtype: torch.dtype) -> None:
     """Also where ranks have padding rows, which do not count, and not all have as many."""
 
-    def join(ranks: SharedRanks) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def join(ranks: SharedRanks) -> list[tuple[torch.Tensor, ...]]:
         joined = []
         for seed, num_rows in enumerate(ROWS):
             padding = torch.full((ranks.rank, WIDTH), float(ranks.rank), dtype=dtype)
             padded = torch.cat((_part(ranks.rank, num_rows, dtype, seed), padding))
             ranks.count(num_rows, num_rows)
             gathered = ranks.gather(padded)
+            first = padded.clone()
+            ranks.share_first(first)
             ranks.sum(padded)
             assert (padded[num_rows:] == ranks.rank).all()
-            joined.append((padded[:num_rows], gathered[:num_rows]))
+            joined.append((padded[:num_rows], gathered[:num_rows], first[:num_rows]))
         ranks.check()
         return joined
 
@@ -82,22 +84,25 @@ def test_all_ranks_get_the_same_sum_and_all_parts(which: str, dtype: torch.dtype
         for joined in every:
             assert torch.equal(joined[seed][0], total.to(dtype))
             assert torch.equal(joined[seed][1], torch.cat(parts, 1))
+            assert torch.equal(joined[seed][2], parts[0])
 
 
 def test_recorded_programs_join_what_counts_when_they_run() -> None:
     """A program's second run has other rows and other values, and the ranks come to it one after the other."""
     group, programs = Group(True, True, True), []
     for ranks in group.ranks:
-        recorder, x = Recorder(Scratch(1 << 20), dry=True), torch.empty(8, WIDTH)
+        recorder, x, shared = Recorder(Scratch(1 << 20), dry=True), torch.empty(8, WIDTH), torch.empty(8, 3)
         with recording(recorder):
             ranks.sum(x)
             gathered = ranks.gather(x)
-        programs.append((Replay(recorder.calls), x, gathered))
+            ranks.share_first(shared)
+        programs.append((Replay(recorder.calls), x, gathered, shared))
 
     def run(seed: int, num_tokens: int, num_rows: int, ranks: SharedRanks) -> None:
-        program, x, _ = programs[ranks.rank]
+        program, x, _, shared = programs[ranks.rank]
         assert program.is_native
         x.copy_(_part(ranks.rank, 8, torch.float32, seed))
+        shared.fill_(ranks.rank + 1)
         ranks.count(num_tokens, num_rows)
         time.sleep(0.05 * ranks.rank)  # the others sleep meanwhile
         program.run()
@@ -105,10 +110,11 @@ def test_recorded_programs_join_what_counts_when_they_run() -> None:
     for seed, num_tokens, num_rows in ((1, 8, 8), (2, 3, 2)):
         group.run(partial(run, seed, num_tokens, num_rows))
         parts = torch.stack([_part(rank, 8, torch.float32, seed) for rank in range(3)])
-        for rank, (_, x, gathered) in enumerate(programs):
+        for rank, (_, x, gathered, shared) in enumerate(programs):
             torch.testing.assert_close(x[:num_tokens], parts.sum(0)[:num_tokens])
             assert torch.equal(x[num_tokens:], parts[rank, num_tokens:])
             assert torch.equal(gathered[:num_rows], x[:num_rows].repeat(1, 3))
+            assert (shared[:num_tokens] == 1).all(), "rank 0's"
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
