@@ -200,4 +200,6 @@ def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
 def share_weights_bytes(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat = PLAIN) -> int:
     """Returns how many bytes each device of a division maps for its share of a model's weights: those of the largest share. Raises
     UnsupportedModel."""
-    return max(weights_bytes(split(shape, rank, division), dtype, weight_format) for rank in range(division.size))
+    # the first has all that others have; these may be longer only where they lie otherwise in the blocks of the files
+    ranks = range(division.size if shape.block_offsets else 1)
+    return max(weights_bytes(split(shape, rank, division), dtype, weight_format) for rank in ranks)

@@ -26,6 +26,7 @@ from scheduler.node import events
 log = logging.getLogger("hearthd.models")
 
 IS_HEAD = 'it drafts tokens for other models: name it there (speculator in [models."NAME"])'
+_SHARES_AT_LEAST = 0.99  # of a model's bytes: all shares together, which have less between their tensors
 MOST_REASONS = 3  # why numbers of devices do not do, in one refusal
 
 
@@ -90,7 +91,7 @@ class Planner:
         whole = attempt(msgspec.structs.replace(settings, parallel=None))
         if isinstance(whole, str) or whole.fits:
             return whole
-        search = self._search(name, settings, whole.shape, attempt)
+        search = self._search(name, settings, whole, attempt)
         key = f'models."{name}".parallel'
         if settings.parallel != parallel.AUTO:
             if search.found is None:
@@ -98,8 +99,8 @@ class Planner:
             return whole.told(f'{key} = "{parallel.AUTO}" would split it over {search.found.division.size} devices')
         return search.found or (search.largest or whole).told(f'{key} = "{parallel.AUTO}" {search.why}')
 
-    def _search(self, name: str, settings: ModelConfig, shape: ModelShape, attempt: _Attempt) -> _Search:
-        """Tries to split a model, which does not fit whole, over ever more devices."""
+    def _search(self, name: str, settings: ModelConfig, whole: Plan, attempt: _Attempt) -> _Search:
+        """Tries to split a model over ever more devices. whole: the plan for all of it on one device, which does not hold it."""
         names = self._sizing.shared_names()
         roomy = parallel.fit_for_shares(settings, names)
         if len(roomy) < 2:
@@ -109,7 +110,10 @@ class Planner:
             return _Search(why=why)
         largest, too_large, refused = None, ["1"], dict[str, list[str]]()
         for number in range(2, min(len(roomy), parallel.MOST_RANKS) + 1):
-            division = division_over(shape, number)
+            if whole.facts.weights_bytes * _SHARES_AT_LEAST > self._sizing.largest_bytes(roomy, number):
+                too_large.append(str(number))  # without a share being laid out, which for a giant takes seconds
+                continue
+            division = division_over(whole.shape, number)
             tensor, expert = division.size // division.expert_parts, division.expert_parts
             plan = attempt(parallel.split_over(settings, names, tensor, expert))
             if isinstance(plan, str):

@@ -51,10 +51,13 @@ class Sizing:
     ) -> events.ModelFacts:
         """Returns what the scheduler needs to know of a model that is loaded with what drafts tokens for it. Bytes of a model that
         is split over devices are those of its largest share."""
-        name, ranks, whole = checkpoint.name, parallel.num_ranks(settings), speculator.shape
-        shapes = [slices.split(whole, rank, division_of(settings)) for rank in range(ranks)] if ranks > 1 else [whole]
-        shape = shapes[0]  # all shares are alike but for how their weights lie in the files' blocks
-        weights_bytes = max(layout.weights_bytes(one, dtype, held_format(one, settings.quantize)) for one in shapes)
+        name, ranks, shape = checkpoint.name, parallel.num_ranks(settings), speculator.shape
+        weight_format = held_format(shape, settings.quantize)
+        if ranks > 1:
+            weights_bytes = layout.share_weights_bytes(shape, dtype, division_of(settings), weight_format)
+            shape = slices.split(shape, 0, division_of(settings))
+        else:
+            weights_bytes = layout.weights_bytes(shape, dtype, weight_format)
         kv_dtype = kv_layout.kv_dtype_of(dtype, kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype))
         max_model_len = self._max_model_len(config, name, settings, shape, dtype, kv_dtype, weights_bytes)
         facts = events.ModelFacts(
@@ -111,6 +114,10 @@ class Sizing:
     def shared_names(self) -> list[str]:
         """Returns the names of the node's devices that are no carve-outs."""
         return [device.name for device in self._devices if not device.model]
+
+    def largest_bytes(self, names: Sequence[str], number: int) -> int:
+        """Returns what so many of these devices have together, at most."""
+        return sum(sorted((device.budget_bytes for device in self._devices if device.name in names), reverse=True)[:number])
 
     def computed_dtype(self, asked: str, name: str, settings: ModelConfig, shape: ModelShape) -> str:
         """Returns what loader.dtypes.computed_dtype says for the devices the model may live on."""
