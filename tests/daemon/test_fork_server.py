@@ -86,8 +86,10 @@ def opened_by(pid: int) -> list[str]:
 async def test_engines_have_one_parent_names_and_groups_of_their_own(server: ForkServer) -> None:
     first, second = await Forked.by(server, "engine cpu:0"), await Forked.by(server, "engine cpu:1/a/b/c/d")
     assert parent_of(first.process) == parent_of(second.process)
-    assert [psutil.Process(one.process.pid).name() for one in (first, second)] == ["engine cpu:0", "engine cpu:1/a/"]
-    assert [os.getpgid(one.process.pid) for one in (first, second)] == [first.process.pid, second.process.pid]
+    names = ["engine cpu:0", "engine cpu:1/a/"]  # which they give themselves
+    pids = [one.process.pid for one in (first, second)]
+    await asyncio.to_thread(wait_until, lambda: [psutil.Process(pid).name() for pid in pids] == names)
+    assert [os.getpgid(pid) for pid in pids] == pids
     first.channel.close()
     assert await first.ended() == (0, "")
     second.process.kill()
