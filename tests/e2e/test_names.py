@@ -87,7 +87,7 @@ def test_a_reload_applies_the_table(node: Node) -> None:
     assert f'{node.config}:2: names."new": 5 must be a model\'s name' in node.cli("reload").stderr
     assert answered_by(node, "new") == "b"
     make_model(node.models / "new")
-    node.wait_for(lambda: node.state("new") != "absent", "the model")
+    node.wait_for(lambda: node.state("new") == "cold", "the model")
     assert answered_by(node, "new") == "new", "a model is never hidden by an entry"
     assert "the entry 'new' of [names] is hidden by the model of that name" in node.log_text()
 
