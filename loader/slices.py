@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 from loader.adapters.matrices import decoder_of
 from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, Cut, Dims, TensorGroup
@@ -95,6 +96,7 @@ def _all_experts(experts: ExpertShape, share: SplitShape) -> ExpertShape:
     return replace(experts, intermediate_size=inner, shared_size=shared, first_own=0, num_own=0)
 
 
+@lru_cache(maxsize=4096)
 def refusal(shape: ModelShape, division: Division) -> str:
     """Returns why a model cannot be divided so among devices; "": it can."""
     size = division.size

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO
@@ -15,6 +14,7 @@ from typing import IO
 import msgspec
 
 from daemon.engines.engine_process import EngineProcess, kill
+from daemon.process import socket_child
 from engine.forks.messages import PACKET_BYTES, Forked, ForkEngine
 from engine.host.child_process import child_environment
 
@@ -104,33 +104,15 @@ class ForkServer:
         self._end()
         if self._ended:
             raise OSError("hearthd is stopping")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "engine", "--fork-server", str(theirs.fileno()), *self._arguments],
-                    cwd="/",
-                    env=child_environment(**self._variables),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    process_group=0,
-                )
-        except BaseException:
-            ours.close()
-            raise
-        ours.settimeout(FIRST_LIMIT_S)
-        self._control = ours
+        module, environment = ["engine", "--fork-server"], child_environment(**self._variables)
+        self._process, self._control = socket_child.spawn(module, self._arguments, environment, process_group=0)
+        self._control.settimeout(FIRST_LIMIT_S)
 
     def _end(self) -> None:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            try:
-                self._process.wait(STOP_LIMIT_S)
-            except subprocess.TimeoutExpired:  # it imports still, or hangs
-                self._process.kill()
-                self._process.wait()
+            socket_child.wait(self._process, STOP_LIMIT_S, self._process.kill)  # it may import still, or hang
         self._control = self._process = None
 
 

@@ -10,13 +10,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from daemon.errors import NotNow, ServerFault
+from daemon.process import socket_child
 from daemon.text import deaths
 from daemon.text.connection import WorkerConnection
 from daemon.text.deaths import Death
@@ -25,6 +25,7 @@ from daemon.text.jobs import Open
 from engine.host.child_process import child_environment
 
 log = logging.getLogger("hearthd.text")
+END_LIMIT_S = 2.0  # after its socket was closed
 FORK_LIMIT_S = 10.0  # a helper that has not forked a worker in this time hangs
 SOUND_AFTER_S = 10.0  # a helper that lived this long is started again at once, any other only when it is needed
 _decoder: msgspec.msgpack.Decoder[FromHelper] = msgspec.msgpack.Decoder(FromHelper)
@@ -116,7 +117,7 @@ class Helper:
         for worker in list(self.workers.values()):
             worker.abort(deaths.with_helper())
         if process is not None:
-            await asyncio.to_thread(_wait, process)
+            await asyncio.to_thread(socket_child.wait, process, END_LIMIT_S, lambda: _kill(process))
         if self._again is not None:
             await self._again
 
@@ -222,31 +223,9 @@ class Helper:
 
 
 def _spawn(preload: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "daemon.text", str(theirs.fileno()), *preload],
-                cwd="/",
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-    except BaseException:
-        ours.close()
-        raise
+    process, ours = socket_child.spawn(["daemon.text"], preload, _environment(), start_new_session=True)
     ours.setblocking(False)
     return process, ours
-
-
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(timeout=2.0)
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        process.wait()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

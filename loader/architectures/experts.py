@@ -202,17 +202,11 @@ class Experts:
     def _expert_matrices(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
         names, num, inner = self.names, experts.num_experts, experts.intermediate_size
         if experts.stacked:
-            gate_up, down = (
-                _stack(names.stacked_gate_up, (num, 2 * inner, hidden)),
-                _stack(names.stacked_down, (num, hidden, inner)),
-            )
-            if experts.stack == INPUT_MAJOR:
-                gate_up, down = (
-                    _stack(names.stacked_gate_up, (num, hidden, 2 * inner)),
-                    _stack(names.stacked_down, (num, inner, hidden)),
-                )
-                return [gate_up._replace(divided=COLUMNS, joined=((inner, inner),)), down._replace(divided=ROWS)]
-            return [gate_up._replace(divided=ROWS, joined=((inner, inner),)), down._replace(divided=COLUMNS)]
+            turned = experts.stack == INPUT_MAJOR
+            gate_up = _stack(names.stacked_gate_up, (num, hidden, 2 * inner) if turned else (num, 2 * inner, hidden))
+            down = _stack(names.stacked_down, (num, inner, hidden) if turned else (num, hidden, inner))
+            outputs, inputs = (COLUMNS, ROWS) if turned else (ROWS, COLUMNS)
+            return [gate_up._replace(divided=outputs, joined=((inner, inner),)), down._replace(divided=inputs)]
         gate_up = _matrices(names.all_gate_up(range(num)), ((inner, hidden),) * 2 * num, may_be_quantized=True)
         down = _matrices(names.all_down(range(num)), ((hidden, inner),) * num, may_be_quantized=True)
         return [gate_up._replace(divided=ROWS, num_experts=num), down._replace(divided=COLUMNS, num_experts=num)]
@@ -249,13 +243,13 @@ class Experts:
         groups = [_matrices((names.router,), ((num, hidden),))]
         if self.has_biases:
             groups.append(one_tensor(f"{names.router}.bias", num))
-        gate_up, down = _stack(names.stacked_gate_up, (num, 2 * inner, hidden)), _stack(names.stacked_down, (num, hidden, inner))
-        groups.append(gate_up._replace(may_be_quantized=True, divided=ROWS, unit=2))
-        if self.has_biases:
-            groups.append(_stack(f"{names.stacked_gate_up}_bias", (num, 2 * inner))._replace(divided=ROWS, unit=2))
-        groups.append(down._replace(may_be_quantized=True, divided=COLUMNS))
-        if self.has_biases:
-            groups.append(_stack(f"{names.stacked_down}_bias", (num, hidden))._replace(divided=FIRST_ALONE))
+        gate_up, down = (names.stacked_gate_up, (2 * inner, hidden), ROWS, 2), (names.stacked_down, (hidden, inner), COLUMNS, 1)
+        for name, (outputs, inputs), divided, unit in (gate_up, down):
+            matrices = _stack(name, (num, outputs, inputs))
+            groups.append(matrices._replace(may_be_quantized=True, divided=divided, unit=unit))
+            if self.has_biases:
+                of_biases = FIRST_ALONE if divided == COLUMNS else divided
+                groups.append(_stack(f"{name}_bias", (num, outputs))._replace(divided=of_biases, unit=unit))
         return groups
 
 

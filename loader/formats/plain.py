@@ -7,17 +7,17 @@ straight into place.
 from __future__ import annotations
 
 import math
-from itertools import repeat
 
 from loader.architectures.architecture import TensorGroup
 from loader.dtypes import ITEM_BYTES
+from loader.formats.stored_part import matrices_of
 from loader.formats.weight_format import Space, WeightFormat, WeightSlot
 
 
 def _place(group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
     offset = space.begin_bytes
     slots, item_bytes = [], ITEM_BYTES[group.held_as] if group.held_as else space.item_bytes
-    for (name, dims), cut in zip(group.tensors, group.cuts or repeat(None), strict=False):
+    for name, dims, cut in matrices_of(group):
         num_bytes = math.prod(dims) * item_bytes
         slots.append(WeightSlot(name, dims, offset, num_bytes, stage=space.stage, held_as=group.held_as, cut=cut))
         offset += num_bytes

@@ -55,6 +55,18 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GEMMA4_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 220,
+}
 GEMMA4_ROPE = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -118,16 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gemma4": {  # all that its models have, of which each has some
         "kind": "gemma4",
-        "num_hidden_layers": 5,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        "sliding_window": 6,
-        "global_head_dim": 24,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 220,
+        **GEMMA4_LAYERS,
         "enable_moe_block": True,
         "num_experts": 7,
         "top_k_experts": 3,

@@ -34,7 +34,7 @@ from loader.slices import split
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
-from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_ROPE, MAX_LEN, make_table, plan, put
+from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_LAYERS, GEMMA4_ROPE, MAX_LEN, make_table, plan, put
 from tests.engine.rank_processes import Rank
 from tests.loader import fp8, gptq, int4
 from tests.loader.checkpoints import write_checkpoint
@@ -122,17 +122,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma4": {  # all that models without experts have, of which each has some
         "architectures": ["Gemma4ForCausalLM"],
-        "num_hidden_layers": 5,
+        **GEMMA4_LAYERS,
         "num_key_value_heads": 4,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        "sliding_window": 6,
-        "global_head_dim": 24,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 220,
         "final_logit_softcapping": 9.0,
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_parameters": GEMMA4_ROPE,
@@ -151,6 +142,16 @@ QUANTISED: dict[str, Callable[[Path, Path], Any]] = {
     "FP8 by block": lambda plain, folder: fp8.quantize(plain, folder, fp8.KINDS["fine-grained"]),
     "INT4": lambda plain, folder: int4.quantize(plain, folder, int4.compressed({"group_size": 64}), dtype=torch.bfloat16),
     "AWQ": lambda plain, folder: gptq.quantize(plain, folder, gptq.awq()),
+}
+GROUPED_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
 }
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 2},
@@ -171,14 +172,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "glm4-moe": {
         "architectures": ["Glm4MoeForCausalLM"],
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "n_shared_experts": 2,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "first_k_dense_replace": 1,
+        **GROUPED_EXPERTS,
         "use_qk_norm": True,
     },
     "llama4": {
@@ -208,16 +202,7 @@ MIXTURES["gemma4-moe"] = FAMILIES["gemma4"] | {  # beside each layer's MLP, and 
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
-MIXTURES["deepseek-v3-moe"] = FAMILIES["deepseek-v3"] | {
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 1.5,
-}
+MIXTURES["deepseek-v3-moe"] = FAMILIES["deepseek-v3"] | GROUPED_EXPERTS
 FAMILIES |= MIXTURES
 SLOTS = 24
 TOKENS = np.random.default_rng(2).integers(2, VOCAB, (SLOTS, 60)).tolist()

@@ -219,7 +219,7 @@ def check_parts(folder: Path, size: int, quantize: str | None = None, columns_di
     ("name", "size"), [*((name, 2) for name in FORMATS), ("INT4", 4), ("AWQ", 4), ("FP8, plain groups", 4), ("NVFP4", 4)]
 )
 def test_parts_of_all_ranks_are_the_whole(plain: Path, tmp_path: Path, name: str, size: int) -> None:
-    """Of two ranks each has one head of keys and values, half a block of FP8's; of four two have the same one."""
+    """Each of two ranks has one head of keys and values, half a block of FP8's, and two of four ranks have the same head."""
     if (name, size) == ("FP8, plain groups", 4):
         fp8.quantize(plain, tmp_path, fp8.KINDS["fine-grained"], plain="o_proj")
     else:

@@ -249,7 +249,7 @@ def test_shares_on_cpu_devices_are_those_that_are_loaded(
 
 
 def test_parts_of_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of shares that are what tensor = 4 makes of a dense model."""
+    """Stands in for the shares of a mixture: they are what tensor = 4 makes of a dense model."""
     seen = []
 
     def as_dense(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat) -> int:
