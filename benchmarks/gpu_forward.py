@@ -119,8 +119,17 @@ def work_space(bench: Bench, num_tokens: int) -> None:
         of_kept=round(taken / kept, 3),
         kept_mib=round(kept / 2**20),
         reserved_mib=round((torch.cuda.max_memory_reserved() - held) / 2**20),
+        pools_mib=pools_mib(),
         limit_mib=round((kept + KEPT_BYTES) / 2**20),
     )
+
+
+def pools_mib() -> dict[str, int]:
+    """Returns what torch holds of the device in the graphs' pools and outside them, weights and KV included."""
+    sizes = {"graphs": 0, "others": 0}
+    for segment in torch.cuda.memory_snapshot():
+        sizes["others" if tuple(segment["segment_pool_id"]) == (0, 0) else "graphs"] += segment["total_size"] >> 20
+    return sizes
 
 
 def synchronise(bench: Bench) -> None:

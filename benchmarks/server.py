@@ -19,6 +19,7 @@ import psutil
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
+KEPT_LOGS = "HEARTH_BENCH_LOGS"  # a folder: what daemons logged is kept there
 
 
 @functools.cache
@@ -131,6 +132,8 @@ class Server:
         return [p for p in psutil.Process(self.pid).children(recursive=True) if p.name().startswith("engine ")]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kept := os.environ.get(KEPT_LOGS):
+            self._keep(pathlib.Path(kept))
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(15)
@@ -138,3 +141,9 @@ class Server:
             self._process.kill()
             self._process.wait()
         self._folder.cleanup()
+
+    def _keep(self, folder: pathlib.Path) -> None:
+        """Appends the daemon's log and its list of placements to a file."""
+        with (folder / "daemons.log").open("a") as file:
+            file.write(f"==== {' '.join(sys.argv)}\n{self.log.read_text(errors='replace')}")
+            file.write(self.text("history", "--json", check=False))

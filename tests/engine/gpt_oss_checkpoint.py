@@ -25,6 +25,8 @@ def save(model: Any, folder: Path, seed: int, num_files: int = 1) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     tensors = dict(model.state_dict())
+    for layer in model.model.layers:
+        layer.mlp.experts.limit = model.config.swiglu_limit  # which transformers before 5.18 do not read
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         parameter = tensors.pop(name)
         num, inputs, outputs = parameter.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,8 @@ from tests.engine.test_cuda_adapters import make_adapter, put_adapters
 from tests.engine.test_cuda_model import scheduled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.4}  # of logits up to tens; matrix products of bfloat16 differ between devices
+TOLERANCE = 1e-3  # of logits up to tens, in float32
+MOST_TIMES = 2.0  # as far from float32 as transformers' model is, on average, in bfloat16: of two alike experts either may count
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +48,22 @@ def test_logits(made: tuple[Path, Any], dtype: str) -> None:
     table = make_table(groups=model.kv_groups)
     put(table, 0, PROMPT)
     put(table, 1, OTHER)
-    with torch.inference_mode():
-        first = made[1](torch.tensor([PROMPT])).logits[0].numpy()
-        second = made[1](torch.tensor([OTHER])).logits[0].numpy()
     parts = model.logits(plan((0, 0, 30), (1, 0, 20)), table, True), model.logits(plan((0, 30, 1), (1, 20, 25)), table, True)
-    wanted = np.concatenate((first[:30], second[:20], first[30:31], second[20:45]))
+    wanted = reference_logits(made[1])
     error = np.abs(np.concatenate(parts) - wanted)
-    assert error.max() < TOLERANCE[dtype] * (1 if dtype == "float32" else np.abs(wanted).max() / 4)
-    assert error.mean() < TOLERANCE[dtype] / 4
+    if dtype == "float32":
+        assert error.max() < TOLERANCE
+    else:
+        allowed = MOST_TIMES * np.abs(reference_logits(copy.deepcopy(made[1]).to(torch.bfloat16)) - wanted)
+        told = f"mean {error.mean():.4f} of {allowed.mean():.4f}, largest {error.max():.3f} of {allowed.max():.3f}"
+        assert error.mean() < allowed.mean(), told
+        assert error.max() < 2 * allowed.max(), told
+
+
+def reference_logits(reference: Any) -> np.ndarray:
+    with torch.inference_mode():
+        first, second = (reference(torch.tensor([tokens])).logits[0].float().numpy() for tokens in (PROMPT, OTHER))
+    return np.concatenate((first[:30], second[:20], first[30:31], second[20:45]))
 
 
 def decoded(model: CudaModel, steps: int, ahead: int, adapters: tuple[int, ...] = (-1,) * 5) -> list[list[int]]:
@@ -142,7 +152,7 @@ def test_vectors_of_steps_launched_ahead(tmp_path: Path, monkeypatch: pytest.Mon
     for slot, result in enumerate(results[3:]):
         assert result.vectors is not None
         wanted = np.stack([expected(reference, texts[slot]), expected(reference, texts[slot + 3])])
-        assert np.abs(result.vectors - wanted).max() < TOLERANCE["float32"]
+        assert np.abs(result.vectors - wanted).max() < TOLERANCE
 
 
 @contextmanager
