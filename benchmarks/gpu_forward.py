@@ -1,5 +1,6 @@
-"""A Llama-3.1-8B-shaped model (and a 1B) on the GPU with nothing around it: decode against the bandwidth floor, prefill against the
-matrix rate, graphs, what a step costs the host, and an eviction with its reload. One JSON line each, the most wanted first.
+"""A Llama-3.1-8B-shaped model (and a 1B) on the GPU with nothing around it: decode against the floor by the read
+bandwidth, prefill against the matrix rate, graphs, what a step costs the host, and an eviction with its reload. One JSON line
+each, the most wanted first.
 
 usage: python -m benchmarks.gpu_forward [--model 8b] [--tiny]
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, give_back, host_to_device_bytes_per_s
+from benchmarks.gpu_limits import copy_bytes_per_s, gemm_flops, give_back, host_to_device_bytes_per_s, read_bytes_per_s
 from benchmarks.gpu_pipeline import pipelined
 from benchmarks.gpu_shapes import Bench
 from engine.cuda.work_space import KEPT_BYTES
@@ -29,7 +30,7 @@ def tell(**figures: Any) -> None:
     print(json.dumps({"benchmark": "gpu_forward"} | figures), flush=True)
 
 
-def decode(bench: Bench, num_rows: int, context: int, steps: int, copy: float) -> None:
+def decode(bench: Bench, num_rows: int, context: int, steps: int, read: float) -> None:
     def plan(number: int) -> BatchPlan:
         return bench.plan(num_rows, context + number, 1, known=False)
 
@@ -37,7 +38,7 @@ def decode(bench: Bench, num_rows: int, context: int, steps: int, copy: float) -
     wall_s, device_s, host_s = pipelined(bench, plan, steps)
     weights = bench.weights.num_bytes - bench.shape.vocab_size * bench.shape.hidden_size * dtypes.ITEM_BYTES[bench.dtype]
     kv = num_rows * (context + steps // 2) * kv_layout.kv_bytes_per_token(bench.shape, bench.dtype)
-    floor_s = (weights + kv) / copy
+    floor_s = (weights + kv) / read
     graph = bench.model.graphs.captured.get(bench.model.graphs.rows_for(num_rows))
     tell(
         what="decode",
@@ -144,9 +145,11 @@ def main() -> None:
     options = parser.parse_args()
     device, tiny = ("cpu", True) if options.tiny else ("cuda", False)
     model = "tiny" if tiny else options.model
-    copy, gemm, bus = copy_bytes_per_s(device, tiny), gemm_flops(device, tiny), host_to_device_bytes_per_s(device, tiny)
+    copy, read = copy_bytes_per_s(device, tiny), read_bytes_per_s(device, tiny)
+    gemm, bus = gemm_flops(device, tiny), host_to_device_bytes_per_s(device, tiny)
     give_back(device)  # of what measuring the limits took
-    tell(what="limits", copy_gb_s=round(copy / 1e9, 1), gemm_tflops=round(gemm / 1e12, 1), bus_gb_s=round(bus / 1e9, 1))
+    rates = {"copy_gb_s": copy, "read_gb_s": read, "bus_gb_s": bus}
+    tell(what="limits", gemm_tflops=round(gemm / 1e12, 1), **{name: round(rate / 1e9, 1) for name, rate in rates.items()})
     began_s = time.perf_counter()
     bench = Bench(model, device, 4 if tiny else max(ROWS), 64 if tiny else LENGTH, 0 if tiny else 256)
     tell(
@@ -158,14 +161,14 @@ def main() -> None:
         make_s=round(time.perf_counter() - began_s, 2),
     )
     if tiny:
-        decode(bench, 1, 20, 3, copy)
-        decode(bench, 3, 20, 3, copy)
+        decode(bench, 1, 20, 3, read)
+        decode(bench, 3, 20, 3, read)
         prefill(bench, 40, gemm)
         swap(bench, bus)
         return
     torch.cuda.reset_peak_memory_stats()
     for num_rows in ROWS:
-        decode(bench, num_rows, 1024, 100, copy)
+        decode(bench, num_rows, 1024, 100, read)
     prefill(bench, 2048, gemm)
     work_space(bench, 2048)
     swap(bench, bus)
@@ -174,7 +177,7 @@ def main() -> None:
     give_back(device)
     long = Bench(model, device, 4, 8704, 8, weights)
     prefill(long, 8192, gemm)
-    decode(long, 1, 8192, 100, copy)
+    decode(long, 1, 8192, 100, read)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Each Triton kernel at the sizes of an 8B model against the measured copy bandwidth or matrix rate. One JSON line a kernel.
+"""Each Triton kernel at the sizes of an 8B model against the measured bandwidth or matrix rate. One JSON line a kernel.
 
 usage: python -m benchmarks.gpu_kernels [--tiny]: on a GPU, or on the CPU through Triton's interpreter at sizes that only show that
 the script runs.
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_limits import CACHE_DIR, copy_bytes_per_s, gemm_flops, seconds_of
+from benchmarks.gpu_limits import CACHE_DIR, copy_bytes_per_s, gemm_flops, read_bytes_per_s, seconds_of
 from engine.cuda.kernels import (
     entry,
     linear_choice,
@@ -41,20 +41,17 @@ class Table:
 
     def __init__(self, device: str, tiny: bool) -> None:
         self.device, self.tiny = device, tiny
-        self.copy = copy_bytes_per_s(device, tiny)
+        self.copy, self.read = copy_bytes_per_s(device, tiny), read_bytes_per_s(device, tiny)
         self.gemm = gemm_flops(device, tiny)
-        print(
-            json.dumps(
-                {"benchmark": "gpu_limits", "copy_gb_s": round(self.copy / 1e9, 1), "gemm_tflops": round(self.gemm / 1e12, 1)}
-            )
-        )
+        rates = {"copy_gb_s": round(self.copy / 1e9, 1), "read_gb_s": round(self.read / 1e9, 1)}
+        print(json.dumps({"benchmark": "gpu_limits", **rates, "gemm_tflops": round(self.gemm / 1e12, 1)}))
 
-    def bytes(self, name: str, case: str, num_bytes: int, call: Callable[[], Any]) -> float:
-        """Returns the share of the copy's bandwidth."""
+    def bytes(self, name: str, case: str, num_bytes: int, call: Callable[[], Any], reads: bool = False) -> float:
+        """Returns the share of the copy's bandwidth; of that of a sum if the kernel writes next to nothing (reads)."""
         seconds = seconds_of(call, self.device, 3 if self.tiny else 30)
-        rate = num_bytes / seconds
-        self._print(name, case, seconds, gb_s=round(rate / 1e9, 1), of_limit=round(rate / self.copy, 3))
-        return rate / self.copy
+        rate, limit = num_bytes / seconds, self.read if reads else self.copy
+        self._print(name, case, seconds, gb_s=round(rate / 1e9, 1), of_limit=round(rate / limit, 3))
+        return rate / limit
 
     def flops(self, name: str, case: str, num_flops: float, call: Callable[[], Any]) -> None:
         seconds = seconds_of(call, self.device, 3 if self.tiny else 20)
@@ -114,7 +111,7 @@ def decode(
                 qkv, *kv, turn[0], heads, block_table, places, work, head_dim**-0.5, 0.0, None, entry.INTERPRETED, out
             )
 
-        best = max(best, table.bytes("decode attention", f"{case}, {per_core} a core", layer_bytes, call))
+        best = max(best, table.bytes("decode attention", f"{case}, {per_core} a core", layer_bytes, call, reads=True))
     best_line = {"benchmark": "gpu_kernels", "kernel": "decode attention", "case": case, "best_of_limit": round(best, 3)}
     print(json.dumps(best_line), flush=True)
 
@@ -159,7 +156,7 @@ def few_rows(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> 
             product(x, weights[turn[0]], None)
 
         num_bytes = num_outputs * num_inputs * dtype.itemsize
-        table.bytes("linear", f"{num_rows} x {num_inputs} -> {num_outputs}, {name}", num_bytes, call)
+        table.bytes("linear", f"{num_rows} x {num_inputs} -> {num_outputs}, {name}", num_bytes, call, reads=True)
 
 
 def rows(table: Table, num_rows: int, width: int, inner: int) -> None:
@@ -217,7 +214,7 @@ def sampling(table: Table, num_rows: int, vocab: int) -> None:
         column = torch.ones(num_rows, device=device)
         settings = (column * temperature, column * top_p, (column * top_k).int(), column * 0)
         call = partial(triton_sampling.sample, logits, *settings, keys, keys, ids, bad)
-        table.bytes("sampling", f"{num_rows} x {vocab}, {name}", logits.numel() * dtype.itemsize, call)
+        table.bytes("sampling", f"{num_rows} x {vocab}, {name}", logits.numel() * dtype.itemsize, call, reads=True)
 
 
 def packed_weights(table: Table, num_values: int) -> None:

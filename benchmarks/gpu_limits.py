@@ -1,4 +1,5 @@
-"""The machine's own limits, measured in the run that is compared with them: a large copy, a large matrix product, the bus."""
+"""The machine's own limits, measured in the run that is compared with them: a large copy, a large sum, a large
+matrix product, the bus."""
 
 from __future__ import annotations
 
@@ -57,6 +58,13 @@ def copy_bytes_per_s(device: str, tiny: bool) -> float:
     source = torch.randint(0, 255, ((1 << 20) if tiny else (4 << 30),), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * len(source) / seconds_of(lambda: target.copy_(source), device, 10)
+
+
+def read_bytes_per_s(device: str, tiny: bool) -> float:
+    """Of a sum over memory, which writes next to nothing: a step that reads weights and KV is held to this. It is more than a copy
+    moves."""
+    source = torch.randint(0, 1 << 20, ((1 << 17) if tiny else (1 << 29),), device=device)
+    return 8 * len(source) / seconds_of(source.sum, device, 10)
 
 
 def gemm_flops(device: str, tiny: bool) -> float:

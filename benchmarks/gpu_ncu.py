@@ -47,7 +47,7 @@ def launches(tiny: bool) -> None:
         def __init__(self, device: str, tiny: bool) -> None:
             self.device, self.tiny = device, tiny
 
-        def bytes(self, name: str, case: str, num_bytes: int, call: Callable[[], Any]) -> float:
+        def bytes(self, name: str, case: str, num_bytes: int, call: Callable[[], Any], reads: bool = False) -> float:
             call(), call()
             return 0.0
 

@@ -30,7 +30,7 @@ from benchmarks.confined import confined
 from benchmarks.gpu_node import TINY, Node, checkpoints_folder, host_tier, last_source, settings
 from benchmarks.gpu_texts import Question, answer, compared
 from benchmarks.gpu_throughput import lengths
-from benchmarks.load import drive_lengths, summary, tree_cpu_s, tree_rss_bytes
+from benchmarks.load import cpu_s_by_name, drive_lengths, summary, tree_rss_bytes
 from benchmarks.loading import set_cache
 from benchmarks.server import CACHE, Server
 
@@ -64,10 +64,12 @@ def load(server: Server, name: str, num_bytes: int, what: str, source: str, **mo
 
 
 def measured(server: Server, models: Sequence[str], pairs: Sequence[tuple[int, int]], streams: int) -> dict[str, object]:
-    cpu_s, began_s = tree_cpu_s(server.pid), time.perf_counter()
+    before, began_s = cpu_s_by_name(server.pid), time.perf_counter()
     results = uvloop.run(drive_lengths(server.url, models, pairs, streams, seed=3))
     seconds = time.perf_counter() - began_s
-    return summary(results, seconds, tree_cpu_s(server.pid) - cpu_s, tree_rss_bytes(server.pid))
+    spent = {name: cpu_s - before.get(name, 0.0) for name, cpu_s in cpu_s_by_name(server.pid).items()}
+    line = summary(results, seconds, sum(spent.values()), tree_rss_bytes(server.pid))
+    return line | {"cpu_s_by_process": {name: round(cpu_s, 2) for name, cpu_s in spent.items() if cpu_s >= 0.005}}
 
 
 def counter(server: Server, family: str) -> int:
@@ -117,7 +119,7 @@ def serve(folder: pathlib.Path, tiny: bool, confine: bool) -> None:
         with Server(folder, devices, flags, pathlib.Path(cache)) as server:
             ready_s = round(server.ready_s, 2)
             right.append(load(server, name, num_bytes, "cold_load", "disk", compiled_kernels=not confine, ready_s=ready_s))
-            measured(server, [name], pairs[:8], 8)
+            measured(server, [name], pairs, len(pairs))  # captures the graphs that its steps need
             free = measured(server, [name], pairs, len(pairs))
             tell(what="streams", model=name, streams=len(pairs), confined="no", **free)
             if confine:

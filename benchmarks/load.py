@@ -24,14 +24,21 @@ import uvloop
 WORDS = ["stream", "token", "layer", "block", "weight", "cache", "page", "model", "queue", "step", "batch", "device", "memory"]
 
 
-def tree_cpu_s(pid: int) -> float:
-    """User + system seconds of a process and all below it, to the microsecond: psutil's are counted in ticks of 10 ms."""
-    total = 0.0
+def cpu_s_by_name(pid: int) -> dict[str, float]:
+    """User + system seconds of a process and all below it by their names, to the microsecond: psutil's are counted in ticks of
+    10 ms."""
+    seconds: dict[str, float] = {}
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:
-        with contextlib.suppress(OSError):  # it has ended
-            total += time.clock_gettime(~process.pid << 3 | 2)  # clock_getcpuclockid(3)
-    return total
+        with contextlib.suppress(OSError, psutil.Error):  # it has ended
+            name = process.name()
+            seconds[name] = seconds.get(name, 0.0) + time.clock_gettime(~process.pid << 3 | 2)  # clock_getcpuclockid(3)
+    return seconds
+
+
+def tree_cpu_s(pid: int) -> float:
+    """Returns the seconds of all of them."""
+    return sum(cpu_s_by_name(pid).values())
 
 
 def tree_rss_bytes(pid: int) -> int:

@@ -90,6 +90,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, total_memory=total_bytes),
         "max_memory_allocated": lambda *_: memory.most_bytes,
         "max_memory_reserved": lambda *_: memory.most_bytes,
+        "memory_snapshot": list,
         "reset_peak_memory_stats": lambda *_: None,
         "synchronize": lambda *_: None,
         "empty_cache": lambda *_: None,

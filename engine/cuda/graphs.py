@@ -210,6 +210,19 @@ class DecodeGraphs(StepGraphs[int]):
     ) -> None:
         super().__init__(step, staging, device)
         self._max_rows = max_rows
+        self._lacked: set[int] = set()
+
+    def lacked_before(self, rows: int) -> bool:
+        """Notes that a step lacks the graph of a row count, and returns whether one did before."""
+        if rows in self._lacked:
+            return True
+        self._lacked.add(rows)
+        return False
+
+    def drop_size(self, rows: int) -> None:
+        """Gives up the graph of a row count, if there is one."""
+        if (graph := self.captured.pop(rows, None)) is not None:
+            let_go([graph])
 
     def rows_for(self, num_rows: int) -> int:
         """Returns the row count of the graph that runs num_rows rows, or 0 if none may run them now."""

@@ -53,7 +53,7 @@ from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 DECODE_PIECES_PER_CORE = 8  # contexts are cut into this many pieces per multiprocessor
-MEASURE_TRIES = 3  # captures before which sizes are measured that earlier measurements left undecided
+DRAWN_ROWS = 256  # page-locked memory for what a step draws has room for so many rows at least
 CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are interpreted
 
 
@@ -70,30 +70,51 @@ class DeviceGroupMemory:
     num_pieces: int
 
 
-class PendingStep:
-    """A step under way on the device; `wait` blocks without spinning. told: on the host, what `drawn` of StepOutputs is, or, if the
-    model embeds, its vectors."""
+@dataclass(slots=True)
+class _Marks:
+    """Events around a step, and page-locked memory [2, N] int32 for what it draws. Taken again for a later step once this one was
+    read: the driver takes longer to make them than to use them."""
 
-    def __init__(self, told: Tensor, embeds: bool, started: Any, done: Any, began_s: float) -> None:
-        self._told, self._embeds, self._started, self._done = told, embeds, started, done
+    started: Any
+    done: Any
+    drawn: Tensor | None = None
+
+    def room_for(self, drawn: Tensor) -> Tensor:
+        """Returns page-locked memory of the size of drawn [2, N]."""
+        if self.drawn is None or self.drawn.shape[1] < drawn.shape[1]:
+            self.drawn = torch.empty(2, max(DRAWN_ROWS, drawn.shape[1]), dtype=drawn.dtype, pin_memory=True)
+        return self.drawn[:, : drawn.shape[1]]
+
+
+class PendingStep:
+    """A step under way on the device; `wait` blocks without spinning, and may be called once. told: on the host, what `drawn` of
+    StepOutputs is, or, if the model embeds, its vectors. marks: None if the step has ended; read: takes them back."""
+
+    def __init__(self, told: Tensor, embeds: bool, marks: _Marks | None, began_s: float, read: Callable[[_Marks], None]) -> None:
+        self._told, self._embeds, self._marks, self._read = told, embeds, marks, read
         self._seconds = time.perf_counter() - began_s  # if it has no events, it has ended
 
     def wait(self) -> StepResult:
-        seconds = self._seconds
-        if self._done is not None:
-            self._done.synchronize()
-            seconds = self._started.elapsed_time(self._done) / 1e3
+        seconds, marks = self._seconds, self._marks
+        if marks is not None:
+            marks.done.synchronize()
+            seconds = marks.started.elapsed_time(marks.done) / 1e3
         if self._embeds:
-            return vectors_result(self._told.numpy().copy(), seconds)
-        drawn = self._told.numpy()
-        return StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
+            result = vectors_result(self._told.numpy().copy(), seconds)
+        else:
+            drawn = self._told.numpy()
+            result = StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
+        if marks is not None:
+            self._marks = None
+            self._read(marks)
+        return result
 
 
 class _Begun(NamedTuple):
-    """A step that was launched. events: around it, of which the second is not recorded yet."""
+    """A step that was launched. marks: around it, of which the second event is not recorded yet; None where there is no device."""
 
     outputs: StepOutputs
-    events: tuple[Any, Any]
+    marks: _Marks | None
 
 
 class CudaModel:
@@ -147,7 +168,7 @@ class CudaModel:
             self._memory.append(DeviceGroupMemory(*kv, turning, group.reach, group.block_tokens, num_pieces))
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_computed_layers))
-        self._staging = Staging(self._device)
+        self._staging, self._free_marks = Staging(self._device), list[_Marks]()
         self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
         self.tile_tokens = entry.tile_tokens(shape.widest_head_dim, dtype)
         on_device, sizes = (self._staging, self._device), mixed_sizes(max_graph_tokens, spec.max_sequences, self.tile_tokens)
@@ -167,7 +188,6 @@ class CudaModel:
         if max_graph_tokens:
             self._kept_memory = [model.state_memory(max_graph_tokens) for _ in range(model.num_kept)]
         self._products: list[Tensor] = []  # the weights of matrix products, views of the weight range
-        self._measure_tries = MEASURE_TRIES
 
     # ---- steps
 
@@ -209,7 +229,7 @@ class CudaModel:
             launched = _EndedStep(result)
         else:
             told = begun.outputs.hidden[:num_sampling].float() if self.embeds else begun.outputs.drawn[:, :num_sampling]
-            launched = self._pending(told, begun.events, began_s)
+            launched = self._pending(told, begun.marks, began_s)
         if self._predicting is None or plan.to_propose is None:
             return launched
         assert begun.outputs.kept is not None
@@ -221,13 +241,13 @@ class CudaModel:
         """Starts a step that a graph runs, after capturing that where it is time to, or one that only decodes and samples on the
         device; returns None for all others. Events are recorded behind a capture, which is no part of what such steps cost."""
         if rows is not None and len(rows.temperature) == plan.num_new.sum():
-            padded, decoding = self.capture(len(plan.slots), adapted), self._graphs_of(adapted)[0]
+            padded, decoding = self._graph_for(len(plan.slots), adapted), self._graphs_of(adapted)[0]
             if by_host and not padded:
                 return None
             columns = decode_columns(plan, table, rows, padded or len(plan.slots))
-            events = self._events()
+            marks = self._marks()
             run = decoding.run(padded, columns) if padded else self._decode(self._staging.send(columns), adapted)
-            return _Begun(run, events)
+            return _Begun(run, marks)
         held = int(plan.num_new.sum()), len(plan.slots), num_tiles(plan, self.tile_tokens)
         mixed = self._graphs_of(adapted)[1]
         if (lacking := mixed.needed(*held)) is not None:
@@ -236,21 +256,21 @@ class CudaModel:
         if size is None:
             return None
         columns = mixed_columns(plan, table, rows, size, self.tile_tokens)
-        events = self._events()
-        return _Begun(mixed.run(size, columns), events)
+        marks = self._marks()
+        return _Begun(mixed.run(size, columns), marks)
 
     def _begin_plain(
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, also: LongArray | None, adapted: bool = False
     ) -> _Begun:
         """Starts a step of any kind by launching each kernel. rows: of what the device samples; None: it samples nothing. also:
         indices into T of further tokens whose hidden states are wanted, behind those of the sampling rows."""
-        events = self._events()
+        marks = self._marks()
         hidden, kept = self._forward(extend_step(plan, table, self.tile_tokens, also), adapted)
         if rows is None:
             drawn = torch.empty(2, 0, dtype=torch.int32, device=self._device)
-            return _Begun(StepOutputs(drawn, hidden, kept), events)
+            return _Begun(StepOutputs(drawn, hidden, kept), marks)
         sent = self._staging.send(sampling_columns(rows) | {"slots": plan.slots[plan.samples]})
-        return _Begun(self._draw(hidden, sent, sent["slots"], kept), events)
+        return _Begun(self._draw(hidden, sent, sent["slots"], kept), marks)
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -320,24 +340,41 @@ class CudaModel:
         padded = graphs.rows_for(num_rows)
         if not padded or padded in graphs.captured:
             return padded
-        self._measure()
         return padded if graphs.capture(padded, padding_columns(padded, self._sequences.num_slots)) else 0
 
-    def _measure(self) -> None:
-        """Measures which kernel multiplies few rows fastest, before graphs are captured with the one or the other."""
-        if self._measure_tries:
-            self._measure_tries -= 1
-            for weight in self._products:
-                for num_rows in entry.FEW_ROWS:
-                    entry.measure_linear(weight, num_rows)
+    def _graph_for(self, num_rows: int, adapted: bool) -> int:
+        """Returns the row count of the graph for a decode step that is about to run; 0 if it runs without. A graph is captured when
+        it is needed for the second time: a capture takes as long as several steps, and the step before it, often a request's
+        first token, is read after it."""
+        graphs, _ = self._graphs_of(adapted)
+        padded = graphs.rows_for(num_rows)
+        if not padded or padded in graphs.captured:
+            return padded
+        return self.capture(num_rows, adapted) if graphs.lacked_before(padded) else 0
+
+    def _unmeasured(self) -> list[tuple[Tensor, int]]:
+        """Returns the products, by weight and row count, of which it has yet to be measured which kernel is the faster one."""
+        return [(weight, rows) for weight in self._products for rows in entry.FEW_ROWS if entry.is_open(weight, rows)]
+
+    def _measure(self, weight: Tensor, num_rows: int) -> None:
+        """Measures both kernels, and gives up the graphs that were captured with the slower one."""
+        entry.measure_linear(weight, num_rows)
+        if entry.uses_ours(weight, num_rows):
+            for graphs in (self.graphs, self.adapted_graphs):
+                graphs.drop_size(num_rows)
 
     @property
     def num_uncaptured(self) -> int:
+        """How often capture_next has something to do: a graph to capture, or a kernel to choose."""
         if self._model is None:
             return 0
-        return sum(len(decoding) + len(mixed) for _, decoding, mixed in self._missing())
+        return len(self._unmeasured()) + sum(len(decoding) + len(mixed) for _, decoding, mixed in self._missing())
 
+    @torch.inference_mode()
     def capture_next(self) -> None:
+        if unmeasured := self._unmeasured():
+            self._measure(*unmeasured[0])
+            return
         adapted, decoding, mixed = next(missing for missing in self._missing() if missing[1] or missing[2])
         if decoding:
             self.capture(decoding[0], adapted)
@@ -416,21 +453,24 @@ class CudaModel:
         self._has_adapted |= adapted
         return adapted
 
-    def _events(self) -> tuple[Any, Any]:
+    def _marks(self) -> _Marks | None:
+        """Returns marks whose first event is recorded now."""
         if self._device.type != "cuda":
-            return None, None
-        started = torch.cuda.Event(enable_timing=True)
-        started.record()
-        return started, torch.cuda.Event(enable_timing=True, blocking=True)
+            return None
+        if self._free_marks:
+            marks = self._free_marks.pop()
+        else:
+            marks = _Marks(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True))
+        marks.started.record()
+        return marks
 
-    def _pending(self, told: Tensor, events: tuple[Any, Any], began_s: float) -> PendingStep:
-        started, done = events
-        if done is not None:
-            on_host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+    def _pending(self, told: Tensor, marks: _Marks | None, began_s: float) -> PendingStep:
+        if marks is not None:
+            on_host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True) if self.embeds else marks.room_for(told)
             on_host.copy_(told, non_blocking=True)
-            done.record()
+            marks.done.record()
             told = on_host
-        return PendingStep(told, self.embeds, started, done, began_s)
+        return PendingStep(told, self.embeds, marks, began_s, self._free_marks.append)
 
     def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
         """Computes the device's part of a decode step of R rows from its columns. Runs eagerly, or while a graph is captured, so

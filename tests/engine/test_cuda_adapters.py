@@ -148,10 +148,12 @@ def test_steps_with_adapters_have_graphs_of_their_own(
     model = load_cuda_model(folder, max_graph_rows=2, max_graph_tokens=10)
     remember_steps(model)
     put_adapters(model, adapters[:1], (1,))
-    assert decoded(model, (-1, -1)) != wanted
+    for _ in range(2):  # a graph is captured when it is needed for the second time
+        assert decoded(model, (-1, -1)) != wanted
     assert (list(model.graphs.captured), list(model.adapted_graphs.captured)) == ([2], [])
     assert model.num_uncaptured == 2, "graphs with adapters before any step needs them"
-    assert decoded(model, (-1, 1)) == wanted
+    for _ in range(2):
+        assert decoded(model, (-1, 1)) == wanted
     assert (list(model.graphs.captured), list(model.adapted_graphs.captured)) == ([2], [2])
     assert model.num_uncaptured == 4
     model.capture_next()

@@ -77,6 +77,18 @@ def test_a_step_without_memory_for_its_graph_runs_without_one(
     assert stand_in_graphs.num_emptied == 4, "once for each size"
 
 
+def test_a_step_is_captured_when_its_graph_is_needed_for_the_second_time(tmp_path: Path, stand_in_graphs: None) -> None:
+    """A capture takes as long as several steps, and a first token would wait for it."""
+    make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
+    plain = decoded(load_cuda_model(tmp_path), 3, 3)
+    model = load_cuda_model(tmp_path, max_graph_rows=8)
+    remember_steps(model)
+    assert decoded(model, 3, 1) == plain[:2]
+    assert not model.graphs.captured
+    assert decoded(model, 3, 3) == plain
+    assert list(model.graphs.captured) == [4]
+
+
 def test_other_errors_of_a_capture_are_not_taken_for_a_lack_of_memory(tmp_path: Path, stand_in_graphs: None) -> None:
     make_checkpoint(tmp_path, kind="qwen2", num_hidden_layers=1)
     model = load_cuda_model(tmp_path, max_graph_rows=8)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,16 @@ import torch
 pytest.importorskip("triton")
 
 from engine.cuda.kernels import linear_choice
-from engine.cuda.kernels.linear_choice import HEAD_START, HEAD_START_TRIES, REPEATS, apart, measure, weights_of_products
+from engine.cuda.kernels.linear_choice import (
+    HEAD_START,
+    HEAD_START_TRIES,
+    MEASURE_TRIES,
+    REPEATS,
+    apart,
+    is_open,
+    measure,
+    weights_of_products,
+)
 
 WEIGHT = torch.zeros(24, 16)
 
@@ -49,10 +61,12 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def put(device: Device) -> Device:
         flush = SimpleNamespace(zero_=device.flush)
-        names = {name: getattr(torch, name) for name in ("randn", "zeros", "Generator", "uint8", "OutOfMemoryError")}
+        used = ("randn", "zeros", "Generator", "uint8", "float32", "OutOfMemoryError", "__version__")
+        names = {name: getattr(torch, name) for name in used}
         stand_in = SimpleNamespace(cuda=SimpleNamespace(Event=device.event), empty=lambda *_, **__: flush, **names)
         monkeypatch.setattr(linear_choice, "torch", stand_in)
         monkeypatch.setattr(linear_choice, "_ours_wins", {})
+        monkeypatch.setattr(linear_choice, "_tries", Counter())
         monkeypatch.setattr(linear_choice, "ours", lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias))
         return device
 
@@ -100,6 +114,53 @@ def test_a_size_is_measured_only_if_the_host_launches_ahead_of_the_device(on: An
     on(Device([2e-6, 1e-6], reached_after=2**HEAD_START_TRIES * HEAD_START))
     assert measure(WEIGHT, 1) == {}
     assert decided() is None
+
+
+def test_a_size_that_stays_undecided_keeps_torchs_kernel(on: Any) -> None:
+    on(Device([2e-6, 1e-6], reached_after=2**HEAD_START_TRIES * HEAD_START))
+    for _ in range(MEASURE_TRIES):
+        assert is_open(WEIGHT, 1)
+        measure(WEIGHT, 1)
+    assert not is_open(WEIGHT, 1)
+    assert decided() is False
+
+
+def written(folder: Path) -> list[Any]:
+    """Returns what the file of choices holds, once it is there and no thread writes it."""
+    for thread in threading.enumerate():
+        if thread.name == "kernels":
+            thread.join(10)
+    (file,) = folder.iterdir()
+    choices: list[Any] = json.loads(file.read_text())
+    return choices
+
+
+def test_choices_are_kept_for_the_next_engine(
+    on: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On another kind of GPU they are measured again, as they are where the file is damaged."""
+    on(Device([2e-6, 1e-6]))
+    gpu = "one"
+    linear_choice.torch.cuda.get_device_name = lambda: gpu
+    monkeypatch.setattr(linear_choice, "_kept_in", None)
+    linear_choice.keep_in(tmp_path)
+    measure(WEIGHT, 1)
+    assert written(tmp_path) == [[1, *WEIGHT.shape, "float32", True]]
+    linear_choice._ours_wins.clear()
+    linear_choice.keep_in(tmp_path)
+    assert decided() is True
+    linear_choice._ours_wins.clear()
+    gpu = "another"
+    linear_choice.keep_in(tmp_path)
+    assert decided() is None
+    gpu = "one"
+    (file,) = tmp_path.iterdir()
+    for damaged in ("[[1, 2", '[[1, 2, 3, "no dtype", true]]', "[5]"):
+        file.write_text(damaged)
+        linear_choice.keep_in(tmp_path)
+        assert decided() is None
+        assert str(file) in caplog.text
+        caplog.clear()
 
 
 def test_a_thread_notes_its_own_products_alone() -> None:

@@ -154,6 +154,9 @@ def run_mixed(folder: Path, params: list[SamplingParams], steps: list[list[int]]
     remember_steps(model)
     for size in model.mixed_graphs.missing():
         model.capture_mixed(size)
+    if limits:
+        for num_rows in range(1, len(params) + 1):
+            model.capture(num_rows)
     table, results = make_table(groups=model.kv_groups), []
     for slot, own in enumerate(params):
         put(table, slot, PROMPT[slot : slot + 6])
@@ -207,7 +210,6 @@ def test_tokens_are_those_of_steps_without_graphs(
     model, actual = run_mixed(tmp_path, params, steps, max_graph_rows=4, max_graph_tokens=15)
     assert actual == wanted
     assert [size.num_tokens for size in model.mixed_graphs.captured] == [15]
-    assert len(model.graphs.captured) == 1
 
 
 def test_what_the_host_samples_is_there_for_a_step_launched_ahead(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly. Shapes are
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,8 @@ MANY_ROWS = triton_decode.MANY_ROWS
 linear = linear_choice.linear
 both_kernels = linear_choice.both_kernels
 measure_linear = linear_choice.measure
+is_open = linear_choice.is_open
+uses_ours = linear_choice.uses_ours
 one_of_each_size = linear_choice.one_of_each_size
 weights_of_products = linear_choice.weights_of_products
 FEW_ROWS = (1, 2, 4)
@@ -61,8 +64,11 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def configure(cache_dir: str) -> None:
-    """Sets where Triton keeps compiled kernels: below cache_dir, or in a temporary folder if cache_dir cannot be written."""
+    """Sets where Triton keeps compiled kernels, and which kernels were the faster ones on this GPU: below cache_dir, or in a
+    temporary folder if cache_dir cannot be written."""
     triton.knobs.cache.dir = compiled.writable(cache_dir, KERNELS_BYTES)
+    if not INTERPRETED:
+        linear_choice.keep_in(Path(triton.knobs.cache.dir))
 
 
 def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:

@@ -1,29 +1,45 @@
 """Chooses the kernel that multiplies few rows on a GPU: ours, or the one that torch picks. Both are measured, once for each size,
-before a model's first step is captured.
+in idle time. Until then torch's is used. What was chosen is kept in a file for the next engine.
 
 Shapes: M rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import os
 import statistics
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn import functional
 
 from engine.cuda.kernels import triton_linear
 
+log = logging.getLogger("engine")
+
+SOURCE = Path(triton_linear.__file__)
 REPEATS = 7
+MEASURE_TRIES = 3  # after which torch's kernel stays, where times are too close or too disturbed to choose by
 FLUSH_BYTES = 128 << 20  # written between two measurements; more than the cache holds, so that weights come from memory
 HEAD_START = 32  # such writes before the first measurement: some 1.5 ms on an H100, in which the host launches all the rest
 HEAD_START_TRIES = 3  # each with twice the head start of the one before
 
-_ours_wins: dict[tuple[int, int, int, torch.dtype], bool] = {}
+# Rows, N, K and dtype of a product.
+Size = tuple[int, int, int, torch.dtype]
+
+_ours_wins: dict[Size, bool] = {}
+_tries: Counter[Size] = Counter()
+_kept_in: Path | None = None
 
 
 class _Noting(threading.local):
@@ -101,28 +117,84 @@ def one_of_each_size(weights: Iterable[Tensor]) -> list[Tensor]:
     return list({(*weight.shape, weight.dtype): weight for weight in weights}.values())
 
 
+def size_of(weight: Tensor, num_rows: int) -> Size:
+    return few_rows(num_rows), weight.shape[0], weight.shape[1], weight.dtype
+
+
+def is_open(weight: Tensor, num_rows: int) -> bool:
+    """Returns whether the kernel for weight [N, K] and so many rows has yet to be chosen."""
+    return size_of(weight, num_rows) not in _ours_wins
+
+
+def uses_ours(weight: Tensor, num_rows: int) -> bool:
+    return _ours_wins.get(size_of(weight, num_rows), False)
+
+
+def keep_in(folder: Path) -> None:
+    """Takes over what was chosen before, on the same kind of GPU with the same versions, from a file in the folder, and keeps there
+    what is chosen from now on. A file that cannot be read counts as none."""
+    global _kept_in
+    measured = f"{torch.cuda.get_device_name()} {torch.__version__} {triton.__version__}".encode() + SOURCE.read_bytes()
+    _kept_in = path = folder / f"products-{hashlib.blake2b(measured, digest_size=12).hexdigest()}.json"
+    try:
+        chosen = {(rows, n, k, getattr(torch, dtype)): bool(wins) for rows, n, k, dtype, wins in json.loads(path.read_text())}
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log.warning("products of few rows are measured anew: %s: %s", path, error)
+        return
+    for size, wins in chosen.items():
+        _ours_wins.setdefault(size, wins)
+
+
+def _choose(size: Size, wins: bool) -> None:
+    _ours_wins[size] = wins
+    if _kept_in is not None:  # in a thread, since a file system may hang
+        rows = [[*size[:3], str(size[3]).removeprefix("torch."), wins] for size, wins in _ours_wins.items()]
+        threading.Thread(target=_write, args=(_kept_in, json.dumps(rows)), name="kernels", daemon=True).start()
+
+
+_writing = threading.Lock()
+
+
+def _write(path: Path, text: str) -> None:
+    with _writing:
+        own = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            own.write_text(text)
+            own.replace(path)
+        except OSError as error:
+            log.warning("which kernels multiply few rows is not kept for the next engine: %s: %s", path, error)
+
+
 def measure(weight: Tensor, num_rows: int) -> dict[str, float]:
     """Measures both kernels for weight [N, K] on a GPU, on the current stream, and returns their median seconds. If one of them is
     clearly the faster, `linear` uses it from then on. Returns {} if that is decided already, or if there is not enough free memory
-    or too slow a host to measure it.
+    or too slow a host to measure it. After MEASURE_TRIES without a decision torch's kernel stays.
 
     The values to multiply are drawn on the host: torch <= 2.12 refuses to draw from a GPU's default generator while any thread
     captures a graph (pytorch#172390), and a fixed seed changes nobody's numbers."""
-    key = (few_rows(num_rows), *weight.shape, weight.dtype)
-    if key in _ours_wins:
+    size = size_of(weight, num_rows)
+    if size in _ours_wins:
         return {}
+    _tries[size] += 1
+    times = _measured_s(weight, num_rows)
+    if times is not None and apart(times["torch"], times["triton"]):
+        _choose(size, statistics.median(times["triton"]) < statistics.median(times["torch"]))
+    elif _tries[size] >= MEASURE_TRIES:
+        _choose(size, False)
+    return {} if times is None else {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def _measured_s(weight: Tensor, num_rows: int) -> dict[str, list[float]] | None:
+    """Returns the times of both kernels; None if there is not enough free memory, or as _times_s says."""
     try:
         drawn = torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(1))
         x = drawn.to(weight.device, weight.dtype)
         flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=weight.device)
-        times = _times_s({"torch": lambda: functional.linear(x, weight), "triton": lambda: ours(x, weight, None)}, flush)
+        return _times_s({"torch": lambda: functional.linear(x, weight), "triton": lambda: ours(x, weight, None)}, flush)
     except torch.OutOfMemoryError:
-        return {}
-    if times is None:
-        return {}
-    if apart(times["torch"], times["triton"]):
-        _ours_wins[key] = statistics.median(times["triton"]) < statistics.median(times["torch"])
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+        return None
 
 
 def apart(one: list[float], other: list[float]) -> bool:

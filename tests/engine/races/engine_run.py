@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -188,9 +189,14 @@ def kernels(on: Device) -> SimpleNamespace:
         penalise=lambda row, *_: on.launch("penalise", [reads(row), writes(row)]),
         both_kernels=linear_choice.both_kernels,
         measure_linear=linear_choice.measure,
+        is_open=linear_choice.is_open,
+        uses_ours=linear_choice.uses_ours,
         one_of_each_size=linear_choice.one_of_each_size,
         weights_of_products=linear_choice.weights_of_products,
     )
+
+
+CAPTURES_AT_ONCE = 10  # of graphs, or choices of a kernel, in one idle turn
 
 
 class ReportingLoads(Loads):
@@ -283,7 +289,10 @@ class EngineRun:
             (model, {"sampled_outputs": self._sampled_by_host}),
             (graphs, {"torch": torch_on, "_space": None, "_recording": schedule.Lock(self.schedule)}),
             (sequences, {"torch": torch_on, "entry": entry}),
-            (linear_choice, {"torch": torch_on, "functional": torch_on, "triton_linear": few_rows, "_ours_wins": {}}),
+            (
+                linear_choice,
+                {"torch": torch_on, "functional": torch_on, "triton_linear": few_rows, "_ours_wins": {}, "_tries": Counter()},
+            ),
             (linear_choice, {"HEAD_START": 2, "REPEATS": 2, "HEAD_START_TRIES": 2}),
             (predicting, {"torch": torch_on, "entry": entry}),
             (model, {"torch": torch_on, "entry": entry, "Weights": lambda shape, dtype, weights, held_in: weights}),
@@ -380,10 +389,11 @@ class EngineRun:
     def _idle(self) -> None:
         self._finish()
         self.schedule.host.kv = []
+        captured = 0
         for life in self._lives.values():
-            if life.served and life.hosted.num_uncaptured:
+            while life.served and life.hosted.num_uncaptured and captured < CAPTURES_AT_ONCE:
                 life.hosted.capture_next()
-                return
+                captured += 1
 
     def _start_load(self) -> None:
         name = self._random.choice(NAMES)

@@ -33,7 +33,7 @@ def test_nothing_races(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_dropped > 10, "models loaded with other settings, whose graphs are given up"
     graphs_hold = ("replayed attention", "replayed a product", "replayed few rows", "replayed gather")
     for what in ("predictor", "comparison", *graphs_hold, "gather", "a copy from the device", "copy", "copy to the host"):
-        assert counts[what] > 50, what
+        assert counts[what] > 30, what
 
 
 def test_a_seed_is_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
