@@ -22,7 +22,7 @@ from engine.cpu.memory import CpuMemory
 from engine.memory.chunk_memory import ChunkMemory
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.host_tier import HostTier
-from engine.memory.transfers import transfer
+from engine.memory.transfers import copies_several, transfer
 from loader import checksum
 
 RANGE_BYTES = 2 << 30
@@ -193,10 +193,10 @@ def swaps(memory: ChunkMemory, bus_bytes_per_s: float) -> None:
         began_s = time.perf_counter()
         register(memory, "host tier", [tier.span], tier.slot_bytes)
         figures["register_s_per_gib"] = round((time.perf_counter() - began_s) / num_bytes * 2**30, 4)
-    transfer(memory.copy_in, pieces)
-    for name, copy in (("swap_in", memory.copy_in), ("swap_out", memory.copy_out)):
+    transfer(memory.copy_in, pieces, several=copies_several(memory, out=False))
+    for name, copy, out in (("swap_in", memory.copy_in, False), ("swap_out", memory.copy_out, True)):
         began_s = time.perf_counter()
-        sums = transfer(copy, pieces)
+        sums = transfer(copy, pieces, several=copies_several(memory, out))
         seconds = time.perf_counter() - began_s
         figures[f"{name}_gb_s"] = round(num_bytes / seconds / 1e9, 2)
         figures[f"{name}_of_bus"] = round(num_bytes / seconds / bus_bytes_per_s, 3)

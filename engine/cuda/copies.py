@@ -7,6 +7,7 @@ slower, and the call waits for part of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.cuda.kernels import triton_checksum
+from engine.memory.chunk_memory import Piece
 from loader import checksum
 
 WORD_BYTES = 8
@@ -23,33 +25,47 @@ class EventFence:
     """The loader.sinks.Fence of a CUDA stream: a point after everything launched on the stream so far."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)  # blocking: a waiting thread sleeps, and holds no lock
-        self._event.record(stream)
+        self.event = torch.cuda.Event(blocking=True)  # blocking: a waiting thread sleeps, and holds no lock
+        self.event.record(stream)
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return bool(self.event.query())
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
+
+
+class SummedCopies:
+    """Copies of N pieces with their checksums (engine.memory.chunk_memory.DeviceCopies). fence: passed once the copies have ended
+    and `partial_sums` is filled. partial_sums: [N, P, 2] int64 in page-locked memory, sums of each piece's whole words. rests:
+    for each piece that has bytes after these words its number, that of its words, and the bytes, uint8 in host memory, which are
+    read when the copies have ended."""
+
+    def __init__(self, fence: EventFence, partial_sums: torch.Tensor, rests: Sequence[tuple[int, int, Any]]) -> None:
+        self._fence, self._partial_sums, self._rests = fence, partial_sums, rests
+
+    def done(self) -> bool:
+        return self._fence.done()
+
+    def wait(self) -> list[int]:
+        self._fence.wait()
+        sums = self._partial_sums.numpy().view(np.uint64).sum(axis=1, dtype=np.uint64)
+        for number, num_words, rest in self._rests:
+            checksum.add_rest(rest, num_words, sums[number])
+        return [plain << 64 | weighted for plain, weighted in sums.tolist()]
 
 
 class SummedCopy:
-    """A copy with its checksum (engine.memory.chunk_memory.DeviceCopy). fences: one after the copy, one after `partial_sums` is
-    filled. partial_sums: [P, 2] int64 in page-locked memory, sums of the num_words whole words. rest: the bytes after these
-    words, uint8, in host memory, read when the copy has ended."""
+    """A copy of one piece (engine.memory.chunk_memory.DeviceCopy)."""
 
-    def __init__(self, fences: tuple[EventFence, ...], partial_sums: torch.Tensor, rest: Any, num_words: int) -> None:
-        self._fences, self._partial_sums, self._rest, self._num_words = fences, partial_sums, rest, num_words
+    def __init__(self, copies: SummedCopies) -> None:
+        self._copies = copies
 
     def done(self) -> bool:
-        return all(fence.done() for fence in self._fences)
+        return self._copies.done()
 
     def wait(self) -> int:
-        for fence in self._fences:
-            fence.wait()
-        sums = self._partial_sums.numpy().view(np.uint64).sum(axis=0, dtype=np.uint64)
-        checksum.add_rest(self._rest, self._num_words, sums)
-        return checksum.joined(sums)
+        return self._copies.wait()[0]
 
 
 class CudaStreams:
@@ -77,36 +93,46 @@ class CudaStreams:
         """Makes copies that are started on `outgoing` from now on see what the steps launched so far leave."""
         self.outgoing.wait_stream(torch.cuda.default_stream(self._device))
 
-    def summed(self, copied: torch.Tensor, stream: torch.cuda.Stream, host: Any) -> SummedCopy:
-        """Returns the copy started last on `stream`, with its checksum. copied: the range on the device, uint8, aligned to 8 bytes.
-        host: the range in host memory it is copied from or to. Raises torch.OutOfMemoryError, after the copy has ended."""
-        copy_fence = EventFence(stream)
-        self._sums.wait_stream(stream)
+    def summed(self, pieces: Sequence[Piece], stream: torch.cuda.Stream) -> SummedCopies:
+        """Returns the copies started last on `stream`, with their checksums: one launch sums up all of them on the device. pieces:
+        places on the device, aligned to 8 bytes, each with the host's memory that it is copied from or to. Raises
+        torch.OutOfMemoryError, after the copies have ended."""
+        copied = EventFence(stream)
+        self._sums.wait_event(copied.event)
         try:
-            partial_sums = self._start_sum(copied)
+            partial_sums = self._start_sums([(address, len(held) // WORD_BYTES) for address, held in pieces])
+            rests = [
+                (number, len(held) // WORD_BYTES, held[-rest:])
+                for number, (_, held) in enumerate(pieces)
+                if (rest := len(held) % WORD_BYTES)
+            ]
+            return SummedCopies(EventFence(self._sums), partial_sums, rests)
         except BaseException:
-            copy_fence.wait()
+            EventFence(self._sums).wait()  # which is after the copies
             raise
-        num_words = len(copied) // WORD_BYTES
-        return SummedCopy((copy_fence, EventFence(self._sums)), partial_sums, host[num_words * WORD_BYTES :], num_words)
 
     def sum_of(self, held: torch.Tensor) -> int:
         """Returns the checksum of `held`: device memory, uint8, aligned to 8 bytes, as the steps launched so far leave it."""
         self._sums.wait_stream(torch.cuda.default_stream(self._device))
-        partial_sums = self._start_sum(held)
         num_words = len(held) // WORD_BYTES
+        partial_sums = self._start_sums([(held.data_ptr(), num_words)])
         with torch.cuda.stream(self._sums):
             rest = held[num_words * WORD_BYTES :].cpu().numpy()
-        return SummedCopy((EventFence(self._sums),), partial_sums, rest, num_words).wait()
+        return SummedCopies(EventFence(self._sums), partial_sums, [(0, num_words, rest)]).wait()[0]
 
-    def _start_sum(self, held: torch.Tensor) -> torch.Tensor:
-        """Launches the checksum of `held`, device memory, on the stream `_sums`. Returns the partial sums [P, 2] in page-locked
-        host memory. They are filled once that stream has executed everything launched on it so far."""
-        whole = len(held) // WORD_BYTES * WORD_BYTES
-        with torch.cuda.stream(self._sums):
-            partial = triton_checksum.new_partial_sums(self._device)
-            if whole:
-                triton_checksum.partial_sums(held[:whole].view(torch.int64), partial)
-            on_host = torch.empty(partial.shape, dtype=partial.dtype, pin_memory=self._device.type == "cuda")
+    def _start_sums(self, extents: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Launches the checksums of N extents of device memory (address, words) on the stream `_sums`. Returns their partial sums
+        [N, P, 2] in page-locked host memory. They are filled once that stream has executed everything launched on it so far."""
+        table = np.array(extents, np.int64)
+        shape = (len(table), triton_checksum.num_programs(int(table[:, 1].max())), 2)
+        is_cuda = self._device.type == "cuda"
+        with torch.cuda.stream(self._sums):  # all memory first: nothing is under way if there is none
+            sent = torch.empty(table.shape, dtype=torch.int64, pin_memory=is_cuda)
+            on_host = torch.empty(shape, dtype=torch.int64, pin_memory=is_cuda)
+            on_device = torch.empty(table.shape, dtype=torch.int64, device=self._device)
+            partial = torch.empty(shape, dtype=torch.int64, device=self._device)
+            sent.numpy()[:] = table
+            on_device.copy_(sent, non_blocking=True)  # torch gives `sent` out again when this copy has ended
+            triton_checksum.partial_sums(on_device, partial)
             on_host.copy_(partial, non_blocking=True)
         return on_host

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from engine.cuda.copies import CudaStreams, EventFence, SummedCopy
+from engine.cuda.copies import CudaStreams, EventFence, SummedCopies, SummedCopy
 from engine.memory import handles as descriptors
 from engine.memory.arena import copy_pieces
+from engine.memory.chunk_memory import Piece
 from scheduler.batch.plan import IntArray
 
 FILE_DESCRIPTOR = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -134,15 +135,28 @@ class CudaMemory:
         return torch.as_tensor(_Bytes(address, num_bytes), device=self._device)
 
     def copy_in(self, address: int, source: Any) -> SummedCopy:
-        self.write(address, source)
-        return self._streams.summed(self.tensor(address, len(source)), self._streams.incoming, source)
+        return SummedCopy(self.start_several([(address, source)], out=False))
 
     def copy_out(self, address: int, target: Any) -> SummedCopy:
+        return SummedCopy(self.start_several([(address, target)], out=True))
+
+    def start_several(self, pieces: Sequence[Piece], out: bool) -> SummedCopies:
         self._enter()
-        self._streams.after_steps()
-        stream = self._streams.outgoing
-        _call(driver.cuMemcpyDtoHAsync, target.ctypes.data, driver.CUdeviceptr(address), len(target), stream.cuda_stream)
-        return self._streams.summed(self.tensor(address, len(target)), stream, target)
+        stream = self._streams.outgoing if out else self._streams.incoming
+        if out:
+            self._streams.after_steps()
+        handle = stream.cuda_stream
+        try:
+            for address, held in pieces:
+                on_host, on_device = held.__array_interface__["data"][0], driver.CUdeviceptr(address)
+                if out:
+                    _call(driver.cuMemcpyDtoHAsync, on_host, on_device, len(held), handle)
+                else:
+                    _call(driver.cuMemcpyHtoDAsync, on_device, on_host, len(held), handle)
+        except BaseException:
+            EventFence(stream).wait()  # the copies before it
+            raise
+        return self._streams.summed(pieces, stream)
 
     def write(self, address: int, source: Any) -> None:
         self._enter()

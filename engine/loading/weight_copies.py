@@ -12,7 +12,7 @@ from typing import Any
 from engine.contracts.loads import LoadCancelled, LoadTask
 from engine.memory.chunk_memory import ChunkMemory, DeviceCopy
 from engine.memory.host_tier import HostTier
-from engine.memory.transfers import NUM_THREADS, Piece, TransferCancelled, copies_several, transfer
+from engine.memory.transfers import NUM_THREADS, Piece, Several, TransferCancelled, copies_several, starts_several, transfer
 from engine.memory.weight_arrivals import WeightArrivals
 from engine.memory.weight_gate import WeightGate
 from engine.memory.weight_range import WeightRange
@@ -78,7 +78,8 @@ class WeightCopies:
         if self._tier is None:
             raise ValueError(f"model {spec.model}: keep_slots given, but this engine was given no host tier")
         pieces = self._pieces(self._tier, spec.keep_slots, weights)
-        kept = KeptCopy(self._memory.copy_out, pieces, places, self._tier.slot_bytes, task.cancelled)
+        several = starts_several(self._memory, out=True)
+        kept = KeptCopy(self._memory.copy_out, pieces, places, self._tier.slot_bytes, task.cancelled, several)
         try:
             yield kept
             started_s = time.perf_counter()
@@ -109,8 +110,9 @@ class KeptCopy:
         places: Iterable[tuple[int, int]],
         slot_bytes: int,
         cancelled: Callable[[], bool],
+        several: Several | None,
     ) -> None:
-        self._copy_out, self._pieces, self._cancelled = copy_out, pieces, cancelled
+        self._copy_out, self._pieces, self._cancelled, self._several = copy_out, pieces, cancelled, several
         self._arrivals = WeightArrivals(_by_piece(places, slot_bytes), len(pieces))
         self._lock = threading.Lock()
         self._start()
@@ -157,7 +159,7 @@ class KeptCopy:
             return self._stopped or self._cancelled()
 
         try:
-            self._sums = transfer(self._copy_out, self._pieces, cancelled, next_piece=self._ready.get)
+            self._sums = transfer(self._copy_out, self._pieces, cancelled, next_piece=self._ready.get, several=self._several)
         except Exception as error:
             self._error = error
 

@@ -46,6 +46,16 @@ class EndedCopy:
 Piece = tuple[int, Any]
 
 
+class DeviceCopies(Protocol):
+    """Copies of several pieces under way. What a DeviceCopy says of one holds for all of them."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> list[int]:
+        """Waits for all copies and returns their checksums, in order. Raises RuntimeError if the device failed."""
+        ...
+
+
 @runtime_checkable
 class CopiesSeveral(Protocol):
     """A ChunkMemory for which the calling thread itself does the copying."""
@@ -53,6 +63,15 @@ class CopiesSeveral(Protocol):
     def copy_several(self, pieces: Sequence[Piece], out: bool) -> list[int]:
         """Copies each piece as copy_in does, or as copy_out does if `out`, and returns their checksums. Releases the GIL once for
         all of them."""
+        ...
+
+
+@runtime_checkable
+class StartsSeveral(Protocol):
+    """A ChunkMemory whose device does the copying, and takes several pieces in one call at little more than the cost of one."""
+
+    def start_several(self, pieces: Sequence[Piece], out: bool) -> DeviceCopies:
+        """Starts copying each piece as copy_in does, or as copy_out does if `out`. If it raises, no copy is under way."""
         ...
 
 

@@ -4,14 +4,17 @@ copy and hold no lock meanwhile. Where the device copies by itself, several copi
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from queue import Empty
 from typing import Any
 
-from engine.memory.chunk_memory import ChunkMemory, CopiesSeveral, DeviceCopy, EndedCopy
+from engine.memory.chunk_memory import ChunkMemory, CopiesSeveral, DeviceCopies, DeviceCopy, StartsSeveral
 from engine.memory.chunk_memory import Piece as Piece
 
 NUM_THREADS = 2  # more gain nothing on the machines measured: one or two use all that a memory channel gives
@@ -22,14 +25,68 @@ UNDER_WAY = 4
 # 512 KiB took 170 ms of two cores with one piece per call, and 101 ms this way (a Xeon).
 AT_ONCE_BYTES = 8 << 20
 
+# What a device that copies by itself is given in one call. Its fence, its sums and the wait for them cost the host some hundred
+# microseconds; the bus takes a millisecond for the bytes.
+BATCH_BYTES = 64 << 20
+BATCH_PIECES = 128
+BATCHES_UNDER_WAY = 3  # of the only thread: two keep the device busy while the host looks after the one that has ended
+
 
 class TransferCancelled(Exception):
     """Raised when `cancelled()` became true during a transfer."""
 
 
-def copies_several(memory: ChunkMemory, out: bool) -> Callable[[Sequence[Piece]], list[int]] | None:
-    """Returns what `transfer` takes as `several`; None if the device does the copying."""
-    return partial(memory.copy_several, out=out) if isinstance(memory, CopiesSeveral) else None
+@dataclass(slots=True, frozen=True)
+class Several:
+    """A way to copy several pieces in one call, `start`. A call is given pieces until they have most_bytes or more or are
+    most_pieces; each of num_threads threads has up to most_under_way calls' copies under way."""
+
+    start: Callable[[Sequence[Piece]], DeviceCopies]
+    most_bytes: int
+    most_pieces: int
+    most_under_way: int
+    num_threads: int
+
+
+@dataclass(slots=True, frozen=True)
+class _Ended:
+    """DeviceCopies that had ended when they were returned."""
+
+    checksums: list[int]
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> list[int]:
+        return self.checksums
+
+
+@dataclass(slots=True, frozen=True)
+class _Only:
+    """DeviceCopies of one piece."""
+
+    copy: DeviceCopy
+
+    def done(self) -> bool:
+        return self.copy.done()
+
+    def wait(self) -> list[int]:
+        return [self.copy.wait()]
+
+
+def copies_several(memory: ChunkMemory, out: bool) -> Several | None:
+    """Returns what `transfer` takes as `several`; None if the memory has no way to copy several pieces in one call."""
+    if isinstance(memory, CopiesSeveral):
+        copy = partial(memory.copy_several, out=out)
+        return Several(lambda pieces: _Ended(copy(pieces)), AT_ONCE_BYTES, sys.maxsize, 1, NUM_THREADS)
+    return starts_several(memory, out)
+
+
+def starts_several(memory: ChunkMemory, out: bool) -> Several | None:
+    """Returns the same, but None unless the device does the copying."""
+    if not isinstance(memory, StartsSeveral):
+        return None
+    return Several(partial(memory.start_several, out=out), BATCH_BYTES, BATCH_PIECES, BATCHES_UNDER_WAY, 1)
 
 
 def transfer(
@@ -38,61 +95,59 @@ def transfer(
     cancelled: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda num_bytes: None,
     landed: Callable[[Piece], None] = lambda piece: None,
-    next_piece: Callable[[], int | None] | None = None,
-    several: Callable[[Sequence[Piece]], list[int]] | None = None,
+    next_piece: Callable[[bool], int | None] | None = None,
+    several: Several | None = None,
 ) -> list[int]:
     """Copies every piece by `copy` (ChunkMemory.copy_in or copy_out) and returns their checksums. progress: called with the bytes
     done so far. landed: called with each piece that was copied, in any thread. next_piece: returns the index of a piece to copy,
-    after waiting for one if it must, or None once for each of NUM_THREADS threads; default: all pieces in order. several: copies
-    several pieces in place of `copy` and returns their checksums (copies_several).
+    or None once for each of NUM_THREADS threads; if there is none yet, it waits for one, or raises queue.Empty if it was called
+    with False; default: all pieces in order. several: what copies several pieces in place of `copy` (copies_several).
 
     Raises the first error of a copy, or TransferCancelled; no copy is under way then."""
     checksums = [0] * len(pieces)
     errors: list[BaseException] = []
-    next_piece = next_piece or partial(next, iter(range(len(pieces))), None)
+    places_left = iter(range(len(pieces)))
+    take = next_piece or (lambda wait: next(places_left, None))
+    way = several or Several(lambda only: _Only(copy(*only[0])), 1, 1, UNDER_WAY, NUM_THREADS)
     lock = threading.Lock()
     num_bytes = 0
 
-    def finish(at: int, started: DeviceCopy) -> None:
-        nonlocal num_bytes
-        checksums[at] = started.wait()
-        landed(pieces[at])
-        with lock:
-            num_bytes += len(pieces[at][1])
-            progress(num_bytes)
-
-    def few() -> list[int]:
+    def few(wait: bool) -> tuple[list[int], bool]:
+        """Returns the places of pieces to copy in one call, and whether more may come. Waits for the first one if `wait`, and for
+        none after it."""
         places: list[int] = []
-        num_bytes = 0
-        while num_bytes < AT_ONCE_BYTES and (at := next_piece()) is not None:
-            places.append(at)
-            num_bytes += len(pieces[at][1])
-        return places
+        few_bytes = 0
+        with suppress(Empty):
+            while len(places) < way.most_pieces and few_bytes < way.most_bytes:
+                at = take(wait and not places)
+                if at is None:
+                    return places, False
+                places.append(at)
+                few_bytes += len(pieces[at][1])
+        return places, True
 
-    def work_at_once(several: Callable[[Sequence[Piece]], list[int]]) -> None:
-        try:
-            while not errors and (places := few()):
-                if cancelled():
-                    raise TransferCancelled
-                for at, checksum in zip(places, several([pieces[at] for at in places]), strict=True):
-                    finish(at, EndedCopy(checksum))
-        except BaseException as error:
-            errors.append(error)
+    def finish(places: Sequence[int], started: DeviceCopies) -> None:
+        nonlocal num_bytes
+        for at, checksum in zip(places, started.wait(), strict=True):
+            checksums[at] = checksum
+            landed(pieces[at])
+            with lock:
+                num_bytes += len(pieces[at][1])
+                progress(num_bytes)
 
     def work() -> None:
-        if several is not None:
-            work_at_once(several)
-            return
-        under_way: deque[tuple[int, DeviceCopy]] = deque()
+        under_way: deque[tuple[list[int], DeviceCopies]] = deque()
+        more = True
         try:
-            while not errors:
-                at = next_piece()
-                if at is None:
-                    break
-                if cancelled():
-                    raise TransferCancelled
-                under_way.append((at, copy(*pieces[at])))
-                while under_way and (len(under_way) >= UNDER_WAY or under_way[0][1].done()):
+            while more and not errors:
+                places, more = few(wait=not under_way)
+                if places:
+                    if cancelled():
+                        raise TransferCancelled
+                    under_way.append((places, way.start([pieces[at] for at in places])))
+                elif under_way:  # while no piece is there to copy
+                    finish(*under_way.popleft())
+                while under_way and (len(under_way) >= way.most_under_way or under_way[0][1].done()):
                     finish(*under_way.popleft())
             while under_way:
                 finish(*under_way.popleft())
@@ -102,7 +157,7 @@ def transfer(
                 with suppress(Exception):  # the first error counts, but memory that the device still uses must not be freed
                     started.wait()
 
-    helpers = [threading.Thread(target=work, name="transfer", daemon=True) for _ in range(min(NUM_THREADS, len(pieces)) - 1)]
+    helpers = [threading.Thread(target=work, name="transfer", daemon=True) for _ in range(min(way.num_threads, len(pieces)) - 1)]
     for helper in helpers:
         helper.start()
     work()

@@ -231,6 +231,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         assert isinstance(other, Stream)
 
+    def wait_event(self, event: Event) -> None:
+        assert event.query()
+
     def synchronize(self) -> None:
         """Does nothing: the stream has finished already."""
 

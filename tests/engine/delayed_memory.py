@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.cpu.memory import CpuMemory
+from engine.memory.chunk_memory import Piece
 from loader import checksum
 
 MAX_DELAY_S = 1e-3
@@ -39,6 +40,20 @@ class Delayed:
         return self.checksum
 
 
+@dataclass
+class DelayedCopies:
+    """Several copies of DelayedMemory."""
+
+    copies: list[Delayed]
+
+    def done(self) -> bool:
+        return all(copy.done() for copy in self.copies)
+
+    def wait(self) -> list[int]:
+        self.copies[-1].over.wait(30)  # also those behind one that has failed
+        return [copy.wait() for copy in self.copies]
+
+
 class _Launches(threading.local):
     in_order = False  # the calling thread is within DelayedMemory.copying
 
@@ -46,13 +61,13 @@ class _Launches(threading.local):
 class DelayedMemory(CpuMemory):
     """Device memory whose copies are made by one thread. While `running` is cleared, no further copy begins. fail_at: number (from
     1) of the copy that fails, together with all later ones; 0: none does. most_under_way: the most copies that were started and not
-    over at a time."""
+    over at a time. num_calls: of start_several."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, fail_at: int = 0) -> None:
         super().__init__(num_chunks, chunk_bytes)
         self.running = threading.Event()
         self.running.set()
-        self.num_started = self.num_over = self.most_under_way = 0
+        self.num_started = self.num_over = self.most_under_way = self.num_calls = 0
         self._fail_at, self._delays = fail_at, random.Random(1)
         self._lock = threading.Lock()
         self._launches = _Launches()
@@ -67,6 +82,10 @@ class DelayedMemory(CpuMemory):
 
     def copy_out(self, address: int, target: Any) -> Delayed:  # type: ignore[override]
         return self._copied(target, self._bytes_at(address, len(target)))
+
+    def start_several(self, pieces: Sequence[Piece], out: bool) -> DelayedCopies:
+        self.num_calls += 1
+        return DelayedCopies([self.copy_out(*piece) if out else self.copy_in(*piece) for piece in pieces])
 
     def write(self, address: int, source: Any) -> None:
         started = self._copied(self._bytes_at(address, len(source)), source)

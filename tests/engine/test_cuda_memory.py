@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,3 +119,43 @@ def test_more_chunks_than_a_process_may_open_files_are_not_exported(cuda_memory:
     with pytest.raises(OSError, match=r"5 descriptors are more than a process may have here: 516 files"):
         made.export()
     made.close()
+
+
+@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize("fails", ["a copy", "memory for sums", "the sums"])
+def test_copies_that_were_started_end_before_an_error_is_raised(
+    memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch, out: bool, fails: str
+) -> None:
+    """The driver refuses the third copy of a batch, torch has no memory for the sums, or they cannot be launched: what was started
+    has been waited for."""
+    address, host = memory.arena.data_ptr(), np.zeros(4096, np.uint8)
+    pieces = [(address + at, host[at : at + 1024]) for at in range(0, 4096, 1024)]
+    copies, waited = sys.modules["engine.cuda.copies"], list[int]()
+    name, num_copies = "cuMemcpyDtoHAsync" if out else "cuMemcpyHtoDAsync", 0
+    copy, synchronize = getattr(driver, name), cuda_stand_in.Event.synchronize
+
+    def copied(*arguments: Any) -> Any:
+        nonlocal num_copies
+        if fails == "a copy" and num_copies == 2:
+            return (cuda_stand_in.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        num_copies += 1
+        return copy(*arguments)
+
+    def no_memory(*arguments: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def wait(self: cuda_stand_in.Event) -> None:
+        waited.append(num_copies)
+        synchronize(self)
+
+    copied.__name__ = name
+    monkeypatch.setattr(driver, name, copied)
+    monkeypatch.setattr(cuda_stand_in.Event, "synchronize", wait)
+    if fails == "memory for sums":
+        monkeypatch.setattr(copies.torch, "empty", no_memory, raising=False)
+    elif fails == "the sums":
+        monkeypatch.setattr(copies, "triton_checksum", SimpleNamespace(num_programs=lambda words: 1, partial_sums=no_memory))
+    error = sys.modules["engine.cuda.memory"].DeviceError if fails == "a copy" else torch.OutOfMemoryError
+    with pytest.raises(error):
+        memory.start_several(pieces, out)
+    assert waited == [2 if fails == "a copy" else 4]

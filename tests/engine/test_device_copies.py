@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ from engine.cuda.backend import CudaBackend
 from engine.cuda.sink import DeviceSink
 from engine.loading.runner import TorchRunner
 from engine.loading.weight_copies import WeightCopies
-from engine.memory import mappings
+from engine.memory import mappings, transfers
 from engine.memory.host_tier import HostTier
-from engine.memory.transfers import NUM_THREADS, UNDER_WAY, TransferCancelled, transfer
+from engine.memory.transfers import NUM_THREADS, UNDER_WAY, Several, TransferCancelled, starts_several, transfer
 from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_range import WeightRange
 from engine.protocol import Configure, LoadModel
@@ -228,7 +229,15 @@ def pieces_of(memory: DelayedMemory, host: np.ndarray) -> list[tuple[int, Any]]:
     return [(address + at, host[at : at + CHUNK]) for at in range(0, len(host), CHUNK)]
 
 
-def test_pieces_go_there_and_back(memory: DelayedMemory) -> None:
+@pytest.fixture(params=["singly", "in batches"])
+def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[DelayedMemory, bool], Several | None]:
+    """What a transfer is given: nothing, or batches of three pieces, two under way at a time."""
+    monkeypatch.setattr(transfers, "BATCH_PIECES", 3)
+    monkeypatch.setattr(transfers, "BATCHES_UNDER_WAY", 2)
+    return starts_several if request.param == "in batches" else lambda memory, out: None
+
+
+def test_pieces_go_there_and_back(memory: DelayedMemory, several: Callable[[DelayedMemory, bool], Several | None]) -> None:
     """Pieces are copied to the device and back, several at a time. Progress grows, a reported piece has arrived, and the checksums
     are right."""
     host = np.random.default_rng(0).integers(0, 256, 16 * CHUNK, np.uint8)
@@ -239,36 +248,65 @@ def test_pieces_go_there_and_back(memory: DelayedMemory) -> None:
         assert np.array_equal(memory.arena.numpy()[at : at + CHUNK], piece[1])
         told.append(at)
 
-    sums = transfer(memory.copy_in, pieces, progress=done.append, landed=landed)
+    sums = transfer(memory.copy_in, pieces, progress=done.append, landed=landed, several=several(memory, False))
     assert sums == [checksum.of(piece) for _, piece in pieces]
     assert done == list(range(CHUNK, 16 * CHUNK + 1, CHUNK))
     assert sorted(told) == list(range(0, 16 * CHUNK, CHUNK))
     assert 1 < memory.most_under_way <= NUM_THREADS * UNDER_WAY
     back = np.zeros_like(host)
-    assert transfer(memory.copy_out, pieces_of(memory, back)) == sums
+    assert transfer(memory.copy_out, pieces_of(memory, back), several=several(memory, True)) == sums
     assert np.array_equal(back, host)
+    if memory.num_calls:
+        assert memory.num_calls == 2 * 6
+        assert memory.most_under_way > 3
 
 
-def test_a_transfer_ends_with_its_copies(memory: DelayedMemory) -> None:
+def test_a_transfer_ends_with_its_copies(memory: DelayedMemory, several: Callable[[DelayedMemory, bool], Several | None]) -> None:
     """A transfer that is cancelled or fails returns only when no copy reads or writes the memory any more."""
     pieces = pieces_of(memory, np.ones(16 * CHUNK, np.uint8))
     looks = iter(range(100))
     with pytest.raises(TransferCancelled):
-        transfer(memory.copy_in, pieces, cancelled=lambda: next(looks) >= 5)
+        transfer(memory.copy_in, pieces, cancelled=lambda: next(looks) >= 3, several=several(memory, False))
     assert memory.num_over == memory.num_started < 16
     broken = DelayedMemory(16, CHUNK, fail_at=4)
     told: list[Any] = []
+    pieces = pieces_of(broken, np.ones(16 * CHUNK, np.uint8))
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        transfer(broken.copy_in, pieces_of(broken, np.ones(16 * CHUNK, np.uint8)), landed=told.append)
+        transfer(broken.copy_in, pieces, landed=told.append, several=several(broken, False))
     assert broken.num_over == broken.num_started < 16
     assert len(told) <= 3
     broken.close()
 
 
+def test_a_call_takes_the_pieces_that_are_there(memory: DelayedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece is copied and reported without waiting for more of its batch; those that come while the device is busy are copied in
+    one call."""
+    monkeypatch.setattr(transfers, "BATCHES_UNDER_WAY", 1)
+    ready: SimpleQueue[int | None] = SimpleQueue()
+    pieces, told = pieces_of(memory, np.ones(16 * CHUNK, np.uint8)), SimpleQueue[tuple[int, Any]]()
+    arguments = {"landed": told.put, "next_piece": ready.get, "several": starts_several(memory, False)}
+    copying = threading.Thread(target=transfer, args=(memory.copy_in, pieces), kwargs=arguments)
+    copying.start()
+    ready.put(7)
+    assert told.get(timeout=30) is pieces[7]
+    memory.running.clear()
+    ready.put(3)
+    while memory.num_started < 2:
+        time.sleep(0.001)
+    for at in (1, 0, 9):
+        ready.put(at)
+    memory.running.set()
+    assert [told.get(timeout=30) for _ in range(4)] == [pieces[at] for at in (3, 1, 0, 9)]
+    ready.put(None)
+    copying.join(30)
+    assert not copying.is_alive()
+    assert memory.num_calls == 3
+
+
 # ---- a whole load
 
 
-@pytest.mark.parametrize("fail_at", [3, 30])  # the first two copies have the checksum's kernel compiled
+@pytest.mark.parametrize("fail_at", [2, 30])  # the first copy has the checksum's kernel compiled
 def test_a_load_that_failed_leaves_its_chunks_free(folder: Path, fail_at: int) -> None:
     """The runner raises the device's error for the load. Nothing is mapped or under way afterwards, so the chunks can be reused at
     once."""

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from engine.cuda.sink import DeviceSink
+from engine.memory import transfers
 from engine.memory.host_registration import register
-from engine.memory.transfers import transfer
+from engine.memory.transfers import copies_several, transfer
 from engine.memory.weight_range import WeightRange
 from loader import checksum, layout
 from loader.landings import Places
@@ -165,20 +166,31 @@ def test_weights_reach_the_gpu_as_they_reach_the_host(memory: CudaMemory, tmp_pa
     weights.close()
 
 
-def test_many_pieces_are_under_way(memory: CudaMemory) -> None:
-    """From page-locked and from ordinary memory, of odd lengths too."""
-    num_bytes, address = 12 * CHUNK - 5, memory.arena.data_ptr()
-    values = np.random.default_rng(1).integers(0, 256, num_bytes, np.uint8)
-    for pinned in (False, True):
-        there, back = (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy() for _ in range(2))
-        there[:] = values
-        out, home = ([(address + at, host[at : at + CHUNK]) for at in range(0, num_bytes, CHUNK)] for host in (there, back))
-        wanted = [checksum.of(piece) for _, piece in out]
-        memory.arena.zero_()
-        assert transfer(memory.copy_in, out) == wanted
-        assert memory.checksum(address, num_bytes) == checksum.of(values)
-        assert transfer(memory.copy_out, home) == wanted
-        assert np.array_equal(back, values)
+@pytest.mark.parametrize("in_batches", [False, True])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_many_pieces_are_under_way(memory: CudaMemory, monkeypatch: pytest.MonkeyPatch, pinned: bool, in_batches: bool) -> None:
+    """From page-locked and from ordinary memory, of mixed sizes and odd lengths too, one by one and several in a call."""
+    monkeypatch.setattr(transfers, "BATCH_PIECES", 7)
+    num_bytes, address, draw = 12 * CHUNK - 5, memory.arena.data_ptr(), np.random.default_rng(1)
+    values = draw.integers(0, 256, num_bytes, np.uint8)
+    there, back = (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy() for _ in range(2))
+    there[:] = values
+    sizes = [1, 7, 8, 9, 16384, 16391, CHUNK // 4, CHUNK // 4 + 3, CHUNK, CHUNK + 5]
+    places, at = list[tuple[int, int]](), 0  # what lies between two pieces stays zero
+    while at < num_bytes:
+        places.append((at, min(num_bytes, at + int(draw.choice(sizes)))))
+        at = places[-1][1] + 8 - places[-1][1] % 8
+    assert len(places) > 3 * 7
+    out, home = ([(address + begin, host[begin:end]) for begin, end in places] for host in (there, back))
+    wanted = [checksum.of(piece) for _, piece in out]
+    memory.arena.zero_()
+    torch.cuda.synchronize()  # copies to the device do not wait for it
+    copy_in, copy_out = (copies_several(memory, out) if in_batches else None for out in (False, True))
+    assert transfer(memory.copy_in, out, several=copy_in) == wanted
+    assert transfer(memory.copy_out, home, several=copy_out) == wanted
+    for (_, source), (_, copied) in zip(out, home, strict=True):
+        assert np.array_equal(source, copied)
+    assert memory.checksum(address, num_bytes) == checksum.of(back)
 
 
 def test_copies_and_evictions_beside_a_capture(memory: CudaMemory) -> None:

@@ -69,9 +69,17 @@ def packed_weights(draw: Draw) -> None:
 
 
 def checksums(draw: Draw) -> None:
-    num_words = draw.one_of(1, 2047, 2048, 70000, draw.between(1, 200000))
-    words = torch.randint(-(2**63), 2**63 - 1, (num_words,), generator=draw.generator)
-    partial = triton_checksum.new_partial_sums(draw.device)
-    triton_checksum.partial_sums(draw.on(words), partial)
-    sums = partial.cpu().numpy().view(np.uint64).sum(axis=0, dtype=np.uint64)
-    assert checksum.joined(sums) == checksum.of(words.numpy().view(np.uint8))
+    """Pieces of different sizes, also empty ones, at any multiple of 8 bytes, are summed up in one launch."""
+    words = torch.randint(-(2**63), 2**63 - 1, (draw.between(1, 100000),), generator=draw.generator)
+    on_device, pieces = draw.on(words), list[tuple[int, int]]()
+    for _ in range(draw.between(1, 4)):
+        first = draw.between(0, len(words) - 1)
+        most = len(words) - first
+        pieces.append((first, min(most, draw.one_of(0, 1, 2047, 2048, 70000, draw.between(1, most)))))
+    table = torch.tensor([(on_device.data_ptr() + 8 * first, num_words) for first, num_words in pieces])
+    num_programs = triton_checksum.num_programs(draw.one_of(1, 2049, len(words)))
+    partial = draw.on(torch.full((len(pieces), num_programs, 2), -1))
+    triton_checksum.partial_sums(draw.on(table), partial)
+    sums = partial.cpu().numpy().view(np.uint64).sum(axis=1, dtype=np.uint64)
+    for (first, num_words), of_piece in zip(pieces, sums, strict=True):
+        assert checksum.joined(of_piece) == checksum.of(words[first : first + num_words].numpy().view(np.uint8))

@@ -77,6 +77,11 @@ class Stream:
         self.clock.join(self._device.schedule.host.clock)
         self._device.schedule.host.tick()
 
+    def wait_event(self, event: Event) -> None:
+        self.clock.join(event.clock)
+        self.clock.join(self._device.schedule.host.clock)
+        self._device.schedule.host.tick()
+
     def synchronize(self) -> None:
         self._device.schedule.point()
         self._device.waits_in_capture(self.name)
@@ -85,24 +90,24 @@ class Stream:
 
 class Event:
     def __init__(self, device: Device, timed: bool) -> None:
-        self._device, self._timed, self._clock = device, timed, Clock()
+        self._device, self._timed, self.clock = device, timed, Clock()
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._device.stream
         stream.clock.join(self._device.schedule.host.clock)
         self._device.schedule.host.tick()
-        self._clock = Clock(stream.clock)
+        self.clock = Clock(stream.clock)
 
     def query(self) -> bool:
         over = self._device.schedule.random.random() < 0.5
         if over:
-            self._device.schedule.host.clock.join(self._clock)
+            self._device.schedule.host.clock.join(self.clock)
         return over
 
     def synchronize(self) -> None:
         self._device.schedule.point()
         self._device.waits_in_capture("an event")
-        self._device.schedule.host.clock.join(self._clock)
+        self._device.schedule.host.clock.join(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
         assert self._timed

@@ -41,7 +41,7 @@ from scheduler.batch.plan import BatchPlan, make_sequence_table
 from tests.engine import cuda_stand_in
 from tests.engine.races import schedule
 from tests.engine.races.clocks import Clock
-from tests.engine.races.device import TORCH, Device, Rules
+from tests.engine.races.device import TORCH, Access, Device, Rules
 from tests.engine.races.schedule import Schedule
 from tests.engine.races.tensors import Drawn, Tensor, Torch, reads, writes
 from tests.loader.checkpoints import shape
@@ -158,6 +158,11 @@ def opened(path: str, fingerprint: str, stack: Any, in_place: bool, wants_packed
     return SimpleNamespace(shape=replace(SHAPE, predicts=predicts))
 
 
+def summed(table: Tensor) -> list[Access]:
+    """Returns the accesses of a checksum kernel to the pieces that its table names."""
+    return [((address, num_words * 8), False) for address, num_words in table.values.tolist()]
+
+
 def kernels(on: Device) -> SimpleNamespace:
     """Stands in for engine.cuda.kernels.entry."""
     torch_on = Torch(on)
@@ -269,8 +274,8 @@ class EngineRun:
         cuda_memory = cuda_stand_in.install(monkeypatch, self._driver)
         self.copies = copies = sys.modules["engine.cuda.copies"]
         sums = SimpleNamespace(
-            new_partial_sums=lambda on: torch_on.zeros(2, 2, dtype=torch.int64, device=on),
-            partial_sums=lambda words, out: device.launch("a checksum", [reads(words), writes(out)]),
+            num_programs=lambda most_words: 2,
+            partial_sums=lambda table, out: device.launch("a checksum", [reads(table), writes(out), *summed(table)]),
         )
         few_rows = SimpleNamespace(
             MAX_ROWS=4,

@@ -17,7 +17,8 @@ CUDA, HOST = SimpleNamespace(type="cuda", index=0), SimpleNamespace(type="cpu", 
 
 
 class Tensor:
-    """A tensor without values. storage: its block, of which it stands for all. None: it stands for its own bytes at an address."""
+    """A tensor without values, but for what the host writes to it or copies from there. storage: its block, of which it stands for
+    all. None: it stands for its own bytes at an address."""
 
     def __init__(
         self, on: Device, shape: Sequence[int], dtype: Any, device: Any, storage: Storage | None = None, address: int = 0
@@ -25,6 +26,7 @@ class Tensor:
         self.on, self.shape, self.dtype, self.device = on, tuple(shape), dtype, device
         self.storage, self.address = storage, address
         self.is_cuda = device is CUDA
+        self.values: Any = None
 
     @property
     def place(self) -> Any:
@@ -77,6 +79,7 @@ class Tensor:
 
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
         self.on.launch("copy", [reads(other), writes(self)])
+        self.values = None if other.values is None else other.values.copy()
         return self
 
     def index_select(self, dim: int, rows: Tensor) -> Tensor:
@@ -117,7 +120,9 @@ class Tensor:
     def numpy(self) -> Any:
         if self.storage is not None:
             self.on.host_uses(self.storage.block, self.storage.block.what, "the host")
-        return np.zeros(self.shape, torch.zeros(0, dtype=self.dtype).numpy().dtype)
+        if self.values is None:
+            self.values = np.zeros(self.shape, torch.zeros(0, dtype=self.dtype).numpy().dtype)
+        return self.values
 
     def new_empty(self, *shape: int) -> Tensor:
         return Tensor(self.on, shape, self.dtype, self.device, self.on.allocate(shape, "a result"))

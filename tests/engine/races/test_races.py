@@ -129,6 +129,10 @@ def copies_outlive_their_errors(run: EngineRun, monkeypatch: pytest.MonkeyPatch)
     run.streams.summed = failing
 
 
+def sums_do_not_wait_for_copies(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.streams._sums.wait_event = lambda event: None
+
+
 def steps_do_not_wait_for_staging(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host fills the one staging buffer again without waiting for the copy from it."""
     monkeypatch.setattr(sequences, "NUM_STAGING", 1)
@@ -165,6 +169,7 @@ FAULTS: list[tuple[Callable[[EngineRun, pytest.MonkeyPatch], None], str, str]] =
     ),
     (loads_do_not_wait, "2.13", "may still"),
     (copies_outlive_their_errors, "2.13", "a chunk that a copy to the device on stream 0 may still write"),
+    (sums_do_not_wait_for_copies, "2.11", "reads a chunk that a copy to the device on stream 0 may still write"),
     (steps_do_not_wait_for_staging, "2.13", "writes page-locked memory that copy on"),
     (drafts_do_not_wait_for_their_step, "2.13", "predictor on stream 4 reads"),
 ]
