@@ -72,6 +72,8 @@ def settings(folder: pathlib.Path, models: Mapping[str, Any] | str | list[str], 
 def host_tier(wanted_bytes: int) -> list[str]:
     """Returns the flags of a host tier: a smaller one on a machine that has less memory now. A virtual one may get its memory as it
     is used, and the daemon refuses what it does not see."""
+    if not wanted_bytes:
+        return ["--host-tier-bytes", "0"]
     return ["--host-tier-bytes", f"{min(wanted_bytes, machine_memory_bytes() * 3 // 4) >> 20}MiB"]
 
 
