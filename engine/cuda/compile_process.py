@@ -63,4 +63,7 @@ def compile_launcher(compiled: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all is written: torch's and Triton's libraries would take time to end, and one that aborts then would count

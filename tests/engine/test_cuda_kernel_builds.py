@@ -46,6 +46,13 @@ for launch in launches.values():
     launch.compile()
 print(found.count(True), found.count(False))
 """
+# a compiler in a process whose libraries abort when it is finalised; of so many shares the last one has no kernel
+ABORTS = """
+import atexit, os, runpy, sys
+atexit.register(os.abort)
+sys.argv = ["compile_process", "999", "1000"]
+runpy.run_module("engine.cuda.compile_process", run_name="__main__", alter_sys=True)
+"""
 
 
 class Machine:
@@ -94,6 +101,13 @@ def test_the_engine_finds_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     found, missing = map(int, looked.stdout.split())
     assert missing == 0
     assert found > 20
+
+
+def test_a_compiler_that_is_done_is_not_finalised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    job = msgspec.json.encode(CompileJob(CASE.spec, CASE.shape, BLOCK_TOKENS, HOPPER, str(tmp_path)))
+    ended = subprocess.run([sys.executable, "-c", ABORTS], cwd=ROOT, input=job, capture_output=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout) == (0, b"units 0\n"), ended.stderr.decode()
 
 
 def test_it_happens_once_for_each_kind_of_model(machine: Machine) -> None:
