@@ -20,7 +20,7 @@ from engine.exchange import Exchange
 from engine.loading.left_weights import adopt
 from engine.loading.weight_copies import KeptCopy, WeightCopies
 from engine.memory.group_region import open_region
-from engine.memory.host_registration import RegistersHost, register
+from engine.memory.host_registration import BACKGROUND_SHARE, RegistersHost, register
 from engine.memory.host_tier import HostTier
 from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_gate import WeightGate
@@ -62,13 +62,17 @@ class TorchRunner:
         self._telling = threading.Lock()
         self._kernels = _in_background(self._prepare)
         if tier is not None and isinstance(memory, RegistersHost):
-            _in_background(partial(register, memory, "host tier", [tier.span], tier.slot_bytes))
+            _in_background(partial(self._register, memory, tier))
 
     def _prepare(self) -> None:
         self._ring.prepare()
         if isinstance(self.memory, RegistersHost):
             register(self.memory, "staging", [self._ring.span], self._ring.slot_bytes)
         self.backend.prepare(self._tell_of_kernels)
+
+    def _register(self, memory: RegistersHost, tier: HostTier) -> None:
+        wait([self._kernels])  # loads wait for these, and none for the tier
+        register(memory, "host tier", [tier.span], tier.slot_bytes, BACKGROUND_SHARE)
 
     def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
         """Calls `tell` with all earlier news about kernels, and from other threads with all later news."""

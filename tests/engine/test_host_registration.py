@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from engine.cpu.memory import CpuMemory
 from engine.cuda.backend import CudaBackend
 from engine.loading.runner import TorchRunner
-from engine.memory import host_registration
+from engine.memory import host_registration, mappings
 from engine.memory.host_registration import RegistersHost, register
 from engine.memory.host_tier import HostTier
 from engine.protocol import Configure
@@ -48,6 +51,99 @@ def test_ranges_cover_each_span_once(monkeypatch: pytest.MonkeyPatch, caplog: py
             "host tier: 0.00 of 0.00 GiB are registered with the device: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
         )
     memory.close()
+
+
+class PagesFirst(CpuMemory):
+    """A memory that refuses to register what has no pages yet. fd: of the memfd that is registered; its tier begins at address."""
+
+    fd, address, num_ranges = -1, 0, 0
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        begin = address - self.address
+        assert os.lseek(self.fd, begin, os.SEEK_DATA) == begin
+        assert os.lseek(self.fd, begin, os.SEEK_HOLE) >= begin + num_bytes
+        self.num_ranges += 1
+
+
+def test_the_driver_finds_pages_and_contents_stay(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A tier of which one slot was filled by an engine before."""
+    monkeypatch.setattr(host_registration, "RANGE_BYTES", 2 * CHUNK)
+    monkeypatch.setattr(host_registration, "POPULATED_BYTES", CHUNK // 2)
+    memory = PagesFirst(1, CHUNK)
+    memory.fd = os.memfd_create("tier")
+    os.ftruncate(memory.fd, 5 * CHUNK)
+    os.pwrite(memory.fd, b"kept" * (CHUNK // 4), 3 * CHUNK)
+    tier = HostTier(os.dup(memory.fd), 5, CHUNK)
+    memory.address = tier.span[0]
+    with caplog.at_level(logging.INFO, "engine"):
+        assert register(memory, "host tier", [tier.span], CHUNK) == 5 * CHUNK
+    assert memory.num_ranges == 3
+    assert bytes(tier.slot(3)) == b"kept" * (CHUNK // 4)
+    assert not any(tier.slot(slot).any() for slot in (0, 1, 2, 4))
+    told = r"host tier: 0.00 GiB registered with the device in \d.\d s, [\d.]+ s a GiB: [\d.]+ making pages, [\d.]+ in the driver"
+    assert re.search(told + "$", caplog.text, re.MULTILINE)
+    os.close(memory.fd)
+    memory.close()
+
+
+def test_where_the_system_makes_no_pages_the_driver_does(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(mappings, "populate", lambda address, num_bytes: asked.append(num_bytes))  # None, as if refused
+    memory = Registering(1, CHUNK)
+    with caplog.at_level(logging.INFO, "engine"):
+        assert register(memory, "host tier", [(1 << 30, 200 << 20)], unit_bytes=16 << 20) == 200 << 20
+    assert [size >> 20 for _, size in memory.registered] == [64, 64, 64, 8]
+    assert asked == [16 << 20]
+    assert "making pages (the system refused to make them all)" in caplog.text
+    memory.close()
+
+
+def test_the_driver_is_left_to_others_most_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four seconds a range, one is the driver's; the time in which pages are made is not waited for once more."""
+    now_s, begun_s = 0.0, []
+
+    def passes(seconds: float) -> bool:
+        nonlocal now_s
+        now_s += seconds
+        return True
+
+    def registers(address: int, num_bytes: int) -> None:
+        begun_s.append(now_s)
+        passes(1.0)
+
+    monkeypatch.setattr(host_registration, "time", SimpleNamespace(perf_counter=lambda: now_s, sleep=passes))
+    monkeypatch.setattr(mappings, "populate", lambda address, num_bytes: passes(2.0 if address == 0 else 0.5))
+    memory = SimpleNamespace(register_host=registers)
+    monkeypatch.setattr(host_registration, "RANGE_BYTES", 100)
+    register(memory, "host tier", [(0, 300)], unit_bytes=100, share=0.25)
+    assert begun_s == [2.0, 6.0, 10.0]
+    assert now_s == 11.0
+    begun_s.clear()
+    register(memory, "staging", [(1000, 300)], unit_bytes=100)
+    assert begun_s == [11.5, 13.0, 14.5]
+
+
+def test_a_runner_registers_its_tier_after_what_loads_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, all_done = list[str](), threading.Event()
+
+    def noted(memory: object, what: str, *_: object) -> None:
+        order.append(what)
+        if what == "host tier":
+            all_done.set()
+
+    def prepare(backend: CudaBackend, tell: object) -> None:
+        all_done.wait(0.1)  # long enough for a tier that does not wait
+        order.append("kernels")
+
+    monkeypatch.setattr("engine.loading.runner.register", noted)
+    monkeypatch.setattr(CudaBackend, "prepare", prepare)
+    fd = os.memfd_create("tier")
+    os.ftruncate(fd, CHUNK)
+    memory = Registering(4, CHUNK)
+    options = Configure("cuda:0", 4, CHUNK, 0, 512, BLOCK_TOKENS, 10.0, 1, cache_dir=str(tmp_path))
+    TorchRunner(CudaBackend(memory, options), options, HostTier(fd, 1, CHUNK))
+    assert all_done.wait(30)
+    assert order == ["staging", "kernels", "host tier"]
 
 
 def test_a_runner_registers_its_staging_buffers_and_the_whole_tier(tmp_path: Path) -> None:
