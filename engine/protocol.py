@@ -223,7 +223,7 @@ class EngineFault(Message, frozen=True):
 
 
 class LoadProgress(Message, frozen=True):
-    """Progress of a load, in bytes. bytes_total 0: the load waits until kernels are set up, and its time has not begun."""
+    """Progress of a load, in bytes. bytes_total 0: the load waits for kernels, and its time does not run."""
 
     placement_id: int
     bytes_done: int
@@ -250,7 +250,7 @@ class LoadDone(Message, frozen=True):
     restored_kv_tokens: int = 0  # tokens whose KV was restored from kv_slots
     source_rejected: str = ""  # why source_slots were given but not used (the weights came from disk instead)
     read_as: str = ""  # which files were read and why, if some are packed
-    kernels_seconds: float = 0.0  # part of `seconds`: spent on kernels, until they were set up, compiled and launched once
+    kernels_seconds: float = 0.0  # part of `seconds`: spent on kernels alone, while no weights were read
     adopted: bool = False  # the weights were on the device already, left by an engine that died: nothing was read or copied
 
 
@@ -263,7 +263,7 @@ class KernelsTold(Message, frozen=True):
     num_units: int
     left_s: float  # estimate
     problem: str = ""  # why kernels are not in use though nothing is being compiled
-    loads_wait: bool = False  # the load that needs them waits until they are compiled
+    loads_wait: bool = False  # the load that needs them does not end before they are compiled
 
 
 class WeightsHeld(Message, frozen=True):

@@ -30,6 +30,7 @@ class StagingRing:
             self._map = mmap.mmap(-1, num_slots * slot_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"can't map {num_slots} staging slots of {slot_bytes} bytes: {error.strerror}") from None
+        self._map.madvise(mmap.MADV_DONTFORK)  # a fork during a direct read could leave what is read to the child
         self.huge_pages = huge_pages_enabled()
         if self.huge_pages:
             self._map.madvise(mmap.MADV_HUGEPAGE)

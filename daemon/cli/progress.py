@@ -38,7 +38,7 @@ def show(name: str, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]
                 if line["bytes_total"]:
                     progress.update(task, completed=line["bytes_done"], total=line["bytes_total"], description=f"{name}: loading")
                 else:
-                    progress.update(task, description=f"{name}: its kernels are looked for")
+                    progress.update(task, description=f"{name}: waits for its kernels")
             elif line.get("event") == "state":
                 progress.update(task, description=f"{name}: {line['new']}")
             yield line

@@ -1,5 +1,5 @@
 """Devices whose kernels are still being compiled, as their engines report. Until that is done, models on them are slower, or a load
-waits.
+does not end.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def sentence(device: str, row: dict[str, Any]) -> str:
     """Returns the progress of one device's compilation in words, without a full stop. row: as Kernels.row returns it."""
     left = f"about {row['left_s']:.0f} s left" if row["left_s"] >= 1 else "nearly done"
     done = f"{row['done']} of {row['total']}, {left}" if row["total"] else left
-    until_then = "its load waits" if row.get("loads_wait") else "models are slower"
+    until_then = "its load cannot end" if row.get("loads_wait") else "models are slower"
     return f"{device}: kernels for {row['kind']} are being compiled ({done}); until then {until_then}"

@@ -47,9 +47,12 @@ class Backend(Protocol):
         called before it has returned. tell: called from any thread with news about kernels."""
         ...
 
-    def need_kernels(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat, waiting: Callable[[], None]) -> None:
-        """Asks for the kernels of a model. Returns once they are compiled, or at once on a device that serves the model without
-        them. waiting: called every second until then; what it raises is raised here."""
+    def need_kernels(
+        self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat
+    ) -> Callable[[Callable[[], None]], None] | None:
+        """Asks for the kernels of a model, at once. Returns None on a device that serves the model without them, otherwise a
+        function that compiles them, and is called with `waiting`, in any thread: it calls that every second, and what that raises
+        ends the compilation and is raised. `model` and `split_model` are called once it has returned."""
         ...
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:

@@ -78,7 +78,7 @@ class CpuBackend:
     def steps_may_overlap(self) -> bool:
         return self._ops.threads_may_share()
 
-    def need_kernels(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat, waiting: Callable[[], None]) -> None:
+    def need_kernels(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
         self._need(spec.dtype, weight_format.kernels)
 
     def _need(self, dtype: str, kernels: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -93,9 +94,10 @@ class CudaBackend:
             of_gpu = (10 * major + minor, self._options.block_tokens)
             self._builds = KernelBuilds(str(triton.knobs.cache.dir), *of_gpu, num_cores(), tell)
 
-    def need_kernels(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat, waiting: Callable[[], None]) -> None:
-        if self._builds is not None:
-            self._builds.need(spec, shape, waiting)
+    def need_kernels(
+        self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat
+    ) -> Callable[[Callable[[], None]], None] | None:
+        return None if self._builds is None else partial(self._builds.need, spec, shape)
 
     def _need_adapter_kernels(self, spec: LoadModel, shape: ModelShape) -> None:
         """Does the same for the kernels of a model's adapters, when the first of them is read."""

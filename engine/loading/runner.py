@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import KernelNews, LoadCancelled, LoadTask
 from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
 from engine.exchange import Exchange
+from engine.loading.kernel_wait import Compilation, time_of_kernels, wait_for_kernels
 from engine.loading.left_weights import adopt
 from engine.loading.weight_copies import KeptCopy, WeightCopies
 from engine.memory.group_region import open_region
@@ -40,8 +41,6 @@ from loader.unpack import Decoder
 from loader.weight_stream import OpenCheckpoint, ReadCancelled, open_checkpoint, stream_weights
 
 log = logging.getLogger("engine")
-
-KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
 
 
 class TorchRunner:
@@ -90,7 +89,7 @@ class TorchRunner:
         CheckpointChanged, MemoryError, LoadCancelled, and ValueError for a share where the engine can have none."""
         spec, asked_s, backend, group = task.spec, time.perf_counter(), self.backend, task.spec.group
         share = None if group is None else SplitShape(group.rank, len(group.members), expert_parts=group.expert_parts)
-        _wait_for_kernels(self._kernels, task)
+        wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
             choice = SourceChoice(self._rates, self._ring, backend.measured_decoder)
             how = (backend.reads_in_place, choice.wants_packed, spec.predicts, spec.head_path)
@@ -101,7 +100,7 @@ class TorchRunner:
             granted = len(task.chunks) * self._options.chunk_bytes
             if num_bytes > granted:
                 raise MemoryError(f"weights take {num_bytes} bytes, {len(task.chunks)} chunks were granted ({granted} bytes)")
-            backend.need_kernels(spec, source.shape, weight_format, partial(_still_waiting, task))
+            compilation = stack.enter_context(Compilation(backend.need_kernels(spec, source.shape, weight_format), task))
             task.kernels_seconds = time.perf_counter() - asked_s
             held_as = (spec.fingerprint, spec.dtype, spec.quantize, spec.predicts, share)
             weights = self._ranges.of(spec.model, held_as, num_bytes)
@@ -111,9 +110,11 @@ class TorchRunner:
             gate: WeightGate | None = None
             early: StreamedModel | None = None
             if share is not None:
-                return self._load_share(task, choice, source, weights, stack)
+                return self._load_share(task, choice, source, weights, compilation, stack)
             try:
                 early = backend.early_model(spec, source.shape, weights)
+                if early is not None:
+                    compilation.wait()
                 if early is not None and task.begun is not None and backend.steps_may_overlap:
                     gate = WeightGate(weight_layout(source.shape, spec.dtype, weight_format))
                     task.begun(early, gate)
@@ -122,7 +123,8 @@ class TorchRunner:
                 task.weights_bytes = num_bytes
                 if early is not None:
                     return early
-                with _time_of_kernels(task):
+                compilation.wait()
+                with time_of_kernels(task):
                     return backend.model(spec, source.shape, weights)
             except BaseException as error:
                 if gate is not None:
@@ -135,7 +137,13 @@ class TorchRunner:
                 raise
 
     def _load_share(
-        self, task: LoadTask, choice: SourceChoice, source: OpenCheckpoint, weights: WeightRange, stack: ExitStack
+        self,
+        task: LoadTask,
+        choice: SourceChoice,
+        source: OpenCheckpoint,
+        weights: WeightRange,
+        compilation: Compilation,
+        stack: ExitStack,
     ) -> GroupShare:
         """Loads this device's share of a split model into the mapped range. Nothing of it outlives this engine, or is kept in the
         host tier, and its KV is in a range of its own."""
@@ -150,7 +158,8 @@ class TorchRunner:
             kv = self._kv_ranges.of(spec.model, None, len(kv_chunks) * self._options.chunk_bytes)
             kv.map(kv_chunks)
             self._read(task, choice, source, weights, None, stack)
-            with _time_of_kernels(task):
+            compilation.wait()
+            with time_of_kernels(task):
                 memory = kv.tensor(0, (kv.num_bytes,), torch.uint8)
                 return GroupShare(backend.split_model(spec, source.shape, weights, memory, region), region, kv.unmap)
         except BaseException as error:
@@ -239,42 +248,3 @@ def _in_background(work: Callable[[], object]) -> Future[None]:
 
     threading.Thread(target=run, name="kernels", daemon=True).start()
     return future
-
-
-def _wait_for_kernels(compiled: Future[None], task: LoadTask) -> None:
-    """Waits until kernels have been set up, and reports meanwhile that this load's time has not begun. Raises RuntimeError,
-    LoadCancelled."""
-    until_s = time.monotonic() + KERNELS_LIMIT_S
-    while not wait([compiled], TELL_EVERY_S).done:
-        _still_waiting(task)
-        if time.monotonic() > until_s:
-            raise RuntimeError(f"kernels: not found within {KERNELS_LIMIT_S:.0f} s")
-    if (error := compiled.exception()) is not None:
-        raise RuntimeError(f"kernels: {error}") from error
-
-
-def _still_waiting(task: LoadTask) -> None:
-    """Reports that a load waits for kernels, so its time has not begun. Raises LoadCancelled."""
-    task.progress(0, 0)
-    if task.cancelled():
-        raise LoadCancelled(f"{task.spec.model}: cancelled while it waited for kernels")
-
-
-@contextmanager
-def _time_of_kernels(task: LoadTask) -> Iterator[None]:
-    """Counts the time inside as spent on kernels: a first load launches each of them and has it compiled if it must, and none of it
-    tells how fast a drive is. It is reported meanwhile, for KERNELS_LIMIT_S at most."""
-    began_s, over = time.perf_counter(), threading.Event()
-
-    def tell() -> None:
-        while not over.wait(TELL_EVERY_S) and time.perf_counter() - began_s < KERNELS_LIMIT_S:
-            task.progress(0, 0)
-
-    teller = threading.Thread(target=tell, name="kernels", daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        over.set()
-        teller.join()
-        task.kernels_seconds += time.perf_counter() - began_s

@@ -117,7 +117,7 @@ class LoadFinished(Event):
     copy_s: float = 0.0  # of the seconds, spent copying from host memory
     source_rejected: str = ""  # why the copy in source_slots was not used
     read_as: str = ""  # which of its files were read and why, where some are packed
-    kernels_s: float = 0.0  # of the seconds, spent waiting until kernels had been looked for
+    kernels_s: float = 0.0  # of the seconds, spent on kernels alone, while no weights were read
     restored_kv_tokens: int = 0
     adopted: bool = False  # the weights were on the device already: nothing is learnt of the disk or the host's memory
 
@@ -139,7 +139,7 @@ class LoadFailed(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadProgressed(Event):
-    """A load made progress. bytes_total 0: it waits until kernels have been looked for."""
+    """A load made progress. bytes_total 0: it waits for kernels."""
 
     placement_id: int
     bytes_done: int

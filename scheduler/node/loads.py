@@ -77,7 +77,7 @@ def load_progressed(node: Node, event: LoadProgressed) -> None:
         return
     if event.bytes_total:
         model.progress = (event.bytes_done, event.bytes_total)
-    elif ("load", model.name) in node.deadlines:  # kernels are being looked for: its time begins then
+    elif ("load", model.name) in node.deadlines:  # it waits for kernels: its time begins then
         assert model.copy is not None
         set_load_deadline(node, model.copy)
 

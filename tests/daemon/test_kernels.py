@@ -30,7 +30,7 @@ def test_what_is_told_is_shown_until_it_is_over() -> None:
 def test_on_a_gpu_the_load_waits_for_them() -> None:
     kernels = Kernels(EventRing())
     kernels.told("cuda:0", KernelsTold("one-b", 0, 0, 12.0, loads_wait=True))
-    assert kernels.sentence() == "cuda:0: kernels for one-b are being compiled (about 12 s left); until then its load waits."
+    assert kernels.sentence() == "cuda:0: kernels for one-b are being compiled (about 12 s left); until then its load cannot end."
 
 
 def test_why_there_are_none_is_a_problem() -> None:

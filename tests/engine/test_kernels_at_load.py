@@ -12,7 +12,7 @@ import pytest
 from engine.contracts.loads import LoadCancelled
 from engine.cpu import backend as cpu_backend
 from engine.cpu.ops import CpuOps
-from engine.loading import runner
+from engine.loading import kernel_wait
 from engine.protocol import LoadModel
 from tests.engine.model_bench import MAX_LEN, load, load_task, make_checkpoint, make_memory, make_runner
 
@@ -38,7 +38,7 @@ def test_kernels_that_fail_to_build_fail_the_load(monkeypatch: pytest.MonkeyPatc
 
 def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     looked = threading.Event()
-    monkeypatch.setattr(runner, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(kernel_wait, "TELL_EVERY_S", 0.01)
     monkeypatch.setattr(cpu_backend, "CpuOps", lambda cache_dir, deferred: CpuOps(cache_dir, use_kernels=not looked.wait(10)))
     told: list[tuple[int, int]] = []
 
@@ -56,7 +56,7 @@ def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_load_that_waits_for_kernels_can_be_cancelled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     looked = threading.Event()
-    monkeypatch.setattr(runner, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(kernel_wait, "TELL_EVERY_S", 0.01)
     monkeypatch.setattr(cpu_backend, "CpuOps", lambda cache_dir, deferred: CpuOps(cache_dir, use_kernels=not looked.wait(10)))
     with pytest.raises(LoadCancelled, match="kernels"):
         make_runner(make_memory()).load(load_task(spec(folder), cancelled=lambda: True))

@@ -322,3 +322,18 @@ def test_early_end_of_file_names_tensor_and_offset(tmp_path: Path, monkeypatch: 
         wanted = rf"tensor {last.name}: the file ends at offset {last.offset_bytes + 8}, {last.num_bytes - 8} bytes too early"
         with pytest.raises(CheckpointError, match=wanted):
             read_into(memory, source, "float32")
+
+
+def test_a_child_process_gets_no_staging_memory() -> None:
+    """A direct read that is under way during a fork would otherwise write to the pages that the child is left with."""
+    ring = StagingRing(2, 8192)
+    address, _ = ring.span
+    begin = end = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(one, 16) for one in name.split("-"))
+        elif name == "VmFlags:" and begin <= address < end:
+            assert "dc" in rest
+            return
+    raise AssertionError("the ring is not mapped")

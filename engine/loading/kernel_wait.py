@@ -1,0 +1,100 @@
+"""Waits of a load for kernels: they are reported, can be cancelled, and are no part of the time in which weights were read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from types import TracebackType
+
+from engine.contracts.loads import LoadCancelled, LoadTask
+
+KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
+
+
+def wait_for_kernels(prepared: Future[None], task: LoadTask) -> None:
+    """Waits until the device's kernels have been set up, and reports meanwhile that this load's time has not begun. Raises
+    RuntimeError, LoadCancelled."""
+    until_s = time.monotonic() + KERNELS_LIMIT_S
+    while not wait([prepared], TELL_EVERY_S).done:
+        _still_waiting(task)
+        if time.monotonic() > until_s:
+            raise RuntimeError(f"kernels: not found within {KERNELS_LIMIT_S:.0f} s")
+    if (error := prepared.exception()) is not None:
+        raise RuntimeError(f"kernels: {error}") from error
+
+
+class Compilation:
+    """A context in which a model's kernels are compiled in a thread of their own, while its weights are read. When it is left, the
+    thread has ended, and with it a compilation that nobody waits for any more. compiled: as Backend.need_kernels returns it."""
+
+    def __init__(self, compiled: Callable[[Callable[[], None]], None] | None, task: LoadTask) -> None:
+        self._compiled, self._task = compiled, task
+        self._left = threading.Event()
+        self._ended: Future[None] = Future()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Compilation:
+        if self._compiled is None:
+            self._ended.set_result(None)
+        else:
+            self._thread = threading.Thread(target=self._run, args=(self._compiled,), name="compilation", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._left.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Waits until the kernels are compiled, reports that the load waits for them, and counts the time as spent on kernels.
+        Raises LoadCancelled, and what the compilation raised."""
+        began_s = time.perf_counter()
+        try:
+            while not wait([self._ended], TELL_EVERY_S).done:
+                _still_waiting(self._task)
+            self._ended.result()
+        finally:
+            self._task.kernels_seconds += time.perf_counter() - began_s
+
+    def _run(self, compiled: Callable[[Callable[[], None]], None]) -> None:
+        try:
+            compiled(self._check)
+        except BaseException as error:  # `wait` raises it
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    def _check(self) -> None:
+        if self._left.is_set() or self._task.cancelled():
+            raise LoadCancelled(f"{self._task.spec.model}: cancelled while its kernels were compiled")
+
+
+def _still_waiting(task: LoadTask) -> None:
+    """Reports that a load waits for kernels, so its time does not run. Raises LoadCancelled."""
+    task.progress(0, 0)
+    if task.cancelled():
+        raise LoadCancelled(f"{task.spec.model}: cancelled while it waited for kernels")
+
+
+@contextmanager
+def time_of_kernels(task: LoadTask) -> Iterator[None]:
+    """Counts the time inside as spent on kernels: a first load launches each of them and has it compiled if it must, and none of it
+    tells how fast a drive is. It is reported meanwhile, for KERNELS_LIMIT_S at most."""
+    began_s, over = time.perf_counter(), threading.Event()
+
+    def tell() -> None:
+        while not over.wait(TELL_EVERY_S) and time.perf_counter() - began_s < KERNELS_LIMIT_S:
+            task.progress(0, 0)
+
+    teller = threading.Thread(target=tell, name="kernels", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+        task.kernels_seconds += time.perf_counter() - began_s
