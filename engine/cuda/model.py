@@ -72,7 +72,7 @@ class DeviceGroupMemory:
 
 @dataclass(slots=True)
 class _Marks:
-    """Events around a step, and page-locked memory [2, N] int32 for what it draws. Taken again for a later step once this one was
+    """Events around a step, and page-locked memory, int32, for what it draws. Taken again for a later step once this one was
     read: the driver takes longer to make them than to use them."""
 
     started: Any
@@ -80,18 +80,27 @@ class _Marks:
     drawn: Tensor | None = None
 
     def room_for(self, drawn: Tensor) -> Tensor:
-        """Returns page-locked memory of the size of drawn [2, N]."""
-        if self.drawn is None or self.drawn.shape[1] < drawn.shape[1]:
-            self.drawn = torch.empty(2, max(DRAWN_ROWS, drawn.shape[1]), dtype=drawn.dtype, pin_memory=True)
-        return self.drawn[:, : drawn.shape[1]]
+        """Returns page-locked memory of the size of drawn [2, N], in one piece: torch waits for the device with any other copy."""
+        if self.drawn is None or len(self.drawn) < drawn.numel():
+            self.drawn = torch.empty(max(2 * DRAWN_ROWS, drawn.numel()), dtype=drawn.dtype, pin_memory=True)
+        return self.drawn[: drawn.numel()].view(drawn.shape)
 
 
 class PendingStep:
     """A step under way on the device; `wait` blocks without spinning, and may be called once. told: on the host, what `drawn` of
-    StepOutputs is, or, if the model embeds, its vectors. marks: None if the step has ended; read: takes them back."""
+    StepOutputs is, of which the first num_sampling rows count, or, if the model embeds, its vectors. marks: None if the step has
+    ended; read: takes them back."""
 
-    def __init__(self, told: Tensor, embeds: bool, marks: _Marks | None, began_s: float, read: Callable[[_Marks], None]) -> None:
-        self._told, self._embeds, self._marks, self._read = told, embeds, marks, read
+    def __init__(
+        self,
+        told: Tensor,
+        num_sampling: int,
+        embeds: bool,
+        marks: _Marks | None,
+        began_s: float,
+        read: Callable[[_Marks], None],
+    ) -> None:
+        self._told, self._num_sampling, self._embeds, self._marks, self._read = told, num_sampling, embeds, marks, read
         self._seconds = time.perf_counter() - began_s  # if it has no events, it has ended
 
     def wait(self) -> StepResult:
@@ -102,7 +111,7 @@ class PendingStep:
         if self._embeds:
             result = vectors_result(self._told.numpy().copy(), seconds)
         else:
-            drawn = self._told.numpy()
+            drawn = self._told.numpy()[:, : self._num_sampling]
             result = StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
         if marks is not None:
             self._marks = None
@@ -228,8 +237,8 @@ class CudaModel:
                 ids = drawn["ids"]
             launched = _EndedStep(result)
         else:
-            told = begun.outputs.hidden[:num_sampling].float() if self.embeds else begun.outputs.drawn[:, :num_sampling]
-            launched = self._pending(told, begun.marks, began_s)
+            told = begun.outputs.hidden[:num_sampling].float() if self.embeds else begun.outputs.drawn
+            launched = self._pending(told, num_sampling, begun.marks, began_s)
         if self._predicting is None or plan.to_propose is None:
             return launched
         assert begun.outputs.kept is not None
@@ -464,13 +473,13 @@ class CudaModel:
         marks.started.record()
         return marks
 
-    def _pending(self, told: Tensor, marks: _Marks | None, began_s: float) -> PendingStep:
+    def _pending(self, told: Tensor, num_sampling: int, marks: _Marks | None, began_s: float) -> PendingStep:
         if marks is not None:
             on_host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True) if self.embeds else marks.room_for(told)
             on_host.copy_(told, non_blocking=True)
             marks.done.record()
             told = on_host
-        return PendingStep(told, self.embeds, marks, began_s, self._free_marks.append)
+        return PendingStep(told, num_sampling, self.embeds, marks, began_s, self._free_marks.append)
 
     def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
         """Computes the device's part of a decode step of R rows from its columns. Runs eagerly, or while a graph is captured, so
