@@ -3,7 +3,8 @@ a core's time from the plan of a step to its result, for steps that launch each 
 not counted; a core whose caches others use takes longer, and machine_load tells how many there were.
 
 64 rows that decode at scattered places of their sequences; a mixed step has a piece of one more prompt. Rows sample with a
-temperature and top_p. JSON lines, then a table.
+temperature and top_p; in further decode steps all of them have penalties, log-probabilities, a bias or a grammar's mask as well.
+JSON lines, then a table.
 usage: python -m benchmarks.launch_path [--models 1b,8b] [--steps 200] [--rows 64] [--chunk 128]
 """
 
@@ -26,28 +27,42 @@ from benchmarks import no_driver
 from benchmarks.gpu_shapes import shape_of
 from engine.cuda.backend import MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS
 from engine.cuda.model import CudaModel
-from engine.protocol import LoadModel
+from engine.grammar.row_masks import RowMasks
+from engine.protocol import LoadModel, SamplingParams
 from engine.sampling.sampler import sampling_rows
-from scheduler.batch.plan import BatchPlan, make_sequence_table
+from scheduler.batch.plan import BatchPlan, make_sequence_table, write_sampling
 
 BLOCK_TOKENS, LENGTH = 16, 4096
 WARM_UP_STEPS = 20
 GRAPHS = (MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS)
+# what rows have besides a temperature and top_p, by the words for it
+SETTINGS: dict[str, dict[str, Any]] = {
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    "log-probabilities": {"logprobs": 5},
+    "bias": {"logit_bias": dict.fromkeys(range(300), 0.5)},
+    "min_tokens": {"min_tokens": LENGTH, "stop_token_ids": [1, 2, 3]},
+    "grammar": {},
+    "all of these": {"presence_penalty": 0.5, "logprobs": 5, "logit_bias": {7: 0.5}, "min_tokens": LENGTH, "stop_token_ids": [1]},
+}
+MASKED = ("grammar", "all of these")
 
 
 class Sequences:
     """num_rows sequences of one length each that decode, and one more whose prompt comes in pieces of `chunk` tokens (0: none
-    does)."""
+    does). settings: of SETTINGS, or nothing."""
 
-    def __init__(self, num_rows: int, chunk: int) -> None:
+    def __init__(self, num_rows: int, chunk: int, settings: str = "") -> None:
         generator = np.random.default_rng(0)
         self.num_rows, self.chunk = num_rows, chunk
         table = self.table = make_sequence_table(num_rows + 1, LENGTH, LENGTH // BLOCK_TOKENS)
         table.request_id[:] = np.arange(1, num_rows + 2)
         table.tokens[:] = generator.integers(0, 1000, table.tokens.shape)
         table.block_tables[0][:] = generator.permutation(table.block_tables[0].size).reshape(table.block_tables[0].shape)
-        table.temperature[:], table.top_p[:], table.seed[:] = 0.8, 0.9, np.arange(num_rows + 1)
-        table.max_total_tokens[:] = LENGTH
+        self._knows = bool(settings)  # such rows are planned when their tokens are known
+        for slot in range(num_rows + 1):
+            params = SamplingParams(LENGTH, temperature=0.8, top_p=0.9, seed=slot, **SETTINGS.get(settings, {}))
+            write_sampling(table, slot, params, 64, LENGTH)
+        table.num_prompt[:] = 64
         self._firsts = generator.integers(64, LENGTH // 2, num_rows).astype(np.int32)
         self._at = 0
 
@@ -56,7 +71,7 @@ class Sequences:
         num = self.num_rows + (self.chunk > 0)
         computed, num_new = np.zeros(num, np.int32), np.ones(num, np.int32)
         computed[: self.num_rows] = self._firsts + self._at % (LENGTH // 2)
-        self.table.num_tokens[: self.num_rows] = computed[: self.num_rows]
+        self.table.num_tokens[: self.num_rows] = computed[: self.num_rows] + self._knows
         samples = np.ones(num, np.bool_)
         if self.chunk:
             computed[-1], num_new[-1], samples[-1] = self.chunk * (self._at % (LENGTH // self.chunk)), self.chunk, False
@@ -65,7 +80,15 @@ class Sequences:
         return BatchPlan(0, "bench", np.arange(num, dtype=np.int32), computed, num_new, samples)
 
 
-def measured(model: CudaModel, sequences: Sequences, steps: int, driver: no_driver.NoDriver) -> dict[str, float]:
+def masks_of(model: CudaModel, num_rows: int) -> RowMasks:
+    """Returns masks that allow every other token."""
+    bits = np.full((num_rows, -(-model.vocab_size // 32)), 0x55555555, np.uint32)
+    return RowMasks([1] * num_rows, np.arange(num_rows), bits)
+
+
+def measured(
+    model: CudaModel, sequences: Sequences, steps: int, driver: no_driver.NoDriver, masks: RowMasks | None = None
+) -> dict[str, float]:
     """Returns the median microseconds of a step, their middle half, and how many of our kernels the host launches for it."""
     took: list[float] = []
     for at in range(WARM_UP_STEPS + steps):
@@ -73,7 +96,7 @@ def measured(model: CudaModel, sequences: Sequences, steps: int, driver: no_driv
             launches = driver.num_launches
         plan = sequences.next()
         began_s = time.thread_time()
-        no_driver.result_of(model.launch(plan, sequences.table))
+        no_driver.result_of(model.launch(plan, sequences.table, masks))
         took.append(time.thread_time() - began_s)
     quarter, median, three_quarters = (seconds * 1e6 for seconds in statistics.quantiles(took[WARM_UP_STEPS:], n=4))
     per_step = (driver.num_launches - launches) / steps
@@ -104,6 +127,18 @@ def run(name: str, num_rows: int, chunk: int, steps: int, driver: no_driver.NoDr
             tell(
                 model=name, step=kind, graph=replayed, rows=num_rows, chunk=own_chunk, **figures, settings_us=settings_us(sequences)
             )
+    for settings in SETTINGS:  # of the model whose decode steps are replayed
+        sequences = Sequences(num_rows, 0, settings)
+        figures = measured(model, sequences, steps, driver, masks_of(model, num_rows) if settings in MASKED else None)
+        tell(
+            model=name,
+            step=f"decode, {settings}",
+            graph=True,
+            rows=num_rows,
+            chunk=0,
+            **figures,
+            settings_us=settings_us(sequences),
+        )
 
 
 def table_of(lines: Iterable[dict[str, Any]]) -> str:

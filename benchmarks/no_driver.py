@@ -29,7 +29,7 @@ from torch.nn import functional
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.compiler import CompiledKernel
 
-from engine.cuda import graphs, mixed_graphs, model, sequences
+from engine.cuda import edited, graphs, mixed_graphs, model, sequences
 from engine.cuda.kernels import entry
 from engine.cuda.launch_only import ARENA_BLOCKS, AddressRange
 from engine.cuda.launches import NoGpu
@@ -188,7 +188,7 @@ def install() -> NoDriver:
     for option, value in ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 1 << 30)):
         libc.mallopt(option, value)
     triton.compiler.compile = _without_code
-    for module in (graphs, mixed_graphs, model, sequences):
+    for module in (edited, graphs, mixed_graphs, model, sequences):
         vars(module)["torch"] = _Torch()
     return driver
 
@@ -200,7 +200,7 @@ def no_driver_model(spec: LoadModel, shape: ModelShape, block_tokens: int, max_g
     weights: Any = AddressRange(weights_bytes(shape, spec.dtype))
     made = CudaModel(NoDriverOps(), spec, shape, weights, arena.all, block_tokens, max_graph_rows, max_graph_tokens)
     made._device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    made._staging._pinned = True
+    made._staging._pinned = made._edited.staging._pinned = True
     made._products = []  # no kernel is the faster one
     return made
 

@@ -11,6 +11,8 @@ from loader.model_shape import ModelShape
 from loader.work_space import beside_values, delta_bytes, input_values, keys_as_values, predictor_values
 
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
+# Of these, rows that are edited at a time (engine/cuda/edited.py), and tokens of theirs that are penalised, unless of one row.
+EDITED_ROWS, EDITED_TOKENS = 64, 1 << 20
 # Contexts are cut into one piece a row and so many more, each with float32 results: some eight for each of 256 multiprocessors.
 DECODE_PIECES = 2048
 # Of latent attention: heads that read a tile of latents together, and tokens whose queries are in the latents' space at a time.
@@ -61,8 +63,8 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
         attention += tokens * max(hidden, query) * item
         mlp += tokens * max(hidden, shape.widest_inner_size) * item
     rows = min(LOGITS_ROWS, max(1, max_sequences))
-    # as they come, an untouched copy where log-probabilities are wanted of masked rows, and in float32 where the host edits them
-    logits = rows * (shape.vocab_size * (2 * item + 4) + hidden * item) + sampling_bytes(rows, shape.vocab_size)
+    logits = rows * (shape.vocab_size * item + hidden * item) + sampling_bytes(rows, shape.vocab_size)
+    logits += edited_bytes(min(rows, EDITED_ROWS), shape)
     if shape.eagle is not None:  # those of its own tokens, too
         logits += rows * shape.eagle.draft_vocab_size * item
     if shape.pooling:  # no logits, but the vectors of all rows, in float32 and scaled
@@ -80,6 +82,12 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
 def sampling_bytes(rows: int, vocab_size: int) -> int:
     """Returns what sampling from so many rows of logits takes besides them."""
     return rows * (-(-vocab_size // SAMPLING_TOKENS) + 1) * SAMPLING_BYTES
+
+
+def edited_bytes(rows: int, shape: ModelShape) -> int:
+    """Returns what so many rows take that are edited before they are sampled: their logits in float32, counts of tokens, masks; and
+    the tokens that are counted."""
+    return rows * (shape.vocab_size * (4 + 4) + shape.vocab_size // 8) + 4 * max(EDITED_TOKENS, shape.max_position_embeddings)
 
 
 def decode_programs(shape: ModelShape, num_kv_heads: int) -> int:

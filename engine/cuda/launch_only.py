@@ -42,7 +42,7 @@ class AddressRange:
 
 class LaunchOnlyOps(CudaOps):
     """Operations that launch kernels and read no weights. Products of few rows launch our kernel, as steps do wherever it was
-    measured to be the faster one. What is sampled is token 0."""
+    measured to be the faster one."""
 
     def __init__(self) -> None:
         """Leaves Triton's cache folder as it is."""
@@ -69,12 +69,6 @@ class LaunchOnlyOps(CudaOps):
     def _product_by_head(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
         """Does nothing: the weights have no memory."""
 
-    def greedy(self, logits: Tensor) -> tuple[Any, Any]:
-        return _nothing(super().greedy(logits))
-
-    def sample(self, logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
-        return _nothing(super().sample(logits, temperature, top_p, top_k, min_p, key0, key1))
-
 
 def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> CudaModel:
     """Returns a model whose steps only launch. spec: of it the dtypes and the limits count."""
@@ -82,8 +76,3 @@ def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> 
     arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
     weights: Any = AddressRange(weights_bytes(shape, spec.dtype, FORMATS[spec.quantize]))
     return CudaModel(LaunchOnlyOps(), spec, shape, weights, arena.all, block_tokens)
-
-
-def _nothing(drawn: tuple[Any, Any]) -> tuple[Any, Any]:
-    ids, bad = drawn
-    return np.zeros_like(ids), np.zeros_like(bad)

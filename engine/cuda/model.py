@@ -2,10 +2,10 @@
 
 Most of a step's inputs are computed on the device (kernels/triton_inputs.py): the host sends a few columns per row, and the device
 takes a token that the host has not seen yet from where the last step left it. A step that only decodes runs as one CUDA graph
-(engine/cuda/graphs.py), and so does one with pieces of prompts if it is small (mixed_graphs.py). Where the host edits logits, or
-log-probabilities of sampled tokens are wanted, it goes on from the graph's hidden states. A step in which a row has a LoRA adapter
-is one that computes adapters, too, and has graphs of its own; all other steps of the model are as if there were none. A model's
-predictor drafts tokens behind a step, without graphs (predicting.py).
+(engine/cuda/graphs.py), and so does one with pieces of prompts if it is small (mixed_graphs.py). Where logits are edited, or
+log-probabilities of sampled tokens are wanted, it goes on from the graph's hidden states (edited.py). A step in which a row has a
+LoRA adapter is one that computes adapters, too, and has graphs of its own; all other steps of the model are as if there were none.
+A model's predictor drafts tokens behind a step, without graphs (predicting.py).
 
 Shapes: R rows, T tokens, N sampling rows, S slots, V vocabulary.
 """
@@ -27,6 +27,7 @@ from engine.contracts.steps import Launched, NoWorkSpace, StepResult
 from engine.cuda.adapters import DeviceAdapterMemory
 from engine.cuda.batch import DeviceBatch, DeviceGroup, QueryTiles
 from engine.cuda.columns import SETTINGS, Columns, ExtendStep, decode_columns, extend_step, padding_columns, sampling_columns
+from engine.cuda.edited import EditedSampling
 from engine.cuda.graphs import DecodeGraphs, StepOutputs
 from engine.cuda.kernels import entry
 from engine.cuda.mixed_graphs import MixedGraphs
@@ -41,9 +42,8 @@ from engine.memory.arena import kv_views, state_view
 from engine.memory.weight_range import WeightRange
 from engine.models.registry import CausalLM, build_model
 from engine.ops.ops import Rotary
-from engine.protocol import LoadModel
+from engine.protocol import LoadModel, PromptLogprobs
 from engine.sampling.logprobs import owed_prompt_rows
-from engine.sampling.outputs import sampled_outputs
 from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
 from engine.sampling.vectors import scaled_vectors, vectors_result
 from loader import kv_layout
@@ -53,7 +53,7 @@ from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
 DECODE_PIECES_PER_CORE = 8  # contexts are cut into this many pieces per multiprocessor
-DRAWN_ROWS = 256  # page-locked memory for what a step draws has room for so many rows at least
+TOLD_BYTES = 4096  # page-locked memory for what a step tells the host is at least so large: 512 sampled tokens
 CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are interpreted
 
 
@@ -72,50 +72,42 @@ class DeviceGroupMemory:
 
 @dataclass(slots=True)
 class _Marks:
-    """Events around a step, and page-locked memory, int32, for what it draws. Taken again for a later step once this one was
-    read: the driver takes longer to make them than to use them."""
+    """Events around a step, and page-locked memory for what it tells the host. Taken again for a later step once this one was read:
+    the driver takes longer to make them than to use them."""
 
     started: Any
     done: Any
-    drawn: Tensor | None = None
+    memory: Tensor | None = None
 
-    def room_for(self, drawn: Tensor) -> Tensor:
-        """Returns page-locked memory of the size of drawn [2, N], in one piece: torch waits for the device with any other copy."""
-        if self.drawn is None or len(self.drawn) < drawn.numel():
-            self.drawn = torch.empty(max(2 * DRAWN_ROWS, drawn.numel()), dtype=drawn.dtype, pin_memory=True)
-        return self.drawn[: drawn.numel()].view(drawn.shape)
+    def room_for(self, told: Tensor) -> Tensor:
+        """Returns page-locked memory of told's size, in one piece: torch waits for the device with any other copy."""
+        if self.memory is None or len(self.memory) < told.nbytes:
+            self.memory = torch.empty(max(TOLD_BYTES, 2 * told.nbytes), dtype=torch.uint8, pin_memory=True)
+        return self.memory[: told.nbytes].view(told.dtype).view(told.shape)
 
 
 class PendingStep:
-    """A step under way on the device; `wait` blocks without spinning, and may be called once. told: on the host, what `drawn` of
-    StepOutputs is, of which the first num_sampling rows count, or, if the model embeds, its vectors. marks: None if the step has
-    ended; read: takes them back."""
+    """A step under way on the device; `wait` blocks without spinning, and may be called once. told: what has come of it, on the
+    host. read: makes the result of that and of the step's seconds. marks: None if the step has ended; taken_back: takes them."""
 
     def __init__(
         self,
         told: Tensor,
-        num_sampling: int,
-        embeds: bool,
+        read: Callable[[Tensor, float], StepResult],
         marks: _Marks | None,
         began_s: float,
-        read: Callable[[_Marks], None],
+        taken_back: Callable[[_Marks], None],
     ) -> None:
-        self._told, self._num_sampling, self._embeds, self._marks, self._read = told, num_sampling, embeds, marks, read
+        self._told, self._read, self._marks, self._taken_back = told, read, marks, taken_back
         self._seconds = time.perf_counter() - began_s  # if it has no events, it has ended
 
     def wait(self) -> StepResult:
-        seconds, marks = self._seconds, self._marks
-        if marks is not None:
-            marks.done.synchronize()
-            seconds = marks.started.elapsed_time(marks.done) / 1e3
-        if self._embeds:
-            result = vectors_result(self._told.numpy().copy(), seconds)
-        else:
-            drawn = self._told.numpy()[:, : self._num_sampling]
-            result = StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
-        if marks is not None:
-            self._marks = None
-            self._read(marks)
+        marks, self._marks = self._marks, None
+        if marks is None:
+            return self._read(self._told, self._seconds)
+        marks.done.synchronize()
+        result = self._read(self._told, marks.started.elapsed_time(marks.done) / 1e3)
+        self._taken_back(marks)
         return result
 
 
@@ -179,6 +171,7 @@ class CudaModel:
         self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_computed_layers))
         self._staging, self._free_marks = Staging(self._device), list[_Marks]()
         self._sequences = DeviceSequences(spec.max_sequences, max_blocks, len(self.kv_groups), self._device)
+        self._edited = EditedSampling(self.vocab_size, spec.max_sequences, self._sequences.last_ids)
         self.tile_tokens = entry.tile_tokens(shape.widest_head_dim, dtype)
         on_device, sizes = (self._staging, self._device), mixed_sizes(max_graph_tokens, spec.max_sequences, self.tile_tokens)
         self.graphs = DecodeGraphs(self._decode, *on_device, max_graph_rows)
@@ -205,8 +198,7 @@ class CudaModel:
         return self.launch(plan, table, masks).wait()
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts one step, as LaunchesAhead says. If the host edits logits of the step, or log-probabilities are wanted, it also
-        waits for the step."""
+        """Starts one step, as LaunchesAhead says. If log-probabilities of prompts are owed, it also waits for the step."""
         try:
             return self._launch(plan, table, masks)
         except torch.OutOfMemoryError as error:
@@ -222,36 +214,38 @@ class CudaModel:
         rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size) if plan.samples.any() else None
         if rows is not None and masks is not None:
             constrain(rows, masks)
-        by_host = owed is not None or (rows is not None and bool(rows.edits or rows.num_top is not None or masks is not None))
-        begun = None if owed is not None else self._begin_padded(plan, table, rows, by_host, adapted)
+        apart = owed is not None  # whether rows are sampled behind the step
+        if rows is not None:
+            apart |= rows.edits is not None or rows.num_top is not None or rows.allowed is not None
+        begun = None if owed is not None else self._begin_padded(plan, table, rows, apart, adapted)
         if begun is None:
-            begun = self._begin_plain(plan, table, None if by_host else rows, None if owed is None else owed.tokens, adapted)
-        num_sampling, ids = int(plan.samples.sum()), begun.outputs.drawn[0]
-        launched: Launched
-        if by_host:
-            hidden, logits = begun.outputs.hidden, self._loaded().logits
-            result = sampled_outputs(self._ops, hidden, num_sampling, rows, owed, plan, table, logits, LOGITS_ROWS, began_s)
-            if num_sampling:  # the next step may be launched before these tokens are in the table
-                drawn = self._staging.send({"slots": plan.slots[plan.samples], "ids": result.ids})
-                entry.set_entries(self._sequences.last_ids, drawn["slots"], drawn["ids"])
-                ids = drawn["ids"]
-            launched = _EndedStep(result)
-        else:
-            told = begun.outputs.hidden[:num_sampling].float() if self.embeds else begun.outputs.drawn
-            launched = self._pending(told, num_sampling, begun.marks, began_s)
+            begun = self._begin_plain(plan, table, None if apart else rows, None if owed is None else owed.tokens, adapted)
+        num_sampling, hidden, logits = int(plan.samples.sum()), begun.outputs.hidden, self._loaded().logits
+        drawn, told = begun.outputs.drawn[:, :num_sampling], begun.outputs.drawn
+        read: Callable[[Tensor, float], StepResult] = partial(_drawn_result, num_sampling)
+        if self.embeds:
+            told, read = hidden[:num_sampling].float(), _embedded_result
+        elif apart and rows is not None:
+            slots, known = plan.slots[plan.samples], drawn if begun.outputs.drawn.shape[1] else None
+            edited = self._edited.draw(hidden, rows, slots, table.request_id[slots], known, logits)
+            drawn, told, read = edited.drawn, edited.told, edited.result
+        if owed is not None:
+            prompts = owed.logprobs(self._ops, hidden[num_sampling:], logits, LOGITS_ROWS)
+            read = partial(_with_prompts, read, prompts)
+        launched = self._pending(told, read, begun.marks, began_s)
         if self._predicting is None or plan.to_propose is None:
             return launched
         assert begun.outputs.kept is not None
-        return WithProposals(launched, self._predicting.after(plan, table, begun.outputs.kept, ids[:num_sampling]))
+        return WithProposals(launched, self._predicting.after(plan, table, begun.outputs.kept, drawn[0]))
 
     def _begin_padded(
-        self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, by_host: bool, adapted: bool
+        self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, apart: bool, adapted: bool
     ) -> _Begun | None:
-        """Starts a step that a graph runs, after capturing that where it is time to, or one that only decodes and samples on the
-        device; returns None for all others. Events are recorded behind a capture, which is no part of what such steps cost."""
+        """Starts a step that a graph runs, after capturing that where it is time to, or one that only decodes and is not sampled
+        apart; returns None for all others. Events are recorded behind a capture, which is no part of what such steps cost."""
         if rows is not None and len(rows.temperature) == plan.num_new.sum():
             padded, decoding = self._graph_for(len(plan.slots), adapted), self._graphs_of(adapted)[0]
-            if by_host and not padded:
+            if apart and not padded:
                 return None
             columns = decode_columns(plan, table, rows, padded or len(plan.slots))
             marks = self._marks()
@@ -321,12 +315,7 @@ class CudaModel:
         if self.embeds:  # nothing is sampled; block tables are changed by the kernel that stores sampled tokens elsewhere
             entry.set_entries(self._sequences.last_ids, sent["slots"], sent["host_ids"])
             return
-        # for rows whose logits the host edits, and for log-probabilities
-        logits, zero = self._loaded().logits(hidden), torch.zeros(1, dtype=torch.int32, device=self._device)
-        entry.top_logprobs(logits, zero, zero, 1)
-        edited = logits.float()
-        entry.penalise(edited[0], zero, 0, 0.0, 0.0, 1.0)
-        entry.sample(edited, *(sent[name] for name in SETTINGS))
+        self._edited.launch_all(self._loaded().logits(hidden))
 
     def _launch_rows(self, num_rows: int) -> None:
         """Launches what a decode step of so many rows launches, and drafts behind it."""
@@ -473,13 +462,15 @@ class CudaModel:
         marks.started.record()
         return marks
 
-    def _pending(self, told: Tensor, num_sampling: int, marks: _Marks | None, began_s: float) -> PendingStep:
+    def _pending(
+        self, told: Tensor, read: Callable[[Tensor, float], StepResult], marks: _Marks | None, began_s: float
+    ) -> PendingStep:
         if marks is not None:
-            on_host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True) if self.embeds else marks.room_for(told)
+            on_host = marks.room_for(told)
             on_host.copy_(told, non_blocking=True)
             marks.done.record()
             told = on_host
-        return PendingStep(told, num_sampling, self.embeds, marks, began_s, self._free_marks.append)
+        return PendingStep(told, read, marks, began_s, self._free_marks.append)
 
     def _decode(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
         """Computes the device's part of a decode step of R rows from its columns. Runs eagerly, or while a graph is captured, so
@@ -580,16 +571,26 @@ class CudaModel:
         for first in range(0, len(hidden), LOGITS_ROWS):
             part = slice(first, first + LOGITS_ROWS)
             logits = self._loaded().logits(hidden[part])
-            drawn[0, part], drawn[1, part] = entry.sample(logits, *(columns[name][part] for name in SETTINGS))
+            entry.sample(logits, [columns[name][part] for name in SETTINGS], drawn[0, part], drawn[1, part])
         entry.set_entries(self._sequences.last_ids, slots, drawn[0])
         return StepOutputs(drawn, hidden, kept)
 
 
-class _EndedStep:
-    """A launched step whose result is already known."""
+def _drawn_result(num_sampling: int, told: Tensor, seconds: float) -> StepResult:
+    """Returns the result of a step that has left `drawn` of StepOutputs, of which the first num_sampling rows count."""
+    drawn = told.numpy()[:, :num_sampling]
+    return StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
 
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
 
-    def wait(self) -> StepResult:
-        return self._result
+def _embedded_result(told: Tensor, seconds: float) -> StepResult:
+    """Returns the result of a step that has left vectors."""
+    return vectors_result(told.numpy().copy(), seconds)
+
+
+def _with_prompts(
+    read: Callable[[Tensor, float], StepResult], prompts: list[PromptLogprobs], told: Tensor, seconds: float
+) -> StepResult:
+    """Returns what `read` does, with the log-probabilities of prompts."""
+    result = read(told, seconds)
+    result.prompt_logprobs = prompts
+    return result

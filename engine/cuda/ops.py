@@ -195,22 +195,19 @@ class CudaOps:
             reference.capped(x, cap)
         return x
 
-    def greedy(self, logits: Tensor) -> tuple[Any, Any]:
-        return _on_host(*entry.greedy(logits))
-
-    def sample(self, logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
-        arrays = (temperature, top_p, top_k, min_p, key0.view(np.int32), key1.view(np.int32))
-        is_cut = bool(((top_p < 1.0) | (top_k > 0) | (min_p > 0.0)).any())
-        return _on_host(*entry.sample(logits, *(entry.column(x, logits.device) for x in arrays), is_cut=is_cut))
-
     def top_logprobs(self, logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
-        own, tokens = entry.column(rows, logits.device), entry.column(chosen, logits.device)
-        picked, top_ids, top = entry.top_logprobs(logits, own, tokens, min(num_top, logits.shape[1]))
-        return picked.cpu().numpy(), top_ids.cpu().numpy(), top.cpu().numpy()
+        num, num_top = len(rows), min(num_top, logits.shape[1])
+        of_rows = np.zeros(len(logits), np.int32)
+        of_rows[rows] = chosen
+        sent = torch.from_numpy(np.concatenate((of_rows, rows))).to(logits.device)
+        told = torch.empty(num * (1 + 2 * num_top), dtype=torch.int32, device=logits.device)
+        entry.top_logprobs(logits, 0, sent[len(logits) :], sent[: len(logits)], *logprobs_in(told, num, num_top))
+        return tuple(part.numpy() for part in logprobs_in(told.cpu(), num, num_top))  # type: ignore[return-value]
 
-    def penalise(self, row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
-        entry.penalise(row, entry.column(tokens, row.device), num_prompt, presence, frequency, repetition)
 
-
-def _on_host(ids: Tensor, bad: Tensor) -> tuple[Any, Any]:
-    return ids.cpu().numpy(), bad.cpu().numpy().astype(np.bool_)
+def logprobs_in(told: Tensor, num: int, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the parts of memory [num (1 + 2 num_top)] int32 in which log-probabilities come to the host: of the chosen tokens
+    [num], and ids and values [num, num_top] of the most likely ones."""
+    picked, top_ids, top = told.split((num, num * num_top, num * num_top))
+    shape = (num, num_top)
+    return picked.view(torch.float32), top_ids.view(shape), top.view(torch.float32).view(shape)

@@ -137,12 +137,12 @@ class Predicting:
     def draw(self, states: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Returns the tokens [Q] int32 that are sampled by the settings in columns from what the predictor made of states [Q,
         W]."""
-        ids = torch.empty(len(states), dtype=torch.int32, device=self._device)
+        drawn = torch.empty(2, len(states), dtype=torch.int32, device=self._device)
         for first in range(0, len(states), LOGITS_ROWS):
             part = slice(first, first + LOGITS_ROWS)
             logits = self._model().predicted_logits(states[part])
-            ids[part] = entry.sample(logits, *(columns[name][part] for name in SETTINGS))[0]
-        return ids
+            entry.sample(logits, [columns[name][part] for name in SETTINGS], drawn[0, part], drawn[1, part])
+        return drawn[0]
 
     def _mark(self) -> Any:
         """Returns a point in the device's time: an event, or, where kernels are interpreted, the host's seconds."""

@@ -6,7 +6,7 @@ Shapes: S slots, B blocks a sequence may hold. Slot S belongs to no sequence: pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,33 +19,36 @@ from scheduler.batch.plan import IntArray, SequenceTable
 
 WORD_BYTES, ALIGN_WORDS = 4, 4
 NUM_STAGING = 8  # copies that may be under way at a time: those of two steps and one more
+Column = npt.NDArray[Any] | Sequence[npt.NDArray[Any]]  # of 4-byte or 8-byte items; a sequence: pieces of a column
 
 
 class Staging:
-    """Copies columns from the host to the device in one asynchronous copy, from page-locked memory if the device is a GPU."""
+    """Copies columns from the host to the device in one asynchronous copy, from page-locked memory if the device is a GPU.
+    num_buffers: copies that may be under way at a time without a wait."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_buffers: int = NUM_STAGING) -> None:
         self._device = device
         self._pinned = device.type == "cuda"
-        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * NUM_STAGING
-        self._copied: list[Any] = [None] * NUM_STAGING
+        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * num_buffers
+        self._copied: list[Any] = [None] * num_buffers
         self._next = 0
 
-    def send(self, columns: Mapping[str, npt.NDArray[Any]], into: Tensor | None = None) -> dict[str, Tensor]:
-        """Copies columns of 4-byte items to the device and returns them as tensors there. into: int32 memory on the device that
+    def send(self, columns: Mapping[str, Column], into: Tensor | None = None) -> dict[str, Tensor]:
+        """Copies columns to the device and returns them as tensors there. into: int32 memory on the device that
         receives them one after the other, each aligned to 16 bytes. None: new memory is allocated."""
         target = self.copy(columns, into)
         sent, at = {}, 0
         for name, column in columns.items():
-            sent[name] = _as_type(target[at : at + len(column)], column.dtype)
-            at += _words_of_column(column)
+            num_words = _num_words(column)
+            sent[name] = _as_type(target[at : at + num_words], column)
+            at += _aligned(num_words)
         return sent
 
-    def copy(self, columns: Mapping[str, npt.NDArray[Any]], into: Tensor | None) -> Tensor:
+    def copy(self, columns: Mapping[str, Column], into: Tensor | None) -> Tensor:
         """Does what `send` does, and returns the memory that has received them."""
         num_words = words_of(columns)
         number = self._next
-        self._next = (number + 1) % NUM_STAGING
+        self._next = (number + 1) % len(self._buffers)
         if self._copied[number] is not None:
             self._copied[number].synchronize()
         if len(self._buffers[number]) < num_words:
@@ -53,8 +56,12 @@ class Staging:
         buffer = self._buffers[number][:num_words]
         words, at = buffer.numpy(), 0
         for column in columns.values():
-            words[at : at + len(column)] = column.view(np.int32)
-            at += _words_of_column(column)
+            own = words[at : at + _num_words(column)]
+            if isinstance(column, np.ndarray):
+                own[:] = column.view(np.int32)
+            elif len(own):
+                np.concatenate([piece.view(np.int32) for piece in column], out=own)
+            at += _aligned(len(own))
         target = torch.empty(num_words, dtype=torch.int32, device=self._device) if into is None else into[:num_words]
         target.copy_(buffer, non_blocking=True)
         if self._pinned:
@@ -64,18 +71,26 @@ class Staging:
         return target
 
 
-def words_of(columns: Mapping[str, npt.NDArray[Any]]) -> int:
+def words_of(columns: Mapping[str, Column]) -> int:
     """Returns how many words of memory Staging.send fills with the columns."""
-    return sum(map(_words_of_column, columns.values()))
+    return sum(_aligned(_num_words(column)) for column in columns.values())
 
 
-def _words_of_column(column: npt.NDArray[Any]) -> int:
-    """Returns the words that a column takes, up to where the next one begins."""
-    return -(-len(column) // ALIGN_WORDS) * ALIGN_WORDS
+def _num_words(column: Column) -> int:
+    if isinstance(column, np.ndarray):
+        return column.nbytes // WORD_BYTES
+    return sum(map(len, column))
 
 
-def _as_type(words: Tensor, dtype: Any) -> Tensor:
-    return words.view(torch.float32) if dtype == np.float32 else words
+def _aligned(num_words: int) -> int:
+    """Returns how many words there are from where a column begins to where the next one does."""
+    return -(-num_words // ALIGN_WORDS) * ALIGN_WORDS
+
+
+def _as_type(words: Tensor, column: Column) -> Tensor:
+    """Returns the memory that has received a column as a tensor of its type."""
+    dtype = column.dtype if isinstance(column, np.ndarray) else column[0].dtype if column else None
+    return words.view(torch.float32) if dtype == np.float32 else words.view(torch.float64) if dtype == np.float64 else words
 
 
 class DeviceSequences:

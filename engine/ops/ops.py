@@ -316,8 +316,17 @@ BatchT = TypeVar("BatchT", bound=StepBatch)
 BatchT_contra = TypeVar("BatchT_contra", bound=StepBatch, contravariant=True)
 
 
-class SamplingOps(Protocol):
-    """The operations on logits. Arguments and results other than the logits are numpy arrays."""
+class LogprobOps(Protocol):
+    """Log-probabilities of logits. Arguments and results other than the logits are numpy arrays."""
+
+    def top_logprobs(self, logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
+        """Returns log-softmax values of rows [M] (int32) of logits [N, V]: at chosen [M] int32 -> [M] float32; then ids and values
+        [M, num_top] of the most likely tokens. The rows must be finite."""
+        ...
+
+
+class SamplingOps(LogprobOps, Protocol):
+    """The operations on logits of a device that the host samples for (engine/sampling); a GPU does so itself."""
 
     def greedy(self, logits: Tensor) -> tuple[Any, Any]:
         """Returns the most likely ids [N] int32 of logits [N, V], and bad [N] bool, rows that hold NaN or an infinity."""
@@ -328,17 +337,12 @@ class SamplingOps(Protocol):
         their most likely token. Returns ids and bad rows as `greedy` does."""
         ...
 
-    def top_logprobs(self, logits: Tensor, rows: Any, chosen: Any, num_top: int) -> tuple[Any, Any, Any]:
-        """Returns log-softmax values of rows [M] (int32) of logits [N, V]: at chosen [M] int32 -> [M] float32; then ids and values
-        [M, num_top] of the most likely tokens. The rows must be finite."""
-        ...
-
     def penalise(self, row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
         """Applies penalties to one row's logits [V] float32, in place. tokens: int32, num_prompt prompt tokens, then output."""
         ...
 
 
-class Ops(SamplingOps, Protocol[BatchT_contra]):
+class Ops(LogprobOps, Protocol[BatchT_contra]):
     """The operations of one kind of device, whose steps have inputs of one type."""
 
     def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:

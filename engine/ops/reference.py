@@ -888,5 +888,7 @@ def penalise(row: Tensor, tokens: Tensor, num_prompt: int, presence: float, freq
     seen = tokens.unique().long()
     counts = torch.bincount(tokens[num_prompt:].long(), minlength=len(row))[seen]
     old = row[seen].double()
-    new = torch.where(old > 0, old / repetition, old * repetition) - frequency * counts - presence * (counts > 0)
+    new = torch.where(old > 0, old / repetition, old * repetition) - (
+        frequency * counts.double() + presence * (counts > 0).double()
+    )
     row[seen] = torch.where(torch.isfinite(old), new.clamp(-1e30, 1e30), old).float()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.ops.ops import SamplingOps
+from engine.ops.ops import LogprobOps
 from engine.protocol import PromptLogprobs, SamplingParams, TokenLogprobs
 from loader.work_space import sampler_rows
 from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
@@ -27,39 +27,40 @@ class LogprobCollector:
     """Collects the log-probabilities of one step's sampled tokens. num_top [N]: alternatives wanted, as in SamplingRows.
     request_ids [N]: the rows' requests."""
 
-    def __init__(self, ops: SamplingOps, num_top: IntArray, request_ids: LongArray) -> None:
-        self._ops, self._num_top, self._request_ids = ops, num_top, request_ids
-        self._rows: list[IntArray] = []
-        self._chosen: list[FloatArray] = []
-        self._top_ids: list[list[int]] = []
-        self._top: list[list[float]] = []
+    def __init__(self, num_top: IntArray, request_ids: LongArray) -> None:
+        self._num_top, self._request_ids = num_top, request_ids
+        # of each part that was added: rows, log-probabilities of their tokens, how many alternatives each has, and these in a line
+        self._added: list[tuple[IntArray, FloatArray, IntArray, IntArray, FloatArray]] = []
 
-    def add(self, logits: Tensor, first: int, ids: IntArray, bad: BoolArray) -> None:
+    def compute(self, ops: LogprobOps, logits: Tensor, first: int, ids: IntArray, bad: BoolArray) -> None:
         """Adds the rows that want log-probabilities, except bad ones. logits [n, V]: of the sampling rows from `first` on. ids,
         bad [N]: the token of every sampling row of the step, and whether its logits were not finite."""
         end = first + len(logits)
         num_top = self._num_top[first:end]
         rows = np.flatnonzero((num_top >= 0) & ~bad[first:end]).astype(np.int32)
-        if not len(rows):
-            return
-        chosen, top_ids, top = self._ops.top_logprobs(logits, rows, ids[first:end][rows], int(num_top[rows].max()))
-        self._rows.append(rows + np.int32(first))
-        self._chosen.append(chosen)
-        rounded = _rounded(top)
-        for k, count in enumerate(num_top[rows].tolist()):
-            self._top_ids.append(top_ids[k, :count].tolist())
-            self._top.append(rounded[k, :count].tolist())
+        if len(rows):
+            self.add(rows + np.int32(first), *ops.top_logprobs(logits, rows, ids[first:end][rows], int(num_top[rows].max())))
+
+    def add(self, rows: IntArray, chosen: FloatArray, top_ids: IntArray, top: FloatArray) -> None:
+        """Adds the log-probabilities of rows [M]: chosen [M], of their tokens, and top_ids and top [M, K] of the most likely ones,
+        of which each row gets as many as it wants."""
+        counts = np.minimum(self._num_top[rows], np.int32(top.shape[1]))
+        wanted = np.arange(top.shape[1]) < counts[:, np.newaxis]
+        self._added.append((rows, chosen, counts, top_ids[wanted], top[wanted]))
 
     def result(self) -> TokenLogprobs | None:
         """Returns the log-probabilities added so far, or None if no row has any."""
-        if not self._rows:
+        if not self._added:
+            return None
+        rows, chosen, counts, top_ids, top = (np.concatenate([part[k] for part in self._added]) for k in range(5))
+        if not len(rows):
             return None
         return TokenLogprobs(
-            request_ids=self._request_ids[np.concatenate(self._rows)].tolist(),
-            chosen=_rounded(np.concatenate(self._chosen)).tolist(),
-            counts=[len(each) for each in self._top_ids],
-            top_ids=[token_id for each in self._top_ids for token_id in each],
-            top=[value for each in self._top for value in each],
+            request_ids=self._request_ids[rows].tolist(),
+            chosen=_rounded(chosen).tolist(),
+            counts=counts.tolist(),
+            top_ids=top_ids.tolist(),
+            top=_rounded(top).tolist(),
         )
 
 
@@ -85,7 +86,7 @@ class OwedPrompts:
     chosen: IntArray
 
     def logprobs(
-        self, ops: SamplingOps, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], max_rows: int
+        self, ops: LogprobOps, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], max_rows: int
     ) -> list[PromptLogprobs]:
         """Returns one message for each row. hidden [>= P, W]: hidden states of `tokens`. max_rows: rows of logits computed at a
         time, as many as the work space has memory for."""

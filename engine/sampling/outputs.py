@@ -1,4 +1,4 @@
-"""Computes a step's result from its hidden states: sampled ids, bad rows, log-probabilities.
+"""Computes a step's result from its hidden states where the host works on logits: sampled ids, bad rows, log-probabilities.
 
 Shapes: N sampling rows, V vocabulary, W width.
 """
@@ -39,13 +39,13 @@ def sampled_outputs(
     wanted: LogprobCollector | None = None
     if rows is not None:
         if rows.num_top is not None:
-            wanted = LogprobCollector(ops, rows.num_top, table.request_id[plan.slots[plan.samples]])
+            wanted = LogprobCollector(rows.num_top, table.request_id[plan.slots[plan.samples]])
         for first in range(0, num_sampling, logits_rows):
             part = logits(hidden[first : first + logits_rows])[: num_sampling - first]
             raw = part.clone() if wanted is not None and rows.allowed is not None else part  # sample_tokens writes masks into part
             ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(ops, part, rows, first)
             if wanted is not None:
-                wanted.add(raw, first, ids, bad)
+                wanted.compute(ops, raw, first, ids, bad)
             del part, raw  # before the next part is made: the work space holds only one
     result = StepResult(ids, bad, time.perf_counter() - began_s)
     if wanted is not None:

@@ -20,15 +20,16 @@ from engine.ops.reference_inputs import noise_keys
 from engine.protocol import SamplingParams
 from engine.sampling.token_mask import apply_row_masks
 from loader.work_space import sampler_rows
-from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, SequenceTable
+from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
 
 KeyArray = npt.NDArray[np.uint32]
 
 
 @dataclass(slots=True)
 class LogitEdit:
-    """The changes made to one row's logits before its token is picked, in this order: the bias is added, penalties are applied, and
-    end ids that are not allowed yet (min_tokens) are ruled out. tokens: the row's prompt and output so far."""
+    """The changes that a cpu device makes to one row's logits before its token is picked, in this order: the bias is added,
+    penalties are applied, and end ids that are not allowed yet (min_tokens) are ruled out. tokens: the row's prompt and output so
+    far."""
 
     params: SamplingParams | None
     tokens: IntArray
@@ -40,22 +41,45 @@ class LogitEdit:
         params = self.params
         if params is not None:
             if params.logit_bias:
-                ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=row.device)
-                row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=row.device)
+                ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+                row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
             presence, frequency, repetition = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
             if presence != 0.0 or frequency != 0.0 or repetition != 1.0:
                 ops.penalise(row, self.tokens, self.num_prompt, presence, frequency, repetition)
         if self.banned is not None:
-            banned = self.banned.to(row.device)
-            before = row[banned]
-            row[banned] = torch.where(torch.isfinite(before), torch.finfo(row.dtype).min, before)
+            before = row[self.banned]
+            row[self.banned] = torch.where(torch.isfinite(before), torch.finfo(row.dtype).min, before)
+
+
+@dataclass(slots=True)
+class LogitEdits:
+    """The rows whose logits are changed before their tokens are picked, [E] each. rows: their indices among the N, ascending.
+    positions: index of the token about to be sampled. early: whether end_ids, and the request's own stop ids, are not allowed yet.
+    end_ids: the model's."""
+
+    rows: npt.NDArray[np.intp]
+    slots: IntArray
+    positions: IntArray
+    early: BoolArray
+    table: SequenceTable
+    end_ids: list[int]
+    vocab_size: int
+
+    def edit(self, at: int) -> LogitEdit:
+        """Returns the edit of row rows[at]."""
+        slot, params = int(self.slots[at]), self.table.params[self.slots[at]]
+        assert params is None or isinstance(params, SamplingParams)
+        banned = None
+        if self.early[at]:
+            banned = torch.from_numpy(banned_ids(self.end_ids, params, self.vocab_size))
+        return LogitEdit(params, self.table.tokens[slot, : self.positions[at]], int(self.table.num_prompt[slot]), banned)
 
 
 @dataclass(slots=True)
 class SamplingRows:
-    """The settings of the rows that sample, in the order of the plan, [N] each. edits: by row, for those rows that have any.
-    num_top: alternatives whose log-probabilities are wanted besides the sampled token's own, -1 for no log-probabilities; None
-    if no row wants any."""
+    """The settings of the rows that sample, in the order of the plan, [N] each. edits: None if no row has any. num_top:
+    alternatives whose log-probabilities are wanted besides the sampled token's own, -1 for no log-probabilities; None if no row
+    wants any."""
 
     all_greedy: bool
     temperature: FloatArray
@@ -64,7 +88,7 @@ class SamplingRows:
     min_p: FloatArray
     key0: KeyArray
     key1: KeyArray
-    edits: dict[int, LogitEdit]
+    edits: LogitEdits | None
     num_top: IntArray | None
     allowed: RowMasks | None = None  # for rows with a grammar or token limits; end ids before min_tokens are masked out in it
 
@@ -77,8 +101,9 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
     early = position < table.min_tokens_until[slots]
     edited = early | table.edits_logits[slots]
     if edited.any():
-        for row in np.flatnonzero(edited).tolist():
-            rows.edits[row] = _edit(table, int(slots[row]), int(position[row]), bool(early[row]), eos_token_ids, vocab_size)
+        which = np.flatnonzero(edited)
+        of_rows = (which, slots[which], position[which], early[which])
+        rows.edits = LogitEdits(*of_rows, table, eos_token_ids, vocab_size)
     num_top: IntArray = table.num_logprobs[slots]
     if num_top.max() >= 0:
         rows.num_top = num_top
@@ -101,30 +126,23 @@ def plain_rows(table: SequenceTable, slots: IntArray, position: IntArray) -> Sam
         table.min_p[slots],
         key0,
         key1,
-        {},
+        None,
         None,
     )
 
 
-def _edit(table: SequenceTable, slot: int, position: int, early: bool, eos_token_ids: list[int], vocab_size: int) -> LogitEdit:
-    """Returns the edit of one row's logits. position: index of the token about to be sampled. early: whether min_tokens is not
-    reached yet."""
-    params = table.params[slot]
-    assert params is None or isinstance(params, SamplingParams)
-    banned = None
-    if early:
-        ids = set(eos_token_ids) | set(params.stop_token_ids if params is not None else ())
-        banned = torch.tensor(sorted(i for i in ids if 0 <= i < vocab_size), dtype=torch.int64)
-    return LogitEdit(params, table.tokens[slot, :position], int(table.num_prompt[slot]), banned)
+def banned_ids(end_ids: list[int], params: SamplingParams | None, vocab_size: int) -> LongArray:
+    """Returns the ids that end a request's text, the model's and its own, ascending."""
+    ids = set(end_ids) | set(params.stop_token_ids if params is not None else ())
+    return np.array(sorted(i for i in ids if 0 <= i < vocab_size), np.int64)
 
 
 def constrain(rows: SamplingRows, allowed: RowMasks) -> None:
     """Limits the rows of `allowed` to the tokens that it allows. Their min_tokens bans are dropped, since `allowed` contains them
     already."""
     rows.allowed = allowed
-    for row in allowed.rows.tolist():
-        if (edit := rows.edits.get(row)) is not None:
-            edit.banned = None
+    if rows.edits is not None:
+        rows.edits.early &= ~np.isin(rows.edits.rows, allowed.rows)
 
 
 def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: int) -> tuple[IntArray, BoolArray]:
@@ -134,14 +152,16 @@ def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: i
     if rows.allowed is not None:
         apply_row_masks(logits, rows.allowed, first)
     ids, bad = _draw(ops, logits, rows, slice(first, end))
-    edited = [row for row in rows.edits if first <= row < end] if rows.edits else []
-    step = sampler_rows(logits.shape[1])
+    if (edits := rows.edits) is None:
+        return ids, bad
+    edited, step = np.flatnonzero((edits.rows >= first) & (edits.rows < end)), sampler_rows(logits.shape[1])
     for begin in range(0, len(edited), step):
-        part = np.array(edited[begin : begin + step])
+        which = edited[begin : begin + step]
+        part = edits.rows[which]
         at = part - first
-        copy = logits[torch.from_numpy(at).to(logits.device)].float()  # float32: in half precision a small penalty would be lost
-        for row, number in zip(copy, part.tolist(), strict=True):
-            rows.edits[number].apply(ops, row)
+        copy = logits[torch.from_numpy(at)].float()  # float32: in half precision a small penalty would be lost
+        for row, number in zip(copy, which.tolist(), strict=True):
+            edits.edit(number).apply(ops, row)
         ids[at], bad[at] = _draw(ops, copy, rows, part)
     return ids, bad
 

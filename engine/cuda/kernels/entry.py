@@ -6,11 +6,10 @@ Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly. Shapes are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -57,7 +56,12 @@ measure_linear = linear_choice.measure
 is_open = linear_choice.is_open
 uses_ours = linear_choice.uses_ours
 one_of_each_size = linear_choice.one_of_each_size
+widen = triton_logits.widen
+add_biases_and_count = triton_logits.add_biases_and_count
+penalise_and_ban = triton_logits.penalise_and_ban
+top_logprobs = triton_logits.top_logprobs
 weights_of_products = linear_choice.weights_of_products
+EDIT_WORDS, PENALTIES = triton_logits.EDIT_WORDS, triton_logits.PENALTIES
 FEW_ROWS = (1, 2, 4)
 KERNELS_BYTES = 64 << 20  # disk space that must be free, because Triton fails if it cannot write a file
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -338,59 +342,10 @@ def gated_delta(x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: De
     return out
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    min_p: Tensor,
-    key0: Tensor,
-    key1: Tensor,
-    *,
-    is_cut: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Samples a token for each row, see reference.sample. Returns (ids [N] int32, bad [N] int8) on the device.
-
-    The settings [N] are on the device; keys are int64, or int32 bits. Rows of temperature 0 take their largest logit. is_cut: as in
-    triton_sampling.sample."""
-    ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    bad = torch.empty(len(logits), dtype=torch.int8, device=logits.device)
+def sample(logits: Tensor, settings: Sequence[Tensor], ids: Tensor, bad: Tensor, *, is_cut: bool = True) -> None:
+    """Samples a token for each row by settings [N] each, as triton_sampling.sample does."""
+    temperature, top_p, top_k, min_p, key0, key1 = settings
     triton_sampling.sample(logits, temperature, top_p, top_k, min_p, key0, key1, ids, bad, is_cut=is_cut)
-    return ids, bad
-
-
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns each row's most likely token and whether the row is bad (has logits that are not finite), as `sample` does for rows
-    of temperature 0."""
-    zeros = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
-    nothing = zeros.to(torch.int32)
-    return sample(logits, zeros, zeros, nothing, zeros, nothing, nothing, is_cut=False)
-
-
-def top_logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the log-probabilities of the chosen and of the num_top most likely tokens, as ops.top_logprobs does, with arrays on
-    the device."""
-    picked = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
-    top_ids = torch.empty(len(rows), num_top, dtype=torch.int32, device=logits.device)
-    top = torch.empty(len(rows), num_top, dtype=torch.float32, device=logits.device)
-    triton_logits.top_logprobs(logits, rows, chosen, picked, top_ids, top)
-    return picked, top_ids, top
-
-
-def penalise(row: Tensor, tokens: Tensor, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
-    """Applies penalties to a row of logits in place, see ops.penalise. tokens: int32 on the device."""
-
-    def column(value: float) -> Tensor:
-        return torch.full((1,), value, dtype=torch.float32, device=row.device)
-
-    counts = torch.tensor([len(tokens), num_prompt], dtype=torch.int32, device=row.device)
-    columns = column(presence), column(frequency), column(repetition)
-    triton_logits.penalise(row.unsqueeze(0), tokens.unsqueeze(0), counts[:1], counts[1:], *columns)
-
-
-def column(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copies a host array into a tensor on the device."""
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
 
 def set_entries(target: Tensor, places: Tensor, values: Tensor) -> None:

@@ -80,7 +80,7 @@ def prepare_inputs(
     )
 
 
-@triton.jit(do_not_specialize=["num_values"])
+@triton.jit(do_not_specialize=["num_values"], do_not_specialize_on_alignment=["values"])
 def _set_kernel(target, places, values, num_values):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_values

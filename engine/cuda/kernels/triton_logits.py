@@ -1,7 +1,12 @@
-"""Work on rows of logits beside sampling on the GPU (Triton): penalties, and the log-probabilities of tokens. Reference
-implementations: reference.{penalise, top_logprobs}.
+"""Work on rows of logits beside sampling on the GPU (Triton): masks, biases, penalties and bans of all rows of a step in three
+launches, and the log-probabilities of tokens. Reference implementations: reference.{penalise, top_logprobs}.
 
-Shapes: N rows, V vocabulary.
+1. `_widen_kernel` writes the logits as float32 to memory of their own, without the tokens that masks rule out.
+2. `_count_kernel` adds biases, and counts the tokens of sequences that are penalised.
+3. `_penalise_kernel` penalises each token that was counted once, and rules out banned ones. It takes the counts out as it goes, so
+   whichever program finds a token's count is the only one to change its logit.
+
+Shapes: N rows, V vocabulary, M masks, W = ceil(V / 32) words of a mask, E edits, K alternatives.
 """
 
 from __future__ import annotations
@@ -12,82 +17,175 @@ import triton.language as tl
 from torch import Tensor
 
 SEEN = tl.constexpr(1 << 30)  # bit of a token's count: the token occurs in the prompt or the output
+BANNED = tl.constexpr(1 << 29)  # bit of a token's count: the token is ruled out, whatever its logit
+LEAST = tl.constexpr(-3.4028234663852886e38)  # the least float32
+# The words of an edit: the row among the N; then begins and ends in the arrays of all edits: of the sequence's tokens, of its
+# output's (which ends where they do), of its biases and of its banned ids.
+EDIT_WORDS = 8
+ROW, TOKENS, OUTPUT, TOKENS_END, BIASES, BIASES_END, BANS, BANS_END = map(tl.constexpr, range(EDIT_WORDS))
+EDIT_SIZE = tl.constexpr(EDIT_WORDS)
+PENALTIES = 4  # numbers of an edit: presence, frequency, repetition, and one that keeps edits aligned
+PENALTIES_SIZE = tl.constexpr(PENALTIES)
+WIDEN_BLOCK, EDIT_BLOCK = 2048, 512
 
 
-@triton.jit(do_not_specialize=["tokens_stride", "V"])
-def _count_kernel(
-    tokens,  # [N, L] int32
-    lengths,  # [N] int32
-    num_prompt,  # [N] int32
+# V is specialised, as below.
+@triton.jit(do_not_specialize=["first"])
+def _widen_kernel(
+    logits,  # [>= first + N, V]
+    masks,  # [N] int32: which of the masks, -1 for none
+    bits,  # [M, W] int32
+    counted,  # [N] int32: whether the row's counts are needed
+    wide,  # [N, V] float32
     counts,  # [N, V] int32
-    tokens_stride,
-    V,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.load(lengths + row)
-    token = tl.load(tokens + row * tokens_stride + at, mask=inside, other=0)
-    tl.atomic_or(counts + row * V + token, SEEN, mask=inside)
-    tl.atomic_add(counts + row * V + token, 1, mask=inside & (at >= tl.load(num_prompt + row)))
-
-
-# A row of a vocabulary of any size begins at any float32, and one pass over one row takes no time that matters.
-@triton.jit(do_not_specialize=["V"], do_not_specialize_on_alignment=["logits"])
-def _penalise_kernel(
-    logits,  # [N, V] float32
-    counts,  # [N, V] int32
-    presence,  # [N] float32
-    frequency,
-    repetition,
+    least,  # of the logits' type
+    first,
     V,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < V
-    count = tl.load(counts + row * V + at, mask=inside, other=0)
-    old = tl.load(logits + row * V + at, mask=inside, other=0.0)
-    output = (count & (SEEN - 1)).to(tl.float32)
-    factor = tl.load(repetition + row)
-    new = tl.where(old > 0.0, old / factor, old * factor) - tl.load(frequency + row) * output
-    new -= tl.where(output > 0.0, tl.load(presence + row), 0.0)
+    logit = tl.load(logits + (first + row) * V + at, mask=inside, other=0.0).to(tl.float32)
+    mask = tl.load(masks + row)
+    if mask >= 0:
+        word = tl.load(bits + mask.to(tl.int64) * ((V + 31) // 32) + at // 32, mask=inside, other=0)
+        finite = (logit == logit) & (tl.abs(logit) != float("inf"))
+        logit = tl.where(finite & (((word >> (at % 32)) & 1) == 0), least, logit)
+    tl.store(wide + row * V + at, logit, mask=inside)
+    if tl.load(counted + row) != 0:
+        tl.store(counts + row * V + at, tl.zeros([BLOCK], tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["V"])
+def _count_kernel(
+    wide,  # [N, V] float32
+    counts,  # [N, V] int32
+    edits,  # [E, EDIT_WORDS] int32
+    tokens,  # int32
+    bias_ids,  # int32
+    biases,  # float32
+    banned,  # int32
+    V,
+    BLOCK: tl.constexpr,
+):
+    own, block = edits + tl.program_id(0) * EDIT_SIZE, tl.program_id(1)
+    place = tl.load(own + ROW).to(tl.int64) * V
+    begin, end = tl.load(own + TOKENS), tl.load(own + TOKENS_END)
+    at = begin + block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < end
+    token = tl.load(tokens + at, mask=inside, other=0)
+    tl.atomic_or(counts + place + token, SEEN, mask=inside)
+    tl.atomic_add(counts + place + token, 1, mask=inside & (at >= tl.load(own + OUTPUT)))
+    if block == 0:
+        last = tl.load(own + BIASES_END)
+        for start in range(tl.load(own + BIASES), last, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            biased = wide + place + tl.load(bias_ids + at, mask=at < last, other=0)
+            tl.store(biased, tl.load(biased, mask=at < last) + tl.load(biases + at, mask=at < last), mask=at < last)
+        if end > begin:
+            last = tl.load(own + BANS_END)
+            for start in range(tl.load(own + BANS), last, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                tl.atomic_or(counts + place + tl.load(banned + at, mask=at < last, other=0), BANNED, mask=at < last)
+
+
+@triton.jit(do_not_specialize=["V"])
+def _penalise_kernel(
+    wide,  # [N, V] float32
+    counts,  # [N, V] int32
+    edits,  # [E, EDIT_WORDS] int32
+    penalties,  # [E, PENALTIES] float64
+    tokens,  # int32
+    banned,  # int32
+    V,
+    BLOCK: tl.constexpr,
+):
+    edit, block = tl.program_id(0), tl.program_id(1)
+    own, numbers = edits + edit * EDIT_SIZE, penalties + edit * PENALTIES_SIZE
+    place = tl.load(own + ROW).to(tl.int64) * V
+    at = tl.load(own + TOKENS) + block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.load(own + TOKENS_END)
+    token = tl.load(tokens + at, mask=inside, other=0)
+    found = tl.atomic_xchg(counts + place + token, 0, mask=inside)
+    inside = inside & (found != 0) & ((found & BANNED) == 0)
+    old = tl.load(wide + place + token, mask=inside, other=0.0)
+    presence, frequency, repetition = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    # in float64, as on a cpu device, so that a seed has the same tokens there
+    exact = old.to(tl.float64)
+    output = (found & (BANNED - 1)).to(tl.float64)
+    new = tl.where(exact > 0.0, exact / repetition, exact * repetition)
+    new -= frequency * output + tl.where(output > 0.0, presence, 0.0)
     new = tl.minimum(tl.maximum(new, -1e30), 1e30)
     finite = (old == old) & (tl.abs(old) != float("inf"))
-    tl.store(logits + row * V + at, tl.where(finite & (count > 0), new, old), mask=inside)
+    tl.store(wide + place + token, new.to(tl.float32), mask=inside & finite)
+    if block == 0:
+        last = tl.load(own + BANS_END)
+        for start in range(tl.load(own + BANS), last, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            ruled_out = wide + place + tl.load(banned + at, mask=at < last, other=0)
+            old = tl.load(ruled_out, mask=at < last, other=0.0)
+            finite = (old == old) & (tl.abs(old) != float("inf"))
+            tl.store(ruled_out, tl.full([BLOCK], LEAST, tl.float32), mask=(at < last) & finite)
 
 
-def penalise(
-    logits: Tensor, tokens: Tensor, lengths: Tensor, num_prompt: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
-) -> None:
-    """Applies penalties to each row of logits [N, V] float32 in place, see reference.penalise. tokens: [N, L] int32, prompts, then
-    outputs, of which only the first lengths [N] are used."""
-    rows, vocab = logits.shape
-    counts = torch.zeros(rows, vocab, dtype=torch.int32, device=logits.device)
-    block = 1024
-    _count_kernel[(rows, triton.cdiv(tokens.shape[1], block))](
-        tokens, lengths, num_prompt, counts, tokens.stride(0), vocab, BLOCK=block, num_warps=4
+def widen(logits: Tensor, first: int, masks: Tensor, bits: Tensor, counted: Tensor, wide: Tensor, counts: Tensor) -> None:
+    """Writes rows first to first + N of logits to wide [N, V] float32. What masks rule out becomes the least number of the logits'
+    type; NaN and infinities stay. bits: masks [M, W] as RowMasks has them. masks [N] int32: which of them is the row's, -1 for
+    none. Sets counts [N, V] int32 to zeros for the rows that are `counted` [N] int32."""
+    rows, vocab = wide.shape
+    least = torch.finfo(logits.dtype).min
+    _widen_kernel[(rows, triton.cdiv(vocab, WIDEN_BLOCK))](
+        logits, masks, bits, counted, wide, counts, least, first, vocab, BLOCK=WIDEN_BLOCK, num_warps=4
     )
-    _penalise_kernel[(rows, triton.cdiv(vocab, block))](
-        logits, counts, presence, frequency, repetition, vocab, BLOCK=block, num_warps=4
+
+
+def add_biases_and_count(
+    wide: Tensor, counts: Tensor, edits: Tensor, longest: int, tokens: Tensor, bias_ids: Tensor, biases: Tensor, banned: Tensor
+) -> None:
+    """Adds the biases of edits [E EDIT_WORDS] to wide [N, V], and counts their tokens in counts [N, V], which are zeros before.
+    longest: tokens that a sequence has at most."""
+    grid = (len(edits) // EDIT_WORDS, max(1, triton.cdiv(longest, EDIT_BLOCK)))
+    _count_kernel[grid](wide, counts, edits, tokens, bias_ids, biases, banned, wide.shape[1], BLOCK=EDIT_BLOCK, num_warps=4)
+
+
+def penalise_and_ban(
+    wide: Tensor, counts: Tensor, edits: Tensor, penalties: Tensor, longest: int, tokens: Tensor, banned: Tensor
+) -> None:
+    """Penalises the tokens that add_biases_and_count has counted, as reference.penalise does, by penalties [E PENALTIES] float64,
+    and rules out the banned ids: their logits become the least float32, unless they are not finite."""
+    grid = (len(edits) // EDIT_WORDS, max(1, triton.cdiv(longest, EDIT_BLOCK)))
+    _penalise_kernel[grid](
+        wide,
+        counts,
+        edits,
+        penalties,
+        tokens,
+        banned,
+        wide.shape[1],
+        BLOCK=EDIT_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
 
 
 # V is specialised: a multiple of 16 tells that every row is aligned, and the kernel passes over rows many times.
-@triton.jit(do_not_specialize=["K"])
+@triton.jit(do_not_specialize=["K", "first"], do_not_specialize_on_alignment=["rows", "chosen", "picked", "top_ids", "top"])
 def _logprobs_kernel(
-    logits,  # [N, V]
+    logits,  # [>= first + N, V]
     rows,  # [M] int32
-    chosen,  # [M] int32
+    chosen,  # [N] int32
     picked,  # [M] float32
     top_ids,  # [M, K] int32
     top,  # [M, K] float32
+    first,
     V,
     K,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += tl.load(rows + row).to(tl.int64) * V
+    number = tl.load(rows + row).to(tl.int64)
+    logits += (first + number) * V
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -98,7 +196,7 @@ def _logprobs_kernel(
         at = start + tl.arange(0, BLOCK)
         mass += tl.exp(tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32) - highest)
     base = highest + tl.log(tl.sum(mass, axis=0))
-    tl.store(picked + row, tl.load(logits + tl.load(chosen + row)).to(tl.float32) - base)
+    tl.store(picked + row, tl.load(logits + tl.load(chosen + number)).to(tl.float32) - base)
     last, last_at = float("inf"), -1
     for k in range(0, K):  # finds the next after the last one found: a lower logit, or an equal one at a higher index
         best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -115,13 +213,14 @@ def _logprobs_kernel(
         tl.store(top + row * K + k, last - base)
 
 
-def top_logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, picked: Tensor, top_ids: Tensor, top: Tensor) -> None:
-    """Computes the log-probabilities of the chosen and of the most likely tokens, see ops.top_logprobs. The rows' logits must be
-    finite.
+def top_logprobs(logits: Tensor, first: int, rows: Tensor, chosen: Tensor, picked: Tensor, top_ids: Tensor, top: Tensor) -> None:
+    """Computes the log-probabilities of some rows' chosen and most likely tokens, see ops.top_logprobs. What rows get whose logits
+    are not finite is undefined.
 
-    rows, chosen: [M]. Writes picked [M], and top_ids and top [M, K]."""
+    rows [M] int32: which of the N rows of logits from `first` on. chosen [N] int32: the token of each of the N. Writes picked [M]
+    float32, top_ids [M, K] int32 and top [M, K] float32."""
     vocab = logits.shape[1]
     block = min(4096, max(16, triton.next_power_of_2(vocab)))
     _logprobs_kernel[(len(rows),)](
-        logits, rows, chosen, picked, top_ids, top, vocab, top.shape[1], BLOCK=block, num_warps=16 if block == 4096 else 4
+        logits, rows, chosen, picked, top_ids, top, first, vocab, top.shape[1], BLOCK=block, num_warps=16 if block == 4096 else 4
     )

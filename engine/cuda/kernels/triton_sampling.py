@@ -205,8 +205,8 @@ def _kth_weight(
     return tl.maximum(low, bound).to(tl.float32, bitcast=True)
 
 
-# The number of tiles is V's.
-@triton.jit(do_not_specialize=["num_tiles"])
+# The number of tiles is V's. Results may begin anywhere in memory that has those of more rows.
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["ids", "bad"])
 def _propose_kernel(
     logits,  # [N, V]
     temperature,  # [N], as of _survey_kernel
@@ -218,7 +218,7 @@ def _propose_kernel(
     numbers,  # [N, S + 1, RECORD] float32
     integers,  # [N, S + 1, RECORD] int32
     ids,  # [N] int32
-    bad,  # [N] int8
+    bad,  # [N] int32
     V,
     num_tiles,
     STRIPE: tl.constexpr,
@@ -304,7 +304,7 @@ def _propose_kernel(
         tl.store(own_integers + NUM_PIVOTS, num)
     tl.store(own_integers + IS_OPEN, is_open)
     tl.store(ids + row, drawn)
-    tl.store(bad + row, is_bad.to(tl.int8))
+    tl.store(bad + row, is_bad.to(tl.int32))
 
 
 @triton.jit
@@ -351,7 +351,7 @@ def _above(logits, V, top, factor, floor, by_mass, BLOCK: tl.constexpr):
     return tl.sum(total, axis=0)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["ids"])
 def _choose_kernel(
     logits,  # [N, V]
     temperature,  # [N], as of _survey_kernel
@@ -440,7 +440,7 @@ def sample(
     *,
     is_cut: bool = True,
 ) -> None:
-    """Samples a token for each row, see reference.sample. Writes ids [N] int32 and bad [N] int8. Rows of temperature 0 take their
+    """Samples a token for each row, see reference.sample. Writes ids and bad [N] int32. Rows of temperature 0 take their
     largest logit. is_cut: False promises that no row has a top_k, top_p or min_p, and spares two launches."""
     rows, vocab = logits.shape
     tile = _tile_tokens(vocab)

@@ -320,9 +320,14 @@ def main(capability: int, listed: bool) -> None:
         for tile in tried(*triton_fp8_linear.TILE_ROWS):
             triton_four_bits_linear.tile_linear(x, four_bits, None, tile, False, weight)
     logits = torch.zeros(ROWS, VOCAB, dtype=dtype)
-    entry.sample(logits, floats, floats, ints, floats, ints, ints)
-    triton_logits.penalise(logits.float(), table, ints, ints, floats, floats, floats)
-    entry.top_logprobs(logits, ints, ints, 20)
+    wide, alternatives = logits.float(), (torch.zeros(ROWS, 20, dtype=torch.int32), torch.zeros(ROWS, 20))
+    counts, edits = torch.zeros(ROWS, VOCAB, dtype=torch.int32), torch.zeros(triton_logits.EDIT_WORDS, dtype=torch.int32)
+    penalties = torch.ones(triton_logits.PENALTIES, dtype=torch.float64)
+    entry.sample(logits, (floats, floats, ints, floats, ints, ints), ints, ints)
+    entry.widen(logits, 0, ints, ints, ints, wide, counts)
+    entry.add_biases_and_count(wide, counts, edits, 1, ints, ints, floats, ints)
+    entry.penalise_and_ban(wide, counts, edits, penalties, 1, ints, ints)
+    entry.top_logprobs(logits, 0, ints, ints, floats, *alternatives)
     triton_unpack.unpack(torch.zeros(64, dtype=torch.uint8), longs, FRAME_VALUES, x, ints[:1])
 
     triton_checksum.partial_sums(longs.view(-1, 2), torch.zeros(len(longs) // 2, 1, 2, dtype=torch.int64))

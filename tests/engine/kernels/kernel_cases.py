@@ -19,7 +19,7 @@ from tests.engine.kernels.kv_write_cases import fp8_rounding, rope
 from tests.engine.kernels.latent_cases import decode_latents, extend_latents, products_by_head, store_latents
 from tests.engine.kernels.memory_cases import checksums, inputs, packed_weights
 from tests.engine.kernels.row_cases import few_rows_linear, fp8_linear, gates, gathers, int4_linear, norms, nvfp4_linear
-from tests.engine.kernels.sampling_cases import logprobs, penalties, sampling
+from tests.engine.kernels.sampling_cases import edits, logprobs, sampling
 
 # cases whose numbers are integers, or float32 whatever the model's dtype
 ONE_DTYPE = (
@@ -27,7 +27,6 @@ ONE_DTYPE = (
     "inputs",
     "routing",
     "routing_by_sigmoid",
-    "penalties",
     "packed_weights",
     "checksums",
     "adapters_of_tokens",
@@ -59,7 +58,7 @@ CASES: dict[str, Callable[[Draw], None]] = {
         extend_latents,
         gated_delta,
         sampling,
-        penalties,
+        edits,
         logprobs,
         packed_weights,
         checksums,

@@ -53,7 +53,7 @@ def sampling(draw: Draw) -> None:
     temperature, top_p, min_p = column(0.0, 0.7, 1.0, 1.4), column(1.0, 1.0, 0.999, 0.95, 0.5, 0.0), column(0.0, 0.0, 0.05)
     top_k = column(0, 0, 1, 5, 40, 300).to(torch.int32)
     keys = [torch.randint(0, 2**32, (rows,), generator=draw.generator) for _ in range(2)]
-    ids, bad = draw.like(torch.empty(rows, dtype=torch.int32)), draw.like(torch.empty(rows, dtype=torch.int8))
+    ids, bad = (draw.like(torch.empty(rows, dtype=torch.int32)) for _ in range(2))
     settings = (temperature, top_p, top_k, min_p, *keys)
     with mock.patch.multiple(triton_sampling, TILE_TOKENS=tile, MOST_FRONT=most, MOST_PIVOTS=most):
         triton_sampling.sample(draw.on(logits), *(draw.on(x) for x in settings), ids, bad)
@@ -66,22 +66,57 @@ def sampling(draw: Draw) -> None:
     assert ((ids >= 0) & (ids < vocab)).all()
 
 
-def penalties(draw: Draw) -> None:
-    rows, vocab, length = draw.between(1, 4), draw.one_of(5, 300, 2000), draw.between(1, 60)
-    logits = torch.randn(rows, vocab, generator=draw.generator) * 4
-    logits[0, 0] = math.inf
-    tokens = torch.randint(0, vocab, (rows, length), generator=draw.generator).int()
-    lengths = torch.tensor([draw.between(1, length) for _ in range(rows)], dtype=torch.int32)
-    num_prompt = torch.tensor([draw.between(0, int(n)) for n in lengths], dtype=torch.int32)
-    presence, frequency = torch.randn(rows, generator=draw.generator), torch.randn(rows, generator=draw.generator)
-    repetition = torch.rand(rows, generator=draw.generator) + 0.5
-    ours = draw.on(logits)
-    triton_logits.penalise(ours, *(draw.on(x) for x in (tokens, lengths, num_prompt, presence, frequency, repetition)))
+def edits(draw: Draw) -> None:
+    """Masks, biases, penalties and bans of several rows at once are what the reference implementation and torch make of them row by
+    row, to the last bit. Some rows have none, sequences are of different lengths, and some logits are not finite."""
+    rows, vocab, before = draw.between(1, 5), draw.one_of(5, 300, 2100), draw.between(0, 2)
+    logits = draw.normal(before + rows, vocab, scale=4.0)
+    logits[before, 0], logits[-1, vocab // 2] = math.inf, math.nan
+    wanted, least = logits[before:].float().clone(), torch.finfo(draw.dtype).min
+    masks = torch.tensor([draw.between(-1, 2) for _ in range(rows)], dtype=torch.int32)
+    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), generator=draw.generator).int()
+    edited = [row for row in range(rows) if draw.one_of(True, True, False)] or [rows - 1]
+    words, penalties = torch.zeros(len(edited), triton_logits.EDIT_WORDS, dtype=torch.int32), torch.ones(len(edited), 4).double()
+    tokens, bias_ids, banned, biases = [torch.zeros(3).int()], [torch.zeros(1).int()], [torch.zeros(2).int()], [torch.zeros(1)]
+    num_tokens, counted = [], torch.zeros(rows, dtype=torch.int32)
+
+    def ids(num: int, into: list[Tensor], distinct: bool = True) -> tuple[int, int]:
+        own = (
+            torch.randperm(vocab, generator=draw.generator)
+            if distinct
+            else torch.randint(0, vocab, (num,), generator=draw.generator)
+        )
+        first = sum(map(len, into))
+        into.append(own[:num].int())
+        return first, first + len(into[-1])
+
     for row in range(rows):
-        own = tokens[row, : int(lengths[row])]
-        numbers = (float(x[row]) for x in (presence, frequency, repetition))
-        reference.penalise(logits[row], own, int(num_prompt[row]), *numbers)
-    torch.testing.assert_close(ours.cpu(), logits, rtol=1e-6, atol=1e-6)
+        if masks[row] >= 0:
+            of_tokens = torch.arange(vocab)
+            allowed = (bits[masks[row].long()][of_tokens // 32] >> (of_tokens % 32)) & 1 == 1
+            wanted[row] = torch.where(allowed | ~torch.isfinite(wanted[row]), wanted[row], least)
+    for at, row in enumerate(edited):
+        first, end = ids(draw.one_of(0, 7, 60, 1300), tokens, distinct=False)
+        output = draw.between(first, end)
+        words[at, :4] = torch.tensor([row, first, output, end])
+        counted[row], numbers = int(end > first), [draw.shapes.gauss(0, 1), draw.shapes.gauss(0, 1), draw.shapes.random() + 0.5]
+        penalties[at, :3] = torch.tensor(numbers, dtype=torch.float64)
+        biased, ruled_out = ids(draw.one_of(0, 2, 700), bias_ids), ids(draw.one_of(0, 1, 3), banned)
+        biases.append(torch.randn(biased[1] - biased[0], generator=draw.generator))
+        words[at, 4:] = torch.tensor([*biased, *ruled_out])
+        num_tokens.append(end - first)
+        wanted[row, bias_ids[-1].long()] += biases[-1]
+        if end > first:
+            reference.penalise(wanted[row], tokens[-1], output - first, *numbers)
+        held = wanted[row, banned[-1].long()]
+        wanted[row, banned[-1].long()] = torch.where(torch.isfinite(held), torch.finfo(torch.float32).min, held)
+    wide, counts = draw.like(wanted), draw.like(torch.empty(rows, vocab, dtype=torch.int32))
+    triton_logits.widen(draw.on(logits), before, draw.on(masks), draw.on(bits), draw.on(counted), wide, counts)
+    columns = [draw.on(torch.cat(x)) for x in (tokens, bias_ids, biases, banned)]
+    own, longest = draw.on(words.flatten()), max(num_tokens)
+    triton_logits.add_biases_and_count(wide, counts, own, longest, *columns)
+    triton_logits.penalise_and_ban(wide, counts, own, draw.on(penalties.flatten()), longest, columns[0], columns[3])
+    torch.testing.assert_close(wide.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def logprobs(draw: Draw) -> None:
@@ -90,11 +125,13 @@ def logprobs(draw: Draw) -> None:
     logits[rows - 1] = -1.5  # all equal: the lower id first
     num_top = min(vocab, draw.one_of(0, 1, 5, 20))
     asked = torch.randperm(rows, generator=draw.generator)[: draw.between(1, rows)].int()
-    chosen = torch.randint(0, vocab, (len(asked),), generator=draw.generator).int()
-    wanted = reference.top_logprobs(logits[asked.long()], chosen.long(), num_top)
+    chosen = torch.randint(0, vocab, (rows,), generator=draw.generator).int()
+    wanted = reference.top_logprobs(logits[asked.long()], chosen[asked.long()].long(), num_top)
     picked, top = draw.like(wanted[0]), draw.like(wanted[2])
     top_ids = draw.like(wanted[1].int())
-    triton_logits.top_logprobs(draw.on(logits), draw.on(asked), draw.on(chosen), picked, top_ids, top)
+    before = draw.between(0, 2)
+    above = draw.normal(before, vocab)
+    triton_logits.top_logprobs(draw.on(torch.cat((above, logits))), before, draw.on(asked), draw.on(chosen), picked, top_ids, top)
     torch.testing.assert_close(picked.cpu(), wanted[0], rtol=2e-5, atol=2e-5)
     assert top_ids.tolist() == wanted[1].tolist()
     torch.testing.assert_close(top.cpu(), wanted[2], rtol=2e-5, atol=2e-5)

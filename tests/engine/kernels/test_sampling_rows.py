@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def drawn(logits: Tensor, settings: tuple[Tensor, ...], **how: Any) -> list[int]:
-    ids, bad = torch.full((len(logits),), -7, dtype=torch.int32), torch.full((len(logits),), -7, dtype=torch.int8)
+    ids, bad = (torch.full((len(logits),), -7, dtype=torch.int32) for _ in range(2))
     triton_sampling.sample(logits, *settings, ids, bad, **how)
     assert bad.tolist() == [0] * len(logits)
     return ids.tolist()

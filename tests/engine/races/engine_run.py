@@ -11,7 +11,7 @@ import gc
 import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from threading import Event, Lock
@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from engine.contracts.loads import LoadCancelled
-from engine.contracts.steps import NoWorkSpace, StepResult
-from engine.cuda import backend, graphs, mixed_graphs, model, predicting, sequences
+from engine.contracts.steps import NoWorkSpace
+from engine.cuda import backend, edit_columns, edited, graphs, mixed_graphs, model, predicting, sequences
 from engine.cuda.backend import CudaBackend
 from engine.cuda.kernels import linear_choice
 from engine.lifecycle import loads
@@ -34,10 +34,10 @@ from engine.lifecycle.loads import Load, Loads
 from engine.loading import runner
 from engine.memory import transfers
 from engine.ops.ops import Rotary
-from engine.protocol import MTP, Configure, LoadModel
+from engine.protocol import MTP, Configure, LoadModel, SamplingParams
 from engine.serve.served_models import Place
 from loader import checksum
-from scheduler.batch.plan import BatchPlan, make_sequence_table
+from scheduler.batch.plan import BatchPlan, make_sequence_table, write_sampling
 from tests.engine import cuda_stand_in
 from tests.engine.races import schedule
 from tests.engine.races.clocks import Clock
@@ -179,6 +179,12 @@ def kernels(on: Device) -> SimpleNamespace:
     def set_entries(target: Tensor, places: Tensor, values: Tensor) -> None:
         on.launch("set_entries", [reads(places), reads(values), writes(target)])
 
+    def launch(what: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        on.launch(what, [*map(reads, inputs), *map(writes, outputs)])
+
+    def sample(logits: Tensor, settings: Iterable[Tensor], ids: Tensor, bad: Tensor, is_cut: bool = True) -> None:
+        launch("sampling", (logits, *settings), (ids, bad))
+
     return SimpleNamespace(
         tile_tokens=lambda head_dim, dtype: 16,
         FEW_ROWS=(1, 2),
@@ -186,12 +192,17 @@ def kernels(on: Device) -> SimpleNamespace:
         prepare_inputs=prepare_inputs,
         cos_sin=lambda positions, rotary: made(len(positions), positions, rotary.inv_freq),
         split_contexts=lambda contexts, window, target: made(len(contexts), contexts),
-        sample=lambda logits, *columns: (made(len(logits), logits, *columns), made(len(logits), logits)),
+        sample=sample,
         set_entries=set_entries,
         INTERPRETED=False,
-        greedy=lambda logits: (made(len(logits), logits), made(len(logits), logits)),
-        top_logprobs=lambda logits, *columns: made(len(logits), logits),
-        penalise=lambda row, *_: on.launch("penalise", [reads(row), writes(row)]),
+        EDIT_WORDS=8,
+        PENALTIES=4,
+        widen=lambda logits, first, masks, bits, counted, *out: launch("widen", (logits, masks, bits, counted), out),
+        add_biases_and_count=lambda wide, counts, edits, longest, *columns: launch("count", (edits, *columns), (wide, counts)),
+        penalise_and_ban=lambda wide, counts, edits, penalties, longest, *columns: launch(
+            "penalise", (edits, penalties, *columns), (wide, counts)
+        ),
+        top_logprobs=lambda logits, first, rows, chosen, *out: launch("log-probabilities", (logits, rows, chosen), out),
         both_kernels=linear_choice.both_kernels,
         measure_linear=linear_choice.measure,
         is_open=linear_choice.is_open,
@@ -291,7 +302,8 @@ class EngineRun:
             (backend, {"torch": torch_on, "MAX_GRAPH_ROWS": 4, "MAX_GRAPH_TOKENS": 32}),
             (mixed_graphs, {"torch": torch_on, "STEPS_BEFORE_CAPTURE": 2, "_holders": [], "MOST_GRAPHS": 4}),
             (mixed_graphs, {"pays": lambda *_: self._random.random() < 0.7}),
-            (model, {"sampled_outputs": self._sampled_by_host}),
+            (edited, {"torch": torch_on, "entry": entry}),
+            (edit_columns, {"entry": entry}),
             (graphs, {"torch": torch_on, "_space": None, "_recording": schedule.Lock(self.schedule)}),
             (sequences, {"torch": torch_on, "entry": entry}),
             (
@@ -322,11 +334,6 @@ class EngineRun:
         if not life.spec.predicts or self._random.random() < 0.2:
             return None
         return np.full(num_rows, self._random.choice([0, 1, 2]), np.int32)
-
-    def _sampled_by_host(self, ops: Any, hidden: Any, num_sampling: int, *_: Any) -> StepResult:
-        """Stands in for sampling whose logits the host edits: a product, of which the host reads the result."""
-        linear_choice.linear(hidden, hidden, None).cpu()
-        return StepResult(np.zeros(num_sampling, np.int32), np.zeros(num_sampling, np.bool_), 0.0)
 
     # ---- the loop
 
@@ -376,7 +383,12 @@ class EngineRun:
         num_new[-1] = self._random.choice([1, 1, 3])
         slots, computed = np.arange(num_rows, dtype=np.int32), np.full(num_rows, 4, np.int32)
         life.table.block_tables[0][slots, 0] = self._random.randrange(4)
-        life.table.num_logprobs[:] = self._random.choice([-1, -1, -1, 0])
+        life.table.num_logprobs[:] = self._random.choice([-1, -1, -1, 0, 2])
+        for slot in slots.tolist():
+            edits = self._random.choice([{}, {}, {"frequency_penalty": 0.5, "logit_bias": {3: 1.0}}, {"min_tokens": LENGTH}])
+            num_logprobs, temperature = life.table.num_logprobs[slot], life.table.temperature[slot]
+            write_sampling(life.table, slot, SamplingParams(LENGTH, **edits), 1, LENGTH)
+            life.table.num_logprobs[slot], life.table.temperature[slot] = num_logprobs, temperature
         plan = BatchPlan(1, life.spec.model, slots, computed, num_new, np.ones(num_rows, np.bool_))
         plan.to_propose = self._proposals(life, num_rows)
         if plan.to_propose is not None and num_new[-1] == 1:

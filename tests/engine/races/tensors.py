@@ -107,6 +107,13 @@ class Tensor:
         made = Tensor(self.on, self.shape, torch.float32, self.device, self.on.allocate((*self.shape, "float32"), "a result"))
         return made.copy_(self)
 
+    def split(self, sizes: Sequence[int]) -> list[Tensor]:
+        ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+        return [self[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[at] for at in range(len(self)))
+
     def zero_(self) -> Tensor:
         self.on.launch("zeros", [writes(self)])
         return self

@@ -1,0 +1,153 @@
+"""Rows that a GPU edits and samples behind a step get what the host gives them, whatever parts they are computed in, and more of
+them take no more launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.cuda import edit_columns, edited
+from engine.cuda.edited import EditedSampling
+from engine.cuda.kernels import entry
+from engine.grammar.row_masks import RowMasks
+from engine.protocol import SamplingParams
+from engine.sampling.outputs import sampled_outputs
+from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
+from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
+from tests.engine.cpu_ops import ops
+from tests.engine.model_bench import make_table, plan
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU tests/gpu runs the kernels"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy warns of infinities, a GPU does not
+]
+VOCAB, ROWS, LENGTH, EOS = 70, 9, 40, [3, 900]
+SETTINGS = [
+    SamplingParams(99, temperature=0.9, seed=1),
+    SamplingParams(99, temperature=0.8, seed=2, repetition_penalty=1.4, presence_penalty=0.3, logprobs=4),
+    SamplingParams(99, temperature=0.0, frequency_penalty=1.5, logit_bias={4: 9.0, 69: 8.5}),
+    SamplingParams(99, temperature=0.0, min_tokens=60, stop_token_ids=[7, 4], logit_bias={7: 90.0}, logprobs=0),
+    SamplingParams(99, temperature=1.1, seed=3, min_tokens=60, frequency_penalty=-0.5, top_k=30, logprobs=5),
+    SamplingParams(99, temperature=0.0, logprobs=2),
+]
+
+
+@pytest.fixture(autouse=True)
+def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "kernels", None)
+
+
+def table_of(num_rows: int, settings: list[SamplingParams]) -> SequenceTable:
+    table = make_table(slots=num_rows, length=LENGTH)
+    table.request_id[:] = np.arange(100, 100 + num_rows)
+    table.tokens[:] = np.random.default_rng(1).integers(0, VOCAB, table.tokens.shape)
+    for slot in range(num_rows):
+        table.num_prompt[slot] = 5
+        write_sampling(table, slot, settings[slot % len(settings)], 5, LENGTH)
+    return table
+
+
+def rows_of(step: BatchPlan, table: SequenceTable, masked: list[int]) -> SamplingRows:
+    rows = sampling_rows(step, table, EOS, VOCAB)
+    if masked:
+        bits = np.random.default_rng(2).integers(0, 2**32, (len(masked), -(-VOCAB // 32)), np.uint32)
+        constrain(rows, RowMasks([1] * len(masked), np.array(masked), bits))
+    return rows
+
+
+def by_device(hidden: torch.Tensor, step: BatchPlan, table: SequenceTable, masked: list[int], drawn: Any = None) -> Any:
+    last_ids = torch.full((len(table.request_id) + 1,), -7, dtype=torch.int32)
+    sampling = EditedSampling(VOCAB, len(table.request_id), last_ids)
+    draw = sampling.draw(hidden, rows_of(step, table, masked), step.slots, table.request_id[step.slots], drawn, lambda x: x.clone())
+    result = draw.result(draw.told, 0.5)
+    if drawn is None:
+        assert last_ids[torch.from_numpy(step.slots).long()].tolist() == result.ids.tolist()
+    else:
+        assert last_ids.tolist() == [-7] * len(last_ids)
+    return result
+
+
+def by_host(hidden: torch.Tensor, step: BatchPlan, table: SequenceTable, masked: list[int]) -> Any:
+    rows = rows_of(step, table, masked)
+    return sampled_outputs(ops, hidden, len(step.slots), rows, None, step, table, lambda x: x.clone(), 256, 0.0)
+
+
+def equal(ours: Any, wanted: Any) -> None:
+    assert ours.ids[~ours.bad].tolist() == wanted.ids[~wanted.bad].tolist()
+    assert ours.bad.tolist() == wanted.bad.tolist()
+    assert (ours.logprobs is None) == (wanted.logprobs is None)
+    if wanted.logprobs is not None:
+        for name in ("request_ids", "counts", "top_ids"):
+            assert getattr(ours.logprobs, name) == getattr(wanted.logprobs, name), name
+        assert np.abs(np.array(ours.logprobs.chosen) - np.array(wanted.logprobs.chosen)).max() < 1e-5
+        assert np.abs(np.array(ours.logprobs.top) - np.array(wanted.logprobs.top)).max(initial=0) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("parts", "masked", "dtype"),
+    [((64, 1 << 20, 256), [1], torch.float32), ((3, 30, 8), [0, 1, 4, 6, 8], torch.bfloat16), ((5, 1, 4), [], torch.float16)],
+)
+def test_rows_get_what_the_host_gives_them(
+    monkeypatch: pytest.MonkeyPatch, parts: tuple[int, int, int], masked: list[int], dtype: torch.dtype
+) -> None:
+    for name, value in zip(("EDITED_ROWS", "EDITED_TOKENS", "LOGITS_ROWS"), parts, strict=True):
+        monkeypatch.setattr(edit_columns, name, value)
+    monkeypatch.setattr(edited, "LOGITS_ROWS", parts[2])
+    hidden = (torch.randn(ROWS + 2, VOCAB, generator=torch.Generator().manual_seed(3)) * 3).to(dtype)
+    hidden[7, 20] = torch.nan  # a row with log-probabilities
+    table = table_of(ROWS, SETTINGS)
+    step = plan(*((slot, 11 + slot, 1) for slot in reversed(range(ROWS))))
+    wanted = by_host(hidden, step, table, masked)
+    assert wanted.bad.tolist() == [row == 7 for row in range(ROWS)]
+    equal(by_device(hidden, step, table, masked), wanted)
+
+
+def test_a_slot_that_another_request_takes_over_is_edited_as_that_asks() -> None:
+    hidden, step = torch.zeros(1, VOCAB), plan((0, 10, 1))
+    table = table_of(1, [SamplingParams(99, temperature=0.0, logit_bias={40: 5.0})])
+    sampling, ids = EditedSampling(VOCAB, 1, torch.zeros(2, dtype=torch.int32)), []
+    for token in (40, 41, 41):
+        write_sampling(table, 0, SamplingParams(99, temperature=0.0, logit_bias={token: 5.0}), 5, LENGTH)
+        draw = sampling.draw(hidden, rows_of(step, table, []), step.slots, table.request_id[:1], None, torch.clone)
+        ids += draw.result(draw.told, 0.0).ids.tolist()
+    assert ids == [40, 41, 41]
+
+
+def test_what_the_step_has_sampled_is_not_sampled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a graph, rows that want nothing but log-probabilities keep the tokens that it has sampled."""
+    monkeypatch.setattr(entry, "sample", None)
+    hidden = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
+    table, step = table_of(2, [SamplingParams(99, temperature=0.0, logprobs=300)]), plan((0, 10, 1), (1, 10, 1))
+    drawn = torch.stack((hidden[:2].argmax(-1), torch.zeros(2, dtype=torch.long))).int()
+    equal(by_device(hidden, step, table, [], drawn), by_host(hidden, step, table, []))
+
+
+def test_more_edited_rows_take_no_more_launches_and_no_more_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def recorded(where: Any, name: str) -> None:
+        call = getattr(where, name)
+
+        def record(*arguments: Any, **options: Any) -> Any:
+            done.append(name)
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(where, name, record)
+
+    kernels = ("widen", "add_biases_and_count", "penalise_and_ban", "sample", "set_entries", "top_logprobs")
+    for name in kernels:
+        recorded(entry, name)
+    recorded(edited.Staging, "send")
+    hidden = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(5))
+    for num_rows in (3, 9):
+        done.clear()
+        table, masked = table_of(num_rows, SETTINGS), list(range(0, num_rows, 2))
+        step = plan(*((slot, 9, 1) for slot in range(num_rows)))
+        sampling = EditedSampling(VOCAB, num_rows, torch.zeros(num_rows + 1, dtype=torch.int32))
+        sampling.draw(hidden, rows_of(step, table, masked), step.slots, table.request_id, None, torch.clone)
+        assert sorted(done) == sorted([*kernels, "send"])
