@@ -1,6 +1,6 @@
 """What sampling settings cost inside a step of a 1B model, where the sampling kernel weighs most: the step's time over the
-greedy step's. Penalties and log-probabilities are the host's to look at, so their steps go on from the graph's hidden states and
-run one at a time. One JSON line each.
+greedy step's. Steps with penalties or log-probabilities go on from the graph's hidden states, and run one at a time. One JSON line
+each.
 
 usage: python -m benchmarks.gpu_sampling [--tiny]
 """

@@ -60,7 +60,7 @@ class Staging:
             if isinstance(column, np.ndarray):
                 own[:] = column.view(np.int32)
             elif len(own):
-                np.concatenate([piece.view(np.int32) for piece in column], out=own)
+                np.concatenate(column, out=own.view(column[0].dtype))
             at += _aligned(len(own))
         target = torch.empty(num_words, dtype=torch.int32, device=self._device) if into is None else into[:num_words]
         target.copy_(buffer, non_blocking=True)
