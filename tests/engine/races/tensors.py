@@ -38,6 +38,10 @@ class Tensor:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def nbytes(self) -> int:
+        return self.num_bytes
+
     def __len__(self) -> int:
         return self.shape[0]
 
