@@ -112,7 +112,7 @@ def work_space(bench: Bench, num_tokens: int) -> None:
     that, graphs and tables included, against what an engine lets it have."""
     kept = gpu_work_space_bytes(bench.shape, bench.dtype, num_tokens, 256)
     held = bench.weights.num_bytes + bench.num_blocks * bench.block_bytes
-    taken = torch.cuda.max_memory_allocated() - held
+    taken, pools = torch.cuda.max_memory_allocated() - held, pools_mib()
     tell(
         what="work_space",
         model=bench.name,
@@ -120,7 +120,8 @@ def work_space(bench: Bench, num_tokens: int) -> None:
         of_kept=round(taken / kept, 3),
         kept_mib=round(kept / 2**20),
         reserved_mib=round((torch.cuda.max_memory_reserved() - held) / 2**20),
-        pools_mib=pools_mib(),
+        pools_mib=pools,
+        pool_of_kept=round(pools["graphs"] / (KEPT_BYTES >> 20), 3),
         limit_mib=round((kept + KEPT_BYTES) / 2**20),
     )
 

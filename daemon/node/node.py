@@ -39,6 +39,7 @@ from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
 from daemon.gpu.watch import GpuWatch
 from daemon.http.tls import Tls
 from daemon.metrics.counters import Metrics
+from daemon.models.entry import ModelEntry
 from daemon.models.registry import Registry
 from daemon.node.live_settings import LiveSettings
 from daemon.node.loaded_adapters import LoadedAdapters
@@ -149,6 +150,7 @@ class NodeParts:
         self.gpu_watch = GpuWatch(self.inventory, devices, self._gpu_fault)
         self.dispatcher.engines = dict(self.workers)
         self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES)
+        self.dispatcher.load_begins = self._open_text
         self.stored = ResponseStore(int(config.stored_responses_bytes))
         self.upstreams = Upstreams(self._upstream_changed)
         self.warming = Warming(lambda: self.config, self.dispatcher, self.tasks, self.ring)
@@ -216,6 +218,11 @@ class NodeParts:
             self._host_account.look()
         if self._store is not None:
             self._store.drop_rest()
+
+    def _open_text(self, entry: ModelEntry) -> None:
+        """Has the tokenizer of a model that begins to load opened meanwhile."""
+        if entry.generates_text:
+            self.text.open_ahead(entry)
 
     def _gpu_fault(self, device: DeviceBudget, fault: GpuFault) -> None:
         """Logs and counts a GPU's fault. A fatal fault restarts only this device's engine, because the engine may wait for the

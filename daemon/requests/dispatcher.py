@@ -88,6 +88,7 @@ class Dispatcher:
         self._waiting: dict[str, asyncio.Future[actions.Refusal | None]] = {}  # cause -> its command's result
         self.why_slow: Callable[[], str] = lambda: ""  # returns a sentence for requests that have waited too long
         self.tracer: Callable[[], Tracer | None] = lambda: None  # returns what traces requests, if something does
+        self.load_begins: Callable[[ModelEntry], None] = lambda entry: None  # called when an engine is told to load a model
         self.note_decisions: Callable[[], None] = lambda: None  # called after each event, before its actions are carried out
         self._pending: deque[events.Event] = deque()
         self._busy = False
@@ -254,6 +255,7 @@ class Dispatcher:
             self._load_impossible(action, "its files have changed just now", permanent=False)
             return
         self.loading[joined(action.leases)] = action.model
+        self.load_begins(entry)
         if (tracer := self.tracer()) is not None:
             tracer.load_sent(action, action.weights_chunks * int(self.config.chunk_bytes), time.monotonic())
         message = protocol.LoadModel(

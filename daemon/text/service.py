@@ -12,6 +12,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -103,13 +104,14 @@ class TextService:
         self._tables: OrderedDict[_Key, asyncio.Task[TokenTable]] = OrderedDict()
         self._facts: dict[_Key, TextFacts] = {}
         self._job_ids = itertools.count(1)
+        self._ahead: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Starts the helper before its first use. Optional."""
         await self._helper.start()
 
     async def close(self) -> None:
-        for task in [*self._tables.values(), *self._workers.values()]:
+        for task in [*self._ahead, *self._tables.values(), *self._workers.values()]:
             task.cancel()
         self._workers.clear()
         self._tables.clear()
@@ -219,6 +221,21 @@ class TextService:
         # the task is shared: one client's disconnect must not fail the others
         return task.result() if task.done() else await asyncio.shield(task)
 
+    def open_ahead(self, model: ModelEntry) -> None:
+        """Has the model's tokenizer parsed while its weights load, unless a worker has it: a vocabulary of 128k takes half a second
+        and more, which its first request would wait for. What goes wrong is reported to the requests that meet it."""
+        worker = self._workers.get(_open(model)[0])
+        if worker is not None and (not worker.done() or _is_alive(worker)):
+            return
+        task = asyncio.get_running_loop().create_task(self._opened(model))
+        self._ahead.add(task)
+        task.add_done_callback(self._ahead.discard)
+
+    async def _opened(self, model: ModelEntry) -> None:
+        with suppress(HearthError, OSError):
+            await self.table(model)
+            await self.encode(model, "", False)  # where the table was there, and the worker that had made it is not
+
     async def _build(self, model: ModelEntry) -> TokenTable:
         parts = await self._run(_open(model), BuildTable, "model")
         return TokenTable(_table_decoder.decode(parts[0]), model.vocab_size)
@@ -264,7 +281,7 @@ class TextService:
 
     async def _worker(self, key: _Key, opening: Open) -> WorkerConnection:
         task = self._workers.get(key)
-        if task is not None and task.done() and (task.cancelled() or task.exception() is not None or not task.result().alive):
+        if task is not None and task.done() and not _is_alive(task):
             task = None
         if task is None:
             task = self._workers[key] = asyncio.get_running_loop().create_task(self._helper.connect(opening))
@@ -285,6 +302,11 @@ class TextService:
             elif not task.result().num_waiting:
                 del self._workers[key]
                 self._helper.release(task.result())
+
+
+def _is_alive(worker: asyncio.Task[WorkerConnection]) -> bool:
+    """Returns whether a worker that was connected can be given jobs."""
+    return not worker.cancelled() and worker.exception() is None and worker.result().alive
 
 
 def _failed(opening: Open, death: Death, param: str | None) -> HearthError:

@@ -71,7 +71,7 @@ def configure(cache_dir: str) -> None:
     """Sets where Triton keeps compiled kernels, and which kernels were the faster ones on this GPU: below cache_dir, or in a
     temporary folder if cache_dir cannot be written."""
     triton.knobs.cache.dir = compiled.writable(cache_dir, KERNELS_BYTES)
-    if not INTERPRETED:
+    if not INTERPRETED and torch.cuda.is_available():
         linear_choice.keep_in(Path(triton.knobs.cache.dir))
 
 

@@ -46,6 +46,27 @@ async def test_encodes_as_the_tokenizer_does(service, tmp_path):
     assert decode(table, expected[2]) == texts[2]
 
 
+async def test_a_tokenizer_is_opened_ahead_of_the_first_request(service, tmp_path):
+    """A second time only where no worker has it any more. One that cannot be read fails the requests, and nothing before."""
+    tiny, broken = model(checkpoint(tmp_path / "tiny", byte_level())), entry("broken")
+    for each in (tiny, broken):
+        service.open_ahead(each)
+    await asyncio.gather(*service._ahead)
+    assert {opened.result().model for opened in service._workers.values()} == {tiny.name, "broken"}
+    assert all(table.done() for table in service._tables.values())
+    service.open_ahead(tiny)
+    assert not service._ahead
+    (worker,) = [each.result() for each in service._workers.values() if each.result().model == tiny.name]
+    service._helper.release(worker)
+    while worker.alive:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    service.open_ahead(tiny)
+    await asyncio.gather(*service._ahead)
+    assert await service.table(tiny)
+    with pytest.raises(HearthError):
+        await service.table(broken)
+
+
 def with_template(template: object) -> Tokenizer:
     tokenizer = byte_level()
     tokenizer.post_processor = template
