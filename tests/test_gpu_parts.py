@@ -63,7 +63,7 @@ def test_a_load_from_elsewhere_is_told(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_host_tier_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_node, "machine_memory_bytes", lambda: 16 << 30)
     assert gpu_node.host_tier(20 << 30) == ["--host-tier-bytes", f"{12 << 10}MiB"]
-    assert gpu_node.host_tier(0) == ["--host-tier-bytes", "0MiB"]
+    assert gpu_node.host_tier(0) == ["--host-tier-bytes", "0"]
 
 
 def test_texts_that_differ_beside_others_are_counted() -> None:

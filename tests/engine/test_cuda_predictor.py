@@ -74,6 +74,8 @@ def test_drafts_behind_graphs(tmp_path: Path, stand_in_graphs: Any, monkeypatch:
     remember_steps(model)
     for size in model.mixed_graphs.missing():
         model.capture_mixed(size)
+    for num_rows in (2, 8):
+        model.capture(num_rows)
     monkeypatch.setattr(model, "_forward", lambda step: pytest.fail("a step without a graph"))
     check_drafts(model, reference, TEXTS)
     assert sorted(model.graphs.captured) == [2, 8]

@@ -223,6 +223,7 @@ class TestOnAGPU:
         size = MixedSize(12, 2, 9)
         model.mixed_graphs = MixedGraphs(model.compute_mixed, model._staging, model._device, [size])
         remember_steps(model)
+        model.capture(1)
         table = make_table(groups=model.kv_groups)
         for slot, text in enumerate((first, second, first, second)):
             put(table, slot, text)
