@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import socket
 import subprocess
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO
@@ -107,6 +109,8 @@ class ForkServer:
         module, environment = ["engine", "--fork-server"], child_environment(**self._variables)
         self._process, self._control = socket_child.spawn(module, self._arguments, environment, process_group=0)
         self._control.settimeout(FIRST_LIMIT_S)
+        ended = os.pidfd_open(self._process.pid)
+        threading.Thread(target=_reap, args=(self._process, ended), name="fork server's end", daemon=True).start()
 
     def _end(self) -> None:
         if self._control is not None:
@@ -114,6 +118,15 @@ class ForkServer:
         if self._process is not None:
             socket_child.wait(self._process, STOP_LIMIT_S, self._process.kill)  # it may import still, or hang
         self._control = self._process = None
+
+
+def _reap(process: subprocess.Popen[bytes], pidfd: int) -> None:
+    """Waits until the server has ended, and takes its exit status, so that no zombie is left until the next engine is forked."""
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    ended.poll()
+    os.close(pidfd)
+    process.poll()
 
 
 class _Gone(Exception):

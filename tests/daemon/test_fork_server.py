@@ -142,6 +142,18 @@ async def test_a_killed_server_is_replaced_and_its_engines_live_on(server: ForkS
     assert await new.ended() == (0, "")
 
 
+async def test_a_killed_server_is_no_zombie_until_the_next_engine(server: ForkServer) -> None:
+    engine = await Forked.by(server)
+    parent = parent_of(engine.process)
+    parent.kill()
+    async with asyncio.timeout(10):
+        while psutil.pid_exists(parent.pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    engine.process.kill()
+    engine.channel.close()
+    await engine.ended()
+
+
 async def test_a_server_that_hangs_is_replaced(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_client, "ANSWER_LIMIT_S", 0.3)
     first = await Forked.by(server)
