@@ -61,8 +61,8 @@ def copy_bytes_per_s(device: str, tiny: bool) -> float:
 
 
 def read_bytes_per_s(device: str, tiny: bool) -> float:
-    """Of a sum over memory, which writes next to nothing: a step that reads weights and KV is held to this. It is more than a copy
-    moves."""
+    """Returns the rate of a sum over memory, which writes next to nothing. Steps that read weights and KV are held to it, since it
+    is more than a copy moves."""
     source = torch.randint(0, 1 << 20, ((1 << 17) if tiny else (1 << 29),), device=device)
     return 8 * len(source) / seconds_of(source.sum, device, 10)
 

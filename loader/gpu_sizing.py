@@ -11,7 +11,7 @@ from loader.model_shape import ModelShape
 from loader.work_space import beside_values, delta_bytes, input_values, keys_as_values, predictor_values
 
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
-# Of these, rows that are edited at a time (engine/cuda/edited.py), and tokens of theirs that are penalised, unless of one row.
+# So many rows are edited at a time (engine/cuda/edited.py), with so many penalised tokens between them; one row may have more.
 EDITED_ROWS, EDITED_TOKENS = 64, 1 << 20
 # Contexts are cut into one piece a row and so many more, each with float32 results: some eight for each of 256 multiprocessors.
 DECODE_PIECES = 2048

@@ -224,8 +224,7 @@ class TextService:
     def open_ahead(self, model: ModelEntry) -> None:
         """Has the model's tokenizer parsed while its weights load, unless a worker has it: a vocabulary of 128k takes half a second
         and more, which its first request would wait for. What goes wrong is reported to the requests that meet it."""
-        worker = self._workers.get(_open(model)[0])
-        if worker is not None and (not worker.done() or _is_alive(worker)):
+        if self._living(_open(model)[0]) is not None:
             return
         task = asyncio.get_running_loop().create_task(self._opened(model))
         self._ahead.add(task)
@@ -279,10 +278,15 @@ class TextService:
             message = f"{_about(opening)} {death.why}, as did that of others before; it is tried again in {left_s:.0f} s"
             raise NotNow("text_worker_ended", message, retry_after_s=max(1.0, left_s))
 
-    async def _worker(self, key: _Key, opening: Open) -> WorkerConnection:
+    def _living(self, key: _Key) -> asyncio.Task[WorkerConnection] | None:
+        """Returns the model's worker, connected or being so; None if it has none that can be given jobs."""
         task = self._workers.get(key)
-        if task is not None and task.done() and not _is_alive(task):
-            task = None
+        if task is None or not task.done():
+            return task
+        return None if task.cancelled() or task.exception() is not None or not task.result().alive else task
+
+    async def _worker(self, key: _Key, opening: Open) -> WorkerConnection:
+        task = self._living(key)
         if task is None:
             task = self._workers[key] = asyncio.get_running_loop().create_task(self._helper.connect(opening))
             self._end_idle(key)
@@ -302,11 +306,6 @@ class TextService:
             elif not task.result().num_waiting:
                 del self._workers[key]
                 self._helper.release(task.result())
-
-
-def _is_alive(worker: asyncio.Task[WorkerConnection]) -> bool:
-    """Returns whether a worker that was connected can be given jobs."""
-    return not worker.cancelled() and worker.exception() is None and worker.result().alive
 
 
 def _failed(opening: Open, death: Death, param: str | None) -> HearthError:

@@ -346,9 +346,9 @@ class CudaModel:
         first token, is read after it."""
         graphs, _ = self._graphs_of(adapted)
         padded = graphs.rows_for(num_rows)
-        if not padded or padded in graphs.captured:
-            return padded
-        return self.capture(num_rows, adapted) if graphs.lacked_before(padded) else 0
+        if padded and padded not in graphs.captured and not graphs.lacked_before(padded):
+            return 0
+        return self.capture(num_rows, adapted)
 
     def _unmeasured(self) -> list[tuple[Tensor, int]]:
         """Returns the products, by weight and row count, of which it has yet to be measured which kernel is the faster one."""
@@ -363,7 +363,7 @@ class CudaModel:
 
     @property
     def num_uncaptured(self) -> int:
-        """How often capture_next has something to do: a graph to capture, or a kernel to choose."""
+        """Returns how often capture_next has something to do: a graph to capture, or a kernel to choose."""
         if self._model is None:
             return 0
         return len(self._unmeasured()) + sum(len(decoding) + len(mixed) for _, decoding, mixed in self._missing())

@@ -99,7 +99,7 @@ def test_where_the_system_makes_no_pages_the_driver_does(monkeypatch: pytest.Mon
 
 
 def test_the_driver_is_left_to_others_most_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four seconds a range, one is the driver's; the time in which pages are made is not waited for once more."""
+    """The driver gets one of four seconds a range. The time in which pages are made counts towards the other three."""
     now_s, begun_s = 0.0, []
 
     def passes(seconds: float) -> bool:

@@ -150,18 +150,19 @@ def keep_in(folder: Path) -> None:
 def _choose(size: Size, wins: bool) -> None:
     _ours_wins[size] = wins
     if _kept_in is not None:  # in a thread, since a file system may hang
-        rows = [[*size[:3], str(size[3]).removeprefix("torch."), wins] for size, wins in _ours_wins.items()]
-        threading.Thread(target=_write, args=(_kept_in, json.dumps(rows)), name="kernels", daemon=True).start()
+        threading.Thread(target=_write, args=(_kept_in,), name="kernels", daemon=True).start()
 
 
 _writing = threading.Lock()
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path) -> None:
+    """Keeps all choices made by the time of the writing: of two threads the later one to write has the newer ones."""
     with _writing:
+        rows = [[*size[:3], str(size[3]).removeprefix("torch."), wins] for size, wins in list(_ours_wins.items())]
         own = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            own.write_text(text)
+            own.write_text(json.dumps(rows))
             own.replace(path)
         except OSError as error:
             log.warning("which kernels multiply few rows is not kept for the next engine: %s: %s", path, error)
