@@ -14,6 +14,7 @@ import torch
 from cuda.bindings import driver
 
 from engine.cuda.copies import CudaStreams, EventFence, SummedCopies, SummedCopy
+from engine.cuda.unmapping import Unmapping
 from engine.memory import handles as descriptors
 from engine.memory.arena import copy_pieces
 from engine.memory.chunk_memory import Piece
@@ -86,6 +87,7 @@ class CudaMemory:
         self._handles: list[Any] = []
         self._arena_address = self.reserve(self.num_bytes)
         self._streams = CudaStreams(self._device)
+        self._unmapping = Unmapping(self._unmap_now, chunk_bytes)
         try:
             for number in range(num_chunks):
                 if handles:
@@ -107,6 +109,7 @@ class CudaMemory:
             raise IndexError(f"chunks {min(chunks)} to {max(chunks)} are not among the {self.num_chunks}")
         self._enter()
         size = self.chunk_bytes
+        self._unmapping.wait_for(address, len(chunks) * size)
         mapped = 0
         try:
             for chunk in chunks:
@@ -120,14 +123,21 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Unmaps chunks after waiting for what runs on the device: a kernel still reading the range would make the whole context
-        unusable."""
+        """Waits for what runs on the device, since a kernel still reading the range would make the whole context unusable, and has
+        the chunks unmapped in another thread. They may be used for something else at once: a chunk may lie in several ranges, and
+        nothing reads it through this one. Whoever maps or releases the range waits. Raises RuntimeError if an earlier range could
+        not be unmapped."""
         self._enter()
         self._streams.synchronise()
+        self._unmapping.add(address, num_bytes)
+
+    def _unmap_now(self, address: int, num_bytes: int) -> None:
+        self._enter()
         for place in range(address, address + num_bytes, self.chunk_bytes):
             _call(driver.cuMemUnmap, driver.CUdeviceptr(place), self.chunk_bytes)
 
     def release(self, address: int, num_bytes: int) -> None:
+        self._unmapping.wait_for(address, num_bytes)
         self._enter()
         _call(driver.cuMemAddressFree, driver.CUdeviceptr(address), num_bytes)
 
@@ -199,7 +209,10 @@ class CudaMemory:
         self._streams.finish_steps()
 
     def close(self) -> None:
-        self.unmap(self._arena_address, self.num_bytes)
+        self._enter()
+        self._unmapping.finish()
+        self._streams.synchronise()
+        self._unmap_now(self._arena_address, self.num_bytes)
         self._drop()
 
     def _drop(self) -> None:

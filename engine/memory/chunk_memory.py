@@ -77,7 +77,7 @@ class StartsSeveral(Protocol):
 
 class ChunkMemory(Protocol):
     """All physical memory that holds a device's weights and KV: num_chunks chunks of chunk_bytes each, allocated once. Every chunk
-    has a fixed place in the arena, one address range; a chunk may also be mapped into one reservation. Addresses are the device's.
+    has a fixed place in the arena, one address range; a chunk may also be in use in one reservation. Addresses are the device's.
 
     CpuMemory and CudaMemory are the two implementations. Every method may be called from any thread. Methods that take chunks are
     only for the chunks' owner (scheduler/batch/chunk_pool.py says who that is)."""
@@ -100,7 +100,9 @@ class ChunkMemory(Protocol):
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Takes the chunks out of a reservation, which itself stays. Nothing may be running on them."""
+        """Takes the chunks out of a reservation, which itself stays. Nothing may be running on them. They may be mapped elsewhere
+        as soon as this returns; a device may still show them here for some milliseconds, until the reservation is mapped again at
+        the latest. Raises RuntimeError if the device failed."""
         ...
 
     def release(self, address: int, num_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """One address range per model for its weights, the same from the first load to the last, so whatever holds the address of a weight
-(a captured graph, a table) stays valid. Between an eviction and the next load the range has no memory, and touching it is a fault,
-so a use after eviction can't pass unnoticed.
+(a captured graph, a table) stays valid. Between an eviction and the next load the range has no memory (on a GPU some milliseconds
+after the eviction), and touching it is a fault, so a use after eviction can't pass unnoticed.
 """
 
 from __future__ import annotations

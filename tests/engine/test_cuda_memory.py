@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,95 @@ def test_chunks_are_taken_once_and_mapped_twice_at_most(memory: Any, driver: cud
     assert len(driver.mapped) == 14
     memory.unmap(address, 2 * CHUNK)
     memory.release(address, 2 * CHUNK)
+    assert len(driver.mapped) == 12
+
+
+class HeldDriver:
+    """Holds back the driver's unmapping of one range until `go` is set, and notes the threads it happens in."""
+
+    def __init__(self, driver: cuda_stand_in.Driver, address: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.threads = threading.Event(), list[str]()
+        unmap, contexts = driver.cuMemUnmap, threading.local()
+        enter = driver.cuCtxSetCurrent
+
+        def entered(context: str) -> Any:
+            contexts.current = context
+            return enter(context)
+
+        def cuMemUnmap(place: int, size: int) -> Any:
+            if address <= place < address + num_bytes:
+                assert contexts.current == "context"
+                self.threads.append(threading.current_thread().name)
+                assert self.go.wait(30)
+            return unmap(place, size)
+
+        monkeypatch.setattr(driver, "cuCtxSetCurrent", entered)
+        monkeypatch.setattr(driver, "cuMemUnmap", cuMemUnmap)
+
+
+def test_chunks_are_used_again_before_the_driver_has_unmapped_them(
+    memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = WeightRange(memory, 2 * CHUNK), WeightRange(memory, 2 * CHUNK)
+    first.map([3, 7])
+    held = HeldDriver(driver, first.address, 2 * CHUNK, monkeypatch)
+    first.unmap()
+    second.map([7, 3])
+    second.tensor(0, (CHUNK,), torch.uint8).fill_(5)
+    assert (memory.arena[7 * CHUNK : 8 * CHUNK] == 5).all()
+    assert len(driver.mapped) == 12 + 4
+    held.go.set()
+    first.close()
+    second.close()
+    assert held.threads == ["unmapping"] * 2
+
+
+@pytest.mark.parametrize("what", ["map", "release", "close"])
+def test_what_needs_a_range_waits_until_it_is_unmapped(
+    cuda_memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The driver would refuse each of them before, and the stand-in does."""
+    memory = cuda_memory.CudaMemory(12, CHUNK)
+    weights = WeightRange(memory, 2 * CHUNK)
+    weights.map([3, 7])
+    held = HeldDriver(driver, weights.address, 2 * CHUNK, monkeypatch)
+    weights.unmap()
+    calls = {"map": lambda: weights.map([1, 2]), "release": weights.close, "close": memory.close}
+    called = threading.Thread(target=calls[what])
+    called.start()
+    called.join(0.05)
+    assert called.is_alive()
+    assert len(driver.mapped) == 14
+    held.go.set()
+    called.join(30)
+    assert len(driver.mapped) == {"map": 14, "release": 12, "close": 0}[what]
+    if what == "map":
+        weights.close()
+    if what != "close":
+        memory.close()
+    assert not driver.mapped
+
+
+def test_an_error_of_the_thread_that_unmaps_is_told(
+    cuda_memory: Any, driver: cuda_stand_in.Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = cuda_memory.CudaMemory(12, CHUNK)
+    weights, other = WeightRange(memory, 2 * CHUNK), WeightRange(memory, CHUNK)
+    other.map([1])
+    weights.map([3, 7])
+
+    def cuMemUnmap(place: int, size: int) -> Any:
+        return (cuda_stand_in.CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+    monkeypatch.setattr(driver, "cuMemUnmap", cuMemUnmap)
+    weights.unmap()
+    why = "unmapping chunks failed before: cuMemUnmap: CUDA_ERROR_INVALID_VALUE"
+    with pytest.raises(RuntimeError, match=why):
+        weights.map([3, 7])
+    for call in (other.unmap, memory.close, lambda: memory.release(weights.address, 2 * CHUNK)):
+        with pytest.raises(RuntimeError, match=why):
+            call()
+    assert "unmapping chunks failed: cuMemUnmap: CUDA_ERROR_INVALID_VALUE" in caplog.text
 
 
 def test_a_device_that_cannot_give_its_memory_keeps_nothing(cuda_memory: Any, driver: cuda_stand_in.Driver) -> None:

@@ -67,6 +67,7 @@ def test_all_memory_is_taken_once(memory: CudaMemory) -> None:
             held.map([(first + number) % 12 for number in range(10)])
             held.tensor(0, (10 * CHUNK,), torch.uint8).fill_(first)
             held.unmap()
+        memory._unmapping.finish()
         taken.append(before - free_bytes())
         held.close()
         if abs(taken[-1]) <= 1 << 20:
@@ -114,6 +115,7 @@ weights.map([1, 3])
 tensor = weights.tensor(0, (1000,), torch.float32)
 tensor.fill_(1.0)
 weights.unmap()
+memory._unmapping.finish()
 print("mapped and unmapped", flush=True)
 print(tensor.sum().item())
 """

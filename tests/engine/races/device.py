@@ -155,10 +155,17 @@ class Graph:
 
 
 class Device:
-    """One device. mapped: address -> the name of the chunk that lies there, or None."""
+    """One device. mapped: yields for a range the name of each chunk that lies there, or None. mappings: yields the names of what
+    maps them."""
 
-    def __init__(self, schedule: Schedule, rules: Rules, mapped: Callable[[int, int], Iterable[Hashable | None]]) -> None:
-        self.schedule, self.rules, self.memory, self._mapped = schedule, rules, Memory(), mapped
+    def __init__(
+        self,
+        schedule: Schedule,
+        rules: Rules,
+        mapped: Callable[[int, int], Iterable[Hashable | None]],
+        mappings: Callable[[int, int], Iterable[Hashable]],
+    ) -> None:
+        self.schedule, self.rules, self.memory, self._mapped, self._mappings = schedule, rules, Memory(), mapped, mappings
         self.default_stream = Stream(self, "default stream")
         self.streams = [Stream(self, f"stream {number}") for number in range(NUM_STREAMS)]
         self._num_streams_given = 0
@@ -236,6 +243,9 @@ class Device:
             note = self.memory.write if writes else self.memory.read
             for name, kind in self._names(place, what):
                 note(name, kind, stream.name, stream.clock, what)
+            if isinstance(place, tuple) and isinstance(place[0], int):
+                for name in self._mappings(*place):
+                    self.memory.read(name, "a mapping", stream.name, stream.clock, what)
 
     def host_uses(self, name: Hashable, kind: str, what: str) -> None:
         """Notes that the thread that runs reads and writes a piece of memory."""

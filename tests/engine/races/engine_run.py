@@ -25,7 +25,7 @@ import torch
 
 from engine.contracts.loads import LoadCancelled
 from engine.contracts.steps import NoWorkSpace
-from engine.cuda import backend, edit_columns, edited, graphs, mixed_graphs, model, predicting, sequences
+from engine.cuda import backend, edit_columns, edited, graphs, mixed_graphs, model, predicting, sequences, unmapping
 from engine.cuda.backend import CudaBackend
 from engine.cuda.kernels import linear_choice
 from engine.lifecycle import loads
@@ -56,12 +56,20 @@ POINTS = 30  # at most so often other threads may go on between two actions of t
 
 
 class Driver(cuda_stand_in.Driver):
-    """The stand-in for the driver, whose copies are operations of a stream. Unmapping is an access: nothing may still be running on
-    what is unmapped."""
+    """The stand-in for the driver, whose copies are operations of a stream. Every access reads the mapping by which it is made;
+    mapping and unmapping write it, so that nothing may still be running on what is unmapped."""
 
     device: Device
     arena_address = 0
     _places: tuple[int, ...] = ()
+
+    def is_arena(self, address: int) -> bool:
+        return self.arena_address <= address < self.arena_address + NUM_CHUNKS * CHUNK
+
+    def mappings_at(self, address: int, num_bytes: int) -> Iterator[Hashable]:
+        """Yields a name for each chunk's place in a range outside of the arena, whose mappings last."""
+        if not self.is_arena(address):
+            yield from (("mapping", place // CHUNK) for place in range(address // CHUNK * CHUNK, address + num_bytes, CHUNK))
 
     def names_at(self, address: int, num_bytes: int) -> Iterator[Hashable | None]:
         """Yields the chunks that are mapped at a range, and None for each part without one."""
@@ -76,16 +84,21 @@ class Driver(cuda_stand_in.Driver):
             yield None if held is None else id(held)
             at = at + CHUNK if held is None else begin + held.num_bytes
 
-    def cuMemMap(self, *arguments: Any) -> Any:
-        self._places = ()
-        return super().cuMemMap(*arguments)
+    def cuMemMap(self, address: Any, size: int, *arguments: Any) -> Any:
+        self._change(address, size, "mapping")
+        return super().cuMemMap(address, size, *arguments)
 
     def cuMemUnmap(self, address: Any, size: int) -> Any:
-        self._places = ()
-        if not self.arena_address <= address < self.arena_address + NUM_CHUNKS * CHUNK:
-            for name in self.names_at(int(address), size):
-                self.device.host_uses(name, "a chunk", "unmapping")
+        self._change(address, size, "unmapping")
         return super().cuMemUnmap(address, size)
+
+    def _change(self, address: Any, size: int, what: str) -> None:
+        self._places = ()
+        if self.arena_address:  # else the arena is being made
+            self.device.schedule.point()
+            self.device.counts[what] += 1
+            for name in self.mappings_at(int(address), size):
+                self.device.host_uses(name, "a mapping", what)
 
     def cuMemcpyHtoDAsync(self, target: Any, source: int, size: int, stream: Any) -> Any:
         return self._copied(stream, [(f"host memory {source}", False), ((int(target), size), True)], "a copy to the device")
@@ -255,10 +268,11 @@ class EngineRun:
         self.schedule = Schedule(seed, lambda host: self.device.thread_ended(host))
         self._random = self.schedule.random
         self._driver = Driver()
-        self.device = self._driver.device = Device(self.schedule, rules, self._driver.names_at)
+        self.device = self._driver.device = Device(self.schedule, rules, self._driver.names_at, self._driver.mappings_at)
         cuda_memory = self._patch(monkeypatch)
         self._memory = cuda_memory.CudaMemory(NUM_CHUNKS, CHUNK)
         self._arena = self._driver.arena_address = self._memory.arena.data_ptr()
+        self._note_unmapping()
         options = Configure("cuda:0", NUM_CHUNKS, CHUNK, 0, 512, BLOCK_TOKENS, 5.0, 0)
         self.backend: Any = CudaBackend(self._memory, options)
         self.backend._ops = None
@@ -318,6 +332,7 @@ class EngineRun:
             (model, {"rotaries_of": lambda *_: (Rotary(Drawn(device, (8,))),) * 2}),
             (loads, {"threading": threading}),
             (transfers, {"threading": threading}),
+            (unmapping, {"threading": self.schedule.threading, "CHUNKS_AT_A_TIME": 1}),
             (
                 runner,
                 {"open_checkpoint": opened, "SourceChoice": lambda *_: choice, "_in_background": lambda work: ended},
@@ -328,6 +343,18 @@ class EngineRun:
             for name, value in names.items():
                 monkeypatch.setattr(module, name, value)
         return cuda_memory
+
+    def _note_unmapping(self) -> None:
+        """Makes giving up a range an access to its chunks, which have other owners from then on."""
+        unmap = self._memory.unmap
+
+        def noted(address: int, num_bytes: int) -> None:
+            chunks = list(self._driver.names_at(address, num_bytes))
+            unmap(address, num_bytes)
+            for name in chunks:
+                self.device.host_uses(name, "a chunk", "giving it up")
+
+        self._memory.unmap = noted
 
     def _proposals(self, life: Life, num_rows: int) -> Any:
         """Returns how many tokens are drafted behind each row of a step of a model with a predictor, which sees most of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from tests.engine.races.clocks import Clock
@@ -58,6 +59,11 @@ class Schedule:
         """Stands in for threading.Thread."""
         self._num_started += 1
         return Thread(self, target, args, f"{name} {self._num_started}")
+
+    @property
+    def threading(self) -> SimpleNamespace:
+        """Stands in for the module threading."""
+        return SimpleNamespace(Thread=self.thread, Lock=lambda: Lock(self), Event=lambda: Event(self))
 
     def start(self, host: Host, run: Callable[[], None]) -> None:
         def begin() -> None:
@@ -113,6 +119,22 @@ class Lock:
         self._clock.join(self._schedule.host.clock)
         self._schedule.host.tick()
         self._holder = None
+
+
+class Event:
+    """Stands in for a threading.Event that is waited for with a timeout: others go on, or none, and it orders nothing."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def set(self) -> None:
+        self._schedule.point()
+
+    def clear(self) -> None:
+        self._schedule.point()
+
+    def wait(self, timeout: float) -> None:
+        self._schedule.point()
 
 
 class Thread:

@@ -33,7 +33,7 @@ def test_nothing_races(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_dropped > 10, "models loaded with other settings, whose graphs are given up"
     graphs_hold = ("replayed attention", "replayed a product", "replayed few rows", "replayed gather")
     edited = ("widen", "count", "penalise", "sampling", "log-probabilities")
-    for what in ("predictor", "comparison", *graphs_hold, *edited, "gather", "a copy from the device", "copy"):
+    for what in ("predictor", "comparison", *graphs_hold, *edited, "gather", "a copy from the device", "copy", "unmapping"):
         assert counts[what] > 30, what
 
 
@@ -118,6 +118,19 @@ def loads_do_not_wait(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run.backend, "_on_load_stream", lambda: backend.torch.cuda.stream(run.backend._load_stream))
 
 
+def maps_do_not_wait_for_unmapping(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, hasty = run._memory, set[Any]()
+    map_chunks, wait_for = memory.map, memory._unmapping.wait_for
+
+    def hasty_map(address: int, chunks: Any) -> None:
+        hasty.add(run.schedule.host)
+        map_chunks(address, chunks)
+        hasty.remove(run.schedule.host)
+
+    memory.map = hasty_map
+    memory._unmapping.wait_for = lambda *place: None if run.schedule.host in hasty else wait_for(*place)
+
+
 def copies_outlive_their_errors(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy whose checksum finds no memory is not waited for."""
     summed, fence = run.streams.summed, run.copies.EventFence
@@ -168,7 +181,9 @@ FAULTS: list[tuple[Callable[[EngineRun, pytest.MonkeyPatch], None], str, str]] =
         "2.13",
         "a copy to the device on stream 0 writes a chunk that copy on default stream may still read",
     ),
-    (loads_do_not_wait, "2.13", "may still"),
+    (loads_do_not_wait, "2.13", "giving it up on loop writes a chunk that a product on stream 3 may still read"),
+    (loads_do_not_wait, "2.13", "writes a mapping that a product on stream 3 may still read"),
+    (maps_do_not_wait_for_unmapping, "2.13", "writes a mapping that unmapping on"),
     (copies_outlive_their_errors, "2.13", "a chunk that a copy to the device on stream 0 may still write"),
     (sums_do_not_wait_for_copies, "2.11", "reads a chunk that a copy to the device on stream 0 may still write"),
     (steps_do_not_wait_for_staging, "2.13", "writes page-locked memory that copy on"),

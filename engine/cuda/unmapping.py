@@ -1,0 +1,86 @@
+"""Takes chunks out of address ranges in a thread of its own, so that no step waits for it: the driver needs about 20 µs a chunk,
+and a large model has a thousand. The driver may let other threads' calls wait meanwhile, so the thread pauses after every few
+chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+log = logging.getLogger("engine")
+
+CHUNKS_AT_A_TIME = 16  # some 0.3 ms
+BACKGROUND_SHARE = 0.25  # of the time spent in the driver, while nobody waits
+
+
+class Unmapping:
+    """The address ranges of one device whose chunks are still to be unmapped. A thread works on them in order, and ends when there
+    are none left.
+
+    unmap: unmaps all chunks in (address, bytes), called in that thread. If it raises, this is logged, the thread ends, and every
+    later call of any method raises RuntimeError: what is mapped where is unknown then."""
+
+    def __init__(self, unmap: Callable[[int, int], None], chunk_bytes: int) -> None:
+        self._unmap, self._step_bytes = unmap, CHUNKS_AT_A_TIME * chunk_bytes
+        self._lock = threading.Lock()
+        self._ranges: deque[tuple[int, int]] = deque()  # begin and end; the first is being worked on
+        self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()  # somebody waits for the thread
+        self._error: Exception | None = None
+
+    def add(self, address: int, num_bytes: int) -> None:
+        """Has a range unmapped. Nothing on the device may touch it any more."""
+        with self._lock:
+            self._check()
+            self._ranges.append((address, address + num_bytes))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="unmapping", daemon=True)
+                self._thread.start()
+
+    def wait_for(self, address: int, num_bytes: int) -> None:
+        """Waits until nothing in a range is to be unmapped any more."""
+        self._wait(lambda begin, end: begin < address + num_bytes and address < end)
+
+    def finish(self) -> None:
+        """Waits until nothing is to be unmapped any more."""
+        self._wait(lambda begin, end: True)
+
+    def _wait(self, concerns: Callable[[int, int], bool]) -> None:
+        with self._lock:
+            self._check()
+            thread = self._thread if any(concerns(*one) for one in self._ranges) else None
+            if thread is not None:
+                self._hurry.set()
+        if thread is not None:
+            thread.join()
+            with self._lock:
+                self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"unmapping chunks failed before: {self._error}") from self._error
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._ranges:
+                    self._thread = None
+                    self._hurry.clear()
+                    return
+                begin, end = self._ranges[0]
+            try:
+                for at in range(begin, end, self._step_bytes):
+                    started_s = time.perf_counter()
+                    self._unmap(at, min(self._step_bytes, end - at))
+                    self._hurry.wait((time.perf_counter() - started_s) * (1 / BACKGROUND_SHARE - 1))
+            except Exception as error:
+                log.error("unmapping chunks failed: %s", error)
+                with self._lock:
+                    self._error, self._thread = error, None
+                return
+            with self._lock:
+                self._ranges.popleft()
