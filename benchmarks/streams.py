@@ -24,7 +24,7 @@ import uvloop
 from aiohttp import web
 
 from daemon.api.app import make_app, make_runner
-from daemon.contracts import Generation, Resident
+from daemon.contracts import Expectation, Generation, Resident
 from daemon.models.entry import ModelEntry
 from daemon.streams.stream import Stream
 from daemon.text.jobs import TextFacts
@@ -108,6 +108,9 @@ class Steps:
 
     def submit(self, generation: Generation) -> None:
         self.running.append(generation)
+
+    def expect(self, model: ModelEntry, tenant: str = "") -> Expectation:
+        return Expectation(0, lambda: None)
 
     def keep_alive(self, model: ModelEntry, seconds: float) -> None:
         raise AssertionError("no stream asks for it")

@@ -6,7 +6,7 @@ await, a task or a queue.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -103,11 +103,24 @@ class Generation:
         return now - self.arrived_s - paused_s
 
 
+class Expectation(NamedTuple):
+    """A request whose prompt is being tokenized. request_id: its first sequence's, if that is submitted; 0: the next one. over: to
+    be called when that sequence is submitted, or will not be; a RequestScope does both."""
+
+    request_id: int
+    over: Callable[[], None]
+
+
 class RequestPort(Protocol):
     """The dispatcher as the API sees it."""
 
     def submit(self, generation: Generation) -> None:
         """Accepts the sequence (queued or running) or raises HearthError at once. Later failures are reported to the sink."""
+        ...
+
+    def expect(self, model: ModelEntry, tenant: str = "") -> Expectation:
+        """Lets the load of a model that is not in memory begin, if it can at once, for a request whose prompt is still to be
+        tokenized."""
         ...
 
     def cancel(self, generation: Generation) -> None:

@@ -131,6 +131,10 @@ class Quotas:
         account.open.add(charge)
         return charge
 
+    def is_over(self, tenant: Tenant, now: Moment) -> bool:
+        """Returns whether no request would be admitted now, however short. Takes nothing."""
+        return self._over(self._settled(tenant, now), tenant, 1, now) is not None
+
     def readmit(self, tenant: Tenant, num_made: Callable[[], int], now: Moment) -> Charge:
         """Counts on for a request that an earlier process has admitted. num_made: as `admit` has it."""
         charge = Charge(tenant, num_made)

@@ -15,7 +15,7 @@ from daemon.access.cors import expose
 from daemon.access.limit_refusal import error_of
 from daemon.access.quotas import Charge, OverLimit, Quotas, Standing
 from daemon.access.tenant import Key
-from daemon.contracts import Generation, ModelPort, RequestPort
+from daemon.contracts import Expectation, Generation, ModelPort, RequestPort
 from daemon.errors import BadRequest
 from daemon.models.asker import Asker
 from daemon.models.entry import ModelEntry
@@ -36,6 +36,7 @@ class RequestScope:
 
     __slots__ = (
         "_charge",
+        "_expectation",
         "_is_charged_before",
         "_limit_headers",
         "_models",
@@ -67,6 +68,7 @@ class RequestScope:
         self.key, self.tenant, self._models, self._requests = key, key.tenant, models, requests
         self._quotas, self.headers, self._limit_headers = quotas, headers, limit_headers
         self._charge: Charge | None = None
+        self._expectation: Expectation | None = None
         self.started_s = time.monotonic()
         self.model = ""  # the last one asked for, if there is such a one
         self.asked = ""  # the name that the table of names led to it, or that its adapter was asked by, if one was
@@ -105,7 +107,24 @@ class RequestScope:
         self.generations.append(generation)
         if self.trace is not None:
             self.trace.follow(generation)
+        if self._expectation is not None:
+            generation.request_id = self._expectation.request_id
         self._requests.submit(generation)
+        self._expectation_over()
+
+    def expect(self, model: ModelEntry, tenant: str = "") -> Expectation:
+        """Expects nothing for a tenant that is over its limits."""
+        self._expectation_over()
+        may_be_over = self.tenant.limits.any and not self._is_charged_before
+        if may_be_over and self._quotas.is_over(self.tenant, moment.now()):
+            return Expectation(0, self._expectation_over)
+        self._expectation = self._requests.expect(model, self.tenant.name)
+        return Expectation(self._expectation.request_id, self._expectation_over)
+
+    def _expectation_over(self) -> None:
+        if self._expectation is not None:
+            over, self._expectation = self._expectation.over, None
+            over()
 
     def cancel(self, generation: Generation) -> None:
         self._requests.cancel(generation)
@@ -153,6 +172,7 @@ class RequestScope:
 
     def settle(self) -> None:
         """Counts what the request has made against the tenant's limits. It must be called at the request's end."""
+        self._expectation_over()
         if self._charge is not None:
             charge, self._charge = self._charge, None
             now = moment.now()

@@ -9,10 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from config.schema import NodeConfig
-from daemon.contracts import Generation
+from daemon.contracts import Expectation, Generation
 from daemon.errors import HearthError, NotNow, ServerFault, from_refusal
 from daemon.metrics.counters import Metrics
 from daemon.models.entry import LoadSource, ModelEntry
@@ -21,7 +21,7 @@ from daemon.process.loop_watch import LoopWatch
 from daemon.record.event_ring import EventRing
 from daemon.requests.open_requests import OpenRequests
 from engine import protocol
-from scheduler.node import actions, events
+from scheduler.node import actions, events, residency
 from scheduler.node.groups import joined
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from daemon.traces.tracer import Tracer
 
 log = logging.getLogger("hearthd")
+_NOTHING_EXPECTED = Expectation(0, lambda: None)
 
 
 class EnginePort(Protocol):
@@ -56,10 +57,19 @@ class SchedulerPort(Protocol):
 
     def next_deadline(self) -> float | None: ...
 
+    def state(self, name: str) -> str | None: ...
+
     def why(self, name_or_request: str) -> list[str]: ...
 
     @property
     def draining(self) -> bool: ...
+
+
+class _Expected(NamedTuple):
+    """A request whose prompt is being tokenized. loads: of its model, that have ended meanwhile, while traces are made."""
+
+    model: str
+    loads: list[FinishedLoad]
 
 
 class Dispatcher:
@@ -90,6 +100,7 @@ class Dispatcher:
         self.tracer: Callable[[], Tracer | None] = lambda: None  # returns what traces requests, if something does
         self.load_begins: Callable[[ModelEntry], None] = lambda entry: None  # called when an engine is told to load a model
         self.note_decisions: Callable[[], None] = lambda: None  # called after each event, before its actions are carried out
+        self._expected: dict[int, _Expected] = {}  # by request_id
         self._pending: deque[events.Event] = deque()
         self._busy = False
         self._submitting = 0
@@ -114,13 +125,16 @@ class Dispatcher:
     # ---- RequestPort
 
     def submit(self, generation: Generation) -> None:
-        request_id = next(self._ids)
+        request_id = generation.request_id or next(self._ids)
         now = time.monotonic()
         generation.request_id, generation.arrived_s = request_id, now
         model = generation.model.name
         self.open.add(generation)
         if generation.trace is not None:
             generation.trace.accepted(now)
+            if (expected := self._expected.get(request_id)) is not None:
+                for load in expected.loads:
+                    generation.trace.loaded_before(load)
         self._submitting, self._refused = request_id, None
         facts = events.RequestFacts(
             request_id=request_id,
@@ -143,6 +157,21 @@ class Dispatcher:
         self.open.accepted(generation)
         if generation.trace is not None and generation.trace.waits:
             generation.trace.waits_for("; ".join(self.scheduler.why(f"req-{request_id}")[1:]))
+
+    def expect(self, model: ModelEntry, tenant: str = "") -> Expectation:
+        name = model.name
+        if self.scheduler.state(name) not in (residency.COLD, residency.WARM):
+            return _NOTHING_EXPECTED
+        request_id = next(self._ids)
+        cause = f"req-{request_id}"
+
+        def over() -> None:
+            self._expected.pop(request_id, None)
+            self.post(events.ExpectationOver(now=time.monotonic(), cause=cause, model=name, expectation=cause))
+
+        self._expected[request_id] = _Expected(name, [])
+        self.post(events.RequestExpected(now=time.monotonic(), cause=cause, model=name, tenant=tenant))
+        return Expectation(request_id, over)
 
     def cancel(self, generation: Generation) -> None:
         if self.open.by_id.get(generation.request_id) is not generation:
@@ -442,12 +471,16 @@ class Dispatcher:
             engine.send(message)
 
     def tell_load(self, load: FinishedLoad | None) -> None:
-        """Adds a load that has ended to the traces of the requests that waited for it. None: nothing is known of it."""
+        """Adds a load that has ended to the traces of the requests that waited for it, or whose prompts were being tokenized. None:
+        nothing is known of it."""
         if load is None:
             return
         for generation in self.open.by_id.values():
             if generation.trace is not None and generation.model.name == load.model:
                 generation.trace.loaded(load)
+        for expected in self._expected.values():
+            if expected.model == load.model:
+                expected.loads.append(load)
 
     # ---- ends
 

@@ -131,6 +131,10 @@ class SequenceTrace:
             start_s = max(load.started_s, self.arrived_s)
             self._add(Phase(LOAD, start_s, load.ended_s, load.attributes, load.error, load.link))
 
+    def loaded_before(self, load: FinishedLoad) -> None:
+        """Notes a load that ended while the sequence's prompt was being tokenized."""
+        self._add(Phase(LOAD, load.started_s, load.ended_s, load.attributes, load.error, load.link))
+
     def failed(self, code: str) -> None:
         self.error = code
 

@@ -41,14 +41,14 @@ def warm(node: Node, event: WarmRequested) -> None:
     model = node.models.get(event.model)
     is_resting = model is not None and model.copy is None and model.placement is None
     if model is not None and is_resting and not model.removed and admission.closed(node, model) is None:
-        refusal = _in_use(node, model)
+        refusal = in_use(node, model)
         if refusal is not None:
             _done(node, event.model, refusal)
             return
     load(node, event)
 
 
-def _in_use(node: Node, model: Model) -> Refusal | None:
+def in_use(node: Node, model: Model) -> Refusal | None:
     """Returns why the model cannot be loaded now without making somebody wait, or None."""
     if not pins.has_place(node, model):
         return pins.would_not_fit(node, model)
@@ -111,7 +111,7 @@ def unload(node: Node, event: UnloadRequested) -> None:
         message = f"no copy of {model.name} is in host memory ({node.host.num_slots} slots): it can only be unloaded to cold"
         _done(node, event.model, Refusal("not_kept", message))
         return
-    node.answer(model.load_causes, model.name, Refusal("unloaded", f"{model.name} was unloaded by the operator"))
+    node.answer_loads(model, Refusal("unloaded", f"{model.name} was unloaded by the operator"))
     node.touch(model)
     if model.copy is None:
         if event.to == residency.COLD:
@@ -145,7 +145,7 @@ def disable(node: Node, event: DisableRequested) -> None:
     refusal = admission.closed(node, model)
     assert refusal is not None
     node.reject_queue(model, refusal)
-    node.answer(model.load_causes, model.name, refusal)
+    node.answer_loads(model, refusal)
     if model.copy is None:
         models.rest(node, model, "disabled by the operator")
     node.touch(model)

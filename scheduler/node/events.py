@@ -183,6 +183,24 @@ class RequestArrived(Event):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class RequestExpected(Event):
+    """A request of the tenant for this model will arrive once its prompt is tokenized. Nothing answers it: if the load can begin at
+    once, as for WarmRequested, it does; if not, the request will wait in line as any other. Each has a cause of its own."""
+
+    model: str
+    tenant: str = ""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ExpectationOver(Event):
+    """A request that was expected has arrived, or will not. expectation: the cause of its RequestExpected; unknown ones are
+    ignored."""
+
+    model: str
+    expectation: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class RequestCancelled(Event):
     """The client went away or its time is up, wherever the request was."""
 

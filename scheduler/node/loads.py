@@ -115,7 +115,7 @@ def load_overdue(node: Node, model: Model) -> None:
     requests.recall(node, model)
     refusal = Refusal("load_timeout", f"the load of {model.name} missed its deadline", retry_after_s(node, model))
     node.reject_queue(model, refusal)
-    node.answer(model.load_causes, model.name, refusal)
+    node.answer_loads(model, refusal)
     note_failed_load(node, model, reason, permanent=False)
     evict(node, model)
     node.touch(model)

@@ -56,8 +56,8 @@ def rest(node: Node, model: Model, reason: str) -> None:
     refusal = admission.removed(model) if model.removed else admission.closed(node, model)
     if refusal is not None:
         node.reject_queue(model, refusal)
-        node.answer(model.load_causes, model.name, refusal)
-    if model.pinned or model.load_causes:
+        node.answer_loads(model, refusal)
+    if node.wanted_ahead(model):
         model.asked_at = node.now
     node.touch(model)
 

@@ -72,7 +72,7 @@ class Copy:
     keep_slots: Slots = ()
     from_host: bool = False
     streams: bool = False  # while it loads: prompts may run behind its weights
-    requested: bool = False  # a request asked for it, so keep_alive counts; False: only a command or a pin did
+    requested: bool = False  # a request asked for it, or will, so keep_alive counts; False: only a command or a pin did
     ready_at: float | None = None
     tenure_ends: float = 0.0  # rule 9: when it may be made to leave though it is busy
     evict_sent: bool = False
@@ -126,8 +126,9 @@ class Model:
     removed: bool = False
     victim_of: int = 0  # placement; 0: none
     load_causes: list[str] = field(default_factory=list)  # commands that wait for ready
+    expected: dict[str, None] = field(default_factory=dict)  # causes of RequestExpected: requests that will want it
     unload_causes: list[str] = field(default_factory=list)
-    asked_at: float = 0.0  # since when a command or a pin wants it
+    asked_at: float = 0.0  # since when a command, a pin or a request that is being read wants it
     arrivals: Rate = field(default_factory=Rate)
     served: Rate = field(default_factory=Rate)
     loads: Rate = field(default_factory=Rate)  # from wherever its weights came
@@ -304,6 +305,11 @@ class Node:
             self.emit(CommandDone(cause=cause, model=model, refusal=refusal))
         causes.clear()
 
+    def answer_loads(self, model: Model, refusal: Refusal | None) -> None:
+        """Answers the commands that wait for the model to be ready, and forgets what else wants it ahead of requests."""
+        self.answer(model.load_causes, model.name, refusal)
+        model.expected.clear()
+
     def grant(self, device: Device) -> None:
         """Tells the engine its current lease."""
         device.lease_told_chunks = device.ledger.lease_chunks
@@ -347,13 +353,17 @@ class Node:
         return max(self.settings.tenure_s, self.settings.tenure_reloads * self.slowest_reload_s(model, devices))
 
     def wanted(self, model: Model) -> bool:
-        """Returns whether a request, a command or a pin waits for the model to be loaded."""
-        return bool(model.queue or model.load_causes or model.pinned)
+        """Returns whether a request, also one that is being read, a command or a pin waits for the model to be loaded."""
+        return bool(model.queue) or self.wanted_ahead(model)
+
+    def wanted_ahead(self, model: Model) -> bool:
+        """Returns whether something other than a waiting request wants the model to be loaded."""
+        return bool(model.load_causes or model.expected or model.pinned)
 
     def waits_since(self, model: Model) -> float:
-        """Returns since when its oldest request, a command or a pin has waited for it."""
+        """Returns since when its oldest request, a command or a pin has waited for it, or a request is being read."""
         since = next(iter(model.queue.values())).waits_since if model.queue else self.now
-        return min(since, model.asked_at) if model.load_causes or model.pinned else since
+        return min(since, model.asked_at) if self.wanted_ahead(model) else since
 
     def overdue_at(self, model: Model, reload_s: float) -> float:
         """Returns when its work becomes overdue. A model that loads slowly ranks behind an equally old one that loads fast (rule

@@ -149,7 +149,7 @@ def load(node: Node, placement: Placement) -> None:
     about_s = node.slowest_reload_s(model, placement.devices)
     placement.stage = LOADS
     model.copy = Copy(placement.id, placement.devices, placement.facts, placement.size, keep, kept is not None)
-    model.copy.requested = bool(model.queue)
+    model.copy.requested = bool(model.queue or model.expected)
     model.progress = None
     node.copies[placement.id] = model.name
     for device in devices:
@@ -200,6 +200,8 @@ def _why_loaded(model: Model) -> str:
     """Returns one of LOAD_REASONS."""
     if model.queue:
         return "resumed" if model.num_resubmissions else "request"
+    if model.expected:
+        return "request"
     return "operator" if model.load_causes else "pinned"
 
 

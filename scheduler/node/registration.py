@@ -61,7 +61,7 @@ def removed(node: Node, event: ModelRemoved) -> None:
     pins.unpin(node, model)
     refusal = admission.removed(model)
     node.reject_queue(model, refusal)
-    node.answer(model.load_causes, model.name, refusal)
+    node.answer_loads(model, refusal)
     node.touch(model)
 
 

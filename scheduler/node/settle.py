@@ -34,7 +34,7 @@ def settle_model(node: Node, model: Model) -> None:
     if model.state in (residency.READY, residency.LOADING) and model.leaves:
         node.set_state(model, residency.DRAINING, "its folder is gone" if model.removed else "disabled by the operator")
     if model.state == residency.READY:
-        node.answer(model.load_causes, model.name, None)
+        node.answer_loads(model, None)
         if model.queue:
             requests.submit_queued(node, model)
         if not model.running:  # idle: somebody may want its room
@@ -96,5 +96,5 @@ def enlist(node: Node, model: Model) -> None:
     if crowded and not pins.has_place(node, model):
         refusal = pins.would_not_fit(node, model)
         node.reject_queue(model, refusal)
-        node.answer(model.load_causes, model.name, refusal)
+        node.answer_loads(model, refusal)
         placements.unlist(node, model)

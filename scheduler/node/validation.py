@@ -40,6 +40,7 @@ def check_model(node: Node, model: Model) -> None:
         assert not model.queue or full, f"rule 4: {name} takes requests and some wait"
     if model.state == residency.READY:
         assert not model.load_causes, f"commands wait for {name}, which is ready"
+        assert not model.expected, f"requests for {name} are expected, which is ready"
         assert not model.leaves, f"{name} is ready but shall leave"
         assert model.victim_of == 0, f"rule 1: {name} is a ready victim"
     at = leave_rules.leaves_at(model)
@@ -53,6 +54,7 @@ def check_model(node: Node, model: Model) -> None:
     if model.state in residency.CLOSED or model.leaves:
         assert not model.queue or model.state == residency.DRAINING, f"{name} is {model.state} and requests wait"
         assert not model.load_causes, f"{name} is {model.state} and commands wait"
+        assert not model.expected, f"{name} is {model.state} and requests are expected"
     assert model.num_resubmissions == sum(request.resubmission for request in model.queue.values()), f"resubmissions of {name}"
     own = {tenant: list(line.requests) for tenant, line in model.queue_of.items()}
     by_tenant: dict[str, list[int]] = {}

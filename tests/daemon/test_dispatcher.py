@@ -400,3 +400,34 @@ async def test_a_broken_sink_costs_no_other_stream_a_token(finish: dict[int, int
     assert view is not None
     assert view.active == (0 if finish.get(2) else 1)
     node.scheduler.validate()
+
+
+async def test_a_load_begins_while_its_request_is_being_read() -> None:
+    node = Harness()
+    told: list[str] = []
+    node.dispatcher.load_begins = lambda entry: told.append(entry.name)
+    expectation = node.dispatcher.expect(node.entries["a"])
+    assert told == ["a"]
+    sink = Sink()
+    generation = Generation(node.entries["a"], [1, 2, 3], SamplingParams(max_tokens=8), sink, request_id=expectation.request_id)
+    node.dispatcher.submit(generation)
+    expectation.over()
+    assert generation.request_id == expectation.request_id
+    assert [line.split()[2] for line in node.dispatcher.scheduler.why("a")[-4:-2]] == [f"req-{generation.request_id}"] * 2
+    node.loaded()
+    assert [each.request_id for each in node.engine.take(protocol.Submit)] == [generation.request_id]
+    node.step({generation.request_id: [5]}, {generation.request_id: FINISH_STOP})
+    assert (sink.ids, sink.finish) == ([5], FINISH_STOP)
+    assert node.dispatcher.expect(node.entries["a"]).request_id == 0
+    assert not node.engine.take(protocol.LoadModel), "it is there"
+
+
+async def test_a_model_that_is_expected_in_vain_is_loaded_once() -> None:
+    """The load goes on, as that of a request whose client goes away."""
+    node = Harness()
+    expectation = node.dispatcher.expect(node.entries["a"])
+    expectation.over()
+    expectation.over()
+    node.loaded()
+    assert node.scheduler.state("a") == "ready"
+    assert not node.engine.take(protocol.EvictModel)

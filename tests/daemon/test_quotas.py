@@ -202,3 +202,14 @@ def test_headers() -> None:
         "anthropic-ratelimit-tokens-day-remaining": "0",
         "anthropic-ratelimit-tokens-day-reset": "2024-10-04T14:00:00Z",
     }
+
+
+def test_who_is_over_a_limit_is_told_without_taking_anything() -> None:
+    quotas, one = Quotas(), tenant(requests_per_minute=1, tokens_per_day=10)
+    for _ in range(5):
+        assert not quotas.is_over(one, at(0))
+    admitted(quotas.admit(one, 5, none_made, at(0)))
+    assert quotas.is_over(one, at(0)), "no request is left"
+    assert not quotas.is_over(one, at(60))
+    admitted(quotas.admit(one, 5, none_made, at(60)))
+    assert quotas.is_over(one, at(600)), "no token is left"

@@ -65,6 +65,7 @@ async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, m
     num_dimensions = head.dimensions or size
     if num_dimensions != size and num_dimensions not in model.cut_sizes:
         raise invalid("dimensions", f"dimensions: {num_dimensions} was asked for, {model.name} has {size} {_cuts(model.cut_sizes)}")
+    context.requests.expect(model)
     keep = num_kept(head.keep_last, model.max_model_len, model)
     if head.kind == "ids":
         texts = [array("i", ids)[-keep:] for ids in _packed_ids.decode(packed)]

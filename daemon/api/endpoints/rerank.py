@@ -55,6 +55,7 @@ async def scored(call: Call, head: rerank.PairsHead, packed: bytes, model: Model
     context = call.context
     if not model.scoring:
         raise BadRequest("wrong_task", f"{model.name} {model.does}; it scores no documents", param="model")
+    context.requests.expect(model)
     keep = num_kept(head.keep, model.max_model_len, model)
     second_at, pairs = await context.text.encode_pairs(model, packed, head.fields, keep, head.keep_second)
     _check(pairs, model, head.fields[1])

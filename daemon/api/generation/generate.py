@@ -52,6 +52,7 @@ async def answer(
     context = call.context
     if not model.generates_text:
         raise BadRequest("wrong_task", f"{model.name} {model.does} and generates no text", param="model")
+    context.requests.expect(model)
     if head.grammar:
         await context.text.check_grammar(head.grammar_field, head.grammar)
     prompts = await _prompt_ids(context, model, head, prompt, form.prompt_field)

@@ -15,7 +15,7 @@ from daemon.access.admission import Access
 from daemon.access.quotas import Quotas
 from daemon.api.app import make_app, make_runner
 from daemon.api.response_store import ResponseStore
-from daemon.contracts import AdapterPort, Generation, Resident
+from daemon.contracts import AdapterPort, Expectation, Generation, Resident
 from daemon.errors import BadRequest, HearthError, no_model
 from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import ModelEntry
@@ -158,6 +158,7 @@ class FakeRequests:
         self.refusal: HearthError | None = None
         self.submitted: list[Generation] = []
         self.cancelled: list[Generation] = []
+        self.expected: list[tuple[str, str, int]] = []  # model, tenant, requests submitted when the expectation was over
         self.kept: list[tuple[str, float]] = []  # model, keep_alive
         self.cancel_event = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -175,6 +176,9 @@ class FakeRequests:
         self.submitted.append(generation)
         generation.request_id = len(self.submitted)
         self._tasks[generation.request_id] = asyncio.get_running_loop().create_task(self._play(generation))
+
+    def expect(self, model: ModelEntry, tenant: str = "") -> Expectation:
+        return Expectation(0, lambda: self.expected.append((model.name, tenant, len(self.submitted))))
 
     def cancel(self, generation: Generation) -> None:
         self.cancelled.append(generation)

@@ -230,3 +230,38 @@ async def test_what_a_client_that_left_has_had_counts() -> None:
         async with http.post("/v1/completions", json=body | {"stream": False}) as answer:
             left = told(answer.headers)["x-ratelimit-remaining-tokens-day"]
         assert left == "976", "less the second prompt and its end token"
+
+
+@pytest.mark.parametrize(("path", "body"), GENERATING)
+async def test_the_model_of_a_request_is_expected_until_its_first_sequence_is_submitted(path: str, body: dict[str, Any]) -> None:
+    async with serve(lambda _: text_script(b"abc"), access=access(Limits(requests_per_minute=1))) as node, client(node.url) as http:
+        for status in (200, 429):
+            async with http.post(path, json={"model": "tiny", **body}) as answer:
+                await answer.read()
+                assert answer.status == status
+        assert node.requests.expected == [("org/tiny", "t", 1)], "the second request was over the limit"
+
+
+@pytest.mark.parametrize(("path", "body"), EMBEDDING)
+async def test_models_that_embed_are_expected_too(path: str, body: dict[str, Any]) -> None:
+    def script(generation: Generation) -> Script:
+        generation.vector, generation.submitted_s = bytes(8), 1.0
+        return [([], FINISH_STOP)]
+
+    models = [entry(embedding_size=2)]
+    async with serve(script, models=models, access=access(Limits())) as node, client(node.url) as http:
+        async with http.post(path, json={"model": "tiny", **body}) as answer:
+            await answer.read()
+            assert answer.status == 200
+        assert node.requests.expected == [("org/tiny", "t", 1)]
+
+
+async def test_a_request_that_is_refused_after_its_prompt_was_read_is_expected_no_more() -> None:
+    async with serve(lambda _: text_script(b"abc"), models=[entry(max_model_len=4)]) as node, ClientSession(node.url) as http:
+        async with http.post("/v1/completions", json={"model": "tiny", "prompt": "longer than that"}) as answer:
+            await answer.read()
+            assert answer.status == 400
+        async with http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "n": -1}) as answer:
+            await answer.read()
+            assert answer.status == 400
+        assert node.requests.expected == [("org/tiny", "", 0)], "the second was refused with its body"

@@ -226,3 +226,8 @@ async def test_relevance_of_any_score(score: float) -> None:
         told = await post(http, "/score", {"model": "rank", "text_1": "a", "text_2": "b"})
     wanted = torch.sigmoid(torch.tensor(score, dtype=torch.float64)).item()
     assert told["data"][0]["score"] == pytest.approx(wanted, rel=1e-6, abs=1e-300)
+
+
+async def test_a_model_that_scores_is_expected_while_its_pairs_are_read(http, node) -> None:
+    await post(http, "/v1/rerank", RERANK)
+    assert node.requests.expected == [("org/rank", "", 1)]

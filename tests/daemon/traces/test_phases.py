@@ -30,9 +30,15 @@ class TracedNode(Contended):
         self.tracer = Tracer(1.0, self.out)
         self.dispatcher.tracer = lambda: self.tracer
 
-    def traced(self, task: str = "generate") -> tuple[Generation, RequestTrace]:
-        trace = self.tracer.begin((), (), drawn(5), time.monotonic())
-        generation = Generation(self.entries["a"], [1, 2, 3], SamplingParams(max_tokens=8), Sink(), task=task)
+    def begin(self) -> RequestTrace:
+        return self.tracer.begin((), (), drawn(5), time.monotonic())
+
+    def traced(
+        self, task: str = "generate", request_id: int = 0, trace: RequestTrace | None = None
+    ) -> tuple[Generation, RequestTrace]:
+        trace = trace or self.begin()
+        params = SamplingParams(max_tokens=8)
+        generation = Generation(self.entries["a"], [1, 2, 3], params, Sink(), request_id=request_id, task=task)
         trace.follow(generation)
         self.dispatcher.submit(generation)
         return generation, trace
@@ -78,6 +84,22 @@ async def test_a_cold_model() -> None:
     assert by_name["load"].links == [(whole.trace_id, whole.span_id)]
     assert (whole.parent_id, whole.kind, whole.attributes) == ("", 1, told)
     assert whole.trace_id != trace.trace_id
+
+
+async def test_a_model_that_is_loaded_while_the_prompt_is_tokenized() -> None:
+    node = TracedNode()
+    trace, expectation = node.begin(), node.dispatcher.expect(node.entries["a"])
+    node.loaded()
+    generation, _ = node.traced(request_id=expectation.request_id, trace=trace)
+    expectation.over()
+    node.end(generation)
+    _, spans = node.spans_of(trace)
+    assert sorted(span.name for span in spans) == ["decode", "load", "prefill", "queue"]
+    (load,) = [span for span in spans if span.name == "load"]
+    (queue,) = [span for span in spans if span.name == "queue"]
+    assert load.end_ns <= queue.start_ns
+    assert load.attributes["hearth.load.reason"] == "request"
+    assert not node.dispatcher._expected
 
 
 async def test_a_model_that_is_there() -> None:

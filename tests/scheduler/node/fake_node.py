@@ -105,6 +105,16 @@ class FakeNode:
         self.post(events.RequestArrived, f"req-{request_id}", request=request)
         return request_id
 
+    def expect(self, model: str, tenant: str = "") -> str:
+        """Returns the name of the expectation, for `over`."""
+        self.num_commands += 1
+        cause = f"expected-{self.num_commands}"
+        self.post(events.RequestExpected, cause, model=model, tenant=tenant)
+        return cause
+
+    def over(self, model: str, expectation: str) -> list[actions.Action]:
+        return self.post(events.ExpectationOver, expectation, model=model, expectation=expectation)
+
     def arrive_whole(self, model: str, num_sequences: int, tenant: str = "") -> list[int]:
         """One client's request of several sequences. As the API does: with the first one refused, none is left."""
         first = self.arrive(model, tenant)

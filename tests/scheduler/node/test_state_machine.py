@@ -57,6 +57,7 @@ class Node(RuleBasedStateMachine):
     def start(self, devices: dict[str, int], pinned: str, host_slots: int) -> None:
         self.node = FakeNode(devices, max_wait_s=40.0, host_tier_slots=host_slots)
         self.node.register(*MODELS.values())
+        self.expected: list[tuple[str, str]] = []  # model, expectation
         if pinned:
             self.node.register(replace(MODELS[pinned], pinned=True))
 
@@ -77,6 +78,18 @@ class Node(RuleBasedStateMachine):
             self.node.arrive(model, keep_alive_s=seconds)
         else:
             self.node.post(events.KeepAliveSet, model=model, keep_alive_s=seconds)
+
+    @rule(model=st.sampled_from(NAMES), tenant=st.sampled_from(["", "t"]))
+    def expect(self, model: str, tenant: str) -> None:
+        self.expected.append((model, self.node.expect(model, tenant)))
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), arrives=st.booleans())
+    def over(self, data: st.DataObject, arrives: bool) -> None:
+        model, expectation = self.expected.pop(data.draw(st.integers(0, len(self.expected) - 1)))
+        if arrives:
+            self.node.arrive(model)
+        self.node.over(model, expectation)
 
     @precondition(lambda self: self.node.open)
     @rule(data=st.data())
@@ -194,6 +207,8 @@ class Node(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "node"):
+            for model, expectation in self.expected:
+                self.node.over(model, expectation)
             self.node.settle()
 
 
