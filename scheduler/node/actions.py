@@ -73,6 +73,7 @@ LOAD_REASONS = {
     "resumed": "requests that ran before wait for it to come back",
     "operator": "hearth load, or ahead of requests (warm)",
     "pinned": "it is pinned",
+    "replica": "another replica of it has requests, and there was free memory for one more",
 }
 
 

@@ -20,7 +20,7 @@ def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | No
     if model.removed:
         return removed(model)
     refusal = closed(node, model)
-    if refusal is not None:
+    if refusal is not None and not (model.state == residency.FAILED and model.served_elsewhere):
         return refusal
     if model.closed:
         return Refusal("model_draining", f"{name} is being drained by the operator", node.settings.drain_retry_after_s)
@@ -29,7 +29,7 @@ def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | No
         refusal = queue_full(node, model, facts.tenant)
         if refusal is not None:
             return refusal
-    if model.copy is None and not pins.has_place(node, model):
+    if model.copy is None and not pins.has_place(node, model) and not model.served_elsewhere:
         return pins.would_not_fit(node, model)
     return None
 

@@ -55,7 +55,7 @@ def in_use(node: Node, model: Model) -> Refusal | None:
     if model.retry_at > node.now:
         return Refusal("busy", f"the load is tried again in {model.retry_at - node.now:.1f} s")
     option = look.best_option(node, model, may_force=False)
-    if option is None:
+    if option is None or option.forced:
         return Refusal("would_not_fit", "; ".join(explain.obstacles(node, model)))
     for name in option.devices:
         first = node.devices[name].by_age.peek()
@@ -113,26 +113,30 @@ def unload(node: Node, event: UnloadRequested) -> None:
         return
     node.answer_loads(model, Refusal("unloaded", f"{model.name} was unloaded by the operator"))
     node.touch(model)
-    if model.copy is None:
-        if event.to == residency.COLD:
-            keeping.drop_all(node, model, "unloaded by the operator")
+    if model.copy is None and event.to == residency.COLD:
+        keeping.drop_all(node, model, "unloaded by the operator")
+    there = [one for one in model.replicas if one.copy is not None]
+    if not there:
         _done(node, event.model, None)
         return
-    requests.pause(node, model)
-    model.unload_to = event.to
     model.unload_causes.append(node.cause)
-    node.set_state(model, residency.DRAINING, "unloaded by the operator")
-    placements.evict(node, model)
+    for one in there:
+        requests.pause(node, one)
+        one.unload_to = event.to
+        node.set_state(one, residency.DRAINING, "unloaded by the operator")
+    for one in there:
+        placements.evict(node, one)
 
 
 def enable(node: Node, event: EnableRequested) -> None:
     model = _find(node, event.model)
     if model is None:
         return
-    model.enabled = True
-    if model.state == residency.DISABLED:
-        models.rest(node, model, "enabled by the operator")
-    node.touch(model)
+    for one in model.replicas:
+        one.enabled = True
+        if one.state == residency.DISABLED:
+            models.rest(node, one, "enabled by the operator")
+        node.touch(one)
     _done(node, event.model, None)
 
 
@@ -141,14 +145,16 @@ def disable(node: Node, event: DisableRequested) -> None:
     model = _find(node, event.model)
     if model is None:
         return
-    model.enabled = False
+    for one in model.replicas:
+        one.enabled = False
     refusal = admission.closed(node, model)
     assert refusal is not None
     node.reject_queue(model, refusal)
     node.answer_loads(model, refusal)
-    if model.copy is None:
-        models.rest(node, model, "disabled by the operator")
-    node.touch(model)
+    for one in model.replicas:
+        if one.copy is None:
+            models.rest(node, one, "disabled by the operator")
+        node.touch(one)
     _done(node, event.model, None)
 
 
@@ -184,6 +190,10 @@ def _find(node: Node, name: str) -> Model | None:
     model = node.models.get(name)
     if model is None:
         _done(node, name, Refusal("model_not_found", f"no model {name!r} on this node"))
+    elif model.first is not None:
+        message = f"{name} is a replica of {model.first.name}, and commands are for the model"
+        _done(node, name, Refusal("model_not_found", message))
+        return None
     return model
 
 

@@ -103,7 +103,7 @@ def _candidate(node: Node, device: Device, model: Model, victim: bool) -> Candid
         name=model.name,
         state=model.state,
         score=look.score(node, model, device, copy.size.chunks),
-        requests_per_s=model.arrivals.per_s(node.now),
+        requests_per_s=model.primary.arrivals.per_s(node.now),
         reload_s=node.reload_s(model, device),
         freed_bytes=copy.size.chunks * node.settings.chunk_bytes,
         idle_s=None if busy or model.last_used is None else node.now - model.last_used,

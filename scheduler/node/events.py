@@ -42,11 +42,24 @@ class ModelFacts:
     num_ranks: int = 1
     unusable: str = ""  # why its files or settings can't be served however long one waits; empty: they can
     if_too_large: str = ""  # what a refusal tells behind the arithmetic of a model that fits nowhere
+    replica_of: str = ""  # the model whose further replica this is (replicas.py); "": it is a model itself
+    # of a further replica: it is loaded when the model has so many requests for each replica there is; 0: when it has any
+    replica_at: int = 0
 
     @property
     def is_split(self) -> bool:
-        """Whether it needs several devices. Then nothing of it is kept in host memory, and it has no KV beyond its reserve."""
+        """Whether it needs several devices. Then it has no KV beyond its reserve."""
         return self.num_ranks > 1
+
+    @property
+    def uses_host_tier(self) -> bool:
+        """Whether host memory may hold its weights and KV: not those of shares, nor of further replicas."""
+        return not self.is_split and not self.replica_of
+
+    @property
+    def costs_name(self) -> str:
+        """The name by which its costs are learnt: replicas have theirs in common."""
+        return self.replica_of or self.name
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,6 +76,8 @@ class RequestFacts:
     keep_alive_s: float | None = None  # how long the model may stay after it, from now on; None: as before
     part_of: int = 0  # request_id of the first sequence of a client's request that makes several; 0: it is the first
     was_accepted: bool = False  # by the daemon before this one: no queue is too full for it
+    cached_by: str = ""  # the replica that has computed the most of the prompt, as far as is known; "": none
+    cached_tokens: int = 0  # of the prompt, there
 
 
 # ---- models and devices

@@ -24,7 +24,7 @@ def why(node: Node, name: str) -> list[str]:
     request = node.requests.get(int(digits))
     if request is None:
         return node.ended.lines(int(digits), node.now)
-    model = node.models[request.facts.model]
+    model = request.model
     lines = [f"{request.arrived - node.now:+.1f} s  request {digits} of {model.name} arrived"]
     if request.crashes:
         lines.append(f"was running in {request.crashes} crashes of its engine")

@@ -20,9 +20,10 @@ def set_by_client(node: Node, event: KeepAliveSet) -> None:
     model = node.models.get(event.model)
     if model is not None:
         model.asked_keep_alive_s = event.keep_alive_s
-        if model.copy is not None:
-            model.copy.requested = True
-        node.touch(model)
+        for one in model.replicas:
+            if one.copy is not None:
+                one.copy.requested = True
+            node.touch(one)
 
 
 def leaves_at(model: Model) -> float | None:
@@ -43,7 +44,7 @@ def story(node: Node, model: Model) -> list[str]:
     copy = model.copy
     if copy is None or model.keep_alive_s == inf:
         return []
-    keep = f"keep_alive {model.keep_alive_s:g} s" + (" (set by a request)" if model.asked_keep_alive_s is not None else "")
+    keep = f"keep_alive {model.keep_alive_s:g} s" + (" (set by a request)" if model.primary.asked_keep_alive_s is not None else "")
     if model.pinned:
         return [f"{keep} does not count while it is pinned"]
     at = leaves_at(model)

@@ -36,7 +36,7 @@ def found(node: Node, event: HostCopiesFound) -> None:
         model = node.models.get(name)
         if model is None or model.removed or model.facts.fingerprint != copy.fingerprint:
             continue
-        if model.facts.is_split or (isinstance(copy, KeptWeights) and copy.num_bytes != model.facts.weights_bytes):
+        if not model.facts.uses_host_tier or (isinstance(copy, KeptWeights) and copy.num_bytes != model.facts.weights_bytes):
             continue
         if node.host.found(name, copy):
             model.story.tell(node.now, node.cause, f"{copy.num_bytes} bytes in host memory are there from before the restart")
@@ -90,9 +90,10 @@ def value_of(node: Node, name: str, copy: HostCopy) -> float:
 
 def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
     """Returns for a load that begins: slots to keep its weights in while they are read, the copy to load from, and the KV to
-    restore. left: the weights are on the device already, so nothing is read that could be kept. A split model gets none of them."""
+    restore. left: the weights are on the device already, so nothing is read that could be kept. A split model and a further
+    replica get none of them."""
     model, host = node.models[placement.model], node.host
-    if not host.num_slots or placement.facts.is_split:
+    if not host.num_slots or not placement.facts.uses_host_tier:
         return (), None, None
     kept = host.weights.get(model.name)
     keep: Slots = ()
@@ -190,11 +191,11 @@ def copy_ended(node: Node, model: Model, copy: Copy) -> None:
 
 def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
     """Returns slots to save a model's KV in: fewer than it has if the rest is worth less than what is there; none if computing it
-    again is faster, or the model is split."""
+    again is faster, or host memory holds nothing of the model."""
     host, device = node.host, node.devices[copy.leader]
     per_token = copy.facts.kv_bytes_per_token
     num_bytes = model.kv_bytes
-    if not host.num_slots or copy.facts.is_split or not num_bytes or not per_token or model.placement is not None:
+    if not host.num_slots or not copy.facts.uses_host_tier or not num_bytes or not per_token or model.placement is not None:
         return ()
     if model.leaves or model.unload_to == residency.COLD:
         return ()

@@ -32,7 +32,7 @@ def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
         return
     victim = min(idle, key=lambda model: (look.score(node, model, device, _chunks(model)), model.last_used or 0.0, model.name))
     num_waiting = sum(waiting[model.name] for model in short)
-    if num_waiting > victim.arrivals.per_s(node.now) * node.reload_s(victim, device):
+    if num_waiting > victim.primary.arrivals.per_s(node.now) * node.reload_s(victim, device):
         names = ", ".join(model.name for model in short)
         node.set_state(victim, residency.DRAINING, f"its room becomes KV for {names}, where {num_waiting} requests wait for it")
         victim.gives_kv = True
@@ -47,7 +47,7 @@ def is_short(node: Node, device: Device, model: Model) -> bool:
     total += _reserved_bytes(node, model)
     free = total - used - min(model.kv_running_bytes, _reserved_bytes(node, model))
     assert model.copy is not None
-    prompt_bytes = model.mean_prompt_tokens * model.copy.facts.kv_bytes_per_token
+    prompt_bytes = model.primary.mean_prompt_tokens * model.copy.facts.kv_bytes_per_token
     return free < max(_SHORT_SHARE * total, _SHORT_PROMPTS * prompt_bytes)
 
 

@@ -31,9 +31,9 @@ def load_finished(node: Node, event: LoadFinished) -> None:
     for device in copy.devices:
         costs = node.devices[device].costs
         if source == "host":
-            costs.learn_from_host(model.name, weights_bytes, seconds, event.copy_s)
+            costs.learn_from_host(model.facts.costs_name, weights_bytes, seconds, event.copy_s)
         elif source == "disk":
-            costs.learn(model.name, weights_bytes, seconds)
+            costs.learn(model.facts.costs_name, weights_bytes, seconds)
     keeping.load_ended(node, model, copy, event.checksum if event.kept else None)
     copy.ready_at = node.now
     copy.tenure_ends = node.now + node.tenure_s(model, copy.devices)
@@ -67,6 +67,7 @@ def load_streams(node: Node, event: LoadStreams) -> None:
         return
     assert model.copy is not None
     model.copy.streams = True
+    node.touch(model.primary)
     model.story.tell(node.now, node.cause, "prompts run behind its weights")
     node.touch(model)
 
@@ -114,7 +115,8 @@ def load_overdue(node: Node, model: Model) -> None:
     node.set_state(model, residency.DRAINING, f"{reason}; rolling back")
     requests.recall(node, model)
     refusal = Refusal("load_timeout", f"the load of {model.name} missed its deadline", retry_after_s(node, model))
-    node.reject_queue(model, refusal)
+    if not model.served_elsewhere:
+        node.reject_queue(model.primary, refusal)
     node.answer_loads(model, refusal)
     note_failed_load(node, model, reason, permanent=False)
     evict(node, model)

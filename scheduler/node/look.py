@@ -114,6 +114,8 @@ def member_on(
     device = node.devices[name]
     if not device.available or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
         return None
+    if model.primary.others and any(name in devices_of(one) for one in model.replicas if one is not model):
+        return None
     if may_force and device.draining is not None:
         return None
     ledger = device.ledger
@@ -126,13 +128,15 @@ def member_on(
     if movable is None:
         movable = 0
         for resident in device.resident.values():
-            if evictable(node, resident, may_force, instead):
+            if evictable(node, resident, may_force, instead) or may_drain(device, resident):
                 movable += resident.copy.size.chunks  # type: ignore[union-attr]
         if idle is not None:
             idle[device.name] = movable
     if ledger.held_chunks - movable + model.size.chunks + work_space > room:
         return None
     residents = [describe(node, device, resident, may_force, instead) for resident in device.resident.values()]
+    for described, copy in zip(residents, device.resident.values(), strict=True):
+        described.evictable = described.evictable or may_drain(device, copy)
     return _Member(device, Target(model.size.chunks, work_space, room), residents)
 
 
@@ -153,6 +157,19 @@ def evictable(node: Node, model: Model, may_force: bool, instead: Placement | No
     return model.copy is not None and node.now >= model.copy.tenure_ends
 
 
+def may_drain(device: Device, model: Model) -> bool:
+    """Returns whether a busy model may leave the device for work that is not overdue: another replica goes on, and nothing else
+    drains there (rule 12)."""
+    return model.is_spare and model.state == residency.READY and device.draining is None
+
+
+def devices_of(model: Model) -> tuple[str, ...]:
+    """Returns the devices on which a model is, or to which it is on its way."""
+    if model.copy is not None:
+        return model.copy.devices
+    return () if model.placement is None else model.placement.devices
+
+
 def describe(node: Node, device: Device, model: Model, may_force: bool, instead: Placement | None) -> Resident:
     copy = model.copy
     assert copy is not None
@@ -166,9 +183,13 @@ def describe(node: Node, device: Device, model: Model, may_force: bool, instead:
 
 
 def score(node: Node, model: Model, device: Device, chunks: int) -> float:
-    """Returns the cost of missing a model per byte that its eviction frees."""
+    """Returns the cost of missing a model per byte that its eviction frees; 0 if another replica is ready."""
+    if model.is_spare:
+        return 0.0
     reload_s = node.reload_s(model, device)
-    return eviction.value(model.facts.priority, model.arrivals.per_s(node.now), reload_s, chunks * node.settings.chunk_bytes)
+    return eviction.value(
+        model.facts.priority, model.primary.arrivals.per_s(node.now), reload_s, chunks * node.settings.chunk_bytes
+    )
 
 
 def next_forcible(node: Node, model: Model) -> float | None:

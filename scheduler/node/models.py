@@ -55,7 +55,8 @@ def rest(node: Node, model: Model, reason: str) -> None:
     pins.check_home(node, model)
     refusal = admission.removed(model) if model.removed else admission.closed(node, model)
     if refusal is not None:
-        node.reject_queue(model, refusal)
+        if model.removed or state != residency.FAILED or not model.served_elsewhere:
+            node.reject_queue(model, refusal)
         node.answer_loads(model, refusal)
     if node.wanted_ahead(model):
         model.asked_at = node.now
@@ -67,12 +68,17 @@ def forget(node: Node, model: Model) -> None:
     for kind in ("retry", "quarantine", "load", "evict"):
         node.deadlines.discard((kind, model.name))
     for device in node.devices.values():
-        device.costs.forget(model.name, model.facts.weights_bytes)
+        if model.first is None:
+            device.costs.forget(model.name, model.facts.weights_bytes)
     keeping.drop_all(node, model, "its folder is gone")
     node.answer(model.unload_causes, model.name, None)
     node.set_state(model, "", "forgotten")
     del node.models[model.name]
+    if model.first is not None:
+        model.first.others.remove(model)
+        node.touch(model.first)  # it may wait to be forgotten, too
     node.touched.pop(model.name, None)
+    node.crowded_replicas.pop(model.name, None)
 
 
 # ---- failures
@@ -95,11 +101,11 @@ def note_failed_load(node: Node, model: Model, reason: str, permanent: bool) -> 
 
 def note_crash(node: Node, model: Model) -> None:
     """Counts a request of the model that was in too many crashes of its engine."""
-    settings = node.settings
-    model.faults = [at for at in model.faults if at > node.now - settings.crash_window_s]
-    model.faults.append(node.now)
-    if len(model.faults) >= settings.crash_faults:
-        model.faults.clear()
+    settings, primary = node.settings, model.primary
+    primary.faults = [at for at in primary.faults if at > node.now - settings.crash_window_s]
+    primary.faults.append(node.now)
+    if len(primary.faults) >= settings.crash_faults:
+        primary.faults.clear()
         quarantine(node, model, f"its requests crashed an engine repeatedly ({settings.crash_faults} faults)")
 
 

@@ -29,8 +29,11 @@ VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, LOADS = "victims drain", "victim
 
 @dataclass(slots=True, eq=False)
 class Request:
+    """model: the one in whose queue it waits, or the replica in whose engine it runs."""
+
     facts: RequestFacts
     arrived: float
+    model: Model
     device: str = ""  # where it was submitted; "" while queued
     submitted_at: float = 0.0
     resubmission: bool = False  # was submitted before: no wait limit, no queue bound
@@ -117,7 +120,7 @@ class Model:
     queue: OrderedDict[int, Request] = field(default_factory=OrderedDict)  # by age
     num_resubmissions: int = 0  # of those queued
     queue_of: dict[str, TenantQueue] = field(default_factory=dict)  # tenants with any queued
-    shares: Shares = field(default_factory=Shares)  # of those running
+    shares: Shares = field(default_factory=Shares)  # of those running, in all replicas
     running: dict[int, Request] = field(default_factory=dict)
     pinned: bool = False
     home: tuple[str, ...] = ()  # the device or devices that keep room for a pinned model
@@ -149,6 +152,8 @@ class Model:
     kv_running_bytes: int = 0  # of the first alone
     mean_prompt_tokens: float = 0.0
     story: Story = field(default_factory=Story)
+    first: Model | None = None  # of a further replica: the model
+    others: list[Model] = field(default_factory=list)  # of a model: its further replicas, by number
 
     @property
     def name(self) -> str:
@@ -162,7 +167,30 @@ class Model:
     @property
     def keep_alive_s(self) -> float:
         """How long it may stay on its device after its last request; inf: until its memory is needed."""
-        return self.facts.keep_alive_s if self.asked_keep_alive_s is None else self.asked_keep_alive_s
+        asked_s = self.primary.asked_keep_alive_s
+        return self.facts.keep_alive_s if asked_s is None else asked_s
+
+    @property
+    def primary(self) -> Model:
+        """The model itself, if this is a further replica of it: it has the queue, and what is counted is counted there."""
+        return self if self.first is None else self.first
+
+    @property
+    def replicas(self) -> tuple[Model, ...]:
+        """All replicas of the model, the primary first."""
+        return (self.primary, *self.primary.others)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether another replica goes on if this one leaves: all that are ready are spare but the first of them."""
+        if not self.primary.others or self.pinned:
+            return False
+        return next((one for one in self.replicas if one.state == residency.READY and not one.leaves), self) is not self
+
+    @property
+    def served_elsewhere(self) -> bool:
+        """Whether another replica takes requests."""
+        return bool(self.primary.others) and any(one.takes_requests for one in self.replicas if one is not self)
 
     @property
     def takes_requests(self) -> bool:
@@ -177,6 +205,7 @@ class Model:
 
     def enqueue(self, request: Request, first: bool = False) -> None:
         request_id, tenant = request.facts.request_id, request.facts.tenant
+        request.model = self
         if tenant not in self.queue_of:
             self.queue_of[tenant] = TenantQueue()
         own = self.queue_of[tenant]
@@ -206,12 +235,13 @@ class Model:
         return self.dequeue(firsts[tenant].facts.request_id)
 
     def start(self, request: Request) -> None:
+        request.model = self
         self.running[request.facts.request_id] = request
-        self.shares.start(request.facts.tenant, request.facts.weight)
+        self.primary.shares.start(request.facts.tenant, request.facts.weight)
 
     def stop(self, request_id: int) -> Request:
         request = self.running.pop(request_id)
-        self.shares.stop(request.facts.tenant)
+        self.primary.shares.stop(request.facts.tenant)
         return request
 
 
@@ -268,6 +298,7 @@ class Node:
         self.touched: dict[str, None] = {}  # models to settle
         self.stirred: dict[str, None] = {}  # devices on which something may fit now
         self.newcomers: dict[str, None] = {}  # models whose demand has changed, on devices that have not
+        self.crowded_replicas: dict[str, object] = {}  # models whose further replicas found no room -> what there was (replicas.py)
         self.ended = EndedRequests()
         self.history = History()
         self.draining = False
@@ -282,6 +313,10 @@ class Node:
         old, model.state, model.reason = model.state, state, reason
         if old == state:
             return
+        if model.primary.others:
+            self.touch(model.primary)  # its queue may need it more, or less
+            if state == residency.READY:  # its other replicas may leave now
+                self.stir(name for one in model.replicas if one.copy is not None for name in one.copy.devices)
         device = joined(model.copy.devices) if model.copy else ""
         model.story.tell(self.now, self.cause, f"{old or 'new'} -> {state}: {reason}")
         self.emit(StateChanged(cause=self.cause, model=model.name, old=old, new=state, reason=reason, device=device))
@@ -341,8 +376,8 @@ class Node:
     def reload_s(self, model: Model, device: Device) -> float:
         costs, weights_bytes = device.costs, model.facts.weights_bytes
         if self.host.weights and self.is_warm(model):
-            return costs.predict_from_host_s(model.name, weights_bytes)
-        return costs.predict_s(model.name, weights_bytes)
+            return costs.predict_from_host_s(model.facts.costs_name, weights_bytes)
+        return costs.predict_s(model.facts.costs_name, weights_bytes)
 
     def slowest_reload_s(self, model: Model, devices: Iterable[str]) -> float:
         """Returns the seconds of a load onto all of these devices."""
@@ -353,8 +388,9 @@ class Node:
         return max(self.settings.tenure_s, self.settings.tenure_reloads * self.slowest_reload_s(model, devices))
 
     def wanted(self, model: Model) -> bool:
-        """Returns whether a request, also one that is being read, a command or a pin waits for the model to be loaded."""
-        return bool(model.queue) or self.wanted_ahead(model)
+        """Returns whether a request, also one that is being read, a command or a pin waits for the model to be loaded. Requests that
+        wait for another replica, which is full, do not: such a load takes free memory only (replicas.py)."""
+        return bool(model.queue and not model.served_elsewhere) or self.wanted_ahead(model)
 
     def wanted_ahead(self, model: Model) -> bool:
         """Returns whether something other than a waiting request wants the model to be loaded."""

@@ -135,7 +135,7 @@ def set_load_deadline(node: Node, copy: Copy) -> float:
     """Sets the deadline of a load, in seconds from now."""
     facts, deadline_s = copy.facts, node.settings.load_deadline_s
     if deadline_s is None:
-        predicted_s = max(node.devices[name].costs.predict_s(facts.name, facts.weights_bytes) for name in copy.devices)
+        predicted_s = max(node.devices[name].costs.predict_s(facts.costs_name, facts.weights_bytes) for name in copy.devices)
         deadline_s = max(20.0, 4 * predicted_s)
     node.deadlines.set(("load", facts.name), node.now + deadline_s)
     return deadline_s
@@ -198,11 +198,13 @@ def hold(node: Node, device: Device, placement: Placement) -> None:
 
 def _why_loaded(model: Model) -> str:
     """Returns one of LOAD_REASONS."""
-    if model.queue:
+    if model.queue and not model.served_elsewhere:
         return "resumed" if model.num_resubmissions else "request"
     if model.expected:
         return "request"
-    return "operator" if model.load_causes else "pinned"
+    if model.load_causes:
+        return "operator"
+    return "pinned" if model.pinned else "replica"
 
 
 def drop(node: Node, placement: Placement, reason: str = "") -> None:
@@ -368,7 +370,8 @@ def release(node: Node, model: Model, reason: str) -> None:
         del placement.victims[model.name]
         promise(node, placement)
         node.touch(node.models[placement.model])
-    node.answer(model.unload_causes, model.name, None)
+    if not any(one.unload_to for one in model.replicas if one.copy is not None):
+        node.answer(model.primary.unload_causes, model.primary.name, None)
     node.stir(copy.devices)
     rest(node, model, reason)
 

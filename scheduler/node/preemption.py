@@ -30,7 +30,7 @@ def pause_cost_s(node: Node, model: Model) -> float:
     device = node.devices[copy.leader]
     per_token = copy.facts.kv_bytes_per_token
     num_tokens = model.kv_running_bytes / per_token if per_token else 0.0
-    rate = device.costs.prefill_tokens_per_s.get(model.name)
+    rate = device.costs.prefill_tokens_per_s.get(model.facts.costs_name)
     copy_s = 2 * model.kv_running_bytes / device.costs.copy_bytes_per_s
     can_save = node.host.num_slots > 0 and not copy.facts.is_split
     compute_s = num_tokens / rate if rate else copy_s

@@ -11,12 +11,18 @@ from scheduler.node.placements import drop, unlist
 
 def registered(node: Node, event: ModelRegistered) -> None:
     """Handles a new model, or new files or settings: an existing copy stays as it is, and the new facts apply from the next load
-    on."""
+    on. A further replica is registered after its model; KeyError if it is not."""
     facts = event.facts
     model = node.models.get(facts.name)
     if model is None:
-        model = node.models[facts.name] = Model(facts=facts, size=size_of(facts, node.settings.chunk_bytes), devices=())
-        model.enabled = facts.enabled
+        model = Model(facts=facts, size=size_of(facts, node.settings.chunk_bytes), devices=())
+        if facts.replica_of:
+            model.first = node.models[facts.replica_of]
+            model.first.others.append(model)
+            model.first.others.sort(key=lambda one: (len(one.name), one.name))
+            node.touch(model.first)
+        node.models[facts.name] = model
+        model.enabled = facts.enabled if model.first is None else model.first.enabled
         models.judge(node, model)
         old = None
     else:

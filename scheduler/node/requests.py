@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler.node import admission
+from scheduler.node import admission, routing
 from scheduler.node.actions import AbortInEngine, Refusal, Reject, RequestsPaused, Submit
 from scheduler.node.events import RequestArrived, RequestCancelled, RequestFinished
 from scheduler.node.node import Model, Node, Request
@@ -25,7 +25,7 @@ def arrived(node: Node, event: RequestArrived) -> None:
         node.emit(Reject(cause=node.cause, request_id=facts.request_id, refusal=refusal))
         node.ended.note(facts.request_id, node.now, facts.model, refusal.code)
         return
-    request = Request(facts, node.now)
+    request = Request(facts, node.now, model)
     node.requests[facts.request_id] = request
     model.arrivals.note(node.now)
     model.last_used = node.now
@@ -34,8 +34,10 @@ def arrived(node: Node, event: RequestArrived) -> None:
     if model.copy is not None:
         model.copy.requested = True
     model.mean_prompt_tokens += (facts.num_prompt_tokens - model.mean_prompt_tokens) * (0.1 if model.mean_prompt_tokens else 1.0)
-    if model.takes_requests and not model.queue and len(model.running) < node.window(model):
-        submit(node, model, request)
+    if not model.queue and (replica := routing.choose(node, model, facts)) is not None:
+        submit(node, replica, request)
+        if model.others:  # enough may run for a further one
+            node.touch(model)
         return
     model.enqueue(request)
     limit_wait(node, request)
@@ -50,27 +52,33 @@ def limit_wait(node: Node, request: Request) -> None:
 
 
 def submit(node: Node, model: Model, request: Request) -> None:
-    assert model.copy is not None
-    request.device, request.submitted_at, request.paused_at = model.copy.leader, node.now, None
+    copy = model.copy
+    assert copy is not None
+    if model.primary.others:
+        model.last_used, copy.requested = node.now, True
+    request.device, request.submitted_at, request.paused_at = copy.leader, node.now, None
     request_id = request.facts.request_id
     model.start(request)
     node.actions.append(Submit(cause=node.cause, request_id=request_id, model=model.facts.name, device=request.device))
 
 
 def submit_queued(node: Node, model: Model) -> None:
-    """Submits all waiting requests together, up to the engine's window; tenants by their shares."""
-    for _ in range(min(len(model.queue), node.window(model) - len(model.running))):
+    """Submits all waiting requests together, up to the engines' windows; tenants by their shares."""
+    while model.queue and routing.has_room(node, model):
         request = model.dequeue_next()
         node.waits.discard(request.facts.request_id)
-        submit(node, model, request)
+        replica = routing.choose(node, model, request.facts)
+        assert replica is not None
+        submit(node, replica, request)
+        if replica is not model:
+            node.touch(model)  # fewer wait for its own copy
 
 
 def finished(node: Node, event: RequestFinished) -> None:
     """Handles a finished request. Unknown ids are requests that were cancelled or rejected meanwhile."""
     request = leave(node, event.request_id, "finished")
     if request is not None:
-        model = node.models[request.facts.model]
-        model.served.note(node.now)
+        request.model.primary.served.note(node.now)
 
 
 def cancelled(node: Node, event: RequestCancelled) -> None:
@@ -83,7 +91,7 @@ def leave(node: Node, request_id: int, how: str) -> Request | None:
     request = node.requests.pop(request_id, None)
     if request is None:
         return None
-    model = node.models[request.facts.model]
+    model = request.model
     if request.device:
         model.stop(request_id)
     else:
@@ -92,7 +100,7 @@ def leave(node: Node, request_id: int, how: str) -> Request | None:
     model.last_used = node.now
     if model.copy is not None:
         model.copy.requested = True
-    node.ended.note(request_id, node.now, model.facts.name, how)
+    node.ended.note(request_id, node.now, request.facts.model, how)
     node.touch(model)
     return request
 
@@ -103,8 +111,8 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
     for request in reversed(list(running)):
         model.stop(request.facts.request_id)
         request.device, request.resubmission = "", True
-        model.enqueue(request, first=True)
-    node.touch(model)
+        model.primary.enqueue(request, first=True)
+    node.touch(model.primary)
 
 
 def recall(node: Node, model: Model) -> None:
@@ -113,9 +121,9 @@ def recall(node: Node, model: Model) -> None:
     for request in reversed(list(model.running.values())):
         model.stop(request.facts.request_id)
         request.device = ""
-        model.enqueue(request, first=True)
+        model.primary.enqueue(request, first=True)
         limit_wait(node, request)
-    node.touch(model)
+    node.touch(model.primary)
 
 
 def pause(node: Node, model: Model) -> None:
@@ -142,7 +150,7 @@ def expire(node: Node) -> None:
         request_id = node.waits.pop_due(node.now)
         if request_id is None:
             return
-        model = node.models[node.requests[request_id].facts.model]
+        model = node.requests[request_id].model
         refusal = admission.wait_exceeded(node, model)
         node.reject(model.dequeue(request_id), refusal)
         node.touch(model)

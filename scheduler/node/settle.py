@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import leave_rules, models, pins, placements, requests, residency
+from scheduler.node import leave_rules, models, pins, placements, replicas, requests, residency
 from scheduler.node.node import Model, Node
 
 
@@ -16,6 +16,7 @@ def settle(node: Node) -> None:
         if node.stirred:
             name, _ = node.stirred.popitem()
             placements.place_next(node, node.devices[name])
+            replicas.look_again(node)
         elif node.newcomers:
             name, _ = node.newcomers.popitem()
             if name in node.models:
@@ -23,6 +24,8 @@ def settle(node: Node) -> None:
 
 
 def settle_model(node: Node, model: Model) -> None:
+    if model.primary.others:
+        replicas.settle(node, model.primary)
     copy = model.copy
     if copy is None:
         settle_resting(node, model)
@@ -35,13 +38,13 @@ def settle_model(node: Node, model: Model) -> None:
         node.set_state(model, residency.DRAINING, "its folder is gone" if model.removed else "disabled by the operator")
     if model.state == residency.READY:
         node.answer_loads(model, None)
-        if model.queue:
-            requests.submit_queued(node, model)
+        if model.primary.queue:
+            requests.submit_queued(node, model.primary)
         if not model.running:  # idle: somebody may want its room
             node.stir(copy.devices)
             leave_rules.settle(node, model)
-    elif model.takes_requests and model.queue:
-        requests.submit_queued(node, model)
+    elif model.takes_requests and model.primary.queue:
+        requests.submit_queued(node, model.primary)
     elif model.state == residency.DRAINING and not model.running:
         if model.victim_of:
             placements.advance(node, node.placements[model.victim_of])
@@ -64,10 +67,11 @@ def settle_resting(node: Node, model: Model) -> None:
             placements.drop(node, placement)
     elif model.removed:
         placements.unlist(node, model)
-        models.forget(node, model)
+        if not model.others:  # they use its queue while they drain
+            models.forget(node, model)
     else:
         enlist(node, model)
-    if not node.wanted(model):  # nobody did, or it was crowded out just now
+    if not node.wanted(model) and all(one.copy is None for one in model.replicas):  # nobody did, or it was crowded out just now
         model.asked_keep_alive_s = None  # a request's word counts for one stay on a device
 
 
@@ -93,7 +97,7 @@ def enlist(node: Node, model: Model) -> None:
                 device.by_work.discard(model.name)
                 node.stirred[name] = None
             device.crowded_out[model.name] = None
-    if crowded and not pins.has_place(node, model):
+    if crowded and not pins.has_place(node, model) and not model.served_elsewhere:
         refusal = pins.would_not_fit(node, model)
         node.reject_queue(model, refusal)
         node.answer_loads(model, refusal)

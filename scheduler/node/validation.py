@@ -37,7 +37,8 @@ def check_model(node: Node, model: Model) -> None:
     assert len(model.running) <= node.window(model) or model.state != residency.READY, f"window of {name}"
     if model.takes_requests:
         full = len(model.running) >= node.window(model)
-        assert not model.queue or full, f"rule 4: {name} takes requests and some wait"
+        assert not model.primary.queue or full, f"rule 4: {name} takes requests and some wait"
+    check_replicas(node, model)
     if model.state == residency.READY:
         assert not model.load_causes, f"commands wait for {name}, which is ready"
         assert not model.expected, f"requests for {name} are expected, which is ready"
@@ -47,12 +48,14 @@ def check_model(node: Node, model: Model) -> None:
     assert at is None or at > node.now, f"rule 11: the time of {name} is up and it stays"
     assert at is None or node.deadlines.get(("leave", name)) == at, f"rule 11: {name} has no deadline for leaving"
     assert ("leave", name) not in node.deadlines or copy is not None, f"rule 11: a deadline for {name}, which is not there"
-    assert copy is not None or model.asked_keep_alive_s is None or node.wanted(model), f"rule 11: a stale keep_alive of {name}"
+    there = any(one.copy is not None for one in model.replicas)
+    assert there or model.asked_keep_alive_s is None or node.wanted(model), f"rule 11: a stale keep_alive of {name}"
     if model.state in (residency.COLD, residency.WARM):
         assert (model.state == residency.WARM) == (node.is_warm(model) and not model.removed), f"{name} is {model.state}"
     assert model.state != residency.PAUSED or model.num_resubmissions, f"{name} is paused and nobody waits for it"
     if model.state in residency.CLOSED or model.leaves:
-        assert not model.queue or model.state == residency.DRAINING, f"{name} is {model.state} and requests wait"
+        served = model.served_elsewhere and not model.leaves
+        assert served or not model.queue or model.state == residency.DRAINING, f"{name} is {model.state} and requests wait"
         assert not model.load_causes, f"{name} is {model.state} and commands wait"
         assert not model.expected, f"{name} is {model.state} and requests are expected"
     assert model.num_resubmissions == sum(request.resubmission for request in model.queue.values()), f"resubmissions of {name}"
@@ -62,15 +65,17 @@ def check_model(node: Node, model: Model) -> None:
         by_tenant.setdefault(request.facts.tenant, []).append(request_id)
     assert own == by_tenant, f"the tenants' parts of the queue of {name}"
     assert model.num_resubmissions == sum(line.num_resubmissions for line in model.queue_of.values()), f"parts of {name}"
-    shares = Counter(request.facts.tenant for request in model.running.values())
-    assert shares == model.shares.active, f"shares of {name}"
+    shares = Counter(request.facts.tenant for one in model.replicas for request in one.running.values())
+    assert shares == model.primary.shares.active, f"shares of {name}"
     for request_id, request in model.queue.items():
         assert not request.device, f"request {request_id} is queued and submitted"
+        assert request.model is model, f"request {request_id} waits elsewhere than it says"
         limited = not (request.resubmission or request.facts.part_of)
         assert not limited or request_id in node.waits, f"request {request_id} waits without limit"
     for request_id, request in model.running.items():
         assert copy is not None, f"request {request_id} runs without a copy"
         assert request.device == copy.leader, f"request {request_id} runs elsewhere than {name}"
+        assert request.model is model, f"request {request_id} runs elsewhere than it says"
         assert request_id not in node.waits, f"request {request_id} runs with a wait limit"
     if copy is not None:
         check_members(node, model, copy)
@@ -106,6 +111,22 @@ def check_members(node: Node, model: Model, copy: Copy) -> None:
         check_group(name, copy.devices)
         assert not copy.keep_slots, f"host tier: the split model {name} is kept"
         assert not copy.from_host, f"host tier: the split model {name} is loaded from it"
+
+
+def check_replicas(node: Node, model: Model) -> None:
+    """Checks that replicas have one queue and no device in common."""
+    name, first = model.name, model.primary
+    assert node.models.get(first.name) is first, f"rule 12: {name} is a replica of a model that is forgotten"
+    assert (model.facts.replica_of or name) == first.name, f"rule 12: {name} is a replica of {first.name}"
+    if model is not first:
+        assert model in first.others, f"rule 12: {first.name} does not know its replica {name}"
+        assert not model.queue, f"rule 12: requests wait for the replica {name}"
+        assert not model.pinned, f"rule 12: the replica {name} is pinned"
+        assert not model.load_causes, f"rule 12: a command waits for the replica {name}"
+        assert name not in node.host.weights, f"rule 12: weights of the replica {name} are kept"
+    if first.others:
+        on = Counter(device for one in first.replicas for device in look.devices_of(one))
+        assert not on or max(on.values()) == 1, f"rule 12: replicas of {first.name} share a device: {dict(on)}"
 
 
 def check_placement(node: Node, placement: Placement) -> None:

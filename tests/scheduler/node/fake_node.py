@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from scheduler.node import actions, events, leave_rules
@@ -35,6 +36,12 @@ def facts(name: str, weights_mib: int = 40, **others: Any) -> ModelFacts:
         "fingerprint": "1",
     }
     return ModelFacts(name, weights_mib * MIB, **{**defaults, **others})
+
+
+def replicas_of(model: ModelFacts, number: int, at: int = 0) -> list[ModelFacts]:
+    """The model and its further replicas, as the registry registers them. at: replica_at of these."""
+    further = [replace(model, name=f"{model.name}#{k}", replica_of=model.name, replica_at=at) for k in range(2, number + 1)]
+    return [model, *(replace(one, pinned=False) for one in further)]
 
 
 def members_of(action: actions.Load | actions.Evict) -> list[str]:
@@ -301,7 +308,7 @@ class FakeNode:
             case actions.Submit():
                 behind = any(load.model == action.model and load.placement_id in self.streaming for load in self.loads.values())
                 assert behind or (action.device, action.model) in self.copies, f"submitted to a model that is not there: {action}"
-                assert self.open[action.request_id] == action.model
+                assert self.open[action.request_id] == (self.registered[action.model].replica_of or action.model)
                 assert action.request_id not in self.running, f"submitted twice: {action}"
                 self.running[action.request_id] = action
             case actions.Reject():

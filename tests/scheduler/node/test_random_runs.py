@@ -8,7 +8,7 @@ from collections import Counter
 
 from scheduler.node import actions, events
 from scheduler.node.node import VICTIMS_DRAIN
-from tests.scheduler.node.fake_node import MIB, FakeNode, members_of
+from tests.scheduler.node.fake_node import MIB, FakeNode, members_of, replicas_of
 from tests.scheduler.node.test_state_machine import DEVICES, MODELS, change
 
 WEIGHTS = {
@@ -29,6 +29,8 @@ WEIGHTS = {
     "keep alive": 3,
 }
 NUM_RUNS, NUM_STEPS = 60, 250
+NUM_REPLICAS = {"a": 2, "d": 3, "pair": 2}  # in every second run, from the start
+REPLICA_AT = {"a": 3}
 FOLDERS = [("no config", ""), ("", "another kind"), *[("", "")] * 8]  # why they are incomplete or unusable
 
 
@@ -57,7 +59,7 @@ def step(node: FakeNode, rng: random.Random, seen: Counter[str]) -> None:
         case "cancel" if node.open:
             node.cancel(rng.choice(sorted(node.open)))
         case "command":
-            verb = rng.choice(["load", "unload", "unload", "pin", "unpin", "unpin", "enable", "enable", "disable"])
+            verb = rng.choice(["load", "unload", "unload", "pin", "unpin", "unpin", "enable", "enable", "disable", "disable"])
             to = {"to": rng.choice(["cold", "warm"])} if verb == "unload" else {}
             node.command(verb, name, **to)
         case "keep alive":
@@ -83,9 +85,12 @@ def step(node: FakeNode, rng: random.Random, seen: Counter[str]) -> None:
         case "load fails" if node.loads:
             node.load_fails(permanent=rng.random() < 0.2)
         case "folder":
+            number = NUM_REPLICAS.get(name, 1)
+            names = [one.name for one in replicas_of(MODELS[name], number)]
             if rng.random() < 0.3:
-                node.remove(name)
-            node.register(change(name, rng.choice("123"), *rng.choice(FOLDERS)))
+                for gone in rng.choice([names, names[1:]]):
+                    node.remove(gone)
+            node.register(*replicas_of(change(name, rng.choice("123"), *rng.choice(FOLDERS)), number, REPLICA_AT.get(name, 0)))
 
 
 def test_what_is_accepted_ends_whatever_happens() -> None:
@@ -95,9 +100,11 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         devices = DEVICES[seed % len(DEVICES)]
         host_tier_slots = (0, 30, 60)[seed % 3]
         node = FakeNode(devices, max_wait_s=40.0, failed_loads=2, quarantine_s=15.0, host_tier_slots=host_tier_slots)
-        node.register(*MODELS.values())
+        for name, model in MODELS.items():
+            node.register(*replicas_of(model, NUM_REPLICAS.get(name, 1) if seed % 2 else 1, REPLICA_AT.get(name, 0)))
         for _ in range(NUM_STEPS):
             step(node, rng, seen)
+            seen["two replicas at once"] += any(name.endswith("#2") for _, name in node.copies)
             seen["waits for busy victims"] += any(
                 placement.stage == VICTIMS_DRAIN for placement in node.scheduler._node.placements.values()
             )
@@ -107,6 +114,7 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         shares = [action for action in node.log if isinstance(action, actions.Load | actions.Evict)]
         seen.update(f"{type(action).__name__} on {len(members_of(action))}" for action in shares)
         seen.update(f"left: {action.reason}" for action in node.log if isinstance(action, actions.Evict))
+        seen.update(f"loaded: {action.reason}" for action in node.log if isinstance(action, actions.Load))
         seen.update(node.ends.values())
         seen.update(f"{old} -> {new}" for _, old, new in node.states)
     # The runs are worth nothing if they don't go where it is difficult.
@@ -116,6 +124,7 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
         *("cold -> loading", "loading -> ready", "ready -> draining", "draining -> ready", "draining -> cold", "ready -> cold"),
         *("draining -> warm", "warm -> loading", "warm -> cold", "draining -> paused", "paused -> loading"),
         *("draining -> disabled", "loading -> failed", "failed -> cold", "waits for busy victims"),
+        *("two replicas at once", "loaded: replica"),
         *("computed behind a load", "left: idle", "left: room", "left: share_lost"),
         *("Load on 2", "Load on 3", "Evict on 2", "Evict on 3", "a device is held for a split model"),
     }

@@ -1,0 +1,69 @@
+"""Rule 12: further replicas of a model, each on devices of its own.
+
+A model may have several replicas: the model itself, and further ones named by number (`NAME#2`). All requests wait in the model's
+queue, and each goes to the replica that routing.py chooses. So nothing is lost when one of them leaves or its engine dies: its
+requests go first into the queue again, and another replica takes them up.
+
+A further replica is loaded while the model has requests (ModelFacts.replica_at says how many), one at a time, and into free memory:
+no model leaves for it. While several replicas are ready, all but the first of these are spare: other models' requests make them
+leave, idle ones before any other model, busy ones before other busy models and without being overdue.
+"""
+
+from __future__ import annotations
+
+from scheduler.node import admission, device_choice, look, placements, requests, residency
+from scheduler.node.node import Model, Node
+
+
+def settle(node: Node, model: Model) -> None:
+    """Gives a model's waiting requests to its replicas, and begins to load a further one if that is wanted and there is room."""
+    if model.queue:
+        requests.submit_queued(node, model)
+    if model.queue and (model.state in residency.CLOSED or model.removed) and not model.served_elsewhere:
+        refusal = admission.removed(model) if model.removed else admission.closed(node, model)
+        assert refusal is not None
+        node.reject_queue(model, refusal)
+    if (further := wanted(node, model)) is None:
+        node.crowded_replicas.pop(model.name, None)
+    elif node.crowded_replicas.get(model.name) != _room(node, model):
+        _grow(node, model, further)
+
+
+def wanted(node: Node, model: Model) -> Model | None:
+    """Returns the replica that should be loaded beside those that are ready; None if there is none, or another is on its way."""
+    if model.closed or model.removed or not model.enabled or not any(one.state == residency.READY for one in model.replicas):
+        return None
+    if any(one.placement is not None for one in model.replicas):
+        return None
+    num_requests = len(model.queue) + sum(len(one.running) for one in model.replicas)
+    num_copies = sum(one.copy is not None for one in model.replicas)
+    if not num_requests or num_requests < max(one.facts.replica_at for one in model.others) * num_copies:
+        return None
+    resting = (one for one in model.replicas if node.resting(one) and one.retry_at <= node.now and not one.leaves)
+    return next(resting, None)
+
+
+def _grow(node: Node, model: Model, further: Model) -> None:
+    """Begins to load a further replica where it takes free memory alone, and comes before nobody."""
+    options = [option for option in look.options(node, further, may_force=False) if not option.victims]
+    options = [option for option in options if not any(node.devices[name].by_age for name in option.devices)]
+    option = device_choice.choose(options)
+    if option is None:
+        node.crowded_replicas[model.name] = _room(node, model)
+    else:
+        node.crowded_replicas.pop(model.name, None)
+        placements.begin(node, further, option)
+
+
+def look_again(node: Node) -> None:
+    """Has the models looked at whose further replicas found no room, and whose devices have changed since."""
+    for name, room in node.crowded_replicas.items():
+        if room != _room(node, node.models[name]):
+            node.touched[name] = None
+
+
+def _room(node: Node, model: Model) -> tuple[object, ...]:
+    """Returns what decides whether a further replica finds room. O(devices)."""
+    devices = (node.devices[name] for name in model.devices)
+    state = tuple((one.available, one.held_for, one.ledger.lease_chunks, one.pinned, bool(one.by_age)) for one in devices)
+    return (*state, *(look.devices_of(one) for one in model.replicas))

@@ -1,0 +1,34 @@
+"""Chooses the replica that a request goes to: by what its prompt has cached there, and by how much runs there."""
+
+from __future__ import annotations
+
+from scheduler.node import residency
+from scheduler.node.events import RequestFacts
+from scheduler.node.node import Model, Node
+
+# A request follows its cached prefix if that is at least this share of its prompt, and the replica runs no more than this many
+# times what the least busy one runs, and this many requests more. So a conversation stays where its cache is, but a prompt that
+# everybody begins with does not bring everybody to one device.
+CACHED_SHARE, BUSIER_TIMES, BUSIER_BY = 0.5, 1.5, 4
+
+
+def has_room(node: Node, model: Model) -> bool:
+    """Returns whether one of the model's replicas takes a further request now."""
+    return any(one.takes_requests and len(one.running) < node.window(one) for one in model.replicas)
+
+
+def choose(node: Node, model: Model, facts: RequestFacts) -> Model | None:
+    """Returns the replica that the request goes to now; None if all are full, or none is there. One that still loads is chosen if
+    no other has room. O(replicas)."""
+    if not model.others:
+        return model if has_room(node, model) else None
+    with_room = [one for one in model.replicas if one.takes_requests and len(one.running) < node.window(one)]
+    found = [one for one in with_room if one.state == residency.READY] or with_room
+    if not found:
+        return None
+    least = min(found, key=lambda one: len(one.running))
+    if facts.cached_tokens >= CACHED_SHARE * facts.num_prompt_tokens:
+        for one in found:
+            if one.name == facts.cached_by and len(one.running) <= BUSIER_TIMES * len(least.running) + BUSIER_BY:
+                return one
+    return least
