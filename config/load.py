@@ -11,7 +11,20 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from config import adapters, locate, names, origins, otel_environment, parallel, paths, trace_endpoint, units, upstream, warm
+from config import (
+    adapters,
+    locate,
+    names,
+    origins,
+    otel_environment,
+    parallel,
+    paths,
+    replicas,
+    trace_endpoint,
+    units,
+    upstream,
+    warm,
+)
 from config.nearest import nearest
 from config.schema import ModelConfig, NodeConfig, ParallelConfig, SamplingDefaults, TracesConfig
 from config.settings_files import present_files, settings_files
@@ -499,6 +512,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "keep_alive": _duration,
     "upstream": upstream.check,
     "warm": warm.check,
+    "replicas": replicas.check,
     "tensor": _between(1, parallel.MOST_RANKS),
     "expert": _between(1, parallel.MOST_RANKS),
     "temperature": _between(0, 2),
@@ -541,6 +555,8 @@ def _check_across(source: str, config: NodeConfig) -> None:
                 raise ConfigError(source, f"{where}.devices", f"{device!r} is no device of this node: {', '.join(known)}")
         if wrong := parallel.problem(model, known):
             raise ConfigError(source, f"{where}.parallel", wrong)
+        if wrong := replicas.problem(model):
+            raise ConfigError(source, f"{where}.replicas", wrong)
         if model.kv_floor_tokens is not None and model.max_model_len is not None and model.kv_floor_tokens < model.max_model_len:
             raise ConfigError(
                 source,

@@ -121,6 +121,7 @@ _EXAMPLES = {
     "kv_floor_tokens": "16384",
     "devices": '["cpu:0"]',
     "parallel": "{ tensor = 2 }",
+    "replicas": '"auto"',
     "isolate": "true",
     "isolate_bytes": '"6GiB"',
     "chat_template": '"/etc/hearthd/llama.jinja"',
@@ -167,12 +168,14 @@ def example() -> str:
     lines += ["", '[models."org/name"]']
     of_upstreams = [field for field in fields(ModelConfig) if field[0].startswith("upstream")]
     for field in fields(ModelConfig):
-        if field[0] not in ("sampling", "base", "parallel") and field not in of_upstreams:
+        if field[0] not in ("sampling", "base", "parallel", "replicas") and field not in of_upstreams:
             lines += _entry(*field)
     lines += ["", '[models."org/name".sampling]  # live']
     lines += [f"# {name} = {_EXAMPLES[name]}" for name, *_ in fields(SamplingDefaults)]
-    lines += ["", '[models."org/large"]  # a model that is split over devices']
-    lines += next(_entry(*field) for field in fields(ModelConfig) if field[0] == "parallel")
+    lines += ["", '[models."org/large"]  # a model that is split over devices, or on several at once']
+    for field in fields(ModelConfig):
+        if field[0] in ("parallel", "replicas"):
+            lines += _entry(*field)
     lines += ["", '[models."org/elsewhere"]  # a name that another server answers']
     for field in of_upstreams:
         lines += _entry(*field)

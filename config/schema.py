@@ -115,6 +115,16 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "that do (docs/operations.md)"
         ),
     ] = None
+    replicas: Annotated[
+        int | Literal["auto"],
+        key(
+            "on how many devices it may be at once, whole on each (with parallel: on how many groups of devices). A request goes "
+            "to the replica that has its prompt cached, or least to do. A number: further replicas are loaded as soon as the model "
+            'is requested; "auto": another one when 8 requests run on each. They take free memory only, and leave first when '
+            "memory is wanted; not with isolate (docs/operations.md)",
+            reload=LIVE,
+        ),
+    ] = 1
     isolate: Annotated[
         bool, key("an engine process of its own, with a fixed part of its device's budget, set aside from start to stop")
     ] = False

@@ -67,6 +67,7 @@ class Generation:
     submitted_s: float = 0.0  # monotonic; 0: not submitted to an engine yet
     first_token_s: float = 0.0
     submitted_device: str = ""
+    replica: str = ""  # that it was submitted to: the model, or a further replica of it
     num_pauses: int = 0  # how often its model was evicted while it ran
     paused_since_s: float = 0.0  # monotonic; 0: not paused now
     paused_s: float = 0.0  # in the pauses that are over; request_timeout_s does not count pauses

@@ -390,7 +390,7 @@ class EngineEvents:
             num_computed >= MEASURED_PREFILL_TOKENS
             and now >= self._measure_prefill_at.get(model, 0.0)
             and not generation.num_pauses
-            and generation.submitted_s >= self._loaded_s.get(model, 0.0)  # otherwise it waited for the weights
+            and generation.submitted_s >= self._loaded_s.get(generation.replica, 0.0)  # otherwise it waited for the weights
         ):
             self._measure_prefill_at[model] = now + MEASURE_PREFILL_EVERY_S
             self._post(

@@ -25,3 +25,4 @@ class Registered:
     kv_cache_dtype: str = ""  # "fp8", or empty: keys and values are kept in dtype
     shape: ModelShape | None = None  # what is loaded: the checkpoint's shape, or that with its predictor
     division: Division = _WHOLE  # among how many devices
+    replicas: tuple[events.ModelFacts, ...] = ()  # of further replicas

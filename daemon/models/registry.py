@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
+from config import replicas as config_replicas
 from config.schema import DeviceBudget, ModelConfig, NodeConfig
 from config.units import format_bytes
 from config.upstream import host_of
@@ -25,6 +26,7 @@ from daemon.models.entry import LoadSource, ModelEntry
 from daemon.models.model_names import ModelNames
 from daemon.models.planning import IS_HEAD, Planner
 from daemon.models.registered import Registered
+from daemon.models.replicas import further, model_of
 from daemon.models.sizing import Sizing
 from daemon.record.state import NodeState
 from loader import catalog, kv_layout, layout
@@ -64,7 +66,8 @@ class Registry:
     ) -> None:
         """without_carve_out: maps each isolated model for which nothing could be set aside to the reason."""
         self.config, self._state, self._scan = config, state, scan
-        self._planner = Planner(Sizing(devices, state, without_carve_out or {}))
+        self._sizing = Sizing(devices, state, without_carve_out or {})
+        self._planner = Planner(self._sizing)
         self.models: dict[str, Registered] = {}
         self.adapters: dict[str, AdapterRecord] = {}
         self.num_adapters: Mapping[str, int] = {}  # those that can be served, by their bases' names
@@ -118,7 +121,8 @@ class Registry:
     # ---- for the dispatcher and the operator
 
     def source(self, name: str) -> LoadSource | None:
-        found = self.models.get(name)
+        """Returns what a load of the model, or of a further replica of it, needs; None if it is not there or not usable."""
+        found = self.models.get(model_of(name, self.models))
         if found is None or found.entry is None:
             return None
         source = LoadSource(found.checkpoint.path, found.dtype, found.entry, found.quantize, found.kv_cache_dtype)
@@ -131,6 +135,7 @@ class Registry:
         """Returns what must be the same for weights in memory to be those of the model now, besides its files' fingerprint: how
         they are laid out, and which runner filled them. "" if the model is unknown or not usable, or no such weights are used: its
         shares are read from the files."""
+        name = model_of(name, self.models)
         found = self.models.get(name)
         if found is None or found.entry is None or found.shape is None or found.facts.is_split:
             return ""
@@ -190,6 +195,20 @@ class Registry:
             self._take_adapters({each: one for each, one in self.adapters.items() if each != name})
             self._name_all()
             return record
+
+    def replicas(self, name: str) -> list[str]:
+        """Returns the names that the scheduler and the engines may know the model by: its own, and its further replicas'."""
+        found = self.models.get(name)
+        return [name] if found is None else [name, *(one.name for one in found.replicas)]
+
+    def is_replicated(self, name: str) -> bool:
+        """Returns whether the model may have several replicas."""
+        found = self.models.get(name)
+        return found is not None and bool(found.replicas)
+
+    def model_of(self, name: str) -> str:
+        """Returns the model of which the name is a further replica, or the name itself."""
+        return model_of(name, self.models)
 
     def was_loaded(self, name: str) -> bool:
         """Returns whether an operator has loaded an adapter under this name."""
@@ -306,19 +325,22 @@ class Registry:
             head_path="" if speculator.head is None else speculator.head.path,
         )
         kv_cache_dtype = kv_layout.asked_kv_cache_dtype(settings.kv_cache_dtype)
-        return Registered(checkpoint, facts, entry, dtype, "", quantize, kv_cache_dtype, speculator.shape, plan.division)
+        number = self._sizing.num_replicas(name, plan.settings, shape, facts.num_ranks)
+        replicas = further(facts, number, settings.replicas == config_replicas.AUTO)
+        return Registered(checkpoint, facts, entry, dtype, "", quantize, kv_cache_dtype, speculator.shape, plan.division, replicas)
 
     def _swap(self, config: NodeConfig, found: dict[str, Registered], adapters: dict[str, AdapterRecord]) -> list[events.Event]:
-        before, self.models, self.config = self.models, found, config
+        before, after = _all_facts(self.models), _all_facts(found)
+        self.models, self.config = found, config
         self._take_adapters(adapters)
         now = time.monotonic()
         changes: list[events.Event] = [
-            events.ModelRemoved(now=now, cause="scan", model=name) for name in before if name not in found
+            events.ModelRemoved(now=now, cause="scan", model=name) for name in before if name not in after
         ]
-        for name, registered in found.items():
+        for name, facts in after.items():
             known = before.get(name)
-            if known is not registered and (known is None or known.facts != registered.facts):
-                changes.append(events.ModelRegistered(now=now, cause="scan", facts=registered.facts))
+            if known is not facts and known != facts:
+                changes.append(events.ModelRegistered(now=now, cause="scan", facts=facts))
         self.upstreams = {
             name: self._entry_of_upstream(name, settings)
             for name, settings in config.models.items()
@@ -391,12 +413,23 @@ class Registry:
         held += ", drafts by its own predictor" if found.entry.speculator == speculators.MTP else ""
         held += f", drafts by {found.entry.head}" if found.entry.head else ""
         held += f", split over {facts.num_ranks} devices" if facts.is_split else ""
+        held += f", up to {len(found.replicas) + 1} replicas" if found.replicas else ""
         where = "; on each device: " if facts.is_split else ", "
         return (
             f"{name}: {held}, max_model_len {facts.max_model_len}{capped}{where}weights {format_bytes(facts.weights_bytes)}, "
             f"reserved KV {format_bytes(kv_reserved_bytes(facts))}, "
             f"work space {format_bytes(facts.work_space_bytes)}"
         )
+
+
+def _all_facts(models: Mapping[str, Registered]) -> dict[str, events.ModelFacts]:
+    """Returns the facts of all models and their further replicas by name, each model before its replicas. A model whose name a
+    replica would have comes first, and that replica does not exist."""
+    found = {}
+    for name, registered in models.items():
+        found[name] = registered.facts
+        found |= {one.name: one for one in registered.replicas if one.name not in models}
+    return found
 
 
 def _unserved(what: str, problem: str, is_incomplete: bool) -> HearthError:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from config import parallel
+from config import parallel, replicas
 from config.schema import DeviceBudget, ModelConfig, NodeConfig, ParallelConfig
 from config.units import parse_duration_s
 from daemon.models.speculators import Speculator
@@ -110,6 +110,10 @@ class Sizing:
 
     def kinds(self, name: str, settings: ModelConfig, shape: ModelShape) -> set[str]:
         return {device.kind for device in self._allowed(name, settings, shape)}
+
+    def num_replicas(self, name: str, settings: ModelConfig, shape: ModelShape, num_ranks: int) -> int:
+        """Returns how many replicas the model may have. num_ranks: over how many devices each is split."""
+        return replicas.number(settings, len(self._allowed(name, settings, shape)), num_ranks)
 
     def shared_names(self) -> list[str]:
         """Returns the names of the node's devices that are no carve-outs."""

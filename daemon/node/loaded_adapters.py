@@ -46,14 +46,13 @@ class LoadedAdapters:
         return LoadedAdapter(name, base, await self._keeper.save(f"unload {name}"))
 
     def _tell_engine(self, record: AdapterRecord, message: Callable[[str, AdapterSource], Message]) -> None:
-        """Sends the message to the engine that has the adapter's base in memory, if one has."""
-        view = self._scheduler.model(record.base)
-        if record.served is None or view is None or view.state not in residency.RUNNING:
+        """Sends the message to the engines that have the adapter's base in memory."""
+        if (served := record.served) is None:
             return
-        engine = self._dispatcher.engines.get(view.device)
-        if engine is not None:
-            served = record.served
-            engine.send(message(record.base, AdapterSource(served.name, served.path, served.fingerprint)))
+        for replica in self._registry.replicas(record.base):
+            view = self._scheduler.model(replica)
+            if view is not None and view.state in residency.RUNNING and (engine := self._dispatcher.engines.get(view.device)):
+                engine.send(message(replica, AdapterSource(served.name, served.path, served.fingerprint)))
 
 
 def _identity(record: AdapterRecord) -> tuple[str, str]:

@@ -151,6 +151,7 @@ class NodeParts:
         self.dispatcher.engines = dict(self.workers)
         self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES)
         self.dispatcher.load_begins = self._open_text
+        self.dispatcher.is_replicated = self.registry.is_replicated
         self.stored = ResponseStore(int(config.stored_responses_bytes))
         self.upstreams = Upstreams(self._upstream_changed)
         self.warming = Warming(lambda: self.config, self.dispatcher, self.tasks, self.ring)
@@ -318,7 +319,10 @@ class NodeParts:
                 "keep_alive_s": None if view.keep_alive_s == inf else view.keep_alive_s,
                 "leaves": None if view.leaves_at is None else self.unix_s(view.leaves_at),
             }
-            if (found := self.registry.models.get(view.name)) is not None and found.entry is not None:
+            model = self.registry.model_of(view.name)
+            if model != view.name:
+                row["replica_of"] = model
+            if (found := self.registry.models.get(model)) is not None and found.entry is not None:
                 row["task"] = found.entry.task
             if drafted := self.metric.drafted_tokens.get(view.name, 0):
                 row["drafted_tokens"], row["accepted_tokens"] = drafted, self.metric.accepted_tokens.get(view.name, 0)
@@ -340,14 +344,19 @@ class NodeParts:
         for name, record in sorted(self.registry.adapters.items()):
             row = record.row()
             for device, by_base in held:
-                if (num_bytes := by_base.get(record.base, {}).get(name)) is not None:
-                    row["device"], row["weights_bytes"] = device, num_bytes
+                for replica in self.registry.replicas(record.base):
+                    if (num_bytes := by_base.get(replica, {}).get(name)) is not None:
+                        row["device"], row["weights_bytes"] = device, num_bytes
             rows.append(row)
         return rows
 
     def adapters_in_memory(self) -> dict[str, dict[str, int]]:
         """Returns the LoRA adapters in a device's memory, each with its bytes there, by the models that they are for."""
-        return {base: adapters for stats in self.engine_events.stats.values() for base, adapters in stats.adapters.items()}
+        loaded = (each for stats in self.engine_events.stats.values() for each in stats.adapters.items())
+        found: dict[str, dict[str, int]] = {}
+        for replica, adapters in loaded:
+            found.setdefault(self.registry.model_of(replica), {}).update(adapters)
+        return found
 
     def residents(self) -> dict[str, Resident]:
         """Returns the models that are in a device's memory, loading ones left out."""

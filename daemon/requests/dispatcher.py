@@ -20,6 +20,7 @@ from daemon.process.logs import fields
 from daemon.process.loop_watch import LoopWatch
 from daemon.record.event_ring import EventRing
 from daemon.requests.open_requests import OpenRequests
+from daemon.requests.prefix_index import PrefixIndex
 from engine import protocol
 from scheduler.node import actions, events, residency
 from scheduler.node.groups import joined
@@ -99,6 +100,9 @@ class Dispatcher:
         self.why_slow: Callable[[], str] = lambda: ""  # returns a sentence for requests that have waited too long
         self.tracer: Callable[[], Tracer | None] = lambda: None  # returns what traces requests, if something does
         self.load_begins: Callable[[ModelEntry], None] = lambda entry: None  # called when an engine is told to load a model
+        self.is_replicated: Callable[[str], bool] = lambda model: False  # returns whether the model may have several replicas
+        self._prefixes = PrefixIndex()
+        self.open.on_end = self._note_output
         self.note_decisions: Callable[[], None] = lambda: None  # called after each event, before its actions are carried out
         self._expected: dict[int, _Expected] = {}  # by request_id
         self._pending: deque[events.Event] = deque()
@@ -147,6 +151,7 @@ class Dispatcher:
             keep_alive_s=generation.keep_alive_s,
             part_of=generation.first.request_id if generation.first is not None else 0,
             was_accepted=generation.was_accepted,
+            cached=self._prefixes.find(model, _prefix_seed(generation), generation.prompt),
         )
         try:
             self.post(events.RequestArrived(now=now, cause=f"req-{request_id}", request=facts))
@@ -375,7 +380,8 @@ class Dispatcher:
         else:
             generation.submitted_s = now
             self.metrics.submitted(generation)
-        generation.submitted_device = action.device
+        generation.submitted_device, generation.replica = action.device, action.model
+        self._note_prefix(generation)
         if generation.trace is not None:
             generation.trace.submitted(generation, now)
         self.send(
@@ -390,7 +396,7 @@ class Dispatcher:
                 cache_salt=generation.cache_salt,
                 priority=generation.priority,
                 task=generation.task,
-                weight=self._weight(action.model),
+                weight=self._weight(generation.model.name),
                 tenant_weight=generation.weight,
                 prediction=generation.prediction,
                 second_at=generation.second_at,
@@ -439,6 +445,8 @@ class Dispatcher:
 
     def _state_changed(self, action: actions.StateChanged) -> None:
         self.metrics.swaps.state_changed(action)
+        if action.old in residency.IN_MEMORY and action.new not in residency.IN_MEMORY:
+            self._prefixes.forget(action.model)
         # a model's first state is in its registration line
         level = logging.DEBUG if not action.old else logging.WARNING if action.new in ("failed", "refused") else logging.INFO
         about = fields(model=action.model, device=action.device, cause=action.cause)
@@ -508,6 +516,16 @@ class Dispatcher:
         if open_still:
             self._cancelled(generation.request_id)
 
+    def _note_prefix(self, generation: Generation) -> None:
+        """Remembers that a replica has the request's prompt, and what it has made so far, in its cache."""
+        if self.is_replicated(generation.model.name):
+            tokens = [*generation.prompt, *generation.output] if generation.output else generation.prompt
+            self._prefixes.note(generation.model.name, _prefix_seed(generation), tokens, generation.replica)
+
+    def _note_output(self, generation: Generation) -> None:
+        if generation.outcome in ("stop", "length") and generation.replica:
+            self._note_prefix(generation)
+
     def finished(self, request_id: int) -> None:
         self.post(events.RequestFinished(now=time.monotonic(), cause=f"req-{request_id}", request_id=request_id))
 
@@ -518,6 +536,12 @@ class Dispatcher:
         message = f"The request did not end within request_timeout_s ({limit_s:g} s)."
         self.fail(generation, NotNow("request_timeout", message), "timeout")
         self._cancelled(generation.request_id)
+
+
+def _prefix_seed(generation: Generation) -> tuple[str, ...]:
+    """Returns what must be the same for requests to share a cached prefix, besides their tokens."""
+    adapter = generation.model.adapter
+    return generation.tenant, generation.cache_salt, "" if adapter is None else adapter.name
 
 
 def _adapter_source(model: ModelEntry) -> protocol.AdapterSource | None:

@@ -26,6 +26,7 @@ class OpenRequests:
         self._public_ids: dict[str, int] = {}  # of the last PUBLIC_IDS requests, oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._empty: asyncio.Future[None] | None = None
+        self.on_end: Callable[[Generation], None] = lambda generation: None  # called with each request that has ended
 
     def add(self, generation: Generation) -> None:
         self.by_id[generation.request_id] = generation
@@ -49,6 +50,7 @@ class OpenRequests:
         if generation.trace is not None:
             generation.trace.ended(generation, time.monotonic())
         self._metrics.ended(generation)
+        self.on_end(generation)
         if not self.by_id:
             self._watch.stop()
             if self._timer is not None:

@@ -76,8 +76,8 @@ class RequestFacts:
     keep_alive_s: float | None = None  # how long the model may stay after it, from now on; None: as before
     part_of: int = 0  # request_id of the first sequence of a client's request that makes several; 0: it is the first
     was_accepted: bool = False  # by the daemon before this one: no queue is too full for it
-    cached_by: str = ""  # the replica that has computed the most of the prompt, as far as is known; "": none
-    cached_tokens: int = 0  # of the prompt, there
+    # of a model with several: the replicas that have computed a prefix of the prompt, as far as is known, and its tokens
+    cached: tuple[tuple[str, int], ...] = ()
 
 
 # ---- models and devices

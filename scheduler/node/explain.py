@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.node import leave_rules, look, residency
+from scheduler.node import leave_rules, look, replicas, residency
 from scheduler.node.groups import joined
 from scheduler.node.ledger import MIB
 from scheduler.node.node import VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, Model, Node
@@ -17,6 +17,7 @@ def why(node: Node, name: str) -> list[str]:
             f"now {model.state}: {model.reason}",
             *waits_for(node, model),
             *leave_rules.story(node, model),
+            *replicas.story(node, model),
         ]
     digits = name.removeprefix("req-")
     if not digits.isdigit():

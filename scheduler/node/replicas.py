@@ -12,6 +12,7 @@ leave, idle ones before any other model, busy ones before other busy models and 
 from __future__ import annotations
 
 from scheduler.node import admission, device_choice, look, placements, requests, residency
+from scheduler.node.groups import joined
 from scheduler.node.node import Model, Node
 
 
@@ -35,7 +36,7 @@ def wanted(node: Node, model: Model) -> Model | None:
         return None
     if any(one.placement is not None for one in model.replicas):
         return None
-    num_requests = len(model.queue) + sum(len(one.running) for one in model.replicas)
+    num_requests = _requests(model)
     num_copies = sum(one.copy is not None for one in model.replicas)
     if not num_requests or num_requests < max(one.facts.replica_at for one in model.others) * num_copies:
         return None
@@ -52,7 +53,26 @@ def _grow(node: Node, model: Model, further: Model) -> None:
         node.crowded_replicas[model.name] = _room(node, model)
     else:
         node.crowded_replicas.pop(model.name, None)
+        further.story.tell(node.now, node.cause, f"loads as another replica: {_requests(model)} requests of {model.name} are there")
         placements.begin(node, further, option)
+
+
+def story(node: Node, model: Model) -> list[str]:
+    """Returns the lines of `hearth why` about the other replicas of a model; [] if it has none."""
+    if model.first is not None:
+        return [f"it is a replica of {model.first.name}, where its requests wait"]
+    lines = [f"replica {one.name}: {_where(one)}, {len(one.running)} requests run there" for one in model.others]
+    if model.name in node.crowded_replicas:
+        lines.append("another replica waits for free memory on a device that has no replica")
+    return lines
+
+
+def _where(model: Model) -> str:
+    return f"{model.state} on {joined(model.copy.devices)}" if model.copy is not None else f"{model.state}: {model.reason}"
+
+
+def _requests(model: Model) -> int:
+    return len(model.queue) + sum(len(one.running) for one in model.replicas)
 
 
 def look_again(node: Node) -> None:

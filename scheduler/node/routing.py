@@ -26,9 +26,15 @@ def choose(node: Node, model: Model, facts: RequestFacts) -> Model | None:
     found = [one for one in with_room if one.state == residency.READY] or with_room
     if not found:
         return None
-    least = min(found, key=lambda one: len(one.running))
-    if facts.cached_tokens >= CACHED_SHARE * facts.num_prompt_tokens:
-        for one in found:
-            if one.name == facts.cached_by and len(one.running) <= BUSIER_TIMES * len(least.running) + BUSIER_BY:
-                return one
+    least = min(found, key=_busy)
+    most = max((num_tokens for _, num_tokens in facts.cached), default=0)
+    if most and most >= CACHED_SHARE * facts.num_prompt_tokens:
+        having = {name for name, num_tokens in facts.cached if num_tokens == most}
+        best = min((one for one in found if one.name in having), key=_busy, default=least)
+        if _busy(best) <= BUSIER_TIMES * _busy(least) + BUSIER_BY:
+            return best
     return least
+
+
+def _busy(model: Model) -> int:
+    return len(model.running)

@@ -128,14 +128,17 @@ def test_a_request_goes_to_the_replica_that_has_its_prefix_unless_that_is_much_b
     node.loaded("a")
     node.loaded("a#2")
     node.finish()
-    cached = {"cached_by": "a#2", "cached_tokens": 8}  # of 10
-    followed = [node.running[node.arrive("a", **cached)].model for _ in range(9)]
+    cached = (("a#2", 8),)  # of 10
+    followed = [node.running[node.arrive("a", cached=cached)].model for _ in range(9)]
     assert followed[:5] == ["a#2"] * 5
     assert "a" in followed
     node.finish()
     node.arrive("a")
-    little = node.arrive("a", cached_by="a", cached_tokens=4)
+    little = node.arrive("a", cached=(("a", 4),))
     assert node.running[little].model == "a#2"
+    node.arrive("a")
+    both = node.arrive("a", cached=(("a", 8), ("a#2", 8)))
+    assert node.running[both].model == "a#2"
 
 
 def test_requests_wait_in_one_queue_for_whichever_replica_is_free_first() -> None:

@@ -1,0 +1,26 @@
+"""Names further replicas of a model: `NAME#2`, `NAME#3` and so on. To the scheduler and the engines each is a model of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+
+from scheduler.node.events import ModelFacts
+
+MARK = "#"
+# With replicas = "auto": requests on each replica before another one is loaded. A step of fewer costs little more than of one.
+REPLICA_AT = 8
+
+
+def further(facts: ModelFacts, number: int, by_load: bool) -> tuple[ModelFacts, ...]:
+    """Returns the facts of the model's further replicas. number: of all replicas. by_load: they are loaded when REPLICA_AT requests
+    run on each, and not as soon as there is one."""
+    at = REPLICA_AT if by_load else 0
+    names = (f"{facts.name}{MARK}{position}" for position in range(2, number + 1))
+    return tuple(replace(facts, name=name, replica_of=facts.name, replica_at=at, pinned=False) for name in names)
+
+
+def model_of(name: str, models: Container[str]) -> str:
+    """Returns the model of which the name is a further replica, or the name itself. models: the names of all models."""
+    model, mark, _ = name.rpartition(MARK)
+    return model if mark and name not in models else name

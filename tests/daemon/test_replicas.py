@@ -1,0 +1,107 @@
+"""What the registry makes of the key `replicas`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from config.load import ConfigError, load
+from config.schema import DeviceBudget, ModelConfig, NodeConfig, ParallelConfig
+from daemon.models.registry import Registry
+from daemon.models.replicas import REPLICA_AT
+from daemon.record.state import NodeState
+from scheduler.node import events
+from tests.e2e.checkpoints import make_model
+
+MIB = 1 << 20
+DEVICES = [DeviceBudget(f"cpu:{number}", 32 * MIB) for number in range(4)]
+
+
+def registry_of(folder: Path, num_devices: int = 4, **models: ModelConfig) -> Registry:
+    config = NodeConfig(models_dir=str(folder), models=models, chunk_bytes=64 << 10, dtype="float32")
+    return Registry(config, DEVICES[:num_devices], NodeState(""))
+
+
+async def replicas_of(folder: Path, settings: ModelConfig, num_devices: int = 4) -> list[events.ModelFacts]:
+    changes = await registry_of(folder, num_devices, m=settings).rescan()
+    return [change.facts for change in changes if isinstance(change, events.ModelRegistered)]
+
+
+async def test_each_replica_is_registered_behind_its_model(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    first, second, third = await replicas_of(tmp_path, ModelConfig(replicas=3, pinned=True, max_model_len=256))
+    assert [first.name, second.name, third.name] == ["m", "m#2", "m#3"]
+    assert (first.replica_of, second.replica_of) == ("", "m")
+    assert (first.pinned, second.pinned) == (True, False)
+    assert (second.weights_bytes, second.fingerprint) == (first.weights_bytes, first.fingerprint)
+    assert second.replica_at == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_devices", "number"),
+    [
+        (ModelConfig(), 4, 1),
+        (ModelConfig(replicas=8), 4, 4),
+        (ModelConfig(replicas="auto"), 3, 3),
+        (ModelConfig(replicas="auto"), 1, 1),
+        (ModelConfig(replicas="auto", devices=["cpu:1", "cpu:3"]), 4, 2),
+        (ModelConfig(replicas="auto", parallel=ParallelConfig(tensor=2)), 4, 2),
+        (ModelConfig(replicas=2, parallel=ParallelConfig(tensor=2)), 3, 1),
+    ],
+)
+async def test_there_are_no_more_replicas_than_devices_for_them(
+    tmp_path: Path, settings: ModelConfig, num_devices: int, number: int
+) -> None:
+    make_model(tmp_path / "m")
+    found = await replicas_of(tmp_path, settings, num_devices)
+    assert len(found) == number
+    assert {one.replica_at for one in found[1:]} <= {REPLICA_AT if settings.replicas == "auto" else 0}
+
+
+async def test_a_reload_adds_and_removes_replicas(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    registry = registry_of(tmp_path, m=ModelConfig(replicas=3))
+    await registry.rescan()
+    assert registry.replicas("m") == ["m", "m#2", "m#3"]
+    config = NodeConfig(models_dir=str(tmp_path), models={"m": ModelConfig(replicas=2)}, chunk_bytes=64 << 10, dtype="float32")
+    (gone,) = await registry.rescan(config)
+    assert isinstance(gone, events.ModelRemoved)
+    assert gone.model == "m#3"
+
+
+async def test_a_replica_is_loaded_from_its_model_s_files(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    registry = registry_of(tmp_path, m=ModelConfig(replicas=2))
+    await registry.rescan()
+    assert registry.source("m#2") == registry.source("m") is not None
+    assert registry.layout_id("m#2") == registry.layout_id("m") != ""
+    assert not registry.knows("m#2"), "clients name the model"
+
+
+async def test_a_folder_may_have_the_name_of_a_replica(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    make_model(tmp_path / "m#2", seed=2)
+    registry = registry_of(tmp_path, m=ModelConfig(replicas=3))
+    changes = await registry.rescan()
+    names = [change.facts.name for change in changes if isinstance(change, events.ModelRegistered)]
+    assert sorted(names) == ["m", "m#2", "m#3"]
+    source = registry.source("m#2")
+    assert source is not None
+    assert source.path.endswith("m#2")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("replicas = 0", "must be from 1 to 64"),
+        ("replicas = 65", "must be from 1 to 64"),
+        ('replicas = "many"', "replicas"),
+        ("replicas = 2\nisolate = true", "does not go with isolate"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused(tmp_path: Path, line: str, told: str) -> None:
+    path = tmp_path / "hearthd.toml"
+    path.write_text(f'[models."m"]\n{line}\n')
+    with pytest.raises(ConfigError, match=told):
+        load(str(path), {})
