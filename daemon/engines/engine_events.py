@@ -96,7 +96,7 @@ class EngineEvents:
             self._dispatcher.tell_load(load)
         for generation in self._open.by_id.values():
             at = generation.submitted_device
-            if generation.trace is not None and at and (at == device or generation.model.name in lost):
+            if generation.trace is not None and at and (at == device or generation.replica in lost):
                 generation.trace.lost_engine(generation, now, device, reason)
 
     def engine_message(self, device: str, message: Any) -> None:

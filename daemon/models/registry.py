@@ -26,7 +26,6 @@ from daemon.models.entry import LoadSource, ModelEntry
 from daemon.models.model_names import ModelNames
 from daemon.models.planning import IS_HEAD, Planner
 from daemon.models.registered import Registered
-from daemon.models.replicas import further, model_of
 from daemon.models.sizing import Sizing
 from daemon.record.state import NodeState
 from loader import catalog, kv_layout, layout
@@ -34,6 +33,7 @@ from loader.errors import shortened
 from loader.formats.registry import held_format
 from scheduler.node import events
 from scheduler.node.ledger import kv_reserved_bytes
+from scheduler.node.replica_names import further, model_of
 
 log = logging.getLogger("hearthd.models")
 # (models folder, or "" for none; the last result; adapters in other folders) -> every model by name; raises OSError if the models

@@ -6,15 +6,16 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from config import units
+from config import replicas, units
 from config.load import ConfigError, fields_of, located, read_toml, with_device_defaults
 from config.schema import ModelConfig, NodeConfig, key
 from daemon.simulate.trace_shape import ARRIVALS, TraceShape
 from scheduler.node.events import ModelFacts
+from scheduler.node.replica_names import further
 from scheduler.simulate.costs import Costs, ModelCosts
 from scheduler.simulate.steps import StepSettings
 
@@ -53,6 +54,7 @@ class ScenarioModel(msgspec.Struct, frozen=True):
     keep_alive: Annotated[float | str, key("how long it stays after its last request")] = _MODEL_DEFAULTS.keep_alive
     pinned: Annotated[bool, key("loaded at start, never evicted")] = _MODEL_DEFAULTS.pinned
     num_ranks: Annotated[int, key("devices that it is split over; the bytes above are then those of each share")] = 1
+    replicas: Annotated[int | Literal["auto"], key("on how many devices, or groups of them, it may be at once")] = 1
     disk_load_s: Annotated[float | None, key("measured; as below")] = None
     host_load_s: float | None = None
     prefill_tokens_per_s: float | None = None
@@ -144,15 +146,19 @@ def _scenario(path: str, tables: dict[str, Any]) -> Scenario:
     values = _positive(path, "costs.", fields_of(path, "costs.", NodeCosts, _table(path, "costs", tables)))
     engine = {name: value for name in _ENGINE_KEYS if (value := values.pop(name, None)) is not None}
     costs = Costs(**values)
-    models, measured = {}, {}
+    models: dict[str, ModelFacts] = {}
+    measured: dict[str, ModelCosts] = {}
     for name, entry in _table(path, "models", tables).items():
         where = f'models."{name}"'
         if not isinstance(entry, dict):
             raise ConfigError(path, where, "must be a table")
-        models[name], measured[name] = _model(path, where + ".", name, entry)
+        facts, measured[name] = _model(path, where + ".", name, entry)
+        asked = entry.get("replicas", 1)
+        most = len(devices) if asked == replicas.AUTO else asked
+        models |= {one.name: one for one in (facts, *further(facts, most, by_load=asked == replicas.AUTO))}
     shape = None
     if "trace" in tables:
-        shape = _shape(path, fields_of(path, "trace.", TraceTable, _table(path, "trace", tables)), tuple(models))
+        shape = _shape(path, fields_of(path, "trace.", TraceTable, _table(path, "trace", tables)), tuple(measured))
     return Scenario(path, devices, chunk_bytes, models, replace(costs, models=measured), shape, host_tier_bytes, engine)
 
 
@@ -191,6 +197,10 @@ def _model(path: str, prefix: str, name: str, entry: dict[str, Any]) -> tuple[Mo
             values[size] = _size(path, prefix + size, values[size])
     if values.get("num_ranks", 1) < 1:
         raise ConfigError(path, prefix + "num_ranks", f"{values['num_ranks']} must be 1 or more")
+    try:
+        replicas.check(values.get("replicas", 1))
+    except ValueError as error:
+        raise ConfigError(path, prefix + "replicas", str(error)) from None
     model = ScenarioModel(**values)
     return facts_of(name, model), ModelCosts(
         model.disk_load_s,

@@ -159,7 +159,7 @@ def evictable(node: Node, model: Model, may_force: bool, instead: Placement | No
 
 def may_drain(device: Device, model: Model) -> bool:
     """Returns whether a busy model may leave the device for work that is not overdue: another replica goes on, and nothing else
-    drains there (rule 12)."""
+    drains there (rule 13)."""
     return model.is_spare and model.state == residency.READY and device.draining is None
 
 

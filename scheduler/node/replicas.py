@@ -1,4 +1,4 @@
-"""Rule 12: further replicas of a model, each on devices of its own.
+"""Rule 13: further replicas of a model, each on devices of its own.
 
 A model may have several replicas: the model itself, and further ones named by number (`NAME#2`). All requests wait in the model's
 queue, and each goes to the replica that routing.py chooses. So nothing is lost when one of them leaves or its engine dies: its

@@ -116,17 +116,17 @@ def check_members(node: Node, model: Model, copy: Copy) -> None:
 def check_replicas(node: Node, model: Model) -> None:
     """Checks that replicas have one queue and no device in common."""
     name, first = model.name, model.primary
-    assert node.models.get(first.name) is first, f"rule 12: {name} is a replica of a model that is forgotten"
-    assert (model.facts.replica_of or name) == first.name, f"rule 12: {name} is a replica of {first.name}"
+    assert node.models.get(first.name) is first, f"rule 13: {name} is a replica of a model that is forgotten"
+    assert (model.facts.replica_of or name) == first.name, f"rule 13: {name} is a replica of {first.name}"
     if model is not first:
-        assert model in first.others, f"rule 12: {first.name} does not know its replica {name}"
-        assert not model.queue, f"rule 12: requests wait for the replica {name}"
-        assert not model.pinned, f"rule 12: the replica {name} is pinned"
-        assert not model.load_causes, f"rule 12: a command waits for the replica {name}"
-        assert name not in node.host.weights, f"rule 12: weights of the replica {name} are kept"
+        assert model in first.others, f"rule 13: {first.name} does not know its replica {name}"
+        assert not model.queue, f"rule 13: requests wait for the replica {name}"
+        assert not model.pinned, f"rule 13: the replica {name} is pinned"
+        assert not model.load_causes, f"rule 13: a command waits for the replica {name}"
+        assert name not in node.host.weights, f"rule 13: weights of the replica {name} are kept"
     if first.others:
         on = Counter(device for one in first.replicas for device in look.devices_of(one))
-        assert not on or max(on.values()) == 1, f"rule 12: replicas of {first.name} share a device: {dict(on)}"
+        assert not on or max(on.values()) == 1, f"rule 13: replicas of {first.name} share a device: {dict(on)}"
 
 
 def check_placement(node: Node, placement: Placement) -> None:

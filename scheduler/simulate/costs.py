@@ -44,23 +44,23 @@ class Costs:
 
     def disk_load_s(self, facts: ModelFacts) -> float:
         """Returns the seconds of a load from disk. Reading and copying overlap, so the slower of the two counts."""
-        known = self.of(facts.name).disk_load_s
+        known = self.of(facts.costs_name).disk_load_s
         if known is not None:
             return known
         return self.load_overhead_s + facts.weights_bytes / min(self.disk_bytes_per_s, self.copy_bytes_per_s)
 
     def host_load_s(self, facts: ModelFacts) -> float:
-        known = self.of(facts.name).host_load_s
+        known = self.of(facts.costs_name).host_load_s
         return self.load_overhead_s + self.host_copy_s(facts) if known is None else known
 
     def host_copy_s(self, facts: ModelFacts) -> float:
         """Returns the part of host_load_s that the copy itself takes."""
-        known = self.of(facts.name).host_load_s
+        known = self.of(facts.costs_name).host_load_s
         seconds = facts.weights_bytes / self.copy_bytes_per_s
         return seconds if known is None else min(seconds, known)
 
     def step_seconds(self, facts: ModelFacts) -> StepSeconds:
-        known = self.of(facts.name)
+        known = self.of(facts.costs_name)
         fixed, each = known.decode_step_s, known.decode_s_per_sequence
         rate, prompt = known.prefill_tokens_per_s, known.prefill_step_s
         return StepSeconds(

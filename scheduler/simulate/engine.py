@@ -221,10 +221,11 @@ class SimulatedEngine:
         self._interrupt()
         self.lease_bytes = lease_bytes
 
-    def submit(self, outcome: RequestOutcome) -> None:
+    def submit(self, outcome: RequestOutcome, replica: str = "") -> None:
+        """Takes a request. replica: the one that it goes to; "": the model itself."""
         self._interrupt()
         request = outcome.request
-        hosted = self.hosted[request.model]
+        hosted = self.hosted[replica or request.model]
         tokens = request.input_tokens + request.output_tokens
         restored = hosted.restored.pop(outcome.request_id, 0)
         prompt_left = max(1, request.input_tokens + outcome.tokens_done - restored)

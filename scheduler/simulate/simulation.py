@@ -307,7 +307,7 @@ class Simulation:
             outcome.missed = copy.ready_s > outcome.request.time_s
         else:
             outcome.num_resubmissions += 1
-        self.engines[action.device].submit(outcome)
+        self.engines[action.device].submit(outcome, action.model)
 
     def _reject(self, action: actions.Reject) -> None:
         self.outcomes[action.request_id].refusal = action.refusal.code

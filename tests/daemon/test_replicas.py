@@ -9,9 +9,9 @@ import pytest
 from config.load import ConfigError, load
 from config.schema import DeviceBudget, ModelConfig, NodeConfig, ParallelConfig
 from daemon.models.registry import Registry
-from daemon.models.replicas import REPLICA_AT
 from daemon.record.state import NodeState
 from scheduler.node import events
+from scheduler.node.replica_names import REPLICA_AT
 from tests.e2e.checkpoints import make_model
 
 MIB = 1 << 20

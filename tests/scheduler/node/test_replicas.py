@@ -1,4 +1,4 @@
-"""Further replicas of a model (rule 12): when they come, which requests they get, and how they make room."""
+"""Further replicas of a model (rule 13): when they come, which requests they get, and how they make room."""
 
 from __future__ import annotations
 

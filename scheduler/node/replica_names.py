@@ -1,4 +1,4 @@
-"""Names further replicas of a model: `NAME#2`, `NAME#3` and so on. To the scheduler and the engines each is a model of its own."""
+"""Names further replicas of a model: `NAME#2`, `NAME#3` and so on. Scheduler and engines know each as a model of its own."""
 
 from __future__ import annotations
 
