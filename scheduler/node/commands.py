@@ -136,7 +136,7 @@ def enable(node: Node, event: EnableRequested) -> None:
         one.enabled = True
         if one.state == residency.DISABLED:
             models.rest(node, one, "enabled by the operator")
-        node.touch(one)
+    node.touch(model)
     _done(node, event.model, None)
 
 
@@ -154,7 +154,7 @@ def disable(node: Node, event: DisableRequested) -> None:
     for one in model.replicas:
         if one.copy is None:
             models.rest(node, one, "disabled by the operator")
-        node.touch(one)
+    node.touch(model)
     _done(node, event.model, None)
 
 

@@ -15,6 +15,7 @@ class Option:
     devices: tuple[str, ...]  # by rank
     victims: list[Resident]
     lease_chunks: int  # before it, on the device with least
+    left: bool = False  # its weights are there still, since an engine died
 
     @property
     def forced(self) -> bool:
@@ -26,10 +27,10 @@ class Option:
         return sum(victim.value * victim.chunks for victim in self.victims)
 
 
-def rank(option: Option) -> tuple[bool, bool, float, int, tuple[str, ...]]:
+def rank(option: Option) -> tuple[bool, bool, float, bool, int, tuple[str, ...]]:
     """Returns what options are compared by. The best has the least: first it disturbs no running request, then it evicts nothing,
-    then it loses least, then it has the most room (so that models spread)."""
-    return option.forced, bool(option.victims), option.cost, -option.lease_chunks, option.devices
+    then it loses least, then it reads nothing, then it has the most room (so that models spread)."""
+    return option.forced, bool(option.victims), option.cost, not option.left, -option.lease_chunks, option.devices
 
 
 def choose(options: Iterable[Option]) -> Option | None:

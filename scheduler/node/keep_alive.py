@@ -23,16 +23,19 @@ def set_by_client(node: Node, event: KeepAliveSet) -> None:
         for one in model.replicas:
             if one.copy is not None:
                 one.copy.requested = True
-            node.touch(one)
+        node.touch(model)
 
 
 def leaves_at(model: Model) -> float | None:
     """Returns when an idle model leaves if no request comes; None if an operator wanted it and it was not requested since, or if it
     may stay for ever."""
     copy = model.copy
-    if copy is None or not copy.requested or model.keep_alive_s == inf:
+    if copy is None or model.keep_alive_s == inf:
         return None
-    return max(model.last_used or 0.0, copy.ready_at or 0.0) + model.keep_alive_s
+    replicas = model.replicas  # none of them leaves while another is used, because it would come back with the next request
+    if not any(one.copy is not None and one.copy.requested for one in replicas):
+        return None
+    return max(copy.ready_at or 0.0, *(one.last_used or 0.0 for one in replicas)) + model.keep_alive_s
 
 
 def because(model: Model) -> str:
@@ -48,7 +51,7 @@ def story(node: Node, model: Model) -> list[str]:
     if model.pinned:
         return [f"{keep} does not count while it is pinned"]
     at = leaves_at(model)
-    if at is not None and model.state == residency.READY and not (model.running or model.queue):
+    if at is not None and model.state == residency.READY and not model.is_used:
         return [f"leaves in {max(0.0, at - node.now):.1f} s unless a request comes: {keep}"]
     if not copy.requested:
         return [f"{keep} counts from its first request on: it was loaded without one"]

@@ -19,12 +19,15 @@ _SHORT_SHARE, _SHORT_PROMPTS = 0.1, 2
 
 def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
     """Evicts an idle model where it pays. `waiting`: model -> requests that wait in the engine. O(residents)."""
-    if not device.up or device.placements or any(_leaves(model) for model in device.resident.values()):
+    if not device.up:
         return
     short = [device.resident[name] for name, num in waiting.items() if num and name in device.resident]
     short = [model for model in short if model.copy is not None and not model.copy.facts.is_split]  # these have their reserve alone
     short = [model for model in short if len(model.running) - waiting[model.name] < model.window and is_short(node, device, model)]
     if not short:
+        return
+    device.kv_short_at = node.now
+    if device.placements or any(_leaves(model) for model in device.resident.values()):
         return
     idle = [model for model in device.resident.values() if look.evictable(node, model, False, None)]
     idle = [model for model in idle if model not in short]

@@ -17,7 +17,7 @@ EVICT_REASONS = actions.EVICT_REASONS | {rule.name: rule.meaning for rule in RUL
 def next_of(model: Model) -> tuple[float, LeaveRule] | None:
     """Returns when the model leaves if no request comes, in monotonic seconds, and by which rule; None if it stays."""
     copy = model.copy
-    if copy is None or model.state != residency.READY or model.pinned or model.running or model.queue:
+    if copy is None or model.state != residency.READY or model.pinned or model.is_used:
         return None
     found = [(at, rule) for rule in RULES if (at := rule.leaves_at(model)) is not None]
     return min(found, key=lambda entry: entry[0], default=None)

@@ -67,7 +67,6 @@ def load_streams(node: Node, event: LoadStreams) -> None:
         return
     assert model.copy is not None
     model.copy.streams = True
-    node.touch(model.primary)
     model.story.tell(node.now, node.cause, "prompts run behind its weights")
     node.touch(model)
 

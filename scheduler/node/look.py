@@ -63,12 +63,12 @@ def options(node: Node, model: Model, may_force: bool, idle: dict[str, int] | No
     """Returns the devices that the model could take now. For a split model these are groups of the devices that have room for a
     share; if there are many groups, only those of the devices that have most room or least to lose (groups.MAX_GROUPS)."""
     members = [member for name in model.devices if (member := member_on(node, model, name, may_force, None, idle)) is not None]
-    alone = [option for member in members if (option := option_on([member])) is not None]
+    alone = [option for member in members if (option := option_on(model, [member])) is not None]
     if not model.facts.is_split:
         return alone
     by_name = {member.device.name: member for member in members}
     preferred = [option.devices[0] for option in sorted(alone, key=device_choice.rank)]
-    found = (option_on([by_name[name] for name in group]) for group in groups(preferred, model.facts.num_ranks))
+    found = (option_on(model, [by_name[name] for name in group]) for group in groups(preferred, model.facts.num_ranks))
     return [option for option in found if option is not None]
 
 
@@ -95,16 +95,17 @@ def plan(
     """Returns which models would have to leave the device now, or all of several devices. `instead`: a placement under way whose
     room and idle victims count as free. Only one placement of a device forces models out at a time."""
     members = [member for name in devices if (member := member_on(node, model, name, may_force, instead, None)) is not None]
-    return option_on(members) if len(members) == len(devices) else None
+    return option_on(model, members) if len(members) == len(devices) else None
 
 
-def option_on(members: list[_Member]) -> device_choice.Option | None:
+def option_on(model: Model, members: list[_Member]) -> device_choice.Option | None:
     """Returns which models would have to leave for a model that takes all of these devices; None if too few can."""
     chosen = eviction.victims_on_all([(member.target, member.residents) for member in members])
     if chosen is None:
         return None
     lease_chunks = min(member.device.ledger.lease_chunks for member in members)
-    return device_choice.Option(tuple(member.device.name for member in members), chosen, lease_chunks)
+    left = not model.facts.is_split and all(model.name in member.device.left for member in members)
+    return device_choice.Option(tuple(member.device.name for member in members), chosen, lease_chunks, left)
 
 
 def member_on(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from scheduler.node import residency
 from scheduler.node.actions import Action, CommandDone, GrantLease, Refusal, Reject, StateChanged
@@ -188,6 +189,13 @@ class Model:
         return next((one for one in self.replicas if one.state == residency.READY and not one.leaves), self) is not self
 
     @property
+    def is_used(self) -> bool:
+        """Whether the model has requests, in this replica or in another."""
+        if not self.primary.others:
+            return bool(self.running or self.queue)
+        return bool(self.primary.queue) or any(one.running for one in self.replicas)
+
+    @property
     def served_elsewhere(self) -> bool:
         """Whether another replica takes requests."""
         return bool(self.primary.others) and any(one.takes_requests for one in self.replicas if one is not self)
@@ -262,6 +270,7 @@ class Device:
     lease_told_chunks: int = 0  # what its engine was last told
     held_for: str = ""  # the split model that waits for this device and others, so that nothing else may begin here; "": none
     problem: str = ""
+    kv_short_at: float = -inf  # when requests in its engine last waited for KV
     left: set[str] = field(default_factory=set)  # models whose weights an engine that died has left here, until they are loaded
 
     @property
@@ -314,7 +323,7 @@ class Node:
         if old == state:
             return
         if model.primary.others:
-            self.touch(model.primary)  # its queue may need it more, or less
+            self.touch(model)
             if state == residency.READY:  # its other replicas may leave now
                 self.stir(name for one in model.replicas if one.copy is not None for name in one.copy.devices)
         device = joined(model.copy.devices) if model.copy else ""
@@ -353,7 +362,9 @@ class Node:
     # ---- touching
 
     def touch(self, model: Model) -> None:
-        self.touched[model.name] = None
+        """Has the model settled, and its replicas with it: each may come, leave or serve because of what happens to another."""
+        for one in model.replicas if model.primary.others else (model,):
+            self.touched[one.name] = None
 
     def stir(self, names: Iterable[str]) -> None:
         for name in names:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from scheduler.node import admission, device_choice, look, placements, requests, residency
 from scheduler.node.groups import joined
-from scheduler.node.node import Model, Node
+from scheduler.node.node import Device, Model, Node
+
+KV_SHORT_S = 30.0  # so long a device gets no further replica after requests there have waited for KV
 
 
 def settle(node: Node, model: Model) -> None:
@@ -47,7 +49,7 @@ def wanted(node: Node, model: Model) -> Model | None:
 def _grow(node: Node, model: Model, further: Model) -> None:
     """Begins to load a further replica where it takes free memory alone, and comes before nobody."""
     options = [option for option in look.options(node, further, may_force=False) if not option.victims]
-    options = [option for option in options if not any(node.devices[name].by_age for name in option.devices)]
+    options = [option for option in options if all(_is_quiet(node, node.devices[name]) for name in option.devices)]
     option = device_choice.choose(options)
     if option is None:
         node.crowded_replicas[model.name] = _room(node, model)
@@ -75,6 +77,11 @@ def _requests(model: Model) -> int:
     return len(model.queue) + sum(len(one.running) for one in model.replicas)
 
 
+def _is_quiet(node: Node, device: Device) -> bool:
+    """Returns whether nobody wants the device's free memory: no model in line, and no requests that wait for KV."""
+    return not device.by_age and node.now >= device.kv_short_at + KV_SHORT_S
+
+
 def look_again(node: Node) -> None:
     """Has the models looked at whose further replicas found no room, and whose devices have changed since."""
     for name, room in node.crowded_replicas.items():
@@ -85,5 +92,5 @@ def look_again(node: Node) -> None:
 def _room(node: Node, model: Model) -> tuple[object, ...]:
     """Returns what decides whether a further replica finds room. O(devices)."""
     devices = (node.devices[name] for name in model.devices)
-    state = tuple((one.available, one.held_for, one.ledger.lease_chunks, one.pinned, bool(one.by_age)) for one in devices)
+    state = tuple((one.available, one.held_for, one.ledger.lease_chunks, one.pinned, _is_quiet(node, one)) for one in devices)
     return (*state, *(look.devices_of(one) for one in model.replicas))

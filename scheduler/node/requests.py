@@ -36,7 +36,7 @@ def arrived(node: Node, event: RequestArrived) -> None:
     model.mean_prompt_tokens += (facts.num_prompt_tokens - model.mean_prompt_tokens) * (0.1 if model.mean_prompt_tokens else 1.0)
     if not model.queue and (replica := routing.choose(node, model, facts)) is not None:
         submit(node, replica, request)
-        if model.others:  # enough may run for a further one
+        if model.others:  # enough may run for a further one, and none of them may leave yet
             node.touch(model)
         return
     model.enqueue(request)
@@ -112,7 +112,7 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
         model.stop(request.facts.request_id)
         request.device, request.resubmission = "", True
         model.primary.enqueue(request, first=True)
-    node.touch(model.primary)
+    node.touch(model)
 
 
 def recall(node: Node, model: Model) -> None:
@@ -123,7 +123,7 @@ def recall(node: Node, model: Model) -> None:
         request.device = ""
         model.primary.enqueue(request, first=True)
         limit_wait(node, request)
-    node.touch(model.primary)
+    node.touch(model)
 
 
 def pause(node: Node, model: Model) -> None:

@@ -14,15 +14,15 @@ CACHED_SHARE, BUSIER_TIMES, BUSIER_BY = 0.5, 1.5, 4
 
 def has_room(node: Node, model: Model) -> bool:
     """Returns whether one of the model's replicas takes a further request now."""
-    return any(one.takes_requests and len(one.running) < node.window(one) for one in model.replicas)
+    return any(_has_room(node, one) for one in model.replicas) if model.others else _has_room(node, model)
 
 
 def choose(node: Node, model: Model, facts: RequestFacts) -> Model | None:
     """Returns the replica that the request goes to now; None if all are full, or none is there. One that still loads is chosen if
     no other has room. O(replicas)."""
     if not model.others:
-        return model if has_room(node, model) else None
-    with_room = [one for one in model.replicas if one.takes_requests and len(one.running) < node.window(one)]
+        return model if _has_room(node, model) else None
+    with_room = [one for one in model.replicas if _has_room(node, one)]
     found = [one for one in with_room if one.state == residency.READY] or with_room
     if not found:
         return None
@@ -34,6 +34,10 @@ def choose(node: Node, model: Model, facts: RequestFacts) -> Model | None:
         if _busy(best) <= BUSIER_TIMES * _busy(least) + BUSIER_BY:
             return best
     return least
+
+
+def _has_room(node: Node, replica: Model) -> bool:
+    return replica.takes_requests and len(replica.running) < node.window(replica)
 
 
 def _busy(model: Model) -> int:

@@ -67,8 +67,10 @@ def settle_resting(node: Node, model: Model) -> None:
             placements.drop(node, placement)
     elif model.removed:
         placements.unlist(node, model)
-        if not model.others:  # they use its queue while they drain
+        if not model.others:
             models.forget(node, model)
+        elif model.state != residency.COLD:  # it is forgotten after them: they use its queue while they drain
+            models.rest(node, model, "its folder is gone")
     else:
         enlist(node, model)
     if not node.wanted(model) and all(one.copy is None for one in model.replicas):  # nobody did, or it was crowded out just now

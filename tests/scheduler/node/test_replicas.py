@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler.node import actions
-from tests.scheduler.node.fake_node import FakeNode, facts, replicas_of
+from scheduler.node import actions, events
+from tests.scheduler.node.fake_node import MIB, FakeNode, facts, replicas_of
 
 TWO = {"cpu:0": 100, "cpu:1": 100}
 
@@ -206,3 +206,46 @@ def test_a_model_whose_first_replica_fails_is_served_by_the_other() -> None:
     assert node.running[node.arrive("a")].model == "a#2"
     node.engine_down("cpu:1")
     assert node.ends[3] == "model_failed"
+
+
+def test_no_replica_leaves_by_keep_alive_while_another_is_used() -> None:
+    node = node_of_two(keep_alive_s=10.0)
+    node.arrive("a")
+    node.loaded("a")
+    node.loaded("a#2")
+    for _ in range(4):
+        node.finish()
+        node.sleep(6.0)
+        node.arrive("a")
+    assert {node.view("a").state, node.view("a#2").state} == {"ready"}
+    node.finish()
+    node.sleep(11.0)
+    node.evicted()
+    assert {node.view("a").state, node.view("a#2").state} == {"cold"}
+    assert sum(isinstance(action, actions.Load) for action in node.log) == 2
+
+
+def test_a_device_whose_requests_wait_for_kv_gets_no_further_replica() -> None:
+    node = FakeNode(TWO)
+    node.register(facts("b", 40, devices=("cpu:1",)), *replicas_of(facts("a", 40), 2))
+    node.arrive("b")
+    node.loaded("b")
+    node.note_kv("cpu:1", "b", 60 * MIB)
+    node.post(events.KVNoted, device="cpu:1", kv_bytes={"b": (60 * MIB, 0)}, waiting={"b": 1})
+    node.arrive("a")
+    node.loaded("a")
+    assert not node.loads
+    node.sleep(31.0)
+    node.arrive("a")
+    assert [load.model for load in node.loads.values()] == ["a#2"]
+
+
+def test_a_model_goes_back_to_where_its_weights_were_left() -> None:
+    node = FakeNode({"cpu:0": 100, "cpu:1": 200}, up=False)
+    node.register(*replicas_of(facts("a"), 2))
+    node.engine_up("cpu:1", left=("a#2",))
+    node.engine_up("cpu:0", left=("a",))
+    node.arrive("a")
+    assert node.loaded("a", adopted=True)
+    node.loaded("a#2", adopted=True)
+    assert (node.view("a").device, node.view("a#2").device) == ("cpu:0", "cpu:1")
