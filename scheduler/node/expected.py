@@ -13,7 +13,7 @@ from scheduler.node.node import Node
 
 def begins(node: Node, event: RequestExpected) -> None:
     model = node.models.get(event.model)
-    if model is None or model.copy is not None:
+    if model is None or model.copy is not None or model.served_elsewhere:
         return
     facts = RequestFacts(request_id=0, model=event.model, num_prompt_tokens=0, max_tokens=0, tenant=event.tenant)
     if admission.refuse(node, model, facts) is not None:

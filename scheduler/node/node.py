@@ -399,8 +399,8 @@ class Node:
         return max(self.settings.tenure_s, self.settings.tenure_reloads * self.slowest_reload_s(model, devices))
 
     def wanted(self, model: Model) -> bool:
-        """Returns whether a request, also one that is being read, a command or a pin waits for the model to be loaded. Requests that
-        wait for another replica, which is full, do not: such a load takes free memory only (replicas.py)."""
+        """Returns whether a request, also one that is being read, a command or a pin waits for the model to be loaded. Requests do
+        not that wait for another replica, which is full: such a load takes free memory only (replicas.py)."""
         return bool(model.queue and not model.served_elsewhere) or self.wanted_ahead(model)
 
     def wanted_ahead(self, model: Model) -> bool:

@@ -27,6 +27,7 @@ WEIGHTS = {
     "kv": 8,
     "folder": 1,
     "keep alive": 3,
+    "expect": 3,
 }
 NUM_RUNS, NUM_STEPS = 60, 250
 NUM_REPLICAS = {"a": 2, "d": 3, "pair": 2}  # in every second run, from the start
@@ -68,6 +69,11 @@ def step(node: FakeNode, rng: random.Random, seen: Counter[str]) -> None:
                 node.arrive(name, keep_alive_s=seconds)
             else:
                 node.post(events.KeepAliveSet, model=name, keep_alive_s=seconds)
+        case "expect":
+            expectation = node.expect(name)
+            if rng.random() < 0.7:
+                node.arrive(name)
+            node.over(name, expectation)
         case "engine up":
             for device in sorted(node.budgets.keys() - node.up):
                 node.engine_up(device)
