@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.exchange import Exchange, Membership
-from engine.host.process import name_process, prepare_process
+from engine.host.process import import_torch_without_meta_kernels, name_process, prepare_process
 from engine.loop.worker import Engine
 from engine.memory.handover import Handover
 from engine.memory.host_tier import HostTier
@@ -42,6 +42,7 @@ def preload(runner: str, cache_dir: str) -> None:
         importlib.import_module("engine.null.runner")
         return
     prepare_process()
+    import_torch_without_meta_kernels()
     from engine.cpu.ops import CpuOps
 
     for module in ("engine.cpu.backend", "engine.loading.runner"):

@@ -5,7 +5,10 @@ numba is imported.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
+import sys
+from types import ModuleType
 
 from engine.host import processor
 
@@ -32,6 +35,15 @@ def prepare_process() -> None:
     os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     os.environ["KMP_BLOCKTIME"] = "0"
+
+
+def import_torch_without_meta_kernels() -> None:
+    """Imports torch, if nobody has, but not what it registers for tensors of the device "meta": a quarter of the import. Only
+    tracing and compiling models need that; this process can do neither afterwards."""
+    if "torch" not in sys.modules:
+        name = "torch._meta_registrations"
+        sys.modules[name] = ModuleType(name, "Left out: see engine/host/process.py.")
+        importlib.import_module("torch")
 
 
 def name_process(name: str) -> None:
