@@ -6,24 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Those that take one worker three quarters of a minute and more on two cores, about the longest first (pytest --durations=0).
+# Those that take one worker half a minute and more on two cores, about the longest first (pytest --durations=0).
 LONG = (
     "tests/engine/test_processor_tiers.py",
-    "tests/engine/test_models.py",
     "tests/e2e/test_streams_over_restart.py",
-    "tests/engine/test_cuda_model.py",
-    "tests/e2e/test_restart.py",
     "tests/engine/kernels/test_compile.py",
-    "tests/e2e/test_chaos.py",
-    "tests/e2e/test_hung.py",
-    "tests/e2e/test_preemption.py",
+    "tests/e2e/test_restart.py",
+    "tests/engine/test_models.py",
     "tests/install/test_collisions.py",
-    "tests/e2e/test_isolated_kinds.py",
+    "tests/e2e/test_hung.py",
+    "tests/e2e/test_chaos.py",
+    "tests/e2e/test_preemption.py",
+    "tests/daemon/test_main.py",
     "tests/e2e/test_first_minute.py",
-    "tests/engine/test_sampler.py",
-    "tests/engine/test_threads_apart.py",
-    "tests/engine/test_kernel_builds.py",
+    "tests/e2e/test_tenants.py",
+    "tests/e2e/test_status_page.py",
+    "tests/engine/test_cuda_model.py",
     "tests/systemd/test_install.py",
+    "tests/e2e/test_cohosting.py",
+    "tests/engine/test_cuda_kernel_builds.py",
+    "tests/engine/test_kernel_builds.py",
     "tests/engine/kernels/test_compile_coverage.py",
 )
 # Folders whose tests start processes and wait for them.

@@ -18,7 +18,7 @@ from tests.engine.races.device import TORCH
 from tests.engine.races.engine_run import EngineRun, run_of
 from tests.engine.races.schedule import Lock
 
-NUM_SEEDS = 80  # of each version of torch
+NUM_SEEDS = 50  # of each version of torch
 MOST_SEEDS = 100  # in which a fault that was put back is found
 
 
