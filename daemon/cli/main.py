@@ -151,15 +151,20 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def meant(client: Client, error: CommandError, options: argparse.Namespace) -> str:
-    """Returns a hint to add to an error about an unknown model: the most similar name, or how to list all. "" for other errors."""
+    """Returns a hint to add to an error about an unknown model: which model it is a replica of, or the most similar name, or how to
+    list all. "" for other errors."""
     if error.error["code"] not in ("model_not_found", "not_found") or not getattr(options, "name", ""):
         return ""
     from difflib import get_close_matches  # imported here, since nothing else needs it
 
     try:
-        names = [row["name"] for row in client.get("/control/v1/models")]
+        rows = client.get("/control/v1/models")
     except CommandError:
         return ""
+    for row in rows:
+        if row["name"] == options.name and "replica_of" in row:
+            return f" It is a replica: commands take its model's name, {row['replica_of']!r}, and are for all of its replicas."
+    names = [row["name"] for row in rows if "replica_of" not in row]
     known = {name.lower().rpartition("/")[2]: name for name in names} | {name.lower(): name for name in names}
     close = get_close_matches(options.name.lower(), known, 1)
     return f" Is it {known[close[0]]!r}?" if close else " `hearth models` lists all."

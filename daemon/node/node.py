@@ -296,10 +296,13 @@ class NodeParts:
         return self.scheduler.draining
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each model, sorted by name. `ps` leaves the cold models out."""
+        """Returns a row for each model, and for further replicas that are not cold, by name. `ps` leaves all cold ones out."""
         kv_bytes = self._kv_bytes()
         rows = []
         for view in sorted(self.scheduler.snapshot(), key=lambda view: view.name):
+            model = self.registry.model_of(view.name)
+            if model != view.name and view.state == residency.COLD:
+                continue
             row: dict[str, Any] = {
                 "name": view.name,
                 "kind": "local",
@@ -319,7 +322,6 @@ class NodeParts:
                 "keep_alive_s": None if view.keep_alive_s == inf else view.keep_alive_s,
                 "leaves": None if view.leaves_at is None else self.unix_s(view.leaves_at),
             }
-            model = self.registry.model_of(view.name)
             if model != view.name:
                 row["replica_of"] = model
             if (found := self.registry.models.get(model)) is not None and found.entry is not None:
