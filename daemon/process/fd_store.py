@@ -65,7 +65,7 @@ class FdStore:
         if self.usable:
             self._forget(name)
             # systemd would otherwise drop a socket whose other end is closed
-            self._notifier.send_to_store("FDSTORE=1", f"FDNAME={PREFIX}{name}", "FDPOLL=0", fds=[fd])
+            self._notifier.send_surely("FDSTORE=1", f"FDNAME={PREFIX}{name}", "FDPOLL=0", fds=[fd])
 
     def remove(self, name: str) -> None:
         if self.usable:
@@ -111,7 +111,7 @@ class FdStore:
         return names
 
     def _forget(self, name: str) -> None:
-        self._notifier.send_to_store("FDSTOREREMOVE=1", f"FDNAME={PREFIX}{name}")
+        self._notifier.send_surely("FDSTOREREMOVE=1", f"FDNAME={PREFIX}{name}")
 
 
 def _close(fd: int) -> None:

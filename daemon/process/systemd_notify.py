@@ -36,7 +36,8 @@ class Notifier:
         return "\0" + self._address[1:] if self._address.startswith("@") else self._address
 
     def send(self, *assignments: str) -> None:
-        """Sends one datagram. If the service manager cannot be reached, that is logged and does no further harm."""
+        """Sends one datagram that may be lost, as where systemd's queue is full. If the service manager cannot be reached, that is
+        logged and does no further harm."""
         if not self._address:
             return
         try:
@@ -45,9 +46,9 @@ class Notifier:
         except OSError as error:
             log.warning("systemd at %s was not told %s: %s", self._address, assignments[0], error)
 
-    def send_to_store(self, *assignments: str, fds: Sequence[int] = ()) -> None:
-        """Sends one datagram about the FD store, with duplicates of these descriptors. It waits up to SEND_LIMIT_S for room in
-        systemd's queue, because nothing sends it again. Failures are logged."""
+    def send_surely(self, *assignments: str, fds: Sequence[int] = ()) -> None:
+        """Sends one datagram, with duplicates of these descriptors. Waits up to SEND_LIMIT_S for room in systemd's queue, because
+        nothing sends it again. Failures are logged."""
         if not self._address:
             return
         try:
@@ -59,8 +60,8 @@ class Notifier:
             log.warning("systemd at %s was not told %s: %s", self._address, ", ".join(assignments), error)
 
     def ready(self, status: str) -> None:
-        """Reports that the daemon is ready. This also ends a reload."""
-        self.send("READY=1", f"STATUS={status}")
+        """Reports that the daemon is ready. This also ends a reload. Without it systemd ends the daemon."""
+        self.send_surely("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")

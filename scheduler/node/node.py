@@ -377,7 +377,9 @@ class Node:
     # ---- asking
 
     def window(self, model: Model) -> int:
-        return model.window * self.settings.window_per_sequence
+        """Returns how many requests a replica may have in its engine. Where there may be others, none waits there that another one
+        could begin."""
+        return model.window * (1 if model.primary.others else self.settings.window_per_sequence)
 
     def is_warm(self, model: Model) -> bool:
         """Returns whether a complete copy of its current weights is in host memory."""

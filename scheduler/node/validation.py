@@ -34,7 +34,8 @@ def check_model(node: Node, model: Model) -> None:
     assert model.state in residency.ALL, f"state of {name}: {model.state!r}"
     assert (copy is not None) == (model.state in residency.IN_MEMORY), f"memory of {name}: {model.state} with copy {copy}"
     assert not model.running or model.state in residency.RUNNING or model.takes_requests, f"{name} has running requests"
-    assert len(model.running) <= node.window(model) or model.state != residency.READY, f"window of {name}"
+    most = model.window * node.settings.window_per_sequence  # of one that had no other replica when they were submitted
+    assert len(model.running) <= most or model.state != residency.READY, f"window of {name}"
     if model.takes_requests:
         full = len(model.running) >= node.window(model)
         assert not model.primary.queue or full, f"rule 4: {name} takes requests and some wait"

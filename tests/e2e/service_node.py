@@ -47,5 +47,11 @@ class ServiceNode(Node):
         assert " serves http" in line, f"{line}\n{self.log_text()}"
         self.url = next(word for word in line.split() if word.startswith("http"))
         if ready:
-            self.wait_for(self.has_all_engines, "readyz")
+            self.wait_for(self._is_ready_and_heard, "readyz")
         return self
+
+    def _is_ready_and_heard(self) -> bool:
+        """Reads what the daemon says meanwhile: the notify socket takes ten messages, and it waits for room."""
+        if self.notify is not None:
+            self.notify.read()
+        return self.has_all_engines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -92,3 +93,24 @@ def test_a_daemon_that_crashes_again_and_again_starts_without_what_was_kept(tmp_
         )
         assert Stream(node, "ash", "once upon a time", 30).join().error == ""
         assert loads(node)[-1]["bytes_read"] >= 12 * MIB
+
+
+def test_each_replica_s_weights_outlive_the_daemon(tmp_path: Path, notify: NotifySocket) -> None:
+    make_model(tmp_path / "n" / "models" / "ash", seed=1, weights_bytes=12 * MIB)
+    config = '[models."ash"]\nreplicas = 2\n'
+    devices = ["cpu:0=48MiB", "cpu:1=56MiB"]  # by its room alone the model would go to the second
+    flags = [*FLAGS, "--adopt-weights", "true"]
+    with ServiceNode(tmp_path / "n", notify, devices=devices, runner="torch", config=config, flags=flags) as node:
+
+        def there() -> dict[str, str]:
+            """Returns the device of each replica once both are ready, and what the next daemon needs of them is in the store."""
+            assert Stream(node, "ash", "once upon a time", 2).join().error == ""
+            notify.read()  # a socket that nobody reads takes ten messages, and two devices have more to say
+            accounts = [os.pread(fd, 1 << 20, 0) for name, fd in notify.stored if name.endswith("-account")]
+            found = {row["name"]: row["device"] for row in node.ps() if row["state"] == "ready"}
+            return found if len(found) == 2 and sum(b"ash" in each for each in accounts) == 2 else {}
+
+        before = node.wait_for(there, "both replicas")
+        node.restart(signal.SIGKILL)
+        assert node.wait_for(there, "both replicas") == before
+        assert [(event["adopted"], event["bytes_read"]) for event in loads(node)] == [(True, 0)] * 2
