@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +17,23 @@ from tests.e2e.node import Node
 TABLE = '[names]\n"gpt-4*" = "org/a"\nfast = ["org/a", "b"]\n"*" = "b"\n[models."org/a"]\naliases = ["short"]\n'
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    folder = tmp_path_factory.mktemp("names")
     for name in ("org/a", "b"):
-        make_model(tmp_path / "n" / "models" / name)
-    with Node(tmp_path / "n", config=TABLE) as running:
-        yield running
+        make_model(folder / "models" / name)
+    with Node(folder, config=TABLE) as node:
+        yield node
+
+
+@pytest.fixture
+def node(running: Node) -> Iterator[Node]:
+    """The module's node. What a test changes of it is undone."""
+    yield running
+    running.config.write_text(TABLE)
+    shutil.rmtree(running.models / "new", ignore_errors=True)
+    for command in (("reload",), ("enable", "org/a"), ("enable", "b")):
+        assert running.cli(*command).returncode == 0
 
 
 def answered_by(node: Node, name: str, key: str = "unused") -> str:
