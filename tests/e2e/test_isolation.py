@@ -65,7 +65,7 @@ def test_unloaded_it_keeps_its_part_and_loads_again(node: Node) -> None:
 
 @pytest.mark.parametrize(("killed", "victim", "other", "neighbour"), [(OWN, "oak", SHARED, "elm"), (SHARED, "elm", OWN, "oak")])
 def test_only_the_dead_engines_streams_are_resumed(node: Node, killed: str, victim: str, other: str, neighbour: str) -> None:
-    expected = [Stream(node, victim, f"story {i}", 1600).join().text for i in range(3)]
+    expected = [Stream(node, victim, f"story {i}", 800).join().text for i in range(3)]
     pid, restarts, pid_to_kill, resumed_before = (
         pid_of(node, other),
         device(node, other)["restarts"],
@@ -73,9 +73,9 @@ def test_only_the_dead_engines_streams_are_resumed(node: Node, killed: str, vict
         resumed(node),
     )
     for _ in range(20):
-        undisturbed = Stream(node, neighbour, "meanwhile", 4000)
+        undisturbed = Stream(node, neighbour, "meanwhile", 2000)
         undisturbed.wait_for_chunks(10)
-        streams = [Stream(node, victim, f"story {i}", 1600) for i in range(3)]
+        streams = [Stream(node, victim, f"story {i}", 800) for i in range(3)]
         streams[0].wait_for_chunks(10)
         os.kill(pid_to_kill, signal.SIGSTOP)
         # a client may have more to read than an engine to do: on a busy machine the engine may be through already

@@ -18,8 +18,8 @@ from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
 
 MIB = 1 << 20
-NUM_TOKENS = 500
-NUM_OTHERS = 100  # tokens: they take a while, so that comments are due meanwhile
+NUM_TOKENS = 300
+NUM_OTHERS = 60  # tokens: they take a while, so that comments are due meanwhile
 CHUNK_STATES = ("work_space", "weights", "kv", "free")
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
@@ -29,7 +29,7 @@ def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("preemption")
     for seed, name in enumerate(["first", "second"]):
         make_model(folder / "models" / name, seed=seed, weights_bytes=24 * MIB)
-    flags = ["--dtype", "float32", "--overdue-after-s", "0.2", "--preempt-after-s", "0.2", "--threads", "1"]
+    flags = ["--dtype", "float32", "--overdue-after-s", "0.1", "--preempt-after-s", "0.1", "--threads", "1"]
     flags += ["--max-num-batched-tokens", "128", "--host-tier-bytes", request.param, "--sse-comment-every-s", "0.1"]
     flags += ["--load-deadline-s", "80", "--max-wait-s", "80"]  # the first load waits for kernels to be compiled
     with Node(folder, devices=["cpu:0=56MiB"], runner="torch", flags=flags) as running:
