@@ -18,10 +18,10 @@ FLAGS += ["--load-deadline-s", "80", "--max-wait-s", "80"]  # the first load wai
 ENDS = (signal.SIGTERM, signal.SIGKILL)  # one after the other on one node, because each start of it costs four seconds
 
 
-def node_of(folder: Path, notify: NotifySocket, *flags: str) -> ServiceNode:
+def node_of(folder: Path, notify: NotifySocket, *flags: str, runner: str = "torch") -> ServiceNode:
     for seed, name in enumerate(("ash", "birch")):
         make_model(folder / "models" / name, seed=seed, weights_bytes=12 * MIB)
-    return ServiceNode(folder, notify, devices=["cpu:0=96MiB"], runner="torch", flags=[*FLAGS, *flags])
+    return ServiceNode(folder, notify, devices=["cpu:0=96MiB"], runner=runner, flags=[*FLAGS, *flags])
 
 
 def test_host_memory_outlives_the_daemon(tmp_path: Path, notify: NotifySocket) -> None:
@@ -67,7 +67,7 @@ def test_memory_that_means_something_else_now_is_not_used(tmp_path: Path, notify
 
 
 def test_host_memory_of_another_size_is_given_up(tmp_path: Path, notify: NotifySocket) -> None:
-    with node_of(tmp_path / "n", notify, "--host-tier-bytes", "64MiB") as node:
+    with node_of(tmp_path / "n", notify, "--host-tier-bytes", "64MiB", runner="null") as node:
         assert Stream(node, "ash", "once upon a time", 30).join().error == ""
         node.flags[node.flags.index("64MiB")] = "32MiB"
         node.restart()
@@ -81,7 +81,7 @@ def test_host_memory_of_another_size_is_given_up(tmp_path: Path, notify: NotifyS
 
 
 def test_a_daemon_that_crashes_again_and_again_starts_without_what_was_kept(tmp_path: Path, notify: NotifySocket) -> None:
-    with node_of(tmp_path / "n", notify, "--host-tier-bytes", "64MiB") as node:
+    with node_of(tmp_path / "n", notify, "--host-tier-bytes", "64MiB", runner="null") as node:
         assert Stream(node, "ash", "once upon a time", 30).join().error == ""
         for _ in range(MOST_QUICK_STARTS - 1):
             node.restart(signal.SIGKILL)

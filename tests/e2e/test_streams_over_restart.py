@@ -77,10 +77,16 @@ def started(folder: Path, notify: NotifySocket, weights_bytes: int = 0, **option
             yield made
 
 
-@pytest.fixture
-def node(tmp_path: Path, notify: NotifySocket) -> Iterator[ServiceNode]:
-    with started(tmp_path, notify) as made:
-        yield made
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceNode]:
+    """A node of which tests restart only the daemon, as often as they like."""
+    folder = tmp_path_factory.mktemp("restarts")
+    notify = NotifySocket(folder)
+    try:
+        with started(folder, notify) as made:
+            yield made
+    finally:
+        notify.close()
 
 
 def all_told(streams: Mapping[Any, RawStream]) -> dict[Any, Any]:
@@ -134,7 +140,7 @@ def test_every_kind_of_stream_goes_on(node: ServiceNode) -> None:
     for stream in running.values():
         stream.wait_for_events(10)
     node.restart(RESTART)
-    assert handed_over(node) == [len(running)], "some had ended before the restart"
+    assert handed_over(node)[-1] == len(running), "some had ended before the restart"
     for name, stream in running.items():
         events = stream.join().events
         texts, ends, shapes = told(events)
@@ -179,7 +185,7 @@ def without_numbers(answer: tuple[dict[str, Any], dict[str, Any], list[Any]]) ->
 
 def longer(request: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     path, body = request
-    return path, {name: 900 if name in ("max_tokens", "max_output_tokens") else value for name, value in body.items()}
+    return path, {name: 400 if name in ("max_tokens", "max_output_tokens") else value for name, value in body.items()}
 
 
 def test_fifty_streams_over_two_restarts(node: ServiceNode) -> None:
@@ -191,7 +197,7 @@ def test_fifty_streams_over_two_restarts(node: ServiceNode) -> None:
         for stream, num in zip(running, before, strict=True):
             stream.wait_for_events(num + 10)
         node.restart(RESTART)
-    assert handed_over(node) == [50, 50]
+    assert handed_over(node)[-2:] == [50, 50]
     for at, stream in enumerate(running):
         assert told(stream.join().events) == expected[at % 2]
     assert node.get("/metrics")[0] == 200
@@ -267,19 +273,18 @@ def test_without_a_store_it_stops_as_ever(tmp_path: Path) -> None:
         assert stream.join().events[-1]["usage"]["completion_tokens"] == 120
 
 
-def test_requests_that_arrive_at_that_moment_lose_nothing(tmp_path: Path, notify: NotifySocket) -> None:
+def test_requests_that_arrive_at_that_moment_lose_nothing(node: ServiceNode) -> None:
     """Connections that are being made and requests whose handlers have not begun are handed over, or wait for the next hearthd."""
-    with started(tmp_path, notify, null_step_ms=5.0) as node:
-        for _ in range(4):
-            streams: list[RawStream] = []
-            opening = threading.Thread(target=open_many, args=(node, streams))
-            opening.start()
-            node.restart(RESTART)
-            opening.join()
-            for stream in streams:
-                events = stream.join().events
-                assert stream.status == 200, (stream.status, events)
-                assert events[-1]["choices"][0]["finish_reason"] == "length"
+    for _ in range(4):
+        streams: list[RawStream] = []
+        opening = threading.Thread(target=open_many, args=(node, streams))
+        opening.start()
+        node.restart(RESTART)
+        opening.join()
+        for stream in streams:
+            events = stream.join().events
+            assert stream.status == 200, (stream.status, events)
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def open_many(node: Node, streams: list[RawStream]) -> None:
