@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import ollama
@@ -22,11 +21,12 @@ keep_alive = "1h"
 """
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    folder = tmp_path_factory.mktemp("keep_alive")
     for at, name in enumerate(("oak", "elm", "fir")):
-        make_model(tmp_path / "models" / name, seed=at)
-    with Node(tmp_path, devices=["cpu=64MiB"], null_step_ms=0.2, config=CONFIG) as running:
+        make_model(folder / "models" / name, seed=at)
+    with Node(folder, devices=["cpu=64MiB"], null_step_ms=0.2, config=CONFIG) as running:
         yield running
 
 
@@ -43,7 +43,26 @@ def gone(node: Node, model: str) -> None:
     node.wait_for(lambda: node.state(model) == "cold", f"{model} leaves")
 
 
+def test_ollamas_clients_set_it(node: Node) -> None:
+    with ollama.Client(node.url) as client:
+        client.generate("fir", "hi", options={"num_predict": 4}, keep_alive="30m")
+        (fir,) = client.ps().models
+        assert fir.expires_at is not None
+        assert timedelta(minutes=29) < fir.expires_at - datetime.now(UTC) <= timedelta(minutes=30)
+        client.chat("fir", [{"role": "user", "content": "hi"}], options={"num_predict": 4}, keep_alive=-1)
+        (fir,) = client.ps().models
+        assert fir.expires_at is not None
+        assert fir.expires_at.year == 2300
+        assert client.generate("fir", keep_alive=0).done_reason == "unload"
+        gone(node, "fir")
+        assert client.generate("oak", keep_alive="10m").done_reason == "load"
+        assert [model.model for model in client.ps().models] == ["oak"], "the request's word counts, not the setting's 0"
+        client.generate("oak", "hi", options={"num_predict": 4}, keep_alive=0)
+        gone(node, "oak")
+
+
 def test_idle_models_leave(node: Node) -> None:
+    """The last test, because other settings and a pin stay behind."""
     assert node.cli("load", "oak").returncode == 0
     assert node.state("oak") == "ready", "loaded by command: it stays until it is requested"
     assert "counts from its first request on" in node.cli("why", "oak").stdout
@@ -73,21 +92,3 @@ def test_idle_models_leave(node: Node) -> None:
     refused = node.cli("reload")
     assert refused.returncode == 2
     assert "keep_alive: 'ten minutes' must be a number of seconds, a duration such as" in refused.stderr
-
-
-def test_ollamas_clients_set_it(node: Node) -> None:
-    with ollama.Client(node.url) as client:
-        client.generate("fir", "hi", options={"num_predict": 4}, keep_alive="30m")
-        (fir,) = client.ps().models
-        assert fir.expires_at is not None
-        assert timedelta(minutes=29) < fir.expires_at - datetime.now(UTC) <= timedelta(minutes=30)
-        client.chat("fir", [{"role": "user", "content": "hi"}], options={"num_predict": 4}, keep_alive=-1)
-        (fir,) = client.ps().models
-        assert fir.expires_at is not None
-        assert fir.expires_at.year == 2300
-        assert client.generate("fir", keep_alive=0).done_reason == "unload"
-        gone(node, "fir")
-        assert client.generate("oak", keep_alive="10m").done_reason == "load"
-        assert [model.model for model in client.ps().models] == ["oak"], "the request's word counts, not the setting's 0"
-        client.generate("oak", "hi", options={"num_predict": 4}, keep_alive=0)
-        gone(node, "oak")

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,80 +64,83 @@ def first_snapshot(node: Node) -> dict[str, Any]:
     raise AssertionError("no snapshot")
 
 
-def test_the_snapshot_adds_up(tmp_path: Path) -> None:
-    node = Node(tmp_path, devices=DEVICES)
-    make_model(node.models / "org" / "one", weights_bytes=8 * MIB)
-    make_model(node.models / "org" / "huge", weights_bytes=96 * MIB)
-    with node:
-        node.json("load", "org/one")
-        told = node.wait_for(lambda: (found := first_snapshot(node))["states"].get("ready") and found, "ready")
-        assert set(told) == {"time", "events", "node", "counters", "host_tier", "devices", "models", "states"}
-        assert told["states"] == {"ready": 1, "refused": 1}
-        assert told["node"]["ready"]
-        assert set(told["counters"]) == {"requests", "tokens", "open", "queued"}
-        for device in told["devices"]:
-            assert sum(part["bytes"] for part in device["parts"]) == device["budget_bytes"] == 64 * MIB
-            assert {part["kind"] for part in device["parts"]} <= {"work", "weights", "kv", "cache", "reserved", "free"}
-        rows = {each["name"]: each for each in told["models"]}
-        weights = [part for device in told["devices"] for part in device["parts"] if part["kind"] == "weights"]
-        assert weights == [{"kind": "weights", "model": "org/one", "bytes": rows["org/one"]["weights_bytes"]}]
-        assert "too little" in rows["org/huge"]["reason"]
-        assert told["host_tier"]["bytes"] == told["host_tier"]["free_bytes"] == 0, "a node on the CPU has none unless it is told"
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    made = Node(tmp_path_factory.mktemp("page"), devices=DEVICES)
+    for name, num_bytes in (("org/one", 8 * MIB), (EVIL, 8 * MIB), (EVIL_IMAGE, 96 * MIB)):
+        make_model(made.models / name, weights_bytes=num_bytes)
+    with made:
+        yield made
 
 
 @needs_browser
-async def test_it_follows_the_node_without_a_reload(tmp_path: Path, chromium: Browser) -> None:
-    node = Node(tmp_path / "node", devices=DEVICES)
-    make_model(node.models / "org" / "one", weights_bytes=8 * MIB)
-    make_model(node.models / EVIL, weights_bytes=8 * MIB)
-    make_model(node.models / EVIL_IMAGE, weights_bytes=96 * MIB)
-    with node:
-        page = await chromium.open(node.url)
-        await page.wait_for(f"{state('org/one')} === 'cold'")
-        await page.evaluate("window.same = true")
-        await hearth(node, "load", "org/one")
-        await page.wait_for(f"{state('org/one')} === 'ready'")
-        await page.wait_for(f"{row('org/one')}.textContent.includes('cpu:')")
-        await page.wait_for("document.querySelector('#devices .legend').textContent.includes('org/one')")
-        await page.wait_for("document.querySelector('#timeline .bar.ready') !== null")
-        await page.wait_for("document.querySelector('#events').textContent.includes('loading → ready')")
-        await page.wait_for("/(load|cli)-\\d/.test(document.querySelector('#events code').textContent)")
-        await hearth(node, "unload", "org/one")
-        await page.wait_for(f"{state('org/one')} === 'cold'")
+async def test_it_follows_the_node_without_a_reload(node: Node, chromium: Browser) -> None:
+    page = await chromium.open(node.url)
+    await page.wait_for(f"{state('org/one')} === 'cold'")
+    await page.evaluate("window.same = true")
+    await hearth(node, "load", "org/one")
+    await page.wait_for(f"{state('org/one')} === 'ready'")
+    await page.wait_for(f"{row('org/one')}.textContent.includes('cpu:')")
+    await page.wait_for("document.querySelector('#devices .legend').textContent.includes('org/one')")
+    await page.wait_for("document.querySelector('#timeline .bar.ready') !== null")
+    await page.wait_for("document.querySelector('#events').textContent.includes('loading → ready')")
+    await page.wait_for("/(load|cli)-\\d/.test(document.querySelector('#events code').textContent)")
+    await hearth(node, "unload", "org/one")
+    await page.wait_for(f"{state('org/one')} === 'cold'")
 
-        await hearth(node, "load", EVIL)
-        await page.wait_for(f"{state(EVIL)} === 'ready'")
-        assert await page.evaluate(f"{state(EVIL_IMAGE)}") == "refused"
-        assert await page.evaluate("document.querySelectorAll('main script, main img').length") == 0
-        assert await page.evaluate("document.title") == "hearthd"
-        assert await page.evaluate("window.same") is True
+    await hearth(node, "load", EVIL)
+    await page.wait_for(f"{state(EVIL)} === 'ready'")
+    assert await page.evaluate(f"{state(EVIL_IMAGE)}") == "refused"
+    assert await page.evaluate("document.querySelectorAll('main script, main img').length") == 0
+    assert await page.evaluate("document.title") == "hearthd"
+    assert await page.evaluate("window.same") is True
 
-        model = {"num_adapters": 3, "adapters": {"me/red": MIB, "blue": MIB // 2}, "drafted_tokens": 100, "accepted_tokens": 50}
-        later = model | {"drafted_tokens": 200, "accepted_tokens": 121}
-        shown = [
-            await page.evaluate(f"{ONE_MORE}({json.dumps(changes)}, {seconds}).textContent")
-            for changes, seconds in ((model, 1), (later, 2), (later | {"adapters": {}}, 30), ({}, 31))
-        ]
-        assert "2 of 3 adapters in memory, 1.5 MiB: blue, me/red" in shown[0]
-        assert "drafted" not in shown[0]
-        assert "71 % of drafted tokens accepted" in shown[1]
-        assert "3 adapters, none in memory" in shown[2]
-        assert not any(word in shown[at] for at, word in ((2, "drafted"), (3, "drafted"), (3, "adapter")))
+    model = {"num_adapters": 3, "adapters": {"me/red": MIB, "blue": MIB // 2}, "drafted_tokens": 100, "accepted_tokens": 50}
+    later = model | {"drafted_tokens": 200, "accepted_tokens": 121}
+    shown = [
+        await page.evaluate(f"{ONE_MORE}({json.dumps(changes)}, {seconds}).textContent")
+        for changes, seconds in ((model, 1), (later, 2), (later | {"adapters": {}}, 30), ({}, 31))
+    ]
+    assert "2 of 3 adapters in memory, 1.5 MiB: blue, me/red" in shown[0]
+    assert "drafted" not in shown[0]
+    assert "71 % of drafted tokens accepted" in shown[1]
+    assert "3 adapters, none in memory" in shown[2]
+    assert not any(word in shown[at] for at, word in ((2, "drafted"), (3, "drafted"), (3, "adapter")))
 
-        with node.openai() as client:
-            create = client.completions.create
-            await asyncio.to_thread(create, model="org/one", prompt="x", max_tokens=200, extra_body={"ignore_eos": True})
-        await page.wait_for("samples.at(-1)[2] >= 200 && samples.at(-1)[1] >= 1")
-        await page.wait_for("document.querySelector('#tokens-line polyline') !== null")
+    with node.openai() as client:
+        create = client.completions.create
+        await asyncio.to_thread(create, model="org/one", prompt="x", max_tokens=200, extra_body={"ignore_eos": True})
+    await page.wait_for("samples.at(-1)[2] >= 200 && samples.at(-1)[1] >= 1")
+    await page.wait_for("document.querySelector('#tokens-line polyline') !== null")
 
-        os.kill(node.engine_pids()[0], signal.SIGKILL)
-        await page.wait_for("document.querySelector('#events').textContent.includes('SIGKILL')")
-        await page.wait_for("document.querySelector('#devices').textContent.includes('1 restart')")
-        assert {url.removeprefix(node.url) for url in page.requests if not url.startswith("data:")} == {"/", "/status/events"}
-        assert page.problems == []
-        for width in (360, 768, 1280):
-            await page.look(width)
-            assert await page.evaluate("document.documentElement.scrollWidth") <= width
+    os.kill(node.engine_pids()[0], signal.SIGKILL)
+    await page.wait_for("document.querySelector('#events').textContent.includes('SIGKILL')")
+    await page.wait_for("document.querySelector('#devices').textContent.includes('1 restart')")
+    assert {url.removeprefix(node.url) for url in page.requests if not url.startswith("data:")} == {"/", "/status/events"}
+    assert page.problems == []
+    for width in (360, 768, 1280):
+        await page.look(width)
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_snapshot_adds_up(node: Node) -> None:
+    node.wait_for(node.has_all_engines, "the engine that was killed")
+    for name in ("org/one", EVIL):
+        node.cli("unload", name)
+    node.json("load", "org/one")
+    told = node.wait_for(lambda: (found := first_snapshot(node))["states"].get("ready") and found, "ready")
+    assert set(told) == {"time", "events", "node", "counters", "host_tier", "devices", "models", "states"}
+    assert told["states"] == {"ready": 1, "cold": 1, "refused": 1}
+    assert told["node"]["ready"]
+    assert set(told["counters"]) == {"requests", "tokens", "open", "queued"}
+    for device in told["devices"]:
+        assert sum(part["bytes"] for part in device["parts"]) == device["budget_bytes"] == 64 * MIB
+        assert {part["kind"] for part in device["parts"]} <= {"work", "weights", "kv", "cache", "reserved", "free"}
+    rows = {each["name"]: each for each in told["models"]}
+    weights = [part for device in told["devices"] for part in device["parts"] if part["kind"] == "weights"]
+    assert weights == [{"kind": "weights", "model": "org/one", "bytes": rows["org/one"]["weights_bytes"]}]
+    assert "too little" in rows[EVIL_IMAGE]["reason"]
+    assert told["host_tier"]["bytes"] == told["host_tier"]["free_bytes"] == 0, "a node on the CPU has none unless it is told"
 
 
 @needs_browser

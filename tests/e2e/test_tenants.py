@@ -72,7 +72,7 @@ def test_no_tenant_sees_anothers_cache(node: Node) -> None:
     The same clock does tell a tenant's own second sending, so it would tell the other's."""
     rng = random.Random(1)
     own, probes, fresh = [], [], []
-    for _ in range(7):
+    for _ in range(5):
         secret = text(rng)
         assert first(node, "ann", secret)[1] == 0
         seconds, cached = first(node, "ann", secret)
@@ -152,33 +152,49 @@ def test_a_flood_of_streams_leaves_another_tenant_its_share_of_each_step(tmp_pat
 # ---- keys as the process sees them
 
 
-def test_keys_are_read_again_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
-    make_model(tmp_path / "n" / "models" / "m")
-    path = tmp_path / "keys.toml"
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    folder = tmp_path_factory.mktemp("keys")
+    make_model(folder / "models" / "m")
+    (folder / "keys.toml").write_text(keys_text())
+    with Node(folder, flags=["--keys-file", str(folder / "keys.toml")]) as running:
+        yield running
+
+
+@pytest.fixture
+def keyed(started: Node) -> Node:
+    """A node with everybody's keys, which are in `keys.toml` of its folder."""
+    replace(started.folder / "keys.toml", keys_text())
+    assert started.json("reload")["ok"] is True
+    return started
+
+
+def test_keys_are_read_again_and_a_broken_file_changes_nothing(keyed: Node) -> None:
+    node, path = keyed, keyed.folder / "keys.toml"
     path.write_text(keys_text(bob='models = ["other/*"]'))
-    with Node(tmp_path / "n", flags=["--keys-file", str(path)]) as node:
-        names = {name: [each["id"] for each in node.get("/v1/models", bearer(name))[1]["data"]] for name in KEYS}
-        assert names == {"ann": ["m"], "bob": []}
-        told = node.cli("status").stdout
-        assert "keys are set, tenants: 2" in told
-        assert not [key for key in KEYS.values() if key in told or hash_key(key) in node.cli("status", "--json").stdout]
-        assert node.get("/v1/models")[0] == 401
-        path.write_text(keys_text(bob='weight = "high"'))
-        refused = node.cli("reload")
-        assert refused.returncode == 2
-        where = f"{path}:6: tenants.bob.weight: 'high' must be a number above 0 and at most 1000"
-        assert where in refused.stderr
-        node.wait_for(lambda: where in node.log_text(), "the log's word")
-        assert node.get("/v1/models", bearer("bob"))[1]["data"] == [], "the old keys stay"
-        path.write_text(keys_text())  # the file is watched
-        node.wait_for(lambda: len(node.get("/v1/models", bearer("bob"))[1]["data"]) == 1, "bob's new models")
-        path.write_text(keys_text().partition("[tenants.bob]")[0])
-        assert node.json("reload")["ok"] is True
-        assert node.get("/v1/models", bearer("bob"))[0] == 401
-        status = node.json("status")
-        assert (status["keys"], status["tenants"]) == (True, 1)
-        for key in KEYS.values():
-            assert key not in node.log_text()
+    assert node.json("reload")["ok"] is True
+    names = {name: [each["id"] for each in node.get("/v1/models", bearer(name))[1]["data"]] for name in KEYS}
+    assert names == {"ann": ["m"], "bob": []}
+    told = node.cli("status").stdout
+    assert "keys are set, tenants: 2" in told
+    assert not [key for key in KEYS.values() if key in told or hash_key(key) in node.cli("status", "--json").stdout]
+    assert node.get("/v1/models")[0] == 401
+    path.write_text(keys_text(bob='weight = "high"'))
+    refused = node.cli("reload")
+    assert refused.returncode == 2
+    where = f"{path}:6: tenants.bob.weight: 'high' must be a number above 0 and at most 1000"
+    assert where in refused.stderr
+    node.wait_for(lambda: where in node.log_text(), "the log's word")
+    assert node.get("/v1/models", bearer("bob"))[1]["data"] == [], "the old keys stay"
+    path.write_text(keys_text())  # the file is watched
+    node.wait_for(lambda: len(node.get("/v1/models", bearer("bob"))[1]["data"]) == 1, "bob's new models")
+    path.write_text(keys_text().partition("[tenants.bob]")[0])
+    assert node.json("reload")["ok"] is True
+    assert node.get("/v1/models", bearer("bob"))[0] == 401
+    status = node.json("status")
+    assert (status["keys"], status["tenants"]) == (True, 1)
+    for key in KEYS.values():
+        assert key not in node.log_text()
 
 
 def replace(path: Path, text: str) -> None:
@@ -187,56 +203,52 @@ def replace(path: Path, text: str) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def test_an_emptied_keys_file_revokes_every_key(tmp_path: Path) -> None:
-    make_model(tmp_path / "n" / "models" / "m")
-    path = tmp_path / "keys.toml"
-    path.write_text(keys_text())
-    with Node(tmp_path / "n", flags=["--keys-file", str(path)]) as node:
-        assert node.get("/v1/models", bearer("ann"))[0] == 200
-        replace(path, "[tenants.ann]\nkeys = []\n")
-        assert node.json("reload")["ok"] is True
-        assert [node.get("/v1/models", bearer(name))[0] for name in KEYS] == [401, 401]
-        assert node.get("/v1/models")[0] == 401
-        assert node.get("/readyz")[0] == 200
-        assert "the keys file has no key: nobody gets in" in node.cli("status").stdout
-        assert f"{path} has no key" in node.log_text()
-        replace(path, keys_text())
-        node.wait_for(lambda: node.get("/v1/models", bearer("ann"))[0] == 200, "the keys being back")
-        replace(path, "")
-        node.wait_for(lambda: node.get("/v1/models", bearer("ann"))[0] == 401, "the emptied file in use")
+def test_an_emptied_keys_file_revokes_every_key(keyed: Node) -> None:
+    node, path = keyed, keyed.folder / "keys.toml"
+    assert node.get("/v1/models", bearer("ann"))[0] == 200
+    replace(path, "[tenants.ann]\nkeys = []\n")
+    assert node.json("reload")["ok"] is True
+    assert [node.get("/v1/models", bearer(name))[0] for name in KEYS] == [401, 401]
+    assert node.get("/v1/models")[0] == 401
+    assert node.get("/readyz")[0] == 200
+    assert "the keys file has no key: nobody gets in" in node.cli("status").stdout
+    assert f"{path} has no key" in node.log_text()
+    replace(path, keys_text())
+    node.wait_for(lambda: node.get("/v1/models", bearer("ann"))[0] == 200, "the keys being back")
+    replace(path, "")
+    node.wait_for(lambda: node.get("/v1/models", bearer("ann"))[0] == 401, "the emptied file in use")
 
 
-def test_a_refused_file_shows_until_it_is_right(tmp_path: Path) -> None:
+def test_a_refused_file_shows_until_it_is_right(keyed: Node) -> None:
     """Nobody asked for the reading: the file is watched, and the log is not where an operator looks first."""
-    make_model(tmp_path / "n" / "models" / "m")
-    path = tmp_path / "keys.toml"
-    path.write_text(keys_text())
-    with Node(tmp_path / "n", flags=["--keys-file", str(path)]) as node:
-        assert node.json("status")["reload_refused"] is None
-        assert "\nhearth_config_reload_failing 0.0\n" in node.get("/metrics", bearer("ann"))[1]
-        replace(path, keys_text(bob="weight = 0"))
-        refused = node.wait_for(lambda: node.json("status")["reload_refused"], "the refusal in the status")
-        assert (refused["file"], refused["line"], refused["key"]) == (str(path), 6, "tenants.bob.weight")
-        assert f"{path}:6: tenants.bob.weight: 0 must be a number above 0" in refused["message"]
-        assert abs(time.time() - refused["since"]) < 600
-        told = node.cli("status").stdout
-        assert f"older settings are in use: {refused['message']}" in told
-        assert "\nhearth_config_reload_failing 1.0\n" in node.get("/metrics", bearer("ann"))[1]
-        assert node.cli("reload").returncode == 2
-        assert node.json("status")["reload_refused"]["since"] == refused["since"], "it stands since the first refusal"
-        replace(path, keys_text())
-        assert node.json("reload")["ok"] is True
-        assert node.json("status")["reload_refused"] is None
-        assert "\nhearth_config_reload_failing 0.0\n" in node.get("/metrics", bearer("ann"))[1]
+    node, path = keyed, keyed.folder / "keys.toml"
+    assert node.json("status")["reload_refused"] is None
+    assert "\nhearth_config_reload_failing 0.0\n" in node.get("/metrics", bearer("ann"))[1]
+    replace(path, keys_text(bob="weight = 0"))
+    refused = node.wait_for(lambda: node.json("status")["reload_refused"], "the refusal in the status")
+    assert (refused["file"], refused["line"], refused["key"]) == (str(path), 6, "tenants.bob.weight")
+    assert f"{path}:6: tenants.bob.weight: 0 must be a number above 0" in refused["message"]
+    assert abs(time.time() - refused["since"]) < 600
+    told = node.cli("status").stdout
+    assert f"older settings are in use: {refused['message']}" in told
+    assert "\nhearth_config_reload_failing 1.0\n" in node.get("/metrics", bearer("ann"))[1]
+    assert node.cli("reload").returncode == 2
+    assert node.json("status")["reload_refused"]["since"] == refused["since"], "it stands since the first refusal"
+    replace(path, keys_text())
+    assert node.json("reload")["ok"] is True
+    assert node.json("status")["reload_refused"] is None
+    assert "\nhearth_config_reload_failing 0.0\n" in node.get("/metrics", bearer("ann"))[1]
 
 
-def test_an_admin_listener_takes_the_metrics_over(tmp_path: Path) -> None:
+def test_an_admin_listener_takes_the_metrics_over_and_keys_open_the_other_to_other_machines(tmp_path: Path) -> None:
     make_model(tmp_path / "n" / "models" / "m")
     (tmp_path / "keys.toml").write_text(keys_text())
     with socket.create_server(("127.0.0.1", 0)) as free:
         admin = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = ["--keys-file", str(tmp_path / "keys.toml"), "--admin-listen", admin]
+    flags = ["--listen", "0.0.0.0:0", "--keys-file", str(tmp_path / "keys.toml"), "--admin-listen", admin]
     with Node(tmp_path / "n", flags=flags) as node:
+        assert node.get("/v1/models")[0] == 401
+        assert node.get("/v1/models", bearer("ann") | {"Host": "gpu1.example.org"})[0] == 200
         assert node.get("/metrics", bearer("ann"))[0] == 404
         assert node.get("/readyz")[0] == 200
         own, node.url = node.url, f"http://{admin}"
@@ -248,22 +260,20 @@ def test_an_admin_listener_takes_the_metrics_over(tmp_path: Path) -> None:
         node.url = own
 
 
-def test_beyond_this_machine_only_with_keys(tmp_path: Path) -> None:
-    for flags, code in (
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
         (["--listen", "0.0.0.0:0"], 2),
         (["--admin-listen", "[::]:0"], 2),
         (["--listen", "0.0.0.0:0", "--insecure"], 0),
-    ):
-        result = hearthd("--models", str(tmp_path), "--check-config", *flags)
-        assert result.returncode == code, result.stderr
-        if code:
-            assert "--keys-file FILE, or --insecure" in result.stderr
-            assert flags[1] in result.stderr
-    make_model(tmp_path / "n" / "models" / "m")
-    (tmp_path / "keys.toml").write_text(keys_text())
-    with Node(tmp_path / "n", flags=["--listen", "0.0.0.0:0", "--keys-file", str(tmp_path / "keys.toml")]) as node:
-        assert node.get("/v1/models")[0] == 401
-        assert node.get("/v1/models", bearer("ann") | {"Host": "gpu1.example.org"})[0] == 200
+    ],
+)
+def test_beyond_this_machine_only_with_keys(tmp_path: Path, flags: list[str], code: int) -> None:
+    result = hearthd("--models", str(tmp_path), "--check-config", *flags)
+    assert result.returncode == code, result.stderr
+    if code:
+        assert "--keys-file FILE, or --insecure" in result.stderr
+        assert flags[1] in result.stderr
 
 
 def test_a_broken_keys_file_stops_the_start(tmp_path: Path) -> None:
