@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ollama
 import openai
 import pytest
 
@@ -100,13 +101,14 @@ def make_decoder(folder: Path, **config: object) -> Path:
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("embeddings")
     make_encoder(folder / "models" / "enc")
+    make_encoder(folder / "models" / "deep", num_layers=6, hidden=256)
     make_encoder(folder / "models" / "cut", matryoshka_dimensions=[16, 8])
     make_reranker(folder / "models" / "rank")
     make_model(folder / "models" / "gen")
     make_decoder(folder / "models" / "dec", is_matryoshka=True)
     for dtype in HALVES:
         make_encoder(folder / "models" / f"enc-{dtype}")
-    config = "".join(f'[models.enc-{dtype}]\ndtype = "{dtype}"\n' for dtype in HALVES)
+    config = "[models.enc]\nmax_queued = 4\n" + "".join(f'[models.enc-{dtype}]\ndtype = "{dtype}"\n' for dtype in HALVES)
     with Node(folder, runner="torch", config=config, flags=["--max-num-batched-tokens", "256"]) as node:
         yield node
 
@@ -136,6 +138,8 @@ def test_official_client(node: Node) -> None:
 
 
 def test_as_many_inputs_as_the_specification_allows(node: Node) -> None:
+    """Of a cold model, though many more than may wait for it."""
+    assert node.cli("unload", "enc").returncode == 0
     with node.openai() as client:
         answer = client.embeddings.create(model="enc", input=["the", "the sky"] * 1024)
         assert len(answer.data) == 2048
@@ -199,16 +203,26 @@ def test_a_decoder_that_embeds(node: Node) -> None:
     assert np.abs(vectors(unended)[0] - whole[0]).max() > 0.01
     assert np.allclose(vectors(cut), whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=2e-4)
     assert kept["usage"]["prompt_tokens"] == 5  # type: ignore[index]
-    embedders = ("cut", "dec", "enc", *(f"enc-{dtype}" for dtype in HALVES))
+    embedders = ("cut", "dec", "deep", "enc", *(f"enc-{dtype}" for dtype in HALVES))
     assert listed == {**dict.fromkeys(embedders, "embed"), "gen": "generate", "rank": "score"}
     table = node.cli("models").stdout
     assert f"embeddings, and no text, are made by {', '.join(embedders)}" in table
     assert "pairs of texts are scored, and no text is made, by rank" in table
     with node.openai() as client:
-        ollama: Any = client.with_options(base_url=node.url).post(
+        answer: Any = client.with_options(base_url=node.url).post(
             "/api/embed", body={"model": "dec", "input": texts[:2]}, cast_to=object
         )
-    assert np.allclose(np.array(ollama["embeddings"], np.float32), whole[:2], atol=2e-4)
+    assert np.allclose(np.array(answer["embeddings"], np.float32), whole[:2], atol=2e-4)
+
+
+def test_ollamas_client(node: Node) -> None:
+    with ollama.Client(node.url) as client:
+        assert node.cli("unload", "enc").returncode == 0
+        told = client.embed("enc", ["the sky", "blue"])
+        assert [len(vector) for vector in told.embeddings] == [HIDDEN, HIDDEN]
+        assert told.prompt_eval_count == 4 + 3
+        assert 0 < (told.load_duration or 0) < (told.total_duration or 0)
+        assert client.embed("enc", "blue").embeddings[0] == pytest.approx(told.embeddings[1], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["enc", "dec"])
@@ -285,17 +299,25 @@ def test_encoders_and_others_make_room_for_each_other(tmp_path: Path) -> None:
         assert np.array_equal(first, again)
 
 
-def test_a_killed_engine_costs_no_embedding(tmp_path: Path) -> None:
-    make_encoder(tmp_path / "models" / "enc", num_layers=6, hidden=256)
-    make_decoder(tmp_path / "models" / "dec")
-    with Node(tmp_path, runner="torch") as node, node.openai() as client:
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_is_close_to_float32(node: Node, dtype: str) -> None:
+    texts = ["the sky is blue", "why", "the sky"]
+    with node.openai() as client:
+        exact = vectors(client.embeddings.create(model="enc", input=texts, encoding_format="float"))
+        close = vectors(client.embeddings.create(model=f"enc-{dtype}", input=texts, encoding_format="float"))
+    assert np.abs(close - exact).max() > 0, "computed in float32"
+    assert np.abs((exact * close).sum(axis=1) - 1).max() < 1e-3
+
+
+def test_a_killed_engine_costs_no_embedding(node: Node) -> None:
+    with node.openai() as client:
         one, other = (
             vectors(client.embeddings.create(model=name, input="the sky " * 15, encoding_format="float"))[0]
-            for name in ("enc", "dec")
+            for name in ("deep", "dec")
         )
 
         def ask(number: int) -> np.ndarray:
-            name = "dec" if number % 4 == 0 else "enc"
+            name = "dec" if number % 4 == 0 else "deep"
             return vectors(client.embeddings.create(model=name, input=["the sky " * 15] * 10, encoding_format="float"))
 
         with ThreadPoolExecutor(20) as pool:
@@ -306,7 +328,7 @@ def test_a_killed_engine_costs_no_embedding(tmp_path: Path) -> None:
             for pid in node.engine_pids():
                 os.kill(pid, signal.SIGKILL)
             answers = [each.result() for each in asked]
-        many = vectors(client.embeddings.create(model="enc", input=["the sky"] * 600, encoding_format="float"))
+        many = vectors(client.embeddings.create(model="deep", input=["the sky"] * 600, encoding_format="float"))
         resubmitted = [line for line in node.get("/metrics")[1].splitlines() if "resubmi" in line and line[0] != "#"]
     assert many.shape == (600, 256)
     assert resubmitted
@@ -315,13 +337,3 @@ def test_a_killed_engine_costs_no_embedding(tmp_path: Path) -> None:
         wanted = one if number % 4 else other
         assert answer.shape == (10, len(wanted))
         assert np.allclose(answer, wanted, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_half_precision_is_close_to_float32(node: Node, dtype: str) -> None:
-    texts = ["the sky is blue", "why", "the sky"]
-    with node.openai() as client:
-        exact = vectors(client.embeddings.create(model="enc", input=texts, encoding_format="float"))
-        close = vectors(client.embeddings.create(model=f"enc-{dtype}", input=texts, encoding_format="float"))
-    assert np.abs(close - exact).max() > 0, "computed in float32"
-    assert np.abs((exact * close).sum(axis=1) - 1).max() < 1e-3

@@ -1,10 +1,10 @@
-"""Ollama's official client against a real node: text, formats, calls, streams, what is loaded, embeddings, errors."""
+"""Ollama's official client against a real node: text, formats, calls, streams, what is loaded, errors. Its
+embeddings are in test_embeddings.py."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import ollama
@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
-from tests.e2e.test_embeddings import HIDDEN, make_encoder
+from tests.e2e.test_embeddings import make_encoder
 
 CITIES = ["Köln", 'a "b" }']
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -92,16 +92,6 @@ def test_what_there_is_and_what_is_loaded(node: Node, client: ollama.Client) -> 
     assert told.modelinfo["llama.context_length"] == 2048  # type: ignore[index]
     assert client.show("enc").capabilities == ["embedding"]
     assert node.get("/api/version")[0] == 200
-
-
-def test_embeddings(tmp_path: Path) -> None:
-    make_encoder(tmp_path / "models" / "enc")
-    with Node(tmp_path, runner="torch") as node, ollama.Client(node.url) as client:
-        told = client.embed("enc", ["the sky", "blue"])
-        assert [len(vector) for vector in told.embeddings] == [HIDDEN, HIDDEN]
-        assert told.prompt_eval_count == 4 + 3
-        assert 0 < (told.load_duration or 0) < (told.total_duration or 0)
-        assert client.embed("enc", "blue").embeddings[0] == pytest.approx(told.embeddings[1], abs=1e-5)
 
 
 def test_errors_are_the_clients_own(client: ollama.Client) -> None:
