@@ -1,4 +1,5 @@
-"""allowed_token_ids and bad_words through the whole node, against greedy text of transformers on the same checkpoint."""
+"""Fields of requests through the whole node with a real checkpoint: allowed_token_ids and bad_words, against greedy text of
+transformers, and fields that change prompts and what they share."""
 
 from __future__ import annotations
 
@@ -19,14 +20,18 @@ from tests.e2e.node import Node
 
 PROMPT = "abcab"
 LETTERS = list(b"abcdefgh")
+LONG = "hello there, this is a prompt of a few blocks. " * 4
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    folder = tmp_path_factory.mktemp("limits")
+    folder = tmp_path_factory.mktemp("fields")
     make_model(folder / "models" / "oak", seed=1)
     with Node(folder, devices=["cpu:0=64MiB"], runner="torch", flags=["--dtype", "float32", "--threads", "1"]) as running:
         yield running
+
+
+# ---- tokens that may come
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +138,61 @@ def test_nothing_left_is_an_error_that_names_the_field(client: openai.OpenAI, st
         ask(client, allowed_token_ids=[VOCAB_SIZE], stream=stream)
 
 
+# ---- prompts
+
+
+def cached(client: openai.OpenAI, prompt: str = LONG, **extra: object) -> int:
+    told = client.completions.create(model="oak", prompt=prompt, max_tokens=1, extra_body=extra)
+    assert told.usage is not None
+    assert told.usage.prompt_tokens_details is not None
+    return told.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def test_requests_share_prefixes_only_with_their_salt(client: openai.OpenAI) -> None:
+    assert cached(client, cache_salt="a") == 0
+    assert cached(client, cache_salt="b") == 0
+    assert cached(client) == 0
+    shared = cached(client, cache_salt="a")
+    assert shared > 0
+    assert cached(client, cache_salt="b") == shared
+    assert cached(client) == shared
+
+
+def test_a_message_is_continued_as_a_completion_would(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The sky is"}]
+    settings: Any = {"model": "oak", "temperature": 0, "max_tokens": 12}
+    extra = {"continue_final_message": True, "ignore_eos": True}
+    chat = client.chat.completions.create(messages=messages, extra_body=extra, logprobs=True, **settings)
+    told: Any = client.with_options(base_url=str(client.base_url).removesuffix("/v1/")).post(
+        "/tokenize", body={"model": "oak", "messages": messages, "continue_final_message": True}, cast_to=object
+    )
+    text = client.completions.create(prompt=told["tokens"], extra_body={"ignore_eos": True}, **settings)
+    assert chat.choices[0].message.content == text.choices[0].text
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens == told["count"]
+    stream = client.chat.completions.create(messages=messages, extra_body=extra, stream=True, **settings)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == text.choices[0].text
+
+
+def test_the_end_of_a_prompt_gives_what_it_gives_alone(client: openai.OpenAI) -> None:
+    settings: Any = {"model": "oak", "temperature": 0, "max_tokens": 8}
+    ids = list(range(20, 60))
+    kept = client.completions.create(prompt=ids, extra_body={"truncate_prompt_tokens": 10}, **settings)
+    alone = client.completions.create(prompt=ids[-10:], **settings)
+    assert kept.choices[0].text == alone.choices[0].text
+    assert kept.usage is not None
+    assert kept.usage.prompt_tokens == 10
+
+
+def test_a_model_without_tokens_for_it_fills_no_gap(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="suffix: the tokenizer of oak has no tokens") as raised:
+        client.completions.create(model="oak", prompt="def f(", suffix="return x")
+    assert raised.value.param == "suffix"
+
+
+# ---- engines that are killed
+
+
 def test_an_engine_killed_under_them_changes_nothing(node: Node) -> None:
     words = ["ab", "cdc", "ee", "ha"]
     settings: dict[str, Any] = {"n": 3, "seed": 9, "temperature": 1.0, "allowed_token_ids": LETTERS, "bad_words": words}
@@ -148,3 +208,17 @@ def test_an_engine_killed_under_them_changes_nothing(node: Node) -> None:
     assert texts == whole
     assert [len(text) for text in texts] == [400] * 3
     assert not any(word in text for text in texts for word in words)
+
+
+def test_a_salt_goes_with_its_request_to_the_next_engine(node: Node, client: openai.OpenAI) -> None:
+    prompt = "computed again behind its own salt only " * 6
+    stream = client.completions.create(
+        model="oak", prompt=prompt, max_tokens=1200, stream=True, extra_body={"cache_salt": "C", "ignore_eos": True}
+    )
+    next(iter(stream))
+    (pid,) = node.engine_pids()
+    os.kill(pid, signal.SIGKILL)
+    assert sum(len(chunk.choices) for chunk in stream) > 0, "the request goes on in another engine"
+    assert cached(client, prompt, cache_salt="D") == 0
+    assert cached(client, prompt) == 0
+    assert cached(client, prompt, cache_salt="C") > 0
