@@ -15,12 +15,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave t
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests import file_order, interpreter  # noqa: E402
+from tests import file_order, imported_later, interpreter  # noqa: E402
 
 REPORTED = "reported"  # a property of a test whose value is printed at the end of the run
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+imported_later.import_later(*imported_later.CLIENTS)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from openai.types.responses import Response
 
 from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
+
+if TYPE_CHECKING:
+    from openai.types.responses import Response
 
 CITIES = ["Köln", 'a "b" }']
 WEATHER: Any = {
