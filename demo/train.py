@@ -9,6 +9,8 @@ are written. The text is a function of the Python release; the committed models 
 demo/models/README.md names.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -23,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python demo/train.py` puts only demo/ on the path
@@ -152,7 +154,7 @@ def write_settings(folder: Path, shape: Shape, tokenizer: Tokenizer) -> None:
         (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def write_weights(folder: Path, model: PreTrainedModel) -> None:
+def write_weights(folder: Path, model: transformers.PreTrainedModel) -> None:
     """model.safetensors in bf16 with the names Hugging Face gives; tied weights once."""
     from safetensors.torch import save_file
 
@@ -203,7 +205,7 @@ def windows(encoded: Sequence[tuple[list[int], list[int]]], context: int) -> tup
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def loss_of(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+def loss_of(model: transformers.PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
     """Cross entropy in nats of each next token, over the learned ones. ids, labels: [batch, context + 1]."""
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
@@ -214,7 +216,9 @@ def loss_of(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, red
 
 
 @torch.no_grad()
-def held_out_loss(model: PreTrainedModel, tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> tuple[float, float]:
+def held_out_loss(
+    model: transformers.PreTrainedModel, tokenizer: Tokenizer, documents: Sequence[corpus.Document]
+) -> tuple[float, float]:
     """(nats per token, nats per character) on documents never trained on."""
     rng = random.Random(SEED)
     chats = [corpus.chat([d], rng) for d in documents if d.kind != "plain"]
@@ -238,7 +242,7 @@ def optimizers_of(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def batches(
-    documents: Sequence[corpus.Document], tokenizer: Tokenizer, name: str, schedule: "Schedule"
+    documents: Sequence[corpus.Document], tokenizer: Tokenizer, name: str, schedule: Schedule
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of `BATCH_TOKENS`, the questions and the order drawn anew in every epoch."""
     rng = random.Random(SEED)
@@ -304,9 +308,9 @@ def train(name: str, out: Path, minutes: float | None, epochs: int, resume: bool
     num_tokens = sum(len(ids) for ids, _ in encode(tokenizer, first_epoch))
     write_settings(folder, shape, tokenizer)
     if resume:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     else:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=torch.float32)
     num_parameters = sum(p.numel() for p in model.parameters())
     schedule = Schedule(num_steps=epochs * num_tokens // BATCH_TOKENS, minutes=minutes)
     print(f"{name}: {num_parameters:,} parameters, {len(documents):,} documents, {num_tokens:,} tokens an epoch", flush=True)
@@ -342,7 +346,9 @@ def train(name: str, out: Path, minutes: float | None, epochs: int, resume: bool
 
 
 @torch.no_grad()
-def answer(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, temperature: float = 0.5) -> tuple[str, int, bool]:
+def answer(
+    model: transformers.PreTrainedModel, tokenizer: Tokenizer, prompt: str, temperature: float = 0.5
+) -> tuple[str, int, bool]:
     """(text, number of tokens, whether it ended by itself) of one chat turn."""
     text = f"{corpus.BEGIN_USER}{prompt}{corpus.END_OF_TURN}{corpus.BEGIN_ASSISTANT}"
     ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False).ids])
@@ -359,7 +365,7 @@ def evaluate(
     held_out: Sequence[corpus.Document],
 ) -> None:
     """Measure the files just written: held-out loss, how many words are real, how answers end; print samples."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     nats, nats_per_char = held_out_loss(model, tokenizer, held_out)
     known = {w for d in [*documents, *held_out] for w in re.findall(r"[a-z]+", " ".join(d.paragraphs).lower())}
     torch.manual_seed(SEED)

@@ -9,6 +9,8 @@ is to draft further. The questions, the answers and the order come from a fixed 
 nevertheless.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import random
@@ -17,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `python demo/train_head.py` puts only demo/ on the path
@@ -42,7 +44,7 @@ class Head(nn.Module):
     """One layer of the model's kind whose queries, keys and values read a state beside a token's embedding. Its parameters have the
     names that SpecForge gives them."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
         super().__init__()
         config = model.config
         width, dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
@@ -139,7 +141,7 @@ def _turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def answers(
-    model: PreTrainedModel, tokenizer: Tokenizer, questions: Sequence[str], temperature: float = TEMPERATURE
+    model: transformers.PreTrainedModel, tokenizer: Tokenizer, questions: Sequence[str], temperature: float = TEMPERATURE
 ) -> list[tuple[list[int], list[int]]]:
     """Returns (token ids, labels) of one chat each; labels are `IGNORED` where the user speaks."""
     result = []
@@ -168,7 +170,7 @@ def questions_about(documents: Sequence[corpus.Document], num: int, rng: random.
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, ids: Tensor) -> tuple[list[Tensor], Tensor]:
+def read(model: transformers.PreTrainedModel, ids: Tensor) -> tuple[list[Tensor], Tensor]:
     """Returns the states that the head reads of ids [B, T], [B, T, W] each, and the model's logits [B, T, V]."""
     kept: dict[int, Tensor] = {}
     hooks = [
@@ -184,7 +186,7 @@ def read(model: PreTrainedModel, ids: Tensor) -> tuple[list[Tensor], Tensor]:
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def loss_of(model: PreTrainedModel, head: Head, ids: Tensor, labels: Tensor) -> Tensor:
+def loss_of(model: transformers.PreTrainedModel, head: Head, ids: Tensor, labels: Tensor) -> Tensor:
     """Returns the cross entropy in nats between what the model samples from and what the head does, of the answers' tokens."""
     kept, logits = read(model, ids[:, :-1])
     targets = functional.softmax(logits[:, 1:] / TEMPERATURE, dim=-1)
@@ -201,7 +203,9 @@ def loss_of(model: PreTrainedModel, head: Head, ids: Tensor, labels: Tensor) -> 
 
 
 @torch.no_grad()
-def agreement(model: PreTrainedModel, head: Head, chats: Sequence[tuple[list[int], list[int]]], num: int = 3) -> list[float]:
+def agreement(
+    model: transformers.PreTrainedModel, head: Head, chats: Sequence[tuple[list[int], list[int]]], num: int = 3
+) -> list[float]:
     """Returns, of each of num drafted tokens, how often it and those before it are what the model would say next, greedily."""
     right, total = torch.zeros(num), 0
     for ids, labels in chats:
@@ -223,7 +227,7 @@ def train(name: str, out: Path, minutes: float | None, passes: int) -> None:
     """Trains the head of one model, writes its folder and prints how often its drafts hold."""
     torch.manual_seed(SEED)
     rng = random.Random(SEED)
-    model = AutoModelForCausalLM.from_pretrained(out / name, dtype=torch.float32).eval().requires_grad_(False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / name, dtype=torch.float32).eval().requires_grad_(False)
     tokenizer = Tokenizer.from_file(str(out / name / "tokenizer.json"))
     documents, held_out = corpus.hold_out(corpus.build_documents())
     chats = answers(model, tokenizer, questions_about(documents, NUM_QUESTIONS, rng))

@@ -1,5 +1,7 @@
 """The committed demo models: small, loadable by anyone's loader, and taught to speak and to stop."""
 
+from __future__ import annotations
+
 import json
 import re
 from functools import cache
@@ -7,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from demo.corpus import build_documents
 from demo.train import CHAT_TEMPLATE, SHAPES, VOCAB_SIZE, model_config
@@ -19,13 +21,13 @@ LIMIT_BYTES = 8_500_000
 
 
 @cache
-def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(MODELS / name)
+def tokenizer_of(name: str) -> transformers.PreTrainedTokenizerFast:
+    return transformers.AutoTokenizer.from_pretrained(MODELS / name)
 
 
 @cache
-def model_of(name: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval()
+def model_of(name: str) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval()
 
 
 @cache
@@ -62,9 +64,9 @@ def test_settings_are_those_the_training_writes(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_those_the_config_asks_for(name: str) -> None:
-    config = AutoConfig.from_pretrained(MODELS / name)
+    config = transformers.AutoConfig.from_pretrained(MODELS / name)
     with torch.device("meta"):
-        wanted = {k: list(t.shape) for k, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
+        wanted = {k: list(t.shape) for k, t in transformers.AutoModelForCausalLM.from_config(config).state_dict().items()}
     del wanted["lm_head.weight"]  # tied to the embedding
     with safe_open(MODELS / name / "model.safetensors", "pt") as weights:
         slices = {key: weights.get_slice(key) for key in weights.keys()}  # noqa: SIM118 - not a mapping
