@@ -3,7 +3,8 @@
 Only overdue work forces busy models out (rule 9). They drain for at least preempt_after_s, and until the work they leave for is
 overdue by preempt_after_swaps x the cost of pausing them: what ends within that time is better left to end, while work that has
 been overdue for long need not wait for it again. Then they are taken from the device between two steps. Their requests wait in
-front of their queue, age anew, and continue when the model is back, from saved or recomputed KV.
+front of their queue, age anew, and continue when the model is back, from saved or recomputed KV. Where other replicas of the model
+have room for all of them, they go on there at once, so such a replica drains for preempt_after_s at most.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ from scheduler.node.node import Model, Node, Placement
 def foresee(node: Node, placement: Placement) -> None:
     """Sets the deadline of busy victims that have begun to drain."""
     settings = node.settings
-    cost_s = sum(pause_cost_s(node, node.models[name]) for name in placement.victims)
-    model = node.models[placement.model]
-    overdue_at = node.overdue_at(model, node.slowest_reload_s(model, placement.devices))
-    pause_at = max(node.now + settings.preempt_after_s, overdue_at + settings.preempt_after_swaps * cost_s)
+    pause_at = node.now + settings.preempt_after_s
+    busy = [victim for name in placement.victims if (victim := node.models[name]).running]
+    if not all(_has_room_elsewhere(node, victim) for victim in busy):
+        cost_s = sum(pause_cost_s(node, node.models[name]) for name in placement.victims)
+        model = node.models[placement.model]
+        overdue_at = node.overdue_at(model, node.slowest_reload_s(model, placement.devices))
+        pause_at = max(pause_at, overdue_at + settings.preempt_after_swaps * cost_s)
     node.deadlines.set(("preempt", placement.model), pause_at)
+
+
+def _has_room_elsewhere(node: Node, victim: Model) -> bool:
+    """Returns whether other replicas of the model can take all of its requests at once."""
+    others = (one for one in victim.replicas if one is not victim and one.takes_requests)
+    return sum(max(0, node.window(one) - len(one.running)) for one in others) >= len(victim.running)
 
 
 def pause_cost_s(node: Node, model: Model) -> float:
@@ -32,7 +42,7 @@ def pause_cost_s(node: Node, model: Model) -> float:
     num_tokens = model.kv_running_bytes / per_token if per_token else 0.0
     rate = device.costs.prefill_tokens_per_s.get(model.facts.costs_name)
     copy_s = 2 * model.kv_running_bytes / device.costs.copy_bytes_per_s
-    can_save = node.host.num_slots > 0 and not copy.facts.is_split
+    can_save = node.host.num_slots > 0 and copy.facts.uses_host_tier
     compute_s = num_tokens / rate if rate else copy_s
     return node.slowest_reload_s(model, copy.devices) + (min(copy_s, compute_s) if can_save else compute_s)
 
