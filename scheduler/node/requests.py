@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from scheduler.node import admission, routing
 from scheduler.node.actions import AbortInEngine, Refusal, Reject, RequestsPaused, Submit
@@ -36,12 +37,21 @@ def arrived(node: Node, event: RequestArrived) -> None:
     model.mean_prompt_tokens += (facts.num_prompt_tokens - model.mean_prompt_tokens) * (0.1 if model.mean_prompt_tokens else 1.0)
     if not model.queue and (replica := routing.choose(node, model, facts)) is not None:
         submit(node, replica, request)
-        if model.others:  # enough may run for a further one, and none of them may leave yet
-            node.touch(model)
+        if model.others:
+            touch_used(node, model)
         return
     model.enqueue(request)
     limit_wait(node, request)
     node.touch(model)
+
+
+def touch_used(node: Node, model: Model) -> None:
+    """Has the replica settled that a request has come to or left, and the primary, which may want a further one. The others are
+    settled only where the time that they may stay has changed with it."""
+    if model.primary.others and model.keep_alive_s != inf:
+        node.touch(model)
+    else:
+        node.touched[model.name] = node.touched[model.primary.name] = None
 
 
 def limit_wait(node: Node, request: Request) -> None:
@@ -101,7 +111,7 @@ def leave(node: Node, request_id: int, how: str) -> Request | None:
     if model.copy is not None:
         model.copy.requested = True
     node.ended.note(request_id, node.now, request.facts.model, how)
-    node.touch(model)
+    touch_used(node, model)
     return request
 
 
