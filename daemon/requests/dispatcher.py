@@ -151,7 +151,7 @@ class Dispatcher:
             keep_alive_s=generation.keep_alive_s,
             part_of=generation.first.request_id if generation.first is not None else 0,
             was_accepted=generation.was_accepted,
-            cached=self._prefixes.find(model, _prefix_seed(generation), generation.prompt),
+            cached=self._cached(generation),
         )
         try:
             self.post(events.RequestArrived(now=now, cause=f"req-{request_id}", request=facts))
@@ -515,6 +515,12 @@ class Dispatcher:
             log.exception("and could not be told so")
         if open_still:
             self._cancelled(generation.request_id)
+
+    def _cached(self, generation: Generation) -> tuple[tuple[str, int], ...]:
+        """Returns which replicas have computed how many tokens of the request's prompt, as far as is known."""
+        if not self.is_replicated(generation.model.name):
+            return ()
+        return self._prefixes.find(generation.model.name, _prefix_seed(generation), generation.prompt)
 
     def _note_prefix(self, generation: Generation) -> None:
         """Remembers that a replica has the request's prompt, and what it has made so far, in its cache."""

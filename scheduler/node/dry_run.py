@@ -40,7 +40,10 @@ def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
     """Returns which idle models would leave to free so many bytes; busy ones are not forced out."""
     chunks = -(-num_bytes // node.settings.chunk_bytes)
     room_chunks = device.ledger.room_for(0)
-    residents = [look.describe(node, device, resident, False, None) for resident in device.resident.values()]
+    residents = [
+        look.describe(node, device, resident, look.evictable(node, resident, may_force=False, instead=None))
+        for resident in device.resident.values()
+    ]
     chosen = eviction.victims(Target(chunks, device.ledger.work_space_chunks, room_chunks), residents)
     option = None if chosen is None else Option((device.name,), chosen, device.ledger.lease_chunks)
     waits = f"{device.name}: what is idle does not free so much"

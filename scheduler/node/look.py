@@ -115,10 +115,14 @@ def member_on(
     device = node.devices[name]
     if not device.available or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
         return None
-    if model.primary.others and any(name in devices_of(one) for one in model.replicas if one is not model):
+    if model.primary.others and any(name in one.occupies for one in model.replicas if one is not model):
         return None
     if may_force and device.draining is not None:
         return None
+
+    def may_leave(resident: Model) -> bool:
+        return evictable(node, resident, may_force, instead) or may_drain(device, resident)
+
     ledger = device.ledger
     work_space = model.size.work_space_chunks
     for other, (_, promised) in ledger.promised.items():
@@ -129,15 +133,13 @@ def member_on(
     if movable is None:
         movable = 0
         for resident in device.resident.values():
-            if evictable(node, resident, may_force, instead) or may_drain(device, resident):
+            if may_leave(resident):
                 movable += resident.copy.size.chunks  # type: ignore[union-attr]
         if idle is not None:
             idle[device.name] = movable
     if ledger.held_chunks - movable + model.size.chunks + work_space > room:
         return None
-    residents = [describe(node, device, resident, may_force, instead) for resident in device.resident.values()]
-    for described, copy in zip(residents, device.resident.values(), strict=True):
-        described.evictable = described.evictable or may_drain(device, copy)
+    residents = [describe(node, device, resident, may_leave(resident)) for resident in device.resident.values()]
     return _Member(device, Target(model.size.chunks, work_space, room), residents)
 
 
@@ -164,18 +166,10 @@ def may_drain(device: Device, model: Model) -> bool:
     return model.is_spare and model.state == residency.READY and device.draining is None
 
 
-def devices_of(model: Model) -> tuple[str, ...]:
-    """Returns the devices on which a model is, or to which it is on its way."""
-    if model.copy is not None:
-        return model.copy.devices
-    return () if model.placement is None else model.placement.devices
-
-
-def describe(node: Node, device: Device, model: Model, may_force: bool, instead: Placement | None) -> Resident:
+def describe(node: Node, device: Device, model: Model, may_leave: bool) -> Resident:
     copy = model.copy
     assert copy is not None
     chunks = copy.size.chunks
-    may_leave = evictable(node, model, may_force, instead)
     worth = score(node, model, device, chunks) if may_leave else 0.0
     busy = model.state == residency.READY and bool(model.running or model.queue)
     return Resident(

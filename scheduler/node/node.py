@@ -182,6 +182,13 @@ class Model:
         return (self.primary, *self.primary.others)
 
     @property
+    def occupies(self) -> tuple[str, ...]:
+        """The devices that it, or what is left of it, is on, else those to which it is on its way; () if there are none."""
+        if self.copy is not None:
+            return self.copy.devices
+        return () if self.placement is None else self.placement.devices
+
+    @property
     def is_spare(self) -> bool:
         """Whether another replica goes on if this one leaves: all that are ready are spare but the first of them."""
         if not self.primary.others or self.pinned:

@@ -41,9 +41,7 @@ def pin(node: Node, model: Model) -> Refusal | None:
 
 def place_of(model: Model) -> tuple[str, ...]:
     """Returns the devices that a model is on or going to; () if there are none, or one of them has died."""
-    if model.copy is not None:
-        return model.copy.devices if model.copy.is_whole else ()
-    return model.placement.devices if model.placement is not None else ()
+    return () if model.copy is not None and not model.copy.is_whole else model.occupies
 
 
 def most_room(node: Node, model: Model) -> tuple[str, ...]:

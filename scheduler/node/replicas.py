@@ -93,4 +93,4 @@ def _room(node: Node, model: Model) -> tuple[object, ...]:
     """Returns what decides whether a further replica finds room. O(devices)."""
     devices = (node.devices[name] for name in model.devices)
     state = tuple((one.available, one.held_for, one.ledger.lease_chunks, one.pinned, _is_quiet(node, one)) for one in devices)
-    return (*state, *(look.devices_of(one) for one in model.replicas))
+    return (*state, *(one.occupies for one in model.replicas))

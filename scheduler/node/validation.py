@@ -126,7 +126,7 @@ def check_replicas(node: Node, model: Model) -> None:
         assert not model.load_causes, f"rule 13: a command waits for the replica {name}"
         assert name not in node.host.weights, f"rule 13: weights of the replica {name} are kept"
     if first.others:
-        on = Counter(device for one in first.replicas for device in look.devices_of(one))
+        on = Counter(device for one in first.replicas for device in one.occupies)
         assert not on or max(on.values()) == 1, f"rule 13: replicas of {first.name} share a device: {dict(on)}"
 
 

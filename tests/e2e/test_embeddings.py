@@ -138,7 +138,7 @@ def test_official_client(node: Node) -> None:
 
 
 def test_as_many_inputs_as_the_specification_allows(node: Node) -> None:
-    """Of a cold model, though many more than may wait for it."""
+    """Asks a cold model for many more embeddings than requests may wait for it."""
     assert node.cli("unload", "enc").returncode == 0
     with node.openai() as client:
         answer = client.embeddings.create(model="enc", input=["the", "the sky"] * 1024)

@@ -94,7 +94,7 @@ def test_a_busy_replica_leaves_for_another_model_at_once() -> None:
 
 
 def test_the_first_replica_stays_while_the_other_leaves() -> None:
-    """Of two replicas only one is spare: a busy model that has no other replica leaves for overdue work alone."""
+    """Checks that only one of two replicas is spare: the last one leaves for overdue work alone, as any busy model does."""
     node = node_of_two()
     node.register(facts("b", 70, devices=("cpu:0",)))
     node.arrive("a")
