@@ -54,14 +54,16 @@ async def all_run(followed: list[Result]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def scenario(server: Server, models: list[str], lengths: tuple[int, int]) -> tuple[list[Result], float]:
-    """The results, and when the engine was killed: as soon as all streams ran."""
+async def scenario(server: Server, models: list[str], lengths: tuple[int, int], pid: int = 0) -> tuple[list[Result], float]:
+    """Returns the results, and when the engine was killed: as soon as all streams ran. pid: the engine's; 0: there is but one."""
     followed: list[Result] = []
     work = asyncio.create_task(drive(server.url, models, STREAMS, STREAMS, *lengths, followed=followed))
     try:
         await all_run(followed)
-        (engine,) = server.engines()
-        os.kill(engine.pid, signal.SIGKILL)
+        if not pid:
+            (engine,) = server.engines()
+            pid = engine.pid
+        os.kill(pid, signal.SIGKILL)
         killed = time.perf_counter()
         return await asyncio.wait_for(work, DONE_LIMIT_S), killed
     finally:

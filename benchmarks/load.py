@@ -119,6 +119,19 @@ async def stream_one(
     return result
 
 
+def completion(model: str, prompt: str, num_out: int) -> dict[str, object]:
+    """Returns the body of a greedy streamed completion of exactly so many tokens, which tells its usage."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": num_out,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
 async def drive(
     url: str,
     models: list[str],
@@ -147,16 +160,8 @@ async def drive_lengths(
     so that prefix caches do not help. keys: the requests take turns with them. followed: see stream_one."""
     where = urlsplit(url)
     rng = random.Random(seed)
-    bodies: list[dict[str, object]] = [
-        {
-            "model": models[number % len(models)],
-            "prompt": " ".join(rng.choice(WORDS) for _ in range(num_in)),
-            "max_tokens": num_out,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+    bodies = [
+        completion(models[number % len(models)], " ".join(rng.choice(WORDS) for _ in range(num_in)), num_out)
         for number, (num_in, num_out) in enumerate(lengths)
     ]
     results: list[Result] = []

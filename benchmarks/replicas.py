@@ -1,8 +1,8 @@
 """What a second replica of a model gives: on a node of two one-core devices, the same load with `replicas` 1 and 2 in turn.
 
-rate: tokens a second at 32 streams. kill: kill -9 of one engine under 50 streams; for each stream of that engine the time without a
-token. conversations: 24 at a time, four turns each, every turn with all of the turns before it; the share of their prompts that the
-replica had cached, beside the share that any cache could have.
+rate: tokens a second at 32 streams. kill: kill -9 of one engine under 50 streams; the longest time without a token of each stream,
+also of those at the other replica. conversations: 24 at a time, four turns each, every turn with all of the turns before it; the
+share of their prompts that the replica had cached, beside the share that any cache could have.
 `python -m benchmarks.replicas [--only rate,kill,conversations]` prints one JSON line and a table.
 """
 
@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import pathlib
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -24,8 +22,8 @@ from urllib.parse import urlsplit
 import uvloop
 
 from benchmarks.checkpoints import make
-from benchmarks.crash import STREAMS, all_run
-from benchmarks.load import WORDS, Result, drive, stream_one
+from benchmarks.crash import FEATHER, scenario
+from benchmarks.load import WORDS, Result, completion, drive, stream_one
 from benchmarks.run import table
 from benchmarks.serve import STORE
 from benchmarks.server import Server
@@ -75,18 +73,11 @@ def rate(replicas: int) -> dict[str, Any]:
 
 
 def kill(replicas: int) -> dict[str, Any]:
-    async def scenario(server: Server, victim: int) -> list[Result]:
-        followed: list[Result] = []
-        work = asyncio.create_task(drive(server.url, ["feather"], STREAMS, STREAMS, 128, 400, followed=followed))
-        await all_run(followed)
-        os.kill(victim, signal.SIGKILL)
-        return await asyncio.wait_for(work, 140)
-
     node = Node("feather", replicas)
     with node as server:
         device = next(row["device"] for row in node.rows(server) if row["name"] == "feather")
         victim = next(one["pid"] for one in server.cli("status", "--json")["devices"] if one["name"] == device)
-        results = uvloop.run(scenario(server, victim))
+        results, _ = uvloop.run(scenario(server, ["feather"], FEATHER, victim))
     gaps = sorted(max(b - a for a, b in zip(each.stamps, each.stamps[1:], strict=False)) for each in results if each.ok)
     return {"failed": _failed(results), "longest_gap_s": round(gaps[-1], 2), "median_longest_gap_s": round(gaps[len(gaps) // 2], 3)}
 
@@ -97,15 +88,7 @@ def conversations(replicas: int) -> dict[str, Any]:
         rng, text = random.Random(number), ""
         for _ in range(TURNS):
             text += " ".join(rng.choice(WORDS) for _ in range(WORDS_A_TURN)) + " "
-            body: dict[str, object] = {
-                "model": "feather",
-                "prompt": text,
-                "max_tokens": TOKENS_A_TURN,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
+            body = completion("feather", text, TOKENS_A_TURN)
             result = await stream_one(str(where.hostname), int(where.port or 80), body)
             found.append(result)
 
