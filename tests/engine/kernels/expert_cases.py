@@ -17,7 +17,7 @@ from engine.ops.ops import (
     Nvfp4Matrix,
     SigmoidRouting,
 )
-from tests.engine.kernels.draw import Draw, close
+from tests.engine.kernels.draw import Draw, close, close_in_sums
 from tests.engine.kernels.row_cases import int4_matrix, int4_on_device, nvfp4_matrix, nvfp4_on_device
 
 
@@ -110,6 +110,33 @@ def fp8_experts(draw: Draw, num_experts: int, outputs: int, inputs: int) -> Fp8M
     return Fp8Matrix((codes + (codes >= 0x7F)).to(torch.uint8), scales, group)
 
 
+def sizes_of_terms(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Tensor, shared: Tensor | None) -> Tensor:
+    """Returns how large the numbers are, [T, W] float32, that are added up to an output of the experts: the absolute values of the
+    terms of their second products, times the experts' weights, and of what is shared. x, scores, shared: float32; of NVFP4."""
+    assert isinstance(matrices.gate_up, Nvfp4Matrix)
+    assert isinstance(matrices.down, Nvfp4Matrix)
+    num_experts, weighs = matrices.num_experts, matrices.weighs_inputs
+    chosen, weights = reference.route(scores[:, :num_experts], matrices.num_chosen, matrices.normalised, weighs)
+    total = torch.zeros_like(x)
+    for token, place in torch.cartesian_prod(torch.where(~is_padding)[0], torch.arange(matrices.num_chosen)).tolist():
+        expert, weight = int(chosen[token, place]), weights[token, place]
+        gate_up, down = (dense(one[expert]) for one in (matrices.gate_up, matrices.down))
+        row = x[token : token + 1] * (weight if weighs else 1.0)
+        made = reference.gated(row @ gate_up.T, None, matrices.gelu)
+        total[token] += (made.abs() @ down.abs().T)[0] * (1.0 if weighs else weight)
+    if shared is not None:
+        gates = torch.sigmoid(scores[:, num_experts:]) if scores.shape[1] > num_experts else torch.ones(len(x), 1)
+        total += (shared * gates).abs()
+    return total
+
+
+def dense(matrix: Nvfp4Matrix) -> Tensor:
+    """Returns a matrix [N, K] in float32."""
+    out = torch.empty(len(matrix.packed), 2 * matrix.packed.shape[1])
+    reference.nvfp4_rows(matrix.packed, matrix.scales, matrix.factors, out)
+    return out
+
+
 def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = False, nvfp4: bool = False) -> None:
     num_tokens, num_experts = draw.one_of(1, 2, 5, 17), draw.one_of(1, 3, 6)
     width, inner = draw.one_of(16, 40, 140 if fp8 else 70), draw.one_of(8, 33)
@@ -156,4 +183,12 @@ def experts(draw: Draw, in_mxfp4: bool = False, fp8: bool = False, int4: bool = 
     triton_experts.grouped_linear(between, own[1], *where, False, tile, draw.interpreted, made, down_bias)
     also = None if shared is None else draw.on(shared)
     triton_experts.combine(made, weights, draw.on(kv_slots), draw.on(scores) if is_gated else None, also, out, not weighs_inputs)
-    close(out, wanted, draw.dtype)
+    if not nvfp4:
+        close(out, wanted, draw.dtype)
+        return
+    # The twin rounds each weight to the dtype; the kernel has their exact numbers, and multiplies sums by an output's factor. In
+    # bfloat16 that makes the twin's gates and ups differ from the exact ones by more than all of the kernel's roundings together:
+    # in 4 of 2,000 shapes its outputs are off by up to 2.8 times what is allowed elsewhere, and the kernel's by 0.7 at most. So
+    # the kernel is held to the twin in float32.
+    wide = (x.float(), scores.float(), matrices, kv_slots < 0, None if shared is None else shared.float())
+    close_in_sums(out, reference.experts(*wide), sizes_of_terms(*wide), draw.dtype)
