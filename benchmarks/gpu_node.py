@@ -26,7 +26,7 @@ IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are not on a drive
 @dataclass(frozen=True, slots=True)
 class Node:
     """models: name -> shape (gpu_shapes.CONFIGS). num_resident: how many of them are on the device at a time. budget_bytes: of the
-    device; 0: the default. host_tier_bytes: 0: none."""
+    device; 0: the default. host_tier_bytes: 0: none. drafts: whether the models may be drafted for."""
 
     models: Mapping[str, str]
     num_resident: int
@@ -34,6 +34,7 @@ class Node:
     max_num_batched_tokens: int = 4096
     budget_bytes: int = 0
     host_tier_bytes: int = 0
+    drafts: bool = True
 
     @property
     def device(self) -> str:
@@ -41,7 +42,7 @@ class Node:
 
     def flags(self, folder: pathlib.Path) -> list[str]:
         flags = ["--max-num-batched-tokens", str(self.max_num_batched_tokens)]
-        return [*flags, *host_tier(self.host_tier_bytes), *settings(folder, self.models, self.max_model_len)]
+        return [*flags, *host_tier(self.host_tier_bytes), *settings(folder, self.models, self.max_model_len, self.drafts)]
 
     def device_bytes(self) -> int:
         """Returns what the device must have room for: weights of the largest models that are there at a time, a sequence of full
@@ -61,11 +62,14 @@ def _weights_bytes(shape: ModelShape) -> int:
     return layout.weights_bytes(shape, DTYPE)
 
 
-def settings(folder: pathlib.Path, models: Mapping[str, Any] | str | list[str], max_model_len: int) -> list[str]:
+def settings(
+    folder: pathlib.Path, models: Mapping[str, Any] | str | list[str], max_model_len: int, drafts: bool = True
+) -> list[str]:
     """Returns flags for a file with the longest context of each model: by default a quarter of the device is kept for one such
-    request."""
+    request. drafts: whether they may be drafted for."""
     path = folder / "node.toml"
-    path.write_text("".join(f'[models."{name}"]\nmax_model_len = {max_model_len}\n' for name in models))
+    more = "" if drafts else 'speculator = "none"\n'
+    path.write_text("".join(f'[models."{name}"]\nmax_model_len = {max_model_len}\n{more}' for name in models))
     return ["--config", str(path)]
 
 

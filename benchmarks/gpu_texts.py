@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.load import WORDS, stream_one
+from benchmarks.load import WORDS, completion, stream_one
 
 
 class Question(NamedTuple):
@@ -25,23 +25,29 @@ def prompt_of(question: Question) -> str:
 
 async def answer(host: str, port: int, question: Question) -> str:
     """Returns the text of a greedy answer, or "" if there was none."""
-    body: dict[str, object] = {
-        "model": question.model,
-        "prompt": prompt_of(question),
-        "max_tokens": question.num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    return (await answers(host, port, [question]))[0]
+
+
+async def answers(host: str, port: int, questions: Sequence[Question]) -> list[str]:
+    """Returns the texts of greedy answers to questions of one model and length, which one request asks; "" each if it failed."""
+    ((model, num_tokens),) = {(asked.model, asked.num_tokens) for asked in questions}
+    body = completion(model, "", num_tokens) | {"prompt": [prompt_of(asked) for asked in questions]}
     result = await stream_one(host, port, body, keep_text=True)
-    return text_of(result.text) if result.ok else ""
+    return texts_of(result.text, len(questions)) if result.ok else [""] * len(questions)
 
 
 def text_of(stream: str) -> str:
-    """Returns the text in a stream's events."""
-    lines = (json.loads(data) for data in re.findall(r"^data: (\{.*)$", stream, re.M))
-    return "".join(choice["text"] for line in lines for choice in line.get("choices", ()))
+    """Returns the text in the events of a stream that has one."""
+    return texts_of(stream, 1)[0]
+
+
+def texts_of(stream: str, num: int) -> list[str]:
+    """Returns the texts in a stream's events, in the order of its prompts."""
+    texts = [""] * num
+    for data in re.findall(r"^data: (\{.*)$", stream, re.M):
+        for choice in json.loads(data).get("choices", ()):
+            texts[choice.get("index", 0)] += choice["text"]
+    return texts
 
 
 def compared(first: Mapping[Question, str], again: Mapping[Question, str], beside: Mapping[Question, str]) -> dict[str, Any]:

@@ -3,6 +3,8 @@ report."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,9 +15,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_checkpoints, gpu_ncu, gpu_node, gpu_sanitizer, gpu_server
+from benchmarks import gpu_checkpoints, gpu_ncu, gpu_node, gpu_sanitizer, gpu_server, gpu_soak
 from benchmarks.gpu_evictions import gaps_in
-from benchmarks.gpu_texts import Question, compared, prompt_of, text_of
+from benchmarks.gpu_texts import Question, compared, prompt_of, text_of, texts_of
 from benchmarks.gpu_watched import watched
 from benchmarks.load import Result
 
@@ -74,6 +76,33 @@ def test_texts_that_differ_beside_others_are_counted() -> None:
     assert len({prompt_of(Question("m", 800 + row, 8)) for row in range(8)}) == 8
     stream = 'data: {"choices": [{"text": "on"}]}\n\ndata: {"choices": [{"text": "e"}]}\n\ndata: {"choices": []}\n\ndata: [DONE]\n'
     assert text_of(stream) == "one"
+
+
+def test_answers_of_one_request_are_told_apart() -> None:
+    pieces = [(1, "t"), (0, "o"), (1, "wo"), (0, "ne")]
+    stream = "".join(f'data: {{"choices": [{{"index": {index}, "text": "{text}"}}]}}\n\n' for index, text in pieces)
+    assert texts_of(stream + "data: [DONE]\n\n", 2) == ["one", "two"]
+
+
+def test_a_soak_waits_for_the_captures_of_all_its_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else what it compares may have been computed by two kernels. What it waits for is what an engine logs."""
+    log = tmp_path / "log"
+    log.write_text("info engine: a: steps of every size are captured device=cuda:0\n")
+    server: Any = SimpleNamespace(log=log)
+
+    async def both() -> None:
+        waiting = asyncio.create_task(gpu_soak.captured(server, "ab", 30.0))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        with log.open("a") as file:
+            file.write("info engine: b: steps of every size are captured device=cuda:0\n")
+        await asyncio.wait_for(waiting, 10)
+        await gpu_soak.captured(server, "abc", 0.0)
+
+    asyncio.run(both())
+    assert [json.loads(line)["lacking"] for line in capsys.readouterr().out.splitlines()] == [[], ["c"]]
+    written = (Path(__file__).parents[1] / "engine" / "serve" / "served_models.py").read_text()
+    assert gpu_soak.CAPTURED.format("%s") in written
 
 
 def test_gaps_are_those_that_overlap_a_window() -> None:
