@@ -17,12 +17,14 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from benchmarks import gpu_aims
+from benchmarks.gpu_drives import PREFIX, SHARED, drives
 from benchmarks.gpu_parts import ALL, COMMANDS, PARTS, Part, chosen
 from benchmarks.gpu_report import Report
 
@@ -34,6 +36,8 @@ KILL_LIMIT_S = 5.0  # a process that waits for the driver may not end even then
 PROBE = ("-m", "benchmarks.gpu_probe")
 PROBE_S, PROBE_LIMIT_S, MOST_PROBES = 3.0, 6.0, 3  # of one that answers, of one that does not, and how often it is asked again
 RECOVERED = 0.9  # of the free memory at the beginning: what a killed process held takes seconds to come back
+DISK_BYTES = 30 << 30  # enough for all parts of a command (tests/test_gpu_memory.py)
+DELETE_LIMIT_S = 40.0  # a command may take ten minutes, its parts take nine
 TINY_FACTOR = 4  # interpreted on a CPU everything takes longer
 
 
@@ -212,6 +216,39 @@ def conclude(parts: Sequence[Part], failed: Sequence[str], report: Report) -> st
     return text
 
 
+@contextlib.contextmanager
+def shared_checkpoints() -> Iterator[None]:
+    """Gives the parts a folder on a drive in which they share checkpoints (gpu_checkpoints.py). It is deleted in the end, and so
+    takes no part's time: that of some 20 GB took longer than what is left to one. Without a drive there is none."""
+    found = sorted(drives(), key=lambda drive: -min(drive[1], DISK_BYTES))
+    if not found:
+        yield
+        return
+    folder = tempfile.mkdtemp(prefix=PREFIX, dir=found[0][0])
+    os.environ[SHARED] = folder
+    try:
+        yield
+    finally:
+        del os.environ[SHARED]
+        print(deleted(folder), flush=True)
+
+
+still_deleting: list[subprocess.Popen[bytes]] = []
+
+
+def deleted(folder: str, limit_s: float = DELETE_LIMIT_S) -> str:
+    """Deletes a folder with all that is in it, and says how long that took. It goes on by itself after limit_s."""
+    began_s = time.monotonic()
+    process = subprocess.Popen(["rm", "-rf", folder], start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        still_deleting.append(process)
+        return f"the checkpoints in {folder} are still being deleted after {limit_s:.0f} s"
+    seconds = time.monotonic() - began_s
+    return f"checkpoints deleted in {seconds:.1f} s" if code == 0 else f"{folder} could not be deleted: rm ended with {code}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -238,6 +275,12 @@ def main() -> int:
         parts = chosen(options.only or ALL)
     except KeyError as error:
         parser.error(f"--only {error.args[0]}: the commands are {', '.join(COMMANDS)}, the parts {','.join(PARTS)}")
+    with shared_checkpoints():
+        return run(parts, options, about)
+
+
+def run(parts: Sequence[Part], options: argparse.Namespace, about: dict[str, Any]) -> int:
+    """Runs the parts, and returns the exit code."""
     report = Report(options.out, f"gpu-{options.only}" if options.only in COMMANDS else "gpu")
     report.add({"benchmark": "gpu"} | about)
     limit_s = TINY_FACTOR * sum(part.limit_s for part in parts) if options.tiny else options.limit_s

@@ -1,5 +1,11 @@
 """Checkpoints of well known shapes for a server to load: random bfloat16 weights made on the device, a byte-level BPE of 128,000
-entries. Nothing is downloaded. usage: python -m benchmarks.gpu_checkpoints FOLDER NAME=8b|1b|tiny … [--device cuda]
+entries. Nothing is downloaded.
+
+The parts of a `make gpu` run share a folder (HEARTH_GPU_CHECKPOINTS) with the checkpoints SHAPE-0, SHAPE-1 and so on, of different
+weights. Each is made by the first part that needs it, under another name until it is complete. A part's models are hard links to
+them in its own folder there, so the page cache holds each once, and dropping a model's files from it drops the shared ones.
+
+usage: python -m benchmarks.gpu_checkpoints FOLDER NAME=8b|1b|tiny … [--device cuda] [--tokenizer-of CHECKPOINT]
 """
 
 from __future__ import annotations
@@ -7,17 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import pathlib
 import shutil
 import struct
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
 
 from benchmarks.checkpoints import make_large_tokenizer, train_tokenizer, write_tokenizer
+from benchmarks.gpu_drives import SHARED, make_room
+from benchmarks.gpu_node import checkpoints_bytes
 from benchmarks.gpu_shapes import CONFIGS, LLAMA, shape_of
 from benchmarks.server import ROOT
 from loader import layout
@@ -56,14 +66,55 @@ def make(folder: pathlib.Path, name: str, device: str, tokenizer_of: pathlib.Pat
 
 
 def make_apart(folder: pathlib.Path, shapes: Mapping[str, str], device: str) -> list[int]:
-    """Makes checkpoints below a folder in a process of its own, because the one that has used a device keeps a context and torch's
-    cache there, which an engine with the default budget has no room beside. shapes: name -> shape. Returns the bytes of weights of
-    each. Raises CalledProcessError."""
+    """Makes checkpoints below a folder, or links those that parts of this run share. shapes: name -> shape. Returns the bytes of
+    weights of each. Raises CalledProcessError, and RuntimeError if the shared folder has no room for them."""
+    shared = os.environ.get(SHARED)
+    if not shared:
+        return _made_apart(folder, shapes, device)
+    numbers, own = Counter[str](), dict[str, pathlib.Path]()
+    for name, shape in shapes.items():
+        own[name] = pathlib.Path(shared) / f"{shape}-{numbers[shape]}"
+        numbers[shape] += 1
+    lacking = {path.name: shapes[name] for name, path in own.items() if not path.exists()}
+    if lacking:
+        make_room(pathlib.Path(shared), checkpoints_bytes(Counter(lacking.values())), {folder, *own.values()})
+        making = pathlib.Path(tempfile.mkdtemp(prefix="making-", dir=shared))
+        there = next((path for path in own.values() if path.exists()), None)
+        _made_apart(making, lacking, device, there)
+        for name in lacking:
+            (making / name).rename(pathlib.Path(shared) / name)
+        making.rmdir()
+    for name, path in own.items():
+        link(path, folder / name)
+    return [weights_bytes(path) for path in own.values()]
+
+
+def _made_apart(
+    folder: pathlib.Path, shapes: Mapping[str, str], device: str, tokenizer_of: pathlib.Path | None = None
+) -> list[int]:
+    """Makes checkpoints in a process of its own, because the one that has used a device keeps a context and torch's cache there,
+    which an engine with the default budget has no room beside."""
     command = [sys.executable, "-m", "benchmarks.gpu_checkpoints", str(folder), "--device", device]
+    command += ["--tokenizer-of", str(tokenizer_of)] if tokenizer_of else []
     command += [f"{name}={shape}" for name, shape in shapes.items()]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     sizes: list[int] = json.loads(done.stdout)
     return sizes
+
+
+def link(checkpoint: pathlib.Path, folder: pathlib.Path) -> None:
+    """Makes a folder with the same files as a checkpoint of the same drive."""
+    folder.mkdir(parents=True)
+    for path in checkpoint.iterdir():
+        os.link(path, folder / path.name)
+
+
+def weights_bytes(checkpoint: pathlib.Path) -> int:
+    """Returns the bytes of a checkpoint's weights."""
+    path = checkpoint / "model.safetensors"
+    with path.open("rb") as file:
+        (header_bytes,) = struct.unpack("<Q", file.read(8))
+    return path.stat().st_size - 8 - int(header_bytes)
 
 
 def _write_tokenizer(folder: pathlib.Path, size: int) -> None:
@@ -81,8 +132,9 @@ def main() -> None:
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("models", nargs="+", metavar="NAME=SHAPE", help=f"shapes: {', '.join(CONFIGS)}")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokenizer-of", type=pathlib.Path, help="a checkpoint to take the tokenizer of")
     options = parser.parse_args()
-    sizes, first = list[int](), None
+    sizes, first = list[int](), options.tokenizer_of
     for name, _, shape in (model.partition("=") for model in options.models):
         sizes.append(make(options.folder / name, shape, options.device, first))
         first = first or options.folder / name

@@ -1,5 +1,6 @@
 """What a model's streams feel of another one's moves: gaps between the tokens of a 1B model while an 8B model, a thousand chunks of
-memory, is evicted to nothing or to host memory and comes back from there or from its files. One JSON line each.
+memory, is evicted to nothing or to host memory and comes back from there or from its files, which are in the page cache. One JSON
+line each.
 
 usage: python -m benchmarks.gpu_evictions [--tiny]: --tiny with small models, computed on the cpu device.
 """
@@ -21,6 +22,7 @@ from benchmarks import gpu_checkpoints
 from benchmarks.gpu_node import TINY, Node, host_tier, last_source, main, settings
 from benchmarks.gpu_texts import Question, prompt_of
 from benchmarks.load import Result, percentile, stream_one
+from benchmarks.loading import set_cache
 from benchmarks.server import Server
 
 NODE = Node({"small": "1b", "big": "8b"}, 2, max_model_len=4096, budget_bytes=40 << 30, host_tier_bytes=20 << 30)
@@ -91,6 +93,10 @@ async def move(server: Server, rounds: int, num_tokens: int) -> bool:
 def run(folder: pathlib.Path, tiny: bool) -> None:
     shapes = dict.fromkeys(NODE.models, "tiny") if tiny else NODE.models
     gpu_checkpoints.make_apart(folder, shapes, "cpu" if tiny else "cuda")
+    try:
+        set_cache(list((folder / "big").glob("*.safetensors")), warm=True)  # a part before may have dropped them
+    except SystemExit as error:
+        tell(what="page cache", why=str(error))
     devices, flags = [NODE.device], NODE.flags(folder)
     if tiny:
         devices, flags = ["cpu=64MiB"], [*TINY, *host_tier(64 << 20), *settings(folder, NODE.models, 256)]

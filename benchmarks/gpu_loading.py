@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_node import checkpoints_folder
+from benchmarks.gpu_drives import SHARED, checkpoints_folder, make_room
 from benchmarks.loading import MIB, make_checkpoint, raw, set_cache
 from benchmarks.packing import pack
 from engine.cuda.frames import DeviceFrames, device_frames
@@ -38,6 +38,7 @@ from loader.weight_stream import open_checkpoint, stream_weights
 
 CHUNK_BYTES = 16 << 20
 TINY_CHUNK_BYTES = 2 << 20
+LAYERS = 12
 LAYER_BYTES = 1 << 28  # of a layer's plain and packed files, at most
 RAW, PLAIN, ON_DEVICE, ON_HOST = "raw read of the plain files", "plain", "packed, decoded on the GPU", "packed, decoded on the host"
 
@@ -123,12 +124,15 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_loading", description=__doc__)
-    parser.add_argument("--layers", type=int, default=12, help="of the checkpoint, 0.13 GB each")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the checkpoint, 0.13 GB each")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm", action="store_true", help="from the page cache, too")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    with checkpoints_folder(0 if options.tiny else options.layers * LAYER_BYTES) as made_in:
+    num_bytes = 0 if options.tiny else options.layers * LAYER_BYTES
+    with checkpoints_folder(num_bytes) as made_in:
+        if shared := os.environ.get(SHARED):
+            make_room(Path(shared), num_bytes, {made_in})
         if options.tiny:
             from benchmarks.gpu_checkpoints import make
 

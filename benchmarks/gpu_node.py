@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.gpu_drives import checkpoints_folder
 from benchmarks.gpu_shapes import BLOCK_TOKENS, shape_of
-from benchmarks.server import ROOT, Server
+from benchmarks.server import Server
 from config.units import machine_memory_bytes
 from loader import kv_layout, layout
 from loader.gpu_sizing import gpu_work_space_bytes
@@ -20,13 +19,13 @@ from loader.model_shape import ModelShape
 
 DTYPE, MAX_SEQUENCES = "bfloat16", 256
 TINY = ["--dtype", "float32", "--threads", "1"]  # flags of a node without a GPU, whose models are small
-IN_MEMORY = ("tmpfs", "ramfs")  # file systems whose files are not on a drive
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """models: name -> shape (gpu_shapes.CONFIGS). num_resident: how many of them are on the device at a time. budget_bytes: of the
-    device; 0: the default. host_tier_bytes: 0: none. drafts: whether the models may be drafted for."""
+    device; 0: the default. host_tier_bytes: 0: none. drafts: whether the models may be drafted for.
+    same_files: whether all models of a shape are one checkpoint."""
 
     models: Mapping[str, str]
     num_resident: int
@@ -35,6 +34,7 @@ class Node:
     budget_bytes: int = 0
     host_tier_bytes: int = 0
     drafts: bool = True
+    same_files: bool = False
 
     @property
     def device(self) -> str:
@@ -54,8 +54,18 @@ class Node:
         work_bytes = max(gpu_work_space_bytes(shape, DTYPE, self.max_num_batched_tokens, MAX_SEQUENCES) for shape in shapes)
         return sum(map(_weights_bytes, shapes)) + kv_bytes + work_bytes
 
+    def checkpoints(self) -> Counter[str]:
+        """Returns how many checkpoints of each shape its models have."""
+        shapes = Counter(self.models.values())
+        return Counter(dict.fromkeys(shapes, 1)) if self.same_files else shapes
+
     def disk_bytes(self) -> int:
-        return sum(map(_weights_bytes, map(shape_of, self.models.values())))
+        return checkpoints_bytes(self.checkpoints())
+
+
+def checkpoints_bytes(checkpoints: Mapping[str, int]) -> int:
+    """Returns what the weights of so many checkpoints of each shape take on a drive."""
+    return sum(num * _weights_bytes(shape_of(shape)) for shape, num in checkpoints.items())
 
 
 def _weights_bytes(shape: ModelShape) -> int:
@@ -79,30 +89,6 @@ def host_tier(wanted_bytes: int) -> list[str]:
     if not wanted_bytes:
         return ["--host-tier-bytes", "0"]
     return ["--host-tier-bytes", f"{min(wanted_bytes, machine_memory_bytes() * 3 // 4) >> 20}MiB"]
-
-
-def file_system(folder: pathlib.Path) -> str:
-    """Returns the kind of file system that a folder is on, as /proc/mounts names it."""
-    place, kinds = folder.resolve(), dict[str, str]()
-    for line in pathlib.Path("/proc/mounts").read_text().splitlines():
-        _, mount, kind, *_ = line.split()
-        kinds[mount.encode().decode("unicode_escape")] = kind  # a later mount hides an earlier one
-    return next(kinds[str(each)] for each in (place, *place.parents) if str(each) in kinds)
-
-
-@contextmanager
-def checkpoints_folder(num_bytes: int) -> Iterator[pathlib.Path]:
-    """Yields a new folder on a drive with room for num_bytes, because what is read from memory is no cold load. Raises
-    RuntimeError if there is none."""
-    told = []
-    for place in (pathlib.Path(tempfile.gettempdir()), ROOT, pathlib.Path("/var/tmp")):
-        kind, free_bytes = file_system(place), os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
-        if kind not in IN_MEMORY and free_bytes > num_bytes:
-            with tempfile.TemporaryDirectory(prefix=".hearth-gpu-", dir=place) as name:
-                yield pathlib.Path(name)
-            return
-        told.append(f"{place} ({kind}, {free_bytes >> 20} MiB free)")
-    raise RuntimeError(f"no drive has room for {num_bytes >> 20} MiB of checkpoints: {', '.join(told)}")
 
 
 def main(program: str, description: str | None, node: Node, run: Callable[[pathlib.Path, bool], None]) -> None:

@@ -27,7 +27,8 @@ import uvloop
 
 from benchmarks import gpu_checkpoints
 from benchmarks.confined import confined
-from benchmarks.gpu_node import TINY, Node, checkpoints_folder, host_tier, last_source, settings
+from benchmarks.gpu_drives import checkpoints_folder
+from benchmarks.gpu_node import TINY, Node, host_tier, last_source, settings
 from benchmarks.gpu_texts import Question, answer, compared
 from benchmarks.gpu_throughput import lengths
 from benchmarks.load import cpu_s_by_name, drive_lengths, summary, tree_rss_bytes
@@ -44,6 +45,7 @@ COHOST = Node(
     max_num_batched_tokens=2048,
     budget_bytes=15 << 29,
     host_tier_bytes=16 << 30,
+    same_files=True,
 )
 TINY_NULL = ["--runner", "null", "--null-step-ms", "1"]
 NUM_TEXTS, TEXT_TOKENS = 4, 120  # answers of each model that are compared
@@ -161,7 +163,7 @@ def cohost(folder: pathlib.Path, tiny: bool) -> None:
     kind, names = "tiny" if tiny else "1b", list(COHOST.models)
     (num_bytes,) = gpu_checkpoints.make_apart(folder, {"a": kind}, "cpu" if tiny else "cuda")
     for name in names[1:]:
-        shutil.copytree(folder / "a", folder / name)
+        gpu_checkpoints.link(folder / "a", folder / name)
     devices = ["cpu=7552KiB"] if tiny else [COHOST.device]
     tiny_flags = [*TINY, "--chunk-bytes", "64KiB", *host_tier(64 << 20), *settings(folder, names, 256)]
     flags = [*(tiny_flags if tiny else COHOST.flags(folder)), "--max-wait-s", "120"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from benchmarks import (
     gpu_forward,
     gpu_kernels,
     gpu_limits,
+    gpu_loading,
     gpu_mixed,
     gpu_ncu,
     gpu_profile,
@@ -30,8 +32,10 @@ from benchmarks import (
     gpu_soak,
     gpu_throughput,
 )
-from benchmarks.gpu_node import Node
-from benchmarks.gpu_parts import PARTS
+from benchmarks.gpu import DISK_BYTES
+from benchmarks.gpu_drives import SPARE_BYTES
+from benchmarks.gpu_node import Node, checkpoints_bytes
+from benchmarks.gpu_parts import COMMANDS, PARTS
 from config.devices import CUDA_LEFT_BYTES
 from engine.contracts.steps import StepResult
 from engine.cuda.backend import MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS
@@ -46,7 +50,7 @@ from loader.gpu_sizing import LIBRARY_BYTES, PACKED_BYTES, gpu_work_space_bytes,
 from tests.counted_memory import CountedMemory
 
 CARDS_GIB = (78, 139)  # usable, of 80 GB and of 141 GB
-HOST_GIB, DISK_GIB = 128, 64
+HOST_GIB, DISK_GIB = 128, 30
 CONTEXT_BYTES = 1 << 30  # CUDA's context and libraries, outside of what torch counts
 # Maps each part that starts a daemon to the node that the daemon serves.
 NODES = {
@@ -159,6 +163,19 @@ def test_models_fit_on_their_node(node: Node, card_gib: int) -> None:
     assert node.disk_bytes() + (4 << 30) <= DISK_GIB << 30
     if node.num_resident < len(node.models):
         assert replace(node, num_resident=node.num_resident + 1).device_bytes() > node.budget_bytes, "nobody has to leave"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_checkpoints_that_the_parts_of_a_command_share_fit_on_the_disk(command: str) -> None:
+    """So that none has to be deleted and made again. The part `loading` makes one of its own."""
+    parts = {part.name for part in COMMANDS[command]}
+    shared: Counter[str] = Counter()
+    for name in parts & set(NODES):
+        shared |= NODES[name].checkpoints()
+    assert bool(shared) == (command != "speed")
+    own_bytes = gpu_loading.LAYERS * gpu_loading.LAYER_BYTES if "loading" in parts else 0
+    assert checkpoints_bytes(shared) + own_bytes + SPARE_BYTES <= DISK_GIB << 30
+    assert DISK_BYTES == DISK_GIB << 30
 
 
 def test_the_default_budget_leaves_room_for_all_that_is_outside_of_it() -> None:

@@ -15,38 +15,96 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import gpu_checkpoints, gpu_ncu, gpu_node, gpu_sanitizer, gpu_server, gpu_soak
+from benchmarks import gpu_checkpoints, gpu_drives, gpu_ncu, gpu_node, gpu_sanitizer, gpu_server, gpu_soak
 from benchmarks.gpu_evictions import gaps_in
 from benchmarks.gpu_texts import Question, compared, prompt_of, text_of, texts_of
 from benchmarks.gpu_watched import watched
 from benchmarks.load import Result
+from loader.direct_io import is_cached
 
 
 def test_checkpoints_are_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_node.file_system(Path("/proc")) == "proc"
-    assert gpu_node.file_system(Path("/dev/shm")) == "tmpfs"
+    assert gpu_drives.file_system(Path("/proc")) == "proc"
+    assert gpu_drives.file_system(Path("/dev/shm")) == "tmpfs"
+    monkeypatch.delenv(gpu_drives.SHARED, raising=False)
     kinds = {"/tmp": "tmpfs"}
-    monkeypatch.setattr(gpu_node, "file_system", lambda place: kinds.get(str(place), "ext4"))
-    monkeypatch.setattr(gpu_node.tempfile, "gettempdir", lambda: "/tmp")
-    monkeypatch.setattr(gpu_node, "ROOT", tmp_path)
-    with gpu_node.checkpoints_folder(1 << 20) as folder:
+    monkeypatch.setattr(gpu_drives, "file_system", lambda place: kinds.get(str(place), "ext4"))
+    monkeypatch.setattr(gpu_drives.tempfile, "gettempdir", lambda: "/tmp")
+    monkeypatch.setattr(gpu_drives, "ROOT", tmp_path)
+    with gpu_drives.checkpoints_folder(1 << 20) as folder:
         assert folder.parent == tmp_path
     assert not folder.exists()
-    with pytest.raises(RuntimeError, match="no drive has room"), gpu_node.checkpoints_folder(1 << 60):
+    with pytest.raises(RuntimeError, match="no drive has room"), gpu_drives.checkpoints_folder(1 << 60):
         pass
+
+
+def test_the_parts_of_a_run_share_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is made once, and the models of a part are of different ones. What a part is given costs no time to delete."""
+    monkeypatch.setenv(gpu_drives.SHARED, str(tmp_path))
+    with gpu_drives.checkpoints_folder(0) as first:
+        made = gpu_checkpoints.make_apart(first, {"a": "tiny"}, "cpu")
+    with gpu_drives.checkpoints_folder(0) as second:
+        assert gpu_checkpoints.make_apart(second, {"x": "tiny", "y": "tiny"}, "cpu") == 2 * made
+    weights = [folder / "model.safetensors" for folder in (first / "a", second / "x", second / "y")]
+    assert weights[0].samefile(weights[1])
+    assert weights[1].read_bytes() != weights[2].read_bytes()
+    assert (second / "x" / "tokenizer.json").read_bytes() == (second / "y" / "tokenizer.json").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny-0", "tiny-1", first.name, second.name}
+    monkeypatch.setattr(gpu_checkpoints, "_made_apart", lambda *_: pytest.fail("made again"))
+    with gpu_drives.checkpoints_folder(0) as third:
+        gpu_checkpoints.make_apart(third, {"b": "tiny"}, "cpu")
+    assert gpu_server.dropped(third, "b")
+    with weights[0].open("rb") as file:
+        assert not is_cached(file.fileno(), 0, 1 << 12), "the page cache holds a shared file by another name"
+
+
+def test_half_a_checkpoint_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that is killed while it makes one leaves it under another name."""
+    monkeypatch.setenv(gpu_drives.SHARED, str(tmp_path))
+    made_apart = gpu_checkpoints._made_apart
+
+    def killed(folder: Path, shapes: dict[str, str], *_: object) -> list[int]:
+        (folder / next(iter(shapes))).mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_checkpoints, "_made_apart", killed)
+    with gpu_drives.checkpoints_folder(0) as folder, pytest.raises(KeyboardInterrupt):
+        gpu_checkpoints.make_apart(folder, {"a": "tiny"}, "cpu")
+    assert not (tmp_path / "tiny-0").exists()
+    monkeypatch.setattr(gpu_checkpoints, "_made_apart", made_apart)
+    with gpu_drives.checkpoints_folder(0) as folder:
+        gpu_checkpoints.make_apart(folder, {"a": "tiny"}, "cpu")
+    assert (folder / "a" / "model.safetensors").exists()
+
+
+def test_room_is_made_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what this part does not need."""
+    for name in ("8b-0", "1b-0", "part-before", "part-own", "making-killed"):
+        (tmp_path / name).mkdir()
+    free = iter([100 << 30, 51 << 30, 60 << 30])
+    monkeypatch.setattr(gpu_drives, "free_bytes", lambda _: next(free))
+    kept = {tmp_path / "1b-0", tmp_path / "part-own"}
+    gpu_drives.make_room(tmp_path, 50 << 30, kept)
+    assert len(list(tmp_path.iterdir())) == 5
+    gpu_drives.make_room(tmp_path, 50 << 30, kept)
+    assert set(tmp_path.iterdir()) == kept
+    monkeypatch.setattr(gpu_drives, "free_bytes", lambda _: 10 << 30)
+    with pytest.raises(RuntimeError, match="no room"):
+        gpu_drives.make_room(tmp_path, 50 << 30, kept)
 
 
 def test_checkpoints_are_made_in_a_process_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has used the device keeps a context and torch's cache there, and an engine with the default budget has no room
     beside them. So no part that starts a daemon uses torch on the device itself."""
     monkeypatch.setattr(gpu_checkpoints, "make", lambda *_: pytest.fail("made in this process"))
+    monkeypatch.delenv(gpu_drives.SHARED, raising=False)
     sizes = gpu_checkpoints.make_apart(tmp_path, {"a": "tiny", "b": "tiny"}, "cpu")
     assert len(sizes) == 2
     for name in "ab":
         assert (tmp_path / name / "model.safetensors").stat().st_size > sizes[0]
         assert (tmp_path / name / "tokenizer.json").exists()
     root = Path(__file__).parents[1] / "benchmarks"
-    for name in ("gpu", "gpu_server", "gpu_soak", "gpu_evictions", "gpu_adoption", "gpu_node", "gpu_texts"):
+    for name in ("gpu", "gpu_server", "gpu_soak", "gpu_evictions", "gpu_adoption", "gpu_node", "gpu_drives", "gpu_texts"):
         source = (root / f"{name}.py").read_text()
         assert "torch" not in re.findall(r"^ *(?:import|from) (\w+)", source, re.M), name
         assert "gpu_checkpoints.make(" not in source, name

@@ -14,14 +14,19 @@ import pytest
 
 from benchmarks import gpu_aims
 from benchmarks.gpu import (
+    DELETE_LIMIT_S,
     LIMIT_S,
     answers,
     conclude,
+    deleted,
     kept_s,
     run_part,
     run_parts,
     seconds_for,
+    shared_checkpoints,
+    still_deleting,
 )
+from benchmarks.gpu_drives import SHARED
 from benchmarks.gpu_parts import COMMANDS, OTHERS, PARTS, Part, chosen
 from benchmarks.gpu_probe import NUM_BYTES, Refused, probe
 from benchmarks.gpu_report import Report
@@ -144,6 +149,33 @@ def test_a_probe_writes_and_reads_back() -> None:
         probe(Driver("cuMemAlloc_v2"))
     with pytest.raises(Refused, match="read back"):
         probe(Driver(writes=False))
+
+
+def test_checkpoints_are_shared_by_the_parts_of_a_run_and_deleted_in_the_end(
+    report: Report, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SHARED, raising=False)
+    code = f"import os, pathlib; pathlib.Path(os.environ[{SHARED!r}], 'made').write_text('it'); print('in', os.environ[{SHARED!r}])"
+    with shared_checkpoints():
+        folder = Path(os.environ[SHARED])
+        assert run_part(part(code), report, 60, tiny=False)
+        assert (folder / "made").read_text() == "it"
+    assert SHARED not in os.environ
+    assert not folder.exists()
+    assert "checkpoints deleted in" in capsys.readouterr().out
+
+
+def test_a_deletion_that_fails_or_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It fails no part, and a command ends in time."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    rm = tmp_path / "rm"
+    rm.write_text("#!/bin/sh\nexit 3\n")
+    rm.chmod(0o755)
+    assert deleted("folder") == "folder could not be deleted: rm ended with 3"
+    rm.write_text("#!/bin/sh\nexec /bin/sleep 1\n")
+    assert "still being deleted after 0 s" in deleted("folder", 0.1)
+    assert still_deleting.pop().wait(30) == 0
+    assert LIMIT_S + DELETE_LIMIT_S < CALL_LIMIT_S
 
 
 def decode_line(rows: int, of_floor: float) -> dict[str, Any]:
