@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,7 @@ def compare(bench: Bench, num_adapters: int, context: int, steps: int, prompts: 
     for case, run, numbers in cases:
         for adapters in (0, *numbers):
             run(adapters)  # graphs are captured, kernels brought to the device
+            capture_prompts(bench, prompts, adapters > 0)
         for adapters in numbers:
             without, took, again = run(0), run(adapters), run(0)
             base = StepSeconds(*(min(pair) for pair in zip(without, again, strict=True)))
@@ -97,6 +98,16 @@ def compare(bench: Bench, num_adapters: int, context: int, steps: int, prompts: 
             )
     for rows, graph in bench.model.adapted_graphs.captured.items():
         tell(what="graph", rows=rows, capture_ms=round(graph.capture_s * 1e3, 1), graph_mib=round(graph.num_bytes / 2**20, 2))
+
+
+def capture_prompts(bench: Bench, prompts: Sequence[int], adapted: bool) -> None:
+    """Captures the graphs of prompts that the engine would capture in idle time, once each kernel of theirs was launched."""
+    graphs = bench.model.adapted_mixed_graphs if adapted else bench.model.mixed_graphs
+    for num_tokens in prompts:
+        num_tiles = -(-num_tokens // bench.model.tile_tokens)
+        size = next((size for size in graphs.missing() if size.holds(num_tokens, 1, num_tiles)), None)
+        if size is not None and graphs.size_for(num_tokens, 1, num_tiles) is None:
+            bench.model.capture_mixed(size, adapted)
 
 
 def main() -> None:

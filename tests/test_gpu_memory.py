@@ -31,6 +31,7 @@ from benchmarks import (
     gpu_shapes,
     gpu_soak,
     gpu_throughput,
+    gpu_tiles,
 )
 from benchmarks.gpu import DISK_BYTES
 from benchmarks.gpu_drives import SPARE_BYTES
@@ -71,6 +72,7 @@ MAINS: dict[str, tuple[Callable[[], None], list[str], str]] = {
     "profile": (gpu_profile.main, [], "8b"),
     "throughput": (gpu_throughput.main, [], "8b"),
     "kernels": (gpu_kernels.main, [], "8b"),
+    "tiles": (gpu_tiles.main, [], "8b"),
     "ncu": (gpu_ncu.main, ["--launches"], "8b"),
 }
 # tests, cache, sanitizer: tiny shapes; memory, loading: a few GiB of chunks; peer: transformers takes a share of what is free
@@ -104,6 +106,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     for name in ("warm", "launch"):
         monkeypatch.setattr(CudaModel, name, lambda *_: Ended())
     monkeypatch.setattr(CudaModel, "num_uncaptured", 0)
+    monkeypatch.setattr(gpu_adapters, "capture_prompts", lambda *_: None)
     monkeypatch.setattr(gpu_profile, "profiled", lambda *_: None)
     monkeypatch.setattr(gpu_forward, "swap", lambda *_: None)  # takes page-locked memory of the host, and none of the device
     for module in (gpu_limits, gpu_kernels):

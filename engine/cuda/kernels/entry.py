@@ -6,6 +6,7 @@ Under TRITON_INTERPRET=1 the same kernels run on CPU tensors, slowly. Shapes are
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,10 +101,12 @@ def _quantised_linear(kernels: Any, x: Tensor, num_outputs: int, matrix: tuple[A
 
 def add_adapters(x: Tensor, out: Tensor, product: AdaptedProduct, adapters: BatchAdapters, bound: int, decodes: bool) -> None:
     """Adds to out [T, N] what the tokens' adapters make of x [T, K], as Ops.add_adapters does. bound: no adapter has a larger rank.
-    decodes: each token is of another row. Within both_kernels tiles of all sizes are launched."""
-    tiles = (triton_adapters.tile_tokens(len(x), decodes),)
-    for tile in triton_adapters.TILE_TOKENS if linear_choice.launches_both() else tiles:
-        triton_adapters.add_adapters(x, out, product, adapters, bound, tile, INTERPRETED)
+    decodes: each token is of another row. Within both_kernels tiles of all sizes are launched, for small and large ranks."""
+    launches_all = linear_choice.launches_both()
+    tiles = triton_adapters.TILE_TOKENS if launches_all else (triton_adapters.tile_tokens(len(x), decodes),)
+    bounds = triton_adapters.RANK_BOUNDS[:2] if launches_all else (bound,)
+    for tile, own in itertools.product(tiles, bounds):
+        triton_adapters.add_adapters(x, out, product, adapters, own, tile, INTERPRETED)
 
 
 def adapter_numbers(of_slots: Tensor, slots: Tensor, token_rows: Tensor) -> Tensor:

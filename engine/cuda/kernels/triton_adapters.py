@@ -19,14 +19,15 @@ from torch import Tensor
 from engine.ops.ops import AdaptedProduct, BatchAdapters
 
 # tokens of a tile: of a step that decodes, of one with pieces of prompts, and of one with more than _FEW_TOKENS tokens
-TILE_TOKENS = (1, 16, 64)
+TILE_TOKENS = (1, 32, 64)
+_EXPAND_TOKENS = (1, 16, 16)  # of `expand`; what is there to be added to is most of what it reads, and larger tiles wait longer
 _FEW_TOKENS = 512
 MAX_PARTS = 4
 RANK_BOUNDS = (16, 32, 64, 128, 256)
-# The inputs are split over programs where tiles are few: into so many parts at most for each of TILE_TOKENS, and while there are
-# fewer programs than an H100 runs at a time with two on each multiprocessor.
-_MAX_SPLITS = (16, 8, 1)
-_PROGRAMS = 264
+# The inputs are split over programs, into parts of so many at least for each of TILE_TOKENS, and into so many parts at most, which
+# depends on sizes alone. The sums of all parts are read again for each block of outputs.
+_SPLIT_INPUTS = (512, 2048, 2048)
+_MAX_SPLITS = (16, 8, 8)
 NOBODY = tl.constexpr(1 << 30)  # stands for a token's adapter where there is nothing to add
 
 
@@ -183,16 +184,17 @@ def add_adapters(
     if len(product.parts) > MAX_PARTS:
         raise ValueError(f"product {product.number} has {len(product.parts)} parts; adapters change products of up to {MAX_PARTS}")
     (num_tokens, inputs), parts, size = x.shape, len(product.parts), TILE_TOKENS.index(tile)
-    tiles, warps = triton.cdiv(num_tokens, tile), 8 if tile == TILE_TOKENS[2] else 4
+    tiles = triton.cdiv(num_tokens, tile)
     # interpreted, small blocks take long, as do splits that there are not
-    block_r, block_k = (16, 256) if tile == 1 else (32, 32 if x.element_size() == 4 and not widen else 128)
-    programs, blocks = tiles * parts * triton.cdiv(bound, block_r), triton.cdiv(inputs, block_k)
-    of_split = triton.cdiv(blocks, max(1, min(_MAX_SPLITS[size], blocks, _PROGRAMS // programs)))
+    block_r = 16 if tile == 1 or bound == RANK_BOUNDS[0] else 32
+    block_k = 256 if tile == 1 else 32 if x.element_size() == 4 and not widen else 128
+    blocks = triton.cdiv(inputs, block_k)
+    of_split = triton.cdiv(blocks, max(1, min(_MAX_SPLITS[size], blocks, inputs // _SPLIT_INPUTS[size])))
     splits = triton.cdiv(blocks, of_split)
     low = torch.empty(splits, num_tokens, parts * bound, dtype=torch.float32, device=x.device)
     product_at = product.number * adapters.places.shape[1]
     tables = adapters.numbers, adapters.places, adapters.ranks, adapters.memory
-    _shrink_kernel[(tiles, programs // tiles, splits)](
+    _shrink_kernel[(tiles, parts * triton.cdiv(bound, block_r), splits)](
         x,
         *tables,
         low,
@@ -205,12 +207,12 @@ def add_adapters(
         BLOCK_T=tile,
         BLOCK_R=block_r,
         BLOCK_K=block_k,
-        num_warps=warps,
+        num_warps=4,
         num_stages=3,
     )
-    block_n = 256 if tile == 1 else 128
+    block_n, own_tile = 256, _EXPAND_TOKENS[size]
     outputs = (*product.parts, *(0,) * (MAX_PARTS - parts))
-    _expand_kernel[(tiles, sum(triton.cdiv(own, block_n) for own in product.parts))](
+    _expand_kernel[(triton.cdiv(num_tokens, own_tile), sum(triton.cdiv(own, block_n) for own in product.parts))](
         low,
         *tables,
         out,
@@ -222,11 +224,11 @@ def add_adapters(
         bound,
         splits,
         EVEN=all(size % 16 == 0 for size in (inputs, *outputs)),
-        SPLITS=_MAX_SPLITS[size] if not widen else triton.next_power_of_2(splits),
-        BLOCK_T=tile,
+        SPLITS=triton.next_power_of_2(splits),
+        BLOCK_T=own_tile,
         BLOCK_R=16,
         BLOCK_N=block_n,
-        num_warps=warps,
+        num_warps=2 if tile == 1 else 4,
         num_stages=2,
     )
 
