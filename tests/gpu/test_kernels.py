@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from engine.cuda.backend import FP8_CAPABILITY
+from tests.engine.kernels.attention_cases import not_finite_fp8
 from tests.engine.kernels.draw import Draw
 from tests.engine.kernels.kernel_cases import CASES, of_dtypes
 
@@ -37,3 +38,11 @@ def test_kernel_equals_its_twin(name: str, dtype: torch.dtype, first: int) -> No
         pytest.skip("the GPU does not convert float8_e4m3")
     for seed in range(first, min(first + SHAPES_A_TEST, shapes_of(name))):
         CASES[name](Draw(seed, dtype, "cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fp8_kv_that_is_not_finite_is_known_as_such(dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("the GPU does not convert float8_e4m3")
+    for seed in range(6):
+        not_finite_fp8(Draw(seed, dtype, "cuda"))

@@ -16,8 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels.triton_fp8 import block_of, scale_of, scales_at, widened
-from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, scores_of
+from engine.cuda.kernels import tiles
+from engine.cuda.kernels.triton_fp8 import (
+    MOVED_FACTOR,
+    QUERIES_FACTOR,
+    WEIGHTS_FACTOR,
+    as_words,
+    block_of,
+    finite_scale_of,
+    moved_codes,
+    rows_factor,
+    rows_of,
+    scales_at,
+)
+from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, log2_factor, scores_of
 
 SPLIT_TOKENS = 64  # a piece's number of positions is a multiple of this
 MANY_ROWS = 65  # with at least so many rows, another compilation of the kernel makes the work list
@@ -147,6 +159,7 @@ def _piece_kernel(
     SOFTCAP: tl.constexpr,
     WIDEN: tl.constexpr,
     FP8: tl.constexpr,
+    WORD: tl.constexpr,  # numbers in an element of kv
 ):
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -156,6 +169,7 @@ def _piece_kernel(
     row = tl.load(rows + item).to(tl.int64)
     group: tl.constexpr = H // G
     member, dim, place = tl.arange(0, M), tl.arange(0, PADDED_D), tl.arange(0, N)
+    part = tl.arange(0, PADDED_D // WORD)
     inside = (member < group)[:, None] & (dim < D)[None, :]
     head = kv_head * group + member
     query = tl.load(qkv + row * WIDTH + head[:, None] * D + dim[None, :], mask=inside, other=0.0)
@@ -164,6 +178,12 @@ def _piece_kernel(
     table = block_table + tl.load(table_rows + row).to(tl.int64) * table_stride
     keys_at = (layer * 2 * G + kv_head) * (BLOCK_TOKENS * D)
     values_at = keys_at + G * BLOCK_TOKENS * D
+    MOVED: tl.constexpr = FP8 and WORD == 4 and query.dtype == tl.bfloat16
+    if MOVED:
+        query = (query.to(tl.float32) * QUERIES_FACTOR).to(query.dtype)
+    elif FP8:
+        scale *= rows_factor(query.dtype)
+    factor = log2_factor(scale, SOFTCAP)
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, PADDED_D], tl.float32)
@@ -176,25 +196,36 @@ def _piece_kernel(
         next_block = block_of(table, position + N, position + N < end, BLOCK_TOKENS)
     for start in range(begin, end, N):
         position = start + place
+        unsigned = position.to(tl.uint32)  # whose division by a power of two is one instruction
         visible = position < end
-        block = tl.load(table + position // BLOCK_TOKENS, mask=visible, other=0).to(tl.int64)
-        cell = block * block_stride + position % BLOCK_TOKENS * D
-        seen = visible[:, None] & (dim < D)[None, :]
-        key = tl.load(kv + cell[:, None] + keys_at + dim[None, :], mask=seen, other=0)
-        if FP8:
-            scores = scores_of(query, widened(key, query.dtype), (scale * scale_of(key_scale))[None, :], softcap, SOFTCAP, WIDEN)
-        else:
-            scores = scores_of(query, key, scale, softcap, SOFTCAP, WIDEN)
+        block = tl.load(table + unsigned // BLOCK_TOKENS, mask=visible, other=0).to(tl.int64)
+        cell = kv + (block * (block_stride // WORD) + unsigned % BLOCK_TOKENS * (D // WORD))[:, None]
+        seen = visible[:, None] & (part < D // WORD)[None, :] if D < PADDED_D else visible[:, None]
+        key = tl.load(cell + keys_at // WORD + part[None, :], mask=seen, other=0)
+        by_key, by_value = 1.0, 1.0
+        if MOVED:  # queries are few, so scores and weights are fewer numbers to scale than keys and values
+            key = moved_codes(key)
+            by_key = ((MOVED_FACTOR / QUERIES_FACTOR) * finite_scale_of(key_scale))[None, :]
+            by_value = (WEIGHTS_FACTOR * finite_scale_of(value_scale))[None, :]
+        elif FP8:
+            key = rows_of(key, key_scale, query.dtype)
+        scores = scores_of(query, key, scale * by_key, softcap, SOFTCAP, WIDEN)
+        if not SOFTCAP:
+            scores *= by_key
         scores = tl.where(visible[None, :], scores, float("-inf"))
-        value = tl.load(kv + cell[:, None] + values_at + dim[None, :], mask=seen, other=0)
+        value = tl.load(cell + values_at // WORD + part[None, :], mask=seen, other=0)
         if FP8:
-            value = widened(value, query.dtype) * scale_of(value_scale).to(query.dtype)[:, None]
+            value = moved_codes(value) if MOVED else rows_of(value, value_scale, query.dtype)
             later = position + N
             key_scale, value_scale = scales_at(
                 scales, next_block, later, later < end, keys_at // D, values_at // D, block_stride, BLOCK_TOKENS
             )
             next_block = block_of(table, later + N, later + N < end, BLOCK_TOKENS)
-        top, total, sums = accumulate(scores, value, top, total, sums, WIDEN)
+        top, total, sums = accumulate(scores, factor, value, by_value, top, total, sums, WIDEN)
+    if MOVED:
+        sums *= MOVED_FACTOR / WEIGHTS_FACTOR
+    elif FP8:
+        sums *= rows_factor(query.dtype)
     at = (item * H + head).to(tl.int64)
     tl.store(partial + at[:, None] * D + dim[None, :], sums / total[:, None], mask=inside)
     tl.store(partial_log + at, top + tl.log2(total), mask=member < group)
@@ -264,10 +295,11 @@ def decode_attention(
     padded = max(16, triton.next_power_of_2(head_dim))
     partial = torch.empty(num_items, heads, head_dim, dtype=torch.float32, device=qkv.device)
     partial_log = torch.empty(num_items, heads, dtype=torch.float32, device=qkv.device)
-    wide_items = qkv.element_size() == 4
+    stored = kv if scales is None else as_words(kv)
+    tile = tiles.decode_tile(padded, qkv.element_size(), scales is not None)
     _piece_kernel[(num_items, kv_heads)](
         qkv,
-        kv,
+        stored,
         kv if scales is None else scales,
         block_table,
         table_rows,
@@ -287,13 +319,14 @@ def decode_attention(
         WIDTH=qkv.shape[1],
         BLOCK_TOKENS=block_tokens,
         M=max(16, triton.next_power_of_2(heads // kv_heads)),
-        N=16 if padded * qkv.element_size() > 1024 else 32 if padded * qkv.element_size() > 256 else SPLIT_TOKENS,
+        N=tile.positions,
         PADDED_D=padded,
         SOFTCAP=softcap > 0,
         WIDEN=widen,
         FP8=scales is not None,
-        num_warps=4,
-        num_stages=2 if wide_items or padded > 256 else 3,
+        WORD=head_dim // stored.shape[-1],
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     combine(partial, partial_log, work, sinks, out)
 

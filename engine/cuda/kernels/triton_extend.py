@@ -13,23 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels import tiles
 from engine.cuda.kernels.triton_decode import first_seen
-from engine.cuda.kernels.triton_fp8 import block_of, scale_of, scales_at, widened
-from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, scores_of
+from engine.cuda.kernels.triton_fp8 import as_words, block_of, rows_factor, rows_of, scales_at
+from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, log2_factor, scores_of
 
 
 def tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
     """Returns the number of query tokens in a tile."""
-    if dtype is torch.float32:
-        return 32
-    return 128 if head_dim <= 128 else 64
-
-
-def _tile_positions(padded_dim: int, item_bytes: int) -> int:
-    """Returns the positions whose keys and values a program reads at a time, as many as shared memory has room for."""
-    if padded_dim > 256:
-        return 16 if item_bytes == 4 else 32
-    return 32 if item_bytes == 4 else 64
+    return tiles.extend_tile(max(16, triton.next_power_of_2(head_dim)), dtype.itemsize).tokens
 
 
 @triton.jit
@@ -37,12 +29,13 @@ def _attend(
     query, top, total, sums, kv, scales, table, position_of_query, lowest_of_query, low, begin, end,
     keys_at, values_at, block_stride, scale, softcap,
     D: tl.constexpr, BLOCK_TOKENS: tl.constexpr, N: tl.constexpr, PADDED_D: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr, FP8: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
     """Adds the positions from begin to below end to the running softmax, and returns the new (top, total, sums).
 
     MASKED: positions below `low` and those after a query's own are masked out; without it there must be none of them."""
-    dim, place = tl.arange(0, PADDED_D), tl.arange(0, N)
+    part, place = tl.arange(0, PADDED_D // WORD), tl.arange(0, N)
+    factor = log2_factor(scale, SOFTCAP)
     if FP8:
         position = begin + place
         there = (position >= low) & (position < end)
@@ -51,33 +44,33 @@ def _attend(
         next_block = block_of(table, position + N, position + N < end, BLOCK_TOKENS)
     for start in range(begin, end, N):
         position = start + place
+        unsigned = position.to(tl.uint32)  # whose division by a power of two is one instruction
         if MASKED:
             there = (position >= low) & (position < end)
-            block = tl.load(table + position // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
-            seen = there[:, None] & (dim < D)[None, :]
+            block = tl.load(table + unsigned // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
+            seen = there[:, None] & (part < D // WORD)[None, :]
         else:
-            block = tl.load(table + position // BLOCK_TOKENS).to(tl.int64)
-            seen = (place >= 0)[:, None] & (dim < D)[None, :]
-        cell = block * block_stride + position % BLOCK_TOKENS * D
-        key = tl.load(kv + cell[:, None] + keys_at + dim[None, :], mask=seen, other=0)
+            block = tl.load(table + unsigned // BLOCK_TOKENS).to(tl.int64)
+            seen = (place >= 0)[:, None] & (part < D // WORD)[None, :] if D < PADDED_D else None  # all
+        cell = kv + (block * (block_stride // WORD) + unsigned % BLOCK_TOKENS * (D // WORD))[:, None]
+        key = tl.load(cell + keys_at // WORD + part[None, :], mask=seen, other=None if seen is None else 0)
         if FP8:
-            scores = scores_of(query, widened(key, query.dtype), (scale * scale_of(key_scale))[None, :], softcap, SOFTCAP, WIDEN)
-        else:
-            scores = scores_of(query, key, scale, softcap, SOFTCAP, WIDEN)
+            key = rows_of(key, key_scale, query.dtype)
+        scores = scores_of(query, key, scale, softcap, SOFTCAP, WIDEN)
         if MASKED:
             visible = there[None, :] & (position[None, :] <= position_of_query[:, None])
             if WINDOW:
                 visible &= position[None, :] >= lowest_of_query[:, None]
             scores = tl.where(visible, scores, float("-inf"))
-        value = tl.load(kv + cell[:, None] + values_at + dim[None, :], mask=seen, other=0)
+        value = tl.load(cell + values_at // WORD + part[None, :], mask=seen, other=None if seen is None else 0)
         if FP8:
-            value = widened(value, query.dtype) * scale_of(value_scale).to(query.dtype)[:, None]
+            value = rows_of(value, value_scale, query.dtype)
             later = position + N
             key_scale, value_scale = scales_at(
                 scales, next_block, later, later < end, keys_at // D, values_at // D, block_stride, BLOCK_TOKENS
             )
             next_block = block_of(table, later + N, later + N < end, BLOCK_TOKENS)
-        top, total, sums = accumulate(scores, value, top, total, sums, WIDEN)
+        top, total, sums = accumulate(scores, factor, value, 1.0, top, total, sums, WIDEN)
     return top, total, sums
 
 
@@ -115,6 +108,7 @@ def _extend_kernel(
     SOFTCAP: tl.constexpr,
     WIDEN: tl.constexpr,
     FP8: tl.constexpr,
+    WORD: tl.constexpr,  # numbers in an element of kv
 ):
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -129,6 +123,8 @@ def _extend_kernel(
     query = tl.load(qkv + token[:, None] * WIDTH + head * D + dim[None, :], mask=inside, other=0.0)
     if WIDEN:
         query = query.to(tl.float32)
+    if FP8:
+        scale *= rows_factor(query.dtype)
     kv_head = head // (H // G)
     keys_at = (layer * 2 * G + kv_head) * (BLOCK_TOKENS * D)
     values_at = keys_at + G * BLOCK_TOKENS * D
@@ -151,18 +147,20 @@ def _extend_kernel(
         top, total, sums = _attend(
             query, top, total, sums, kv, scales, table, own, lowest, low, low // N * N, clear,
             keys_at, values_at, block_stride, scale, softcap,
-            D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN, FP8,
+            D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN, FP8, WORD,
         )  # fmt: skip
     top, total, sums = _attend(
         query, top, total, sums, kv, scales, table, own, lowest, low, clear, common,
         keys_at, values_at, block_stride, scale, softcap,
-        D, BLOCK_TOKENS, N, PADDED_D, False, WINDOW, SOFTCAP, WIDEN, FP8,
+        D, BLOCK_TOKENS, N, PADDED_D, False, WINDOW, SOFTCAP, WIDEN, FP8, WORD,
     )  # fmt: skip
     top, total, sums = _attend(
         query, top, total, sums, kv, scales, table, own, lowest, low, common, end,
         keys_at, values_at, block_stride, scale, softcap,
-        D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN, FP8,
+        D, BLOCK_TOKENS, N, PADDED_D, True, WINDOW, SOFTCAP, WIDEN, FP8, WORD,
     )  # fmt: skip
+    if FP8:
+        sums *= rows_factor(query.dtype)
     result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(out + (token[:, None] * H + head) * D + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
 
@@ -194,10 +192,11 @@ def extend_attention(
 
     scales, table_rows, sinks, widen: see triton_decode.decode_attention."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
-    wide_items, padded = qkv.element_size() == 4, max(16, triton.next_power_of_2(head_dim))
+    padded, stored = max(16, triton.next_power_of_2(head_dim)), kv if scales is None else as_words(kv)
+    tile = tiles.extend_tile(padded, qkv.element_size(), tokens, scales is not None)
     _extend_kernel[(heads, len(tile_rows))](
         qkv,
-        kv,
+        stored,
         kv if scales is None else scales,
         block_table,
         table_rows,
@@ -220,13 +219,14 @@ def extend_attention(
         WIDTH=qkv.shape[1],
         BLOCK_TOKENS=block_tokens,
         M=tokens,
-        N=_tile_positions(padded, qkv.element_size()),
+        N=tile.positions,
         PADDED_D=padded,
         WINDOW=reach != 0,
         SINKS=sinks is not None,
         SOFTCAP=softcap > 0,
         WIDEN=widen,
         FP8=scales is not None,
-        num_warps=8 if tokens == 128 or wide_items or padded > 256 else 4,
-        num_stages=(1 if wide_items else 2) if padded > 256 else 2 if wide_items else 3,
+        WORD=head_dim // stored.shape[-1],
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )

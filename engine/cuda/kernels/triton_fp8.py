@@ -8,27 +8,46 @@ does.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from engine.ops import reference
 
 CODE_FACTOR = tl.constexpr(256.0)  # what `codes_as` leaves out
+_ROWS_FACTOR = tl.constexpr(2.0**60)
+# What multiplies `moved_codes`, queries up to 2**27 and weights beside the values' scales, is made so much larger that no product
+# is too small for float32.
+QUERIES_FACTOR = tl.constexpr(2.0**100)
+WEIGHTS_FACTOR = tl.constexpr(2.0**90)
+MOVED_FACTOR = tl.constexpr(2.0**120)
+_MOST_SCALE = tl.constexpr(37)  # numbers up to 6e13
 _MIN_SCALE = tl.constexpr(reference.MIN_FP8_SCALE)
 
 
 @triton.jit
+def size_bits(x):
+    """Returns the bits of the magnitudes of float32 numbers, as integers of the same order, in which NaN is the largest."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def shared_scale(largest):
-    """Returns the exponents (with float32's bias) of the scales that bring these largest magnitudes (float32) to between 224 and
-    448."""
-    bits = largest.to(tl.int32, bitcast=True)
-    return tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, _MIN_SCALE)
+    """Returns the exponents (with float32's bias) of the scales that bring these largest magnitudes (size_bits) to between 224 and
+    448. Beside NaN or an infinity the scale is 2**120, by which a head that is not finite is known."""
+    return tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, _MIN_SCALE)
 
 
 @triton.jit
 def scale_of(exponent):
     """Returns the scales (float32) of exponents, of any integer type, as `shared_scale` returns them."""
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def finite_scale_of(exponents):
+    """Does what scale_of does, and returns NaN for scales above 2**_MOST_SCALE, which heads have that are not finite."""
+    return tl.where(exponents.to(tl.int32) > 127 + _MOST_SCALE, float("nan"), scale_of(exponents))
 
 
 @triton.jit
@@ -48,7 +67,7 @@ def e4m3_of(x):
 @triton.jit
 def block_of(table, position, there, BLOCK_TOKENS: tl.constexpr):
     """Looks up the block numbers [N] of positions [N] in a row's block table. Returns 0 where `there` is false."""
-    return tl.load(table + position // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
+    return tl.load(table + position.to(tl.uint32) // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -58,8 +77,76 @@ def scales_at(scales, block, position, there, keys_at, values_at, block_stride, 
 
     Attention loads them one tile ahead, and their block numbers two tiles ahead. Triton does not move loads of single bytes forward
     by itself, so products would wait for two loads, one after the other."""
-    own = scales + block * block_stride + position % BLOCK_TOKENS
+    own = scales + block * block_stride + position.to(tl.uint32) % BLOCK_TOKENS
     return tl.load(own + keys_at, mask=there, other=0), tl.load(own + values_at, mask=there, other=0)
+
+
+def as_words(kv: torch.Tensor) -> torch.Tensor:
+    """Returns codes [blocks, ..., D] as int32 [blocks, ..., D / 4], of four codes each, where sizes and strides allow it; else the
+    codes themselves. Single bytes would be copied to shared memory and read from there one by one."""
+    fits = kv.shape[-1] % 4 == 0 and all(stride % 4 == 0 for stride in kv.stride()[:-1]) and kv.storage_offset() % 4 == 0
+    return kv.view(torch.int32) if fits else kv
+
+
+@triton.jit
+def rows_factor(dtype: tl.constexpr):
+    """Returns what the numbers of `rows_of` are to be multiplied by, a power of two."""
+    return _ROWS_FACTOR if dtype == tl.bfloat16 else 1.0
+
+
+@triton.jit
+def rows_of(codes, exponents, dtype: tl.constexpr):
+    """Returns the keys or values [N, D] of codes, uint8 [N, D] or int32 [N, D / 4] of four each, and of their scales [N], divided
+    by rows_factor(dtype). This is exact for scales up to 2**_MOST_SCALE; with larger ones no number of the head is finite."""
+    if dtype == tl.bfloat16 and codes.dtype == tl.int32:
+        rows = moved_codes(codes)
+        scale = finite_scale_of(exponents) * _ROWS_FACTOR  # MOVED_FACTOR, over rows_factor
+    elif codes.dtype == tl.int32:
+        rows = _in_order(_nth(codes, 0, dtype), _nth(codes, 1, dtype), _nth(codes, 2, dtype), _nth(codes, 3, dtype))
+        scale = scale_of(exponents) / rows_factor(dtype)
+    else:
+        rows = widened(codes, dtype)
+        scale = scale_of(exponents) / rows_factor(dtype)
+    return rows * scale.to(dtype)[:, None]
+
+
+@triton.jit
+def moved_codes(words):
+    """Returns the codes of words [N, W] of four each as bfloat16 [N, 4 W], divided by MOVED_FACTOR. Their bits are moved to where
+    bfloat16 has them, two codes at a time: a GPU's conversion, by way of float16, takes several times as long. The code of NaN
+    becomes 480."""
+    first, second, third, fourth = tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 low, high;
+        prmt.b32 low, $4, 0, 0x9180;
+        prmt.b32 high, $4, 0, 0xB3A2;
+        shl.b32 low, low, 4;
+        shl.b32 high, high, 4;
+        and.b32 low, low, 0x87F087F0;
+        and.b32 high, high, 0x87F087F0;
+        mov.b32 {$0, $1}, low;
+        mov.b32 {$2, $3}, high;
+        }""",
+        constraints="=h,=h,=h,=h,r",
+        args=[words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+    return _in_order(first, second, third, fourth)
+
+
+@triton.jit
+def _nth(words, number: tl.constexpr, dtype: tl.constexpr):
+    """Returns the number-th codes of words, widened."""
+    return widened(((words >> (8 * number)) & 255).to(tl.uint8), dtype)
+
+
+@triton.jit
+def _in_order(first, second, third, fourth):
+    """Returns [N, 4 W] with each four elements of [N, W] beside each other."""
+    joined = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return joined.reshape(first.shape[0], first.shape[1] * 4)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels.triton_four_bits import four_bit_numbers
-from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as, e4m3_of, scale_of, shared_scale
+from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as, e4m3_of, scale_of, shared_scale, size_bits
 from engine.ops.ops import Fp8Matrix, Int4Matrix, LatentHeads, Nvfp4Matrix
 
 _FEW_TOKENS = 32  # up to so many, products are computed in tiles of 16 tokens
@@ -78,8 +78,8 @@ def _store_latents_kernel(
     block_at = slot // BLOCK_TOKENS * block_stride
     if FP8:
         wide, left, right = normed.to(tl.float32), turned_left.to(tl.float32), turned_right.to(tl.float32)
-        of_turned = tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=0)
-        exponent = shared_scale(tl.maximum(tl.max(tl.abs(wide), axis=0), of_turned))
+        of_turned = tl.max(tl.maximum(size_bits(left), size_bits(right)), axis=0)
+        exponent = shared_scale(tl.maximum(tl.max(size_bits(wide), axis=0), of_turned))
         tl.store(scales + block_at + place, exponent.to(tl.uint8))
         inverse = scale_of(254 - exponent)
         normed, turned_left, turned_right = e4m3_of(wide * inverse), e4m3_of(left * inverse), e4m3_of(right * inverse)

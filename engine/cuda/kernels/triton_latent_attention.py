@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.cuda.kernels import triton_decode
 from engine.cuda.kernels.triton_decode import DecodeWork
 from engine.cuda.kernels.triton_fp8 import scale_of, widened
-from engine.cuda.kernels.triton_softmax import accumulate, scores_of
+from engine.cuda.kernels.triton_softmax import accumulate, log2_factor, scores_of
 
 QUERIES = 32  # query tokens of a program, 16 of float32: with 64, accumulators of 512 numbers each leave the registers
 
@@ -32,6 +32,7 @@ def _read(
     latents [M, PADDED_L], turned [M, PADDED_E]: the two parts of queries. MASKED: positions behind a query's own (own [M]) and
     behind the end are masked out; without it there must be none of them."""
     number, dim, place = tl.arange(0, PADDED_L), tl.arange(0, PADDED_E), tl.arange(0, N)
+    factor = log2_factor(scale, False)
     for start in range(begin, end, N):
         position = start + place
         there = position < end if MASKED else place >= 0
@@ -41,12 +42,12 @@ def _read(
         latent = tl.load(cell + number[None, :], mask=there[:, None] & (number < L)[None, :], other=0)
         key = tl.load(cell + L + dim[None, :], mask=there[:, None] & (dim < E)[None, :], other=0)
         if FP8:
-            factor = scale_of(tl.load(scales + block * block_stride + slot, mask=there, other=0)).to(latents.dtype)[:, None]
-            latent, key = widened(latent, latents.dtype) * factor, widened(key, latents.dtype) * factor
+            widener = scale_of(tl.load(scales + block * block_stride + slot, mask=there, other=0)).to(latents.dtype)[:, None]
+            latent, key = widened(latent, latents.dtype) * widener, widened(key, latents.dtype) * widener
         scores = scores_of(latents, latent, scale, 0.0, False, WIDEN) + scores_of(turned, key, scale, 0.0, False, WIDEN)
         if MASKED:
             scores = tl.where(there[None, :] & (position[None, :] <= own[:, None]), scores, float("-inf"))
-        top, total, sums = accumulate(scores, latent, top, total, sums, WIDEN)
+        top, total, sums = accumulate(scores, factor, latent, 1.0, top, total, sums, WIDEN)
     return top, total, sums
 
 

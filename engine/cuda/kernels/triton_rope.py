@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels.triton_fp8 import e4m3_of, scale_of, shared_scale
+from engine.cuda.kernels.triton_fp8 import e4m3_of, scale_of, shared_scale, size_bits
 from engine.ops.ops import Rotary
 
 
@@ -160,10 +160,10 @@ def _rope_and_store_kernel(
     kept = (head >= H) & (head < H + 2 * G) & (tl.zeros_like(head) + slot >= 0)
     if FP8:
         left, right = turned_left.to(tl.float32), turned_right.to(tl.float32)
-        largest = tl.max(tl.maximum(tl.abs(left), tl.abs(right)), axis=1)
+        largest = tl.max(tl.maximum(size_bits(left), size_bits(right)), axis=1)
         if REST > 0:
             rest = rest.to(tl.float32)
-            largest = tl.maximum(largest, tl.max(tl.abs(rest), axis=1))
+            largest = tl.maximum(largest, tl.max(size_bits(rest), axis=1))
         exponent = shared_scale(largest)
         tl.store(scales + block_at + place, exponent.to(tl.uint8), mask=kept)
         inverse = scale_of(254 - exponent)[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -118,3 +119,30 @@ def extend_attention(draw: Draw, fp8: bool = False) -> None:
     seen = [contexts[row] - n + 1 + i for row, n in enumerate(new) for i in range(n)]
     wanted = attended(qkv, case, list(range(first, len(qkv))), rows, seen, reach, scale, softcap, sinks)
     close(out[first:], wanted[first:], draw.dtype)
+
+
+def not_finite_fp8(draw: Draw) -> None:
+    """A row whose fp8 KV has NaN or an infinity in a head gets no finite numbers from it, to whichever dtype codes are widened;
+    other rows do. Triton's interpreter widens the code of NaN to 480, so this is for a GPU."""
+    context, head_dim = draw.between(1, 90), draw.one_of(64, 80, 128)
+    case = paged(draw, [context, context], [context, context], True, max_heads=4, token_dims=(2, draw.one_of(1, 2), head_dim))
+    broken, kv_head, which = draw.between(0, context - 1), draw.between(0, case.kv_heads - 1), draw.one_of(0, 1)
+    block_tokens = case.kv.shape[4]
+    place = (case.block_table[0, broken // block_tokens], case.layer, which, kv_head, broken % block_tokens)
+    numbers = torch.randn(head_dim, generator=draw.generator)
+    numbers[draw.between(0, head_dim - 1)] = draw.one_of(math.nan, math.inf)
+    assert case.scales is not None
+    case.kv[place], case.scales[place] = reference.quantize_fp8(numbers)
+    contexts = draw.on(torch.tensor([context, context], dtype=torch.int32))
+    work = triton_decode.make_work(2, draw.one_of(1, 3), draw.device)
+    triton_decode.split_contexts(contexts, 0, work)
+    qkv = draw.normal(2, (case.heads + 2 * case.kv_heads) * head_dim)
+    out = draw.on(torch.zeros(2, case.heads * head_dim, dtype=draw.dtype))
+    where = (case.layer, case.heads, draw.on(case.shuffled_table), draw.on(case.table_rows))
+    view = case.view(draw.on(case.arena))
+    triton_decode.decode_attention(draw.on(qkv), *view, *where, work, 0.1, 0.0, None, draw.interpreted, out)
+    group = case.heads // case.kv_heads
+    finite = out.cpu().view(2, case.heads, head_dim).isfinite()
+    of_broken = torch.zeros(2, case.heads, dtype=torch.bool)
+    of_broken[0, kv_head * group : (kv_head + 1) * group] = True
+    assert torch.equal(~finite.all(2), of_broken)

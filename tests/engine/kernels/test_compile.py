@@ -35,10 +35,11 @@ def test_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(tmp_pat
     store = {"_rope_and_store_kernel", "_store_latents_kernel"}
     assert {line["kernel"] for line in lines if line["fp8"]} == {"_piece_kernel", "_extend_kernel"} | store | latents
     for line in lines:
-        # fp8 latents are widened beside accumulators of 512 numbers: some registers are kept on the stack
-        spilled = 64 if line["fp8"] and line["kernel"] in latents else 0
+        # fp8 latents are widened beside accumulators of 512 numbers, fp8 keys beside scores of 128 queries: some registers are kept
+        # on the stack
+        spilled = 64 if line["fp8"] and line["kernel"] in latents | {"_extend_kernel"} else 0
         if line["kernel"] == "_extend_kernel" and line["head_dim"] == 512:  # so do accumulators of 64 queries with 512 numbers
-            spilled = 160
+            spilled = 224
         # angles of any size are reduced on the stack
         assert line["stack_bytes"] <= spilled or line["kernel"] == "_cos_sin_kernel", line
         assert line["shared_bytes"] <= 227 << 10  # the most a thread block may have

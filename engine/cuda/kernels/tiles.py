@@ -1,0 +1,66 @@
+"""Sizes of the attention kernels' tiles: for GPUs that were measured, by their compute capability, what was the fastest there
+(`python -m benchmarks.gpu_tiles`); for all others what fits into any GPU's shared memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import triton
+
+
+class Tile(NamedTuple):
+    """tokens: queries that a program of prompts computes, 1 where each row has one. positions: whose keys and values are read at a
+    time. warps, stages: as Triton takes them."""
+
+    tokens: int
+    positions: int
+    warps: int
+    stages: int
+
+
+HOPPER = 90
+# By capability, head size padded to a power of two, and whether KV is fp8. All are of numbers of two bytes.
+EXTEND = {
+    (HOPPER, 128, False): Tile(128, 128, 8, 2),
+    (HOPPER, 128, True): Tile(128, 128, 8, 3),
+    (HOPPER, 256, False): Tile(128, 64, 8, 2),
+}
+DECODE = {
+    (HOPPER, 128, True): Tile(1, 128, 4, 3),
+}
+
+
+@functools.cache
+def capability() -> int:
+    """Returns the compute capability of the GPU that kernels are compiled for, 90 for 9.0; 0 where they are interpreted, or where
+    there is none."""
+    if triton.knobs.runtime.interpret:
+        return 0
+    try:
+        return int(triton.runtime.driver.active.get_current_target().arch)
+    except RuntimeError:  # Triton has no driver
+        return 0
+
+
+def extend_tile(padded_dim: int, item_bytes: int, tokens: int = 0, fp8: bool = False) -> Tile:
+    """Returns the tile of prompts. tokens: how many queries the tiles of the step have, which may be those of a larger head size of
+    the same model; 0: as many as are best for this one."""
+    best = EXTEND.get((capability(), padded_dim, fp8)) if item_bytes == 2 else None
+    if best is not None and tokens in (0, best.tokens):
+        return best
+    wide = item_bytes == 4
+    own = tokens or (32 if wide else 128 if padded_dim <= 128 else 64)
+    if padded_dim > 256:
+        return Tile(own, 16 if wide else 32, 8, 1 if wide else 2)
+    return Tile(own, 32, 8, 2) if wide else Tile(own, 64, 8 if own == 128 else 4, 3)
+
+
+def decode_tile(padded_dim: int, item_bytes: int, fp8: bool = False) -> Tile:
+    """Returns the tile of rows with one token each."""
+    best = DECODE.get((capability(), padded_dim, fp8)) if item_bytes == 2 else None
+    if best is not None:
+        return best
+    row_bytes = padded_dim * item_bytes
+    positions = 16 if row_bytes > 1024 else 32 if row_bytes > 256 else 64
+    return Tile(1, positions, 4, 2 if item_bytes == 4 or padded_dim > 256 else 3)
