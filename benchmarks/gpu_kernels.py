@@ -37,10 +37,11 @@ CACHES_BYTES = 512 << 20  # inputs are taken in turn from so much memory, or the
 
 
 class Table:
-    """Prints a line as soon as it is known."""
+    """Prints a line as soon as it is known, and keeps it in `lines`. quiet: without printing it."""
 
-    def __init__(self, device: str, tiny: bool) -> None:
-        self.device, self.tiny = device, tiny
+    def __init__(self, device: str, tiny: bool, quiet: bool = False) -> None:
+        self.device, self.tiny, self._quiet = device, tiny, quiet
+        self.lines: list[dict[str, Any]] = []
         self.copy, self.read = copy_bytes_per_s(device, tiny), read_bytes_per_s(device, tiny)
         self.gemm = gemm_flops(device, tiny)
         rates = {"copy_gb_s": round(self.copy / 1e9, 1), "read_gb_s": round(self.read / 1e9, 1)}
@@ -59,8 +60,12 @@ class Table:
         self._print(name, case, seconds, tflops=round(rate / 1e12, 1), of_limit=round(rate / self.gemm, 3))
 
     def _print(self, name: str, case: str, seconds: float, **figures: float) -> None:
-        line = {"benchmark": "gpu_kernels", "kernel": name, "case": case, "us": round(seconds * 1e6, 1)}
-        print(json.dumps(line | figures), flush=True)
+        self.tell({"benchmark": "gpu_kernels", "kernel": name, "case": case, "us": round(seconds * 1e6, 1)} | figures)
+
+    def tell(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        if not self._quiet:
+            print(json.dumps(line), flush=True)
 
 
 def make_kv(
@@ -112,8 +117,7 @@ def decode(
             )
 
         best = max(best, table.bytes("decode attention", f"{case}, {per_core} a core", layer_bytes, call, reads=True))
-    best_line = {"benchmark": "gpu_kernels", "kernel": "decode attention", "case": case, "best_of_limit": round(best, 3)}
-    print(json.dumps(best_line), flush=True)
+    table.tell({"benchmark": "gpu_kernels", "kernel": "decode attention", "case": case, "best_of_limit": round(best, 3)})
 
 
 def extend(table: Table, new: int, before: int, heads: int, kv_heads: int, head_dim: int, kv_dtype: str = "") -> None:

@@ -65,6 +65,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
 OTHERS = (
     Part("peer", ("benchmarks.gpu_throughput", "--engine", "transformers"), 90),
     Part("confined", ("benchmarks.gpu_server", "--what", "confined"), 150),
+    Part("tiles", ("benchmarks.gpu_tiles",), 240),
 )
 PARTS = {part.name: part for parts in (*COMMANDS.values(), OTHERS) for part in parts}
 ALL = ",".join(COMMANDS)
