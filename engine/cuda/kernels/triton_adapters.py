@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.ops.ops import AdaptedProduct, BatchAdapters
 
 # tokens of a tile: of a step that decodes, of one with pieces of prompts, and of one with more than _FEW_TOKENS tokens
@@ -184,17 +185,17 @@ def add_adapters(
     if len(product.parts) > MAX_PARTS:
         raise ValueError(f"product {product.number} has {len(product.parts)} parts; adapters change products of up to {MAX_PARTS}")
     (num_tokens, inputs), parts, size = x.shape, len(product.parts), TILE_TOKENS.index(tile)
-    tiles = triton.cdiv(num_tokens, tile)
+    tiles = ceil_div(num_tokens, tile)
     # interpreted, small blocks take long, as do splits that there are not
     block_r = 16 if tile == 1 or bound == RANK_BOUNDS[0] else 32
     block_k = 256 if tile == 1 else 32 if x.element_size() == 4 and not widen else 128
-    blocks = triton.cdiv(inputs, block_k)
-    of_split = triton.cdiv(blocks, max(1, min(_MAX_SPLITS[size], blocks, inputs // _SPLIT_INPUTS[size])))
-    splits = triton.cdiv(blocks, of_split)
+    blocks = ceil_div(inputs, block_k)
+    of_split = ceil_div(blocks, max(1, min(_MAX_SPLITS[size], blocks, inputs // _SPLIT_INPUTS[size])))
+    splits = ceil_div(blocks, of_split)
     low = torch.empty(splits, num_tokens, parts * bound, dtype=torch.float32, device=x.device)
     product_at = product.number * adapters.places.shape[1]
     tables = adapters.numbers, adapters.places, adapters.ranks, adapters.memory
-    _shrink_kernel[(tiles, parts * triton.cdiv(bound, block_r), splits)](
+    _shrink_kernel[(tiles, parts * ceil_div(bound, block_r), splits)](
         x,
         *tables,
         low,
@@ -212,7 +213,7 @@ def add_adapters(
     )
     block_n, own_tile = 256, _EXPAND_TOKENS[size]
     outputs = (*product.parts, *(0,) * (MAX_PARTS - parts))
-    _expand_kernel[(triton.cdiv(num_tokens, own_tile), sum(triton.cdiv(own, block_n) for own in product.parts))](
+    _expand_kernel[(ceil_div(num_tokens, own_tile), sum(ceil_div(own, block_n) for own in product.parts))](
         low,
         *tables,
         out,
@@ -224,7 +225,7 @@ def add_adapters(
         bound,
         splits,
         EVEN=all(size % 16 == 0 for size in (inputs, *outputs)),
-        SPLITS=triton.next_power_of_2(splits),
+        SPLITS=power_of_two(splits),
         BLOCK_T=own_tile,
         BLOCK_R=16,
         BLOCK_N=block_n,
@@ -252,6 +253,4 @@ def adapter_numbers(of_slots: Tensor, slots: Tensor, token_rows: Tensor, numbers
     """Writes the adapter of each token to numbers [T] int32. of_slots: [S + 1] int32, the adapter of each slot, -1 where there is
     none. slots: [R] int32, of each row. token_rows: [T] int32, the row of each token."""
     block = 128
-    _numbers_kernel[(triton.cdiv(len(numbers), block),)](
-        of_slots, slots, token_rows, numbers, len(numbers), BLOCK=block, num_warps=4
-    )
+    _numbers_kernel[(ceil_div(len(numbers), block),)](of_slots, slots, token_rows, numbers, len(numbers), BLOCK=block, num_warps=4)

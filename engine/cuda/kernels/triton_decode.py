@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels import tiles
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_fp8 import (
     MOVED_FACTOR,
     QUERIES_FACTOR,
@@ -113,7 +114,7 @@ def split_contexts(contexts: Tensor, reach: int, work: DecodeWork) -> None:
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} rows in a decode step; {MAX_ROWS} are supported")
     rows, items = (64, 64) if num_rows < MANY_ROWS else (MAX_ROWS, 8)
-    _split_kernel[(triton.cdiv(num_items, items),)](
+    _split_kernel[(ceil_div(num_items, items),)](
         contexts,
         num_rows,
         work.rows,
@@ -292,7 +293,7 @@ def decode_attention(
     triton_softmax."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     num_items = len(work.rows)
-    padded = max(16, triton.next_power_of_2(head_dim))
+    padded = max(16, power_of_two(head_dim))
     partial = torch.empty(num_items, heads, head_dim, dtype=torch.float32, device=qkv.device)
     partial_log = torch.empty(num_items, heads, dtype=torch.float32, device=qkv.device)
     stored = kv if scales is None else as_words(kv)
@@ -318,7 +319,7 @@ def decode_attention(
         D=head_dim,
         WIDTH=qkv.shape[1],
         BLOCK_TOKENS=block_tokens,
-        M=max(16, triton.next_power_of_2(heads // kv_heads)),
+        M=max(16, power_of_two(heads // kv_heads)),
         N=tile.positions,
         PADDED_D=padded,
         SOFTCAP=softcap > 0,
@@ -335,7 +336,7 @@ def combine(partial: Tensor, partial_log: Tensor, work: DecodeWork, sinks: Tenso
     """Adds up what the pieces of each row gave, partial [I, H, D] with partial_log [I, H], and writes it to the first R rows of
     out, [T, H D]."""
     _, heads, head_dim = partial.shape
-    padded = max(16, triton.next_power_of_2(head_dim))
+    padded = max(16, power_of_two(head_dim))
     _combine_kernel[(len(work.firsts) - 1, heads)](
         partial,
         partial_log,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.ops.ops import DeltaRule
 
 UNIT_NORM_EPS = tl.constexpr(1e-6)  # of queries and keys
@@ -317,7 +318,7 @@ def gated_delta(
         "C": conv_width,
         "N": rule.convolution.shape[1],
         "BLOCK_TOKENS": block_tokens,
-        "BLOCK": min(_COLUMNS, triton.next_power_of_2(conv_width)),
+        "BLOCK": min(_COLUMNS, power_of_two(conv_width)),
         "QUERY": at.query,
         "KEY": at.key,
         "KEY_STRIDE": at.key_stride,
@@ -327,7 +328,7 @@ def gated_delta(
         "K": rule.key_dim,
         "WIDTH": served * rule.value_dim,
     }
-    parts = triton.cdiv(conv_width, min(_COLUMNS, triton.next_power_of_2(conv_width)))
+    parts = ceil_div(conv_width, min(_COLUMNS, power_of_two(conv_width)))
     _convolve_kernel[(num_tokens, parts)](
         x,
         rule.convolution,
@@ -347,8 +348,8 @@ def gated_delta(
     _keep_kernel[(num_rows, parts)](x, states, table, *rows, *of_rows, x.stride(0), **of_columns, num_warps=4)
     kernels = ((_step_kernel, 32, 4), (_chunk_kernel, 16, 8))  # columns of a program, and its warps: so registers suffice
     for kernel, most, num_warps in kernels if has_chunks else kernels[:1]:
-        block_d = min(most, max(16, triton.next_power_of_2(rule.value_dim)))
-        kernel[(num_rows, rule.num_value_heads, triton.cdiv(rule.value_dim, block_d))](
+        block_d = min(most, max(16, power_of_two(rule.value_dim)))
+        kernel[(num_rows, rule.num_value_heads, ceil_div(rule.value_dim, block_d))](
             mixed,
             gates,
             rule.decay,
@@ -367,15 +368,15 @@ def gated_delta(
             STEP=at.step,
             HEAD_STRIDE=at.head_stride,
             BLOCK_TOKENS=block_tokens,
-            PADDED_K=max(16, triton.next_power_of_2(rule.key_dim)),
+            PADDED_K=max(16, power_of_two(rule.key_dim)),
             BLOCK_D=block_d,
             TOKENS=_TOKENS,
             PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
             num_warps=num_warps,
         )
-    padded_d = triton.next_power_of_2(rule.value_dim)
-    block_heads = max(1, min(triton.next_power_of_2(rule.num_value_heads), 1024 // padded_d))
-    _gated_norm_kernel[(num_tokens, triton.cdiv(rule.num_value_heads, block_heads))](
+    padded_d = power_of_two(rule.value_dim)
+    block_heads = max(1, min(power_of_two(rule.num_value_heads), 1024 // padded_d))
+    _gated_norm_kernel[(num_tokens, ceil_div(rule.num_value_heads, block_heads))](
         x,
         out,
         rule.norm,

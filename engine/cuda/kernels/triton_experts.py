@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_four_bits import add_four_bits
 from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
 from engine.ops.ops import ClampedSwiglu, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix, SigmoidRouting
@@ -32,7 +33,7 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
 
 
 def _padded_experts(num_experts: int) -> int:
-    return max(16, triton.next_power_of_2(num_experts))
+    return max(16, power_of_two(num_experts))
 
 
 @triton.jit(do_not_specialize_on_alignment=["expert_factors"])
@@ -103,7 +104,7 @@ def route(
         BY_SIGMOID=by_sigmoid,
         SCALED=factors is not None,
         PADDED_E=_padded_experts(num_experts),
-        PADDED_C=triton.next_power_of_2(num_chosen),
+        PADDED_C=power_of_two(num_chosen),
         num_warps=1,
     )
 
@@ -188,8 +189,8 @@ def route_by_sigmoid(
         NORMALISED=normalised,
         BY_SOFTMAX=rule.by_softmax,
         PADDED_E=_padded_experts(num_experts),
-        PADDED_C=triton.next_power_of_2(num_chosen),
-        PADDED_G=triton.next_power_of_2(rule.num_groups),
+        PADDED_C=power_of_two(num_chosen),
+        PADDED_G=power_of_two(rule.num_groups),
         num_warps=1,
     )
 
@@ -402,7 +403,7 @@ def grouped_linear(
     values, scales, num_scales, group = _parts(weight)
     zeros = weight.zeros if isinstance(weight, Int4Matrix) else None
     most_tiles = min(num_experts, num_pairs) + num_pairs // tile
-    _grouped_kernel[(most_tiles, triton.cdiv(num_outputs, block_n))](
+    _grouped_kernel[(most_tiles, ceil_div(num_outputs, block_n))](
         x,
         values,
         x if weights is None else weights,
@@ -432,7 +433,7 @@ def grouped_linear(
         PER_INPUT=weight.stride(2) if isinstance(weight, Tensor) else 1,
         M=tile,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, max(32 if of_four_bits else 16, triton.next_power_of_2(num_inputs))),
+        BLOCK_K=min(block_k, max(32 if of_four_bits else 16, power_of_two(num_inputs))),
         PADDED_E=_padded_experts(num_experts),
         WIDEN=widen,
         G=num_scales,
@@ -488,8 +489,8 @@ def combine(
     """Writes to out [T, W] the sum of made [P, W] over each token's pairs, with their weights [T, C], and shared [T, W], times the
     sigmoid of the last column of gates if there are any; 0 for padding. weighed: false leaves weights out."""
     num_tokens, width = out.shape
-    block = min(_COMBINE_BLOCK, triton.next_power_of_2(width))
-    _weighted_sum_kernel[(num_tokens, triton.cdiv(width, block))](
+    block = min(_COMBINE_BLOCK, power_of_two(width))
+    _weighted_sum_kernel[(num_tokens, ceil_div(width, block))](
         made,
         weights,
         kv_slots,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels import tiles
+from engine.cuda.kernels.sizes import power_of_two
 from engine.cuda.kernels.triton_decode import first_seen
 from engine.cuda.kernels.triton_fp8 import as_words, block_of, rows_factor, rows_of, scales_at
 from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, log2_factor, scores_of
@@ -21,7 +22,7 @@ from engine.cuda.kernels.triton_softmax import LOG2_E, accumulate, log2_factor, 
 
 def tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
     """Returns the number of query tokens in a tile."""
-    return tiles.extend_tile(max(16, triton.next_power_of_2(head_dim)), dtype.itemsize).tokens
+    return tiles.extend_tile(max(16, power_of_two(head_dim)), dtype.itemsize).tokens
 
 
 @triton.jit
@@ -192,7 +193,7 @@ def extend_attention(
 
     scales, table_rows, sinks, widen: see triton_decode.decode_attention."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
-    padded, stored = max(16, triton.next_power_of_2(head_dim)), kv if scales is None else as_words(kv)
+    padded, stored = max(16, power_of_two(head_dim)), kv if scales is None else as_words(kv)
     tile = tiles.extend_tile(padded, qkv.element_size(), tokens, scales is not None)
     _extend_kernel[(heads, len(tile_rows))](
         qkv,

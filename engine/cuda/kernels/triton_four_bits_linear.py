@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_four_bits import add_four_bits, four_bit_numbers
 from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
 from engine.cuda.kernels.triton_fp8_linear import TILE_ROWS, store_sums, store_tile
@@ -132,7 +133,7 @@ def few_rows_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | 
     columns are in the order of the weights' inputs."""
     (rows, inputs), outputs, block_n = x.shape, len(weight), 4
     of_nvfp4 = isinstance(weight, Nvfp4Matrix)  # more bytes at a time would take most registers
-    _four_bits_few_rows_kernel[(triton.cdiv(outputs, block_n),)](
+    _four_bits_few_rows_kernel[(ceil_div(outputs, block_n),)](
         x,
         *_tensors(weight),
         x if bias is None else bias,
@@ -146,7 +147,7 @@ def few_rows_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | 
         ZEROS=isinstance(weight, Int4Matrix) and weight.zeros is not None,
         BIAS=bias is not None,
         BLOCK_N=block_n,
-        BLOCK_B=min(triton.next_power_of_2(inputs // 2), 1024 if rows == 1 and not of_nvfp4 else 256 if rows > 2 else 512),
+        BLOCK_B=min(power_of_two(inputs // 2), 1024 if rows == 1 and not of_nvfp4 else 256 if rows > 2 else 512),
         num_warps=4,
     )
 
@@ -157,7 +158,7 @@ def tile_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None
     (rows, inputs), outputs = x.shape, len(weight)
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else 128) if few else (32 if wide_items else 64, 32 if wide_items else 64)
-    _four_bits_tile_kernel[(triton.cdiv(outputs, block_n), triton.cdiv(rows, tile))](
+    _four_bits_tile_kernel[(ceil_div(outputs, block_n), ceil_div(rows, tile))](
         x,
         *_tensors(weight),
         x if bias is None else bias,
@@ -173,7 +174,7 @@ def tile_linear(x: Tensor, weight: Int4Matrix | Nvfp4Matrix, bias: Tensor | None
         WIDEN=widen,
         BLOCK_M=tile,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, triton.next_power_of_2(inputs)),
+        BLOCK_K=min(block_k, power_of_two(inputs)),
         num_warps=4,
         num_stages=2 if wide_items else 3,
     )

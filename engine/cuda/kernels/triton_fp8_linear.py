@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as
 
 MAX_ROWS = 4
@@ -137,8 +138,8 @@ def few_rows_linear(x: Tensor, weight: Tensor, scales: Tensor, group: int, bias:
     """Writes x [M, K] @ the transposed weights, codes [N, K] times scales [N, G], plus bias [N], to out [M, N]. M is at most
     MAX_ROWS. group: the inputs that share a scale."""
     (rows, inputs), outputs = x.shape, len(weight)
-    block_n, block_k = 4, min(triton.next_power_of_2(inputs), 2048 if rows == 1 else 512 if rows > 2 else 1024)
-    _fp8_few_rows_kernel[(triton.cdiv(outputs, block_n),)](
+    block_n, block_k = 4, min(power_of_two(inputs), 2048 if rows == 1 else 512 if rows > 2 else 1024)
+    _fp8_few_rows_kernel[(ceil_div(outputs, block_n),)](
         x,
         weight,
         scales,
@@ -164,7 +165,7 @@ def tile_linear(
     (rows, inputs), outputs = x.shape, len(weight)
     wide_items, few = x.element_size() == 4, tile == TILE_ROWS[0]
     block_n, block_k = (32, 64 if wide_items else BLOCK) if few else (32 if wide_items else 64, 32 if wide_items else 64)
-    _fp8_tile_kernel[(triton.cdiv(outputs, block_n), triton.cdiv(rows, tile))](
+    _fp8_tile_kernel[(ceil_div(outputs, block_n), ceil_div(rows, tile))](
         x,
         weight,
         scales,
@@ -179,7 +180,7 @@ def tile_linear(
         WIDEN=widen,
         BLOCK_M=tile,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, max(16, triton.next_power_of_2(inputs))),
+        BLOCK_K=min(block_k, max(16, power_of_two(inputs))),
         num_warps=4,
         num_stages=2 if wide_items else 3,
     )

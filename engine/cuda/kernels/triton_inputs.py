@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div
+
 BLOCK = tl.constexpr(128)
 
 
@@ -61,7 +63,7 @@ def prepare_inputs(
     """Fills input_ids and positions [T] int32, and kv_slots [T] int64 (0 and -1 for rows of slot S). firsts, starts: [R], the
     position and the index in T of each row's first token. token_rows: [T], the row of each token."""
     num_tokens = len(token_rows)
-    _prepare_kernel[(triton.cdiv(num_tokens, BLOCK.value),)](
+    _prepare_kernel[(ceil_div(num_tokens, BLOCK.value),)](
         token_rows,
         host_ids,
         slots,
@@ -89,4 +91,4 @@ def _set_kernel(target, places, values, num_values):
 
 def set_entries(target: Tensor, places: Tensor, values: Tensor) -> None:
     """Does target.view(-1)[places] = values, all int32. If a place occurs twice, either value may be written."""
-    _set_kernel[(triton.cdiv(len(places), BLOCK.value),)](target, places, values, len(places), num_warps=4)
+    _set_kernel[(ceil_div(len(places), BLOCK.value),)](target, places, values, len(places), num_warps=4)

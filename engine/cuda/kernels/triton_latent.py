@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_four_bits import four_bit_numbers
 from engine.cuda.kernels.triton_fp8 import CODE_FACTOR, codes_as, e4m3_of, scale_of, shared_scale, size_bits
 from engine.ops.ops import Fp8Matrix, Int4Matrix, LatentHeads, Nvfp4Matrix
@@ -106,10 +107,10 @@ def rope_and_store_latents(
     N]: its last L + R columns are read. turns: [T, R] float32."""
     block_tokens, token_values = kv.shape[4:]
     num_tokens, rope_dim = turns.shape
-    padded = triton.next_power_of_2(rope_dim // 2)
-    per_program = max(1, min(triton.next_power_of_2(heads), 1024 // padded))
+    padded = power_of_two(rope_dim // 2)
+    per_program = max(1, min(power_of_two(heads), 1024 // padded))
     own = down[:, down.shape[1] - token_values :]
-    _store_latents_kernel[(num_tokens, 1 + triton.cdiv(heads, per_program))](
+    _store_latents_kernel[(num_tokens, 1 + ceil_div(heads, per_program))](
         queries,
         own,
         turns,
@@ -128,7 +129,7 @@ def rope_and_store_latents(
         BLOCK_TOKENS=block_tokens,
         HEADS=per_program,
         PAIRS=padded,
-        PADDED_L=triton.next_power_of_2(len(norm)),
+        PADDED_L=power_of_two(len(norm)),
         FP8=scales is not None,
         INTERLEAVED=interleaved,
         num_warps=4,
@@ -211,8 +212,8 @@ def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool,
     wide_items, in_four_bits = x.element_size() == 4, not isinstance(up, Fp8Matrix)
     zeros = up.zeros if isinstance(up, Int4Matrix) else None
     block_m, block_k = 16 if len(x) <= _FEW_TOKENS else 64, 32 if wide_items else 64
-    block_n = min(64, max(16, triton.next_power_of_2(outer)))
-    _by_head_kernel[(triton.cdiv(len(x), block_m), triton.cdiv(outer, block_n), heads.num_heads)](
+    block_n = min(64, max(16, power_of_two(outer)))
+    _by_head_kernel[(ceil_div(len(x), block_m), ceil_div(outer, block_n), heads.num_heads)](
         x,
         up.values if isinstance(up, Fp8Matrix) else up.packed,
         up.scales,
@@ -238,7 +239,7 @@ def product_by_head(x: Tensor, heads: LatentHeads, of_values: bool, widen: bool,
         WIDEN=widen,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=min(block_k, max(16, triton.next_power_of_2(inner))),
+        BLOCK_K=min(block_k, max(16, power_of_two(inner))),
         num_warps=8 if in_four_bits and block_m == 64 else 4,  # more threads, since weights take registers to widen
         num_stages=2,
     )

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels import triton_decode
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_decode import DecodeWork
 from engine.cuda.kernels.triton_fp8 import scale_of, widened
 from engine.cuda.kernels.triton_softmax import accumulate, log2_factor, scores_of
@@ -191,8 +192,8 @@ def decode_attention(
     num_items, wide_items = len(work.rows), queries.element_size() == 4
     partial = torch.empty(num_items, heads, rank, dtype=torch.float32, device=queries.device)
     partial_log = torch.empty(num_items, heads, dtype=torch.float32, device=queries.device)
-    tile = min(tile_heads, max(16, triton.next_power_of_2(heads)))
-    _latent_piece_kernel[(num_items, triton.cdiv(heads, tile))](
+    tile = min(tile_heads, max(16, power_of_two(heads)))
+    _latent_piece_kernel[(num_items, ceil_div(heads, tile))](
         queries,
         kv,
         kv if scales is None else scales,
@@ -240,7 +241,7 @@ def extend_attention(
     first_token on. Writes their rows of out [T', H, L]. The other arguments are those of triton_extend.extend_attention."""
     wide_items = queries.element_size() == 4
     num_queries = min(tile_tokens, 16 if wide_items else QUERIES)
-    _latent_extend_kernel[(queries.shape[1], len(tile_rows), triton.cdiv(tile_tokens, num_queries))](
+    _latent_extend_kernel[(queries.shape[1], len(tile_rows), ceil_div(tile_tokens, num_queries))](
         queries,
         kv,
         kv if scales is None else scales,
@@ -270,5 +271,5 @@ def extend_attention(
 
 def _sizes(queries: Tensor, kv: Tensor, rank: int) -> dict[str, int]:
     heads, width = queries.shape[1:]
-    padded = {"PADDED_L": max(16, triton.next_power_of_2(rank)), "PADDED_E": max(16, triton.next_power_of_2(width - rank))}
+    padded = {"PADDED_L": max(16, power_of_two(rank)), "PADDED_E": max(16, power_of_two(width - rank))}
     return {"H": heads, "L": rank, "E": width - rank, "BLOCK_TOKENS": kv.shape[4]} | padded

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
+
 MAX_ROWS = 4
 
 
@@ -61,9 +63,9 @@ def _few_rows_kernel(
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Writes x [M, K] @ weight [N, K] transposed, plus bias [N], to out [M, N]. M is at most MAX_ROWS. Sums are float32."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
-    block_k = min(triton.next_power_of_2(inputs), 2048 if rows == 1 else 512 if rows > 2 else 1024)
+    block_k = min(power_of_two(inputs), 2048 if rows == 1 else 512 if rows > 2 else 1024)
     block_n = 4
-    _few_rows_kernel[(triton.cdiv(outputs, block_n),)](
+    _few_rows_kernel[(ceil_div(outputs, block_n),)](
         x,
         weight,
         x if bias is None else bias,

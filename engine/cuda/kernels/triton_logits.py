@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
+
 SEEN = tl.constexpr(1 << 30)  # bit of a token's count: the token occurs in the prompt or the output
 BANNED = tl.constexpr(1 << 29)  # bit of a token's count: the token is ruled out, whatever its logit
 LEAST = tl.constexpr(-3.4028234663852886e38)  # the least float32
@@ -135,7 +137,7 @@ def widen(logits: Tensor, first: int, masks: Tensor, bits: Tensor, counted: Tens
     none. Sets counts [N, V] int32 to zeros for the rows that are `counted` [N] int32."""
     rows, vocab = wide.shape
     least = torch.finfo(logits.dtype).min
-    _widen_kernel[(rows, triton.cdiv(vocab, WIDEN_BLOCK))](
+    _widen_kernel[(rows, ceil_div(vocab, WIDEN_BLOCK))](
         logits, masks, bits, counted, wide, counts, least, first, vocab, BLOCK=WIDEN_BLOCK, num_warps=4
     )
 
@@ -145,7 +147,7 @@ def add_biases_and_count(
 ) -> None:
     """Adds the biases of edits [E EDIT_WORDS] to wide [N, V], and counts their tokens in counts [N, V], which are zeros before.
     longest: tokens that a sequence has at most."""
-    grid = (len(edits) // EDIT_WORDS, max(1, triton.cdiv(longest, EDIT_BLOCK)))
+    grid = (len(edits) // EDIT_WORDS, max(1, ceil_div(longest, EDIT_BLOCK)))
     _count_kernel[grid](wide, counts, edits, tokens, bias_ids, biases, banned, wide.shape[1], BLOCK=EDIT_BLOCK, num_warps=4)
 
 
@@ -154,7 +156,7 @@ def penalise_and_ban(
 ) -> None:
     """Penalises the tokens that add_biases_and_count has counted, as reference.penalise does, by penalties [E PENALTIES] float64,
     and rules out the banned ids: their logits become the least float32, unless they are not finite."""
-    grid = (len(edits) // EDIT_WORDS, max(1, triton.cdiv(longest, EDIT_BLOCK)))
+    grid = (len(edits) // EDIT_WORDS, max(1, ceil_div(longest, EDIT_BLOCK)))
     _penalise_kernel[grid](
         wide,
         counts,
@@ -220,7 +222,7 @@ def top_logprobs(logits: Tensor, first: int, rows: Tensor, chosen: Tensor, picke
     rows [M] int32: which of the N rows of logits from `first` on. chosen [N] int32: the token of each of the N. Writes picked [M]
     float32, top_ids [M, K] int32 and top [M, K] float32."""
     vocab = logits.shape[1]
-    block = min(4096, max(16, triton.next_power_of_2(vocab)))
+    block = min(4096, max(16, power_of_two(vocab)))
     _logprobs_kernel[(len(rows),)](
         logits, rows, chosen, picked, top_ids, top, first, vocab, top.shape[1], BLOCK=block, num_warps=16 if block == 4096 else 4
     )

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
 from engine.cuda.kernels.triton_fp8 import e4m3_of, scale_of, shared_scale, size_bits
 from engine.ops.ops import Rotary
 
@@ -48,7 +49,7 @@ def cos_sin(positions: Tensor, rotary: Rotary, out: Tensor) -> None:
         0.0 if heat is None else float(heat.scale),
         1.0 if heat is None else float(heat.tokens),
         P=pairs,
-        BLOCK=triton.next_power_of_2(pairs),
+        BLOCK=power_of_two(pairs),
         num_warps=1,
     )
 
@@ -199,11 +200,11 @@ def rope_and_store(
     reference.rope_and_store it leaves qkv's keys as they are."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
     pairs = turns.shape[1] // 2
-    padded = triton.next_power_of_2(pairs)
+    padded = power_of_two(pairs)
     most = 1024 if scales is None else 512  # fewer for fp8, because rounding takes registers
-    per_program = max(1, min(triton.next_power_of_2(heads + 2 * kv_heads), most // padded))
+    per_program = max(1, min(power_of_two(heads + 2 * kv_heads), most // padded))
     beyond = head_dim - 2 * pairs
-    _rope_and_store_kernel[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, per_program))](
+    _rope_and_store_kernel[(qkv.shape[0], ceil_div(heads + 2 * kv_heads, per_program))](
         qkv,
         turns,
         qkv if query_norm is None else query_norm,
@@ -224,7 +225,7 @@ def rope_and_store(
         AROUND_ONE=around_one,
         HEADS=per_program,
         PAIRS=padded,
-        REST=triton.next_power_of_2(beyond) if beyond else 0,
+        REST=power_of_two(beyond) if beyond else 0,
         FP8=scales is not None,
         INTERLEAVED=interleaved,
         TURNED=heads + kv_heads if num_turned is None else num_turned,
@@ -245,9 +246,9 @@ def rope(
 ) -> None:
     """Normalises (if a norm is given) and rotates queries [T, H D] in place. slots [T] are read, but nothing is stored."""
     head_dim, pairs = queries.shape[1] // heads, turns.shape[1] // 2
-    padded, beyond = triton.next_power_of_2(pairs), head_dim - 2 * pairs
-    per_program = max(1, min(triton.next_power_of_2(heads), 1024 // padded))
-    _rope_and_store_kernel[(len(queries), triton.cdiv(heads, per_program))](
+    padded, beyond = power_of_two(pairs), head_dim - 2 * pairs
+    per_program = max(1, min(power_of_two(heads), 1024 // padded))
+    _rope_and_store_kernel[(len(queries), ceil_div(heads, per_program))](
         queries,
         turns,
         queries if norm is None else norm,
@@ -268,7 +269,7 @@ def rope(
         AROUND_ONE=around_one,
         HEADS=per_program,
         PAIRS=padded,
-        REST=triton.next_power_of_2(beyond) if beyond else 0,
+        REST=power_of_two(beyond) if beyond else 0,
         FP8=False,
         INTERLEAVED=interleaved,
         TURNED=heads,

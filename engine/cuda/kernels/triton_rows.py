@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
+
 GATE_BLOCK = 1024
 
 
@@ -79,7 +81,7 @@ def _norm(
     centred: bool,
 ) -> None:
     rows, width = x.shape
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     _norm_kernel[(rows,)](
         x,
         x if residual is None else residual,
@@ -135,8 +137,8 @@ def gelu(x: Tensor, out: Tensor) -> None:
 
 def _activate(gate_up: Tensor, out: Tensor, gelu: bool, has_up: bool) -> None:
     rows, width = out.shape
-    block = min(GATE_BLOCK, triton.next_power_of_2(width))
-    _gate_kernel[(rows, triton.cdiv(width, block))](gate_up, out, W=width, GELU=gelu, UP=has_up, BLOCK=block, num_warps=4)
+    block = min(GATE_BLOCK, power_of_two(width))
+    _gate_kernel[(rows, ceil_div(width, block))](gate_up, out, W=width, GELU=gelu, UP=has_up, BLOCK=block, num_warps=4)
 
 
 @triton.jit
@@ -161,7 +163,5 @@ def _gather_kernel(
 def gather_rows(table: Tensor, ids: Tensor, scale: float, out: Tensor) -> None:
     """Copies the rows `ids` [T] of table [V, W], times scale, to out [T, W]. ids are below V, of any integer type."""
     rows, width = out.shape
-    block = min(2048, triton.next_power_of_2(width))
-    _gather_kernel[(rows, triton.cdiv(width, block))](
-        table, ids, out, scale, W=width, SCALED=scale != 1.0, BLOCK=block, num_warps=4
-    )
+    block = min(2048, power_of_two(width))
+    _gather_kernel[(rows, ceil_div(width, block))](table, ids, out, scale, W=width, SCALED=scale != 1.0, BLOCK=block, num_warps=4)

@@ -28,6 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div, power_of_two
+
 TILE_TOKENS = 4096
 MOST_FRONT, MOST_PIVOTS = 32, 31  # at most LANES, and one less
 # Each tile has a record of numbers and one of integers, and so has each row, behind its tiles'. A record has four parts of LANES.
@@ -419,12 +421,12 @@ def _choose_kernel(
 
 def empty_records(rows: int, vocab: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Allocates what is written down of `rows` rows between the kernels: numbers and integers [N, S + 1, RECORD]."""
-    shape = (rows, triton.cdiv(vocab, _tile_tokens(vocab)) + 1, RECORD)
+    shape = (rows, ceil_div(vocab, _tile_tokens(vocab)) + 1, RECORD)
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
 
 
 def _tile_tokens(vocab: int) -> int:
-    return min(TILE_TOKENS, max(16, triton.next_power_of_2(vocab)))
+    return min(TILE_TOKENS, max(16, power_of_two(vocab)))
 
 
 def sample(
@@ -444,7 +446,7 @@ def sample(
     largest logit. is_cut: False promises that no row has a top_k, top_p or min_p, and spares two launches."""
     rows, vocab = logits.shape
     tile = _tile_tokens(vocab)
-    num_tiles = triton.cdiv(vocab, tile)
+    num_tiles = ceil_div(vocab, tile)
     stripe, per_tile = max(1, tile // LANES), min(tile, LANES)
     settings, found = (temperature, top_p, top_k, min_p, key0, key1), empty_records(rows, vocab, logits.device)
     warps = 16 if tile == 4096 else 4

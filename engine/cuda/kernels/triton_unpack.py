@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.kernels.sizes import ceil_div
 from loader import frame as layout
 
 ROWS = tl.constexpr(layout.GROUP_VALUES // 8)
@@ -72,7 +73,7 @@ def unpack(data: Tensor, begins: Tensor, frame_values: int, out: Tensor, refused
     begins: [F] int64, where each frame begins, aligned to 64 bytes. The host must have checked their heads and checksums. All
     frames but the last hold frame_values values. refused: [1] int32, set to number + f if the codes of frame f ask for other
     escapes than it has."""
-    groups = triton.cdiv(min(frame_values, out.numel()), layout.GROUP_VALUES)
+    groups = ceil_div(min(frame_values, out.numel()), layout.GROUP_VALUES)
     bits = out.view(-1).view(dtype=torch.int16)
     _unpack_kernel[(groups, len(begins))](
         data, data.view(dtype=torch.int32), begins, bits, refused, out.numel(), number, FRAME_VALUES=frame_values, num_warps=4
