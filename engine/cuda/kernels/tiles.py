@@ -1,5 +1,5 @@
 """Sizes of the attention kernels' tiles: for GPUs that were measured, by their compute capability, what was the fastest there
-(`python -m benchmarks.gpu_tiles`); for all others what fits into any GPU's shared memory."""
+(`python -m benchmarks.gpu_tiles`); for all others what fits into their shared memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Tile(NamedTuple):
 
 
 HOPPER = 90
+# Capabilities of GPUs whose programs may take 163 KiB of shared memory and more; all others have 99 KiB.
+MUCH_SHARED_MEMORY = (80, HOPPER, 100, 103)
 # By capability, head size padded to a power of two, and whether KV is fp8. All are of numbers of two bytes.
 EXTEND = {
     (HOPPER, 128, False): Tile(128, 128, 8, 2),
@@ -49,11 +51,15 @@ def extend_tile(padded_dim: int, item_bytes: int, tokens: int = 0, fp8: bool = F
     best = EXTEND.get((capability(), padded_dim, fp8)) if item_bytes == 2 else None
     if best is not None and tokens in (0, best.tokens):
         return best
-    wide = item_bytes == 4
-    own = tokens or (32 if wide else 128 if padded_dim <= 128 else 64)
+    wide, has_much = item_bytes == 4, capability() in MUCH_SHARED_MEMORY
     if padded_dim > 256:
-        return Tile(own, 16 if wide else 32, 8, 1 if wide else 2)
-    return Tile(own, 32, 8, 2) if wide else Tile(own, 64, 8 if own == 128 else 4, 3)
+        own = tokens or (64 if has_much and not wide else 32)
+        return Tile(own, 16 if wide or not has_much else 32, 8, 1 if wide else 2)
+    own = tokens or (32 if wide else 128 if padded_dim <= 128 else 64)
+    is_tight = padded_dim == 256 and not has_much
+    if wide:
+        return Tile(own, 16 if is_tight else 32, 8, 2)
+    return Tile(own, 32, 8, 2) if is_tight else Tile(own, 64, 8 if own == 128 else 4, 3)
 
 
 def decode_tile(padded_dim: int, item_bytes: int, fp8: bool = False) -> Tile:

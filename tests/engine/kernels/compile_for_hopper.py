@@ -140,6 +140,7 @@ def compile_instead_of_running(capability: int, listed: bool) -> None:
             line = {
                 "kernel": self.fn.__name__,
                 "head_dim": options.get("D", 0),
+                "item_bytes": args[0].element_size() if isinstance(args[0], torch.Tensor) else 0,
                 "fp8": bool(options.get("FP8")),
                 "mxfp4": bool(options.get("FOUR_BITS")) and not options.get("INT4") and not options["E4M3"],
                 "int4": bool(options.get("INT4")),
@@ -195,15 +196,15 @@ def launch_latents(heads: int, kv_dtype: str, table: torch.Tensor, ints: torch.T
         triton_latent.product_by_head(own[..., :RANK], of_heads, True, False, values)
 
 
-def launch_wide_heads(table: torch.Tensor, ints: torch.Tensor, longs: torch.Tensor) -> None:
-    """Launches the kernels of attention with Gemma 4's widest heads: 32 of queries and 4 of keys and values, of 512 numbers."""
-    heads, dtype, kv, work = 32, torch.bfloat16, kept_as("bfloat16", (2, 4, WIDE_DIM)), entry.split_contexts(ints, 0, 132)
-    qkv, out = torch.zeros(ROWS, (heads + 2 * 4) * WIDE_DIM, dtype=dtype), torch.zeros(ROWS, heads * WIDE_DIM, dtype=dtype)
-    turns, norm = torch.zeros(ROWS, WIDE_DIM), qkv[0, :WIDE_DIM]
+def launch_wide_heads(dim: int, dtype: torch.dtype, table: torch.Tensor, ints: torch.Tensor, longs: torch.Tensor) -> None:
+    """Launches the kernels of attention with heads of `dim` numbers, as Gemma's are: 32 of queries and 4 of keys and values."""
+    heads, kv, work = 32, kept_as(str(dtype).removeprefix("torch."), (2, 4, dim)), entry.split_contexts(ints, 0, 132)
+    qkv, out = torch.zeros(ROWS, (heads + 2 * 4) * dim, dtype=dtype), torch.zeros(ROWS, heads * dim, dtype=dtype)
+    turns, norm = torch.zeros(ROWS, dim), qkv[0, :dim]
     triton_rope.rope_and_store(qkv, turns, norm, norm, False, 1e-6, *kv, 3, heads, longs, value_norm=norm)
     triton_rope.rope(out, turns, norm, False, 1e-6, heads, longs, False)
     triton_decode.decode_attention(qkv, *kv, 3, heads, table, ints, work, 1.0, 0.0, None, False, out)
-    columns = (table, ints, ints, ints, triton_extend.tile_tokens(WIDE_DIM, dtype), ints, ints, ints)
+    columns = (table, ints, ints, ints, triton_extend.tile_tokens(dim, dtype), ints, ints, ints)
     triton_extend.extend_attention(qkv, *kv, 3, heads, *columns, 0, 1.0, 0.0, None, False, out)
 
 
@@ -255,7 +256,8 @@ def main(capability: int, listed: bool) -> None:
         triton_rope.rope_and_store(qkv, turns, None, None, False, 1e-6, *kv, 3, HEADS, longs, True)
         for heads in LATENT_HEADS:
             launch_latents(heads, KV_FP8 if kv[1] is not None else "bfloat16", table, ints, longs)
-    launch_wide_heads(table, ints, longs)
+    for wide in tried((256, torch.float32), (WIDE_DIM, torch.float32), (256, dtype), (WIDE_DIM, dtype)):
+        launch_wide_heads(*wide, table, ints, longs)
     launch_delta(table, ints)
     launch_adapters(out[:, :WIDTH], ints, longs)
     x = torch.zeros(ROWS, WIDTH, dtype=dtype)

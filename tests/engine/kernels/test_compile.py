@@ -35,6 +35,9 @@ def test_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(tmp_pat
     store = {"_rope_and_store_kernel", "_store_latents_kernel"}
     assert {line["kernel"] for line in lines if line["fp8"]} == {"_piece_kernel", "_extend_kernel"} | store | latents
     for line in lines:
+        assert line["shared_bytes"] <= 227 << 10  # the most a thread block may have
+        if line["item_bytes"] == 4 and line["kernel"] in ("_piece_kernel", "_extend_kernel"):
+            continue  # wide heads in float32 are multiplied without tensor cores, and may spill
         # fp8 latents are widened beside accumulators of 512 numbers, fp8 keys beside scores of 128 queries: some registers are kept
         # on the stack
         spilled = 64 if line["fp8"] and line["kernel"] in latents | {"_extend_kernel"} else 0
@@ -42,7 +45,6 @@ def test_kernels_compile_for_hopper_with_tensor_cores_and_without_spills(tmp_pat
             spilled = 224
         # angles of any size are reduced on the stack
         assert line["stack_bytes"] <= spilled or line["kernel"] == "_cos_sin_kernel", line
-        assert line["shared_bytes"] <= 227 << 10  # the most a thread block may have
         if line["kernel"] == "_piece_kernel":
             assert line["mma"] > 0
             assert line["async_copies_of_16_bytes"] > 0
