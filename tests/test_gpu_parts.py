@@ -78,7 +78,7 @@ def test_half_a_checkpoint_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_room_is_made_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what this part does not need."""
+    """A part that finds too little room deletes what it does not need itself."""
     for name in ("8b-0", "1b-0", "part-before", "part-own", "making-killed"):
         (tmp_path / name).mkdir()
     free = iter([100 << 30, 51 << 30, 60 << 30])

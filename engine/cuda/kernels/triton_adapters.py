@@ -21,7 +21,7 @@ from engine.ops.ops import AdaptedProduct, BatchAdapters
 
 # tokens of a tile: of a step that decodes, of one with pieces of prompts, and of one with more than _FEW_TOKENS tokens
 TILE_TOKENS = (1, 32, 64)
-_EXPAND_TOKENS = (1, 16, 16)  # of `expand`; what is there to be added to is most of what it reads, and larger tiles wait longer
+_EXPAND_TOKENS = (1, 16, 16)  # the same for `expand`, which mostly reads and writes outputs, in small tiles at the highest rate
 _FEW_TOKENS = 512
 MAX_PARTS = 4
 RANK_BOUNDS = (16, 32, 64, 128, 256)
@@ -186,8 +186,8 @@ def add_adapters(
         raise ValueError(f"product {product.number} has {len(product.parts)} parts; adapters change products of up to {MAX_PARTS}")
     (num_tokens, inputs), parts, size = x.shape, len(product.parts), TILE_TOKENS.index(tile)
     tiles = ceil_div(num_tokens, tile)
-    # interpreted, small blocks take long, as do splits that there are not
     block_r = 16 if tile == 1 or bound == RANK_BOUNDS[0] else 32
+    # interpreted, small blocks take long
     block_k = 256 if tile == 1 else 32 if x.element_size() == 4 and not widen else 128
     blocks = ceil_div(inputs, block_k)
     of_split = ceil_div(blocks, max(1, min(_MAX_SPLITS[size], blocks, inputs // _SPLIT_INPUTS[size])))

@@ -54,7 +54,7 @@ def finite_scale_of(exponents):
 def e4m3_of(x):
     """Converts float32 to codes (uint8), rounded to nearest, ties to even. Magnitudes above 464, infinities and NaN become NaN."""
     bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
+    size = size_bits(x)
     # from 2**-6 on: the exponent's bias changes from 127 to 7, the mantissa from 23 bits to 3
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
     # below 2**-6: multiples of 2**-9, which is the last bit of a float32 near 2**14 = 16384
@@ -82,10 +82,9 @@ def scales_at(scales, block, position, there, keys_at, values_at, block_stride, 
 
 
 def as_words(kv: torch.Tensor) -> torch.Tensor:
-    """Returns codes [blocks, ..., D] as int32 [blocks, ..., D / 4], of four codes each, where sizes and strides allow it; else the
-    codes themselves. Single bytes would be copied to shared memory and read from there one by one."""
-    fits = kv.shape[-1] % 4 == 0 and all(stride % 4 == 0 for stride in kv.stride()[:-1]) and kv.storage_offset() % 4 == 0
-    return kv.view(torch.int32) if fits else kv
+    """Returns codes [blocks, ..., D], contiguous within a block, as int32 [blocks, ..., D / 4], of four codes each, where D and the
+    blocks allow it; else the codes themselves. Single bytes would be copied to shared memory and read from there one by one."""
+    return kv.view(torch.int32) if kv.shape[-1] % 4 == 0 and kv.stride(0) % 4 == 0 else kv
 
 
 @triton.jit
@@ -99,14 +98,13 @@ def rows_of(codes, exponents, dtype: tl.constexpr):
     """Returns the keys or values [N, D] of codes, uint8 [N, D] or int32 [N, D / 4] of four each, and of their scales [N], divided
     by rows_factor(dtype). This is exact for scales up to 2**_MOST_SCALE; with larger ones no number of the head is finite."""
     if dtype == tl.bfloat16 and codes.dtype == tl.int32:
-        rows = moved_codes(codes)
-        scale = finite_scale_of(exponents) * _ROWS_FACTOR  # MOVED_FACTOR, over rows_factor
-    elif codes.dtype == tl.int32:
-        rows = _in_order(_nth(codes, 0, dtype), _nth(codes, 1, dtype), _nth(codes, 2, dtype), _nth(codes, 3, dtype))
-        scale = scale_of(exponents) / rows_factor(dtype)
+        rows, scale = moved_codes(codes), finite_scale_of(exponents) * (MOVED_FACTOR / _ROWS_FACTOR)
     else:
-        rows = widened(codes, dtype)
         scale = scale_of(exponents) / rows_factor(dtype)
+        if codes.dtype == tl.int32:
+            rows = _in_order(_nth(codes, 0, dtype), _nth(codes, 1, dtype), _nth(codes, 2, dtype), _nth(codes, 3, dtype))
+        else:
+            rows = widened(codes, dtype)
     return rows * scale.to(dtype)[:, None]
 
 

@@ -43,8 +43,8 @@ def _read(
         latent = tl.load(cell + number[None, :], mask=there[:, None] & (number < L)[None, :], other=0)
         key = tl.load(cell + L + dim[None, :], mask=there[:, None] & (dim < E)[None, :], other=0)
         if FP8:
-            widener = scale_of(tl.load(scales + block * block_stride + slot, mask=there, other=0)).to(latents.dtype)[:, None]
-            latent, key = widened(latent, latents.dtype) * widener, widened(key, latents.dtype) * widener
+            by_row = scale_of(tl.load(scales + block * block_stride + slot, mask=there, other=0)).to(latents.dtype)[:, None]
+            latent, key = widened(latent, latents.dtype) * by_row, widened(key, latents.dtype) * by_row
         scores = scores_of(latents, latent, scale, 0.0, False, WIDEN) + scores_of(turned, key, scale, 0.0, False, WIDEN)
         if MASKED:
             scores = tl.where(there[None, :] & (position[None, :] <= own[:, None]), scores, float("-inf"))
