@@ -186,7 +186,7 @@ def _decode_batch(num_rows: int, context: int, kv_heads: int, head_dim: int, dty
     contexts = np.full(num_rows, context, np.int32)
     flat = kv.view(-1).view(torch.uint16).numpy() if dtype is torch.bfloat16 else kv.view(-1).numpy()
     group = GroupBatch(kv, flat, 0, table_of, rows.astype(np.int64), torch.zeros(num_rows, head_dim))
-    places = [(0, layer) for layer in range(layers)]
+    places = {layer: (0, layer) for layer in range(layers)}
     ids = torch.zeros(num_rows, dtype=torch.int64)
     attended = np.array([num_rows * context])
     return HostBatch(ids, num_rows, [group], places, rows, rows * 0 + 1, contexts, rows, rows, contexts, False, attended)
@@ -226,7 +226,7 @@ def prefill(limit: dict[str, float], dtypes: tuple[torch.dtype, ...]) -> Iterato
                 ids = torch.zeros(num_tokens, dtype=torch.int64)
                 starts = np.zeros(1, np.int32)
                 shape = (starts, num_new, contexts, none, none, none)
-                batch = HostBatch(ids, num_tokens, decode.groups, [(0, 0)], *shape, True, np.array([num_tokens * context]))
+                batch = HostBatch(ids, num_tokens, decode.groups, {0: (0, 0)}, *shape, True, np.array([num_tokens * context]))
                 qkv = _random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
                 call = partial(ops.attention, qkv, 0, heads, head_dim**-0.5, 0.0, batch)
                 ours_s = seconds([call])

@@ -515,6 +515,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "replicas": replicas.check,
     "tensor": _between(1, parallel.MOST_RANKS),
     "expert": _between(1, parallel.MOST_RANKS),
+    "pipeline": _between(1, parallel.MOST_RANKS),
     "temperature": _between(0, 2),
     "top_p": _between(0, 1),
     "top_k": _between(0),

@@ -17,7 +17,7 @@ SPECULATORS = ("auto", "none", "prompt-lookup")  # what may draft tokens for a s
 def num_ranks(settings: ModelConfig) -> int:
     """Returns over how many devices the settings split the model; 1: it is whole, or "auto", for which `split_over` makes settings
     with a number."""
-    return how.tensor * how.expert if isinstance(how := settings.parallel, ParallelConfig) else 1
+    return how.num_devices if isinstance(how := settings.parallel, ParallelConfig) else 1
 
 
 def fit_for_shares(settings: ModelConfig, devices: Sequence[str]) -> list[str]:
@@ -25,10 +25,10 @@ def fit_for_shares(settings: ModelConfig, devices: Sequence[str]) -> list[str]:
     return [name for name in settings.devices or devices if name.partition(":")[0] in KINDS]
 
 
-def split_over(settings: ModelConfig, devices: Sequence[str], tensor: int, expert: int = 1) -> ModelConfig:
-    """Returns the settings with these numbers in place of "auto". Devices that models are not split over are left out of them."""
+def split_over(settings: ModelConfig, devices: Sequence[str], how: ParallelConfig) -> ModelConfig:
+    """Returns the settings with a division in place of "auto". Devices that models are not split over are left out of them."""
     named = fit_for_shares(settings, devices) if settings.devices else []
-    return replace(settings, parallel=ParallelConfig(tensor, expert), devices=named)
+    return replace(settings, parallel=how, devices=named)
 
 
 def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
@@ -56,5 +56,10 @@ def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
 def _asked(settings: ModelConfig) -> str:
     """Returns what the table says, as it says it."""
     assert isinstance(settings.parallel, ParallelConfig)
-    kinds = (("tensor", settings.parallel.tensor), ("expert", settings.parallel.expert))
+    return told(settings.parallel)
+
+
+def told(how: ParallelConfig) -> str:
+    """Returns the keys of a table that divide a model, with their values."""
+    kinds = (("tensor", how.tensor), ("expert", how.expert), ("pipeline", how.pipeline))
     return ", ".join(f"{name} = {number}" for name, number in kinds if number > 1)

@@ -56,11 +56,17 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a model is split over devices, from the key `parallel` of its table.
 
-    tensor: among how many devices each matrix of a layer is divided. expert: into how many parts the experts of a layer are
-    divided, whole ones; all other matrices are divided among all tensor * expert devices. 1 and 1: the model is whole."""
+    pipeline: into how many stages the layers are divided; each stage has tensor * expert devices. tensor: among how many
+    devices each matrix of a layer is divided. expert: into how many parts the experts of a layer are divided, whole ones; all
+    other matrices are divided among all devices of the stage. All 1: the model is whole."""
 
     tensor: int = 1
     expert: int = 1
+    pipeline: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.expert * self.pipeline
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,8 +115,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ParallelConfig | Literal["auto"] | None,
         key(
             "{ tensor = 2 }: the model is split over two devices, each of which holds a share of every layer and computes it for "
-            "each token; { expert = 2 }: each of them has half of the experts of a layer, in place of half of each; both: over as "
-            "many devices as their product. cpu devices, decoders; not with isolate, kv_cache_dtype or a speculator that predicts. "
+            "each token; { expert = 2 }: each of them has half of the experts of a layer, in place of half of each; "
+            "{ pipeline = 2 }: each of them has half of the layers, and steps of different requests are in both at the same time; "
+            "several of these: over as many devices as their product. cpu devices, decoders; not with isolate, kv_cache_dtype or a "
+            "speculator that predicts. "
             '"auto": it is whole where a device holds it, with one request of max_model_len, else split over the fewest devices '
             "that do (docs/operations.md)"
         ),

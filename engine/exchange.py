@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from engine.host.rank_memory import LINE_BYTES, rank_memory_bytes
+from engine.host.stage_memory import stage_memory_bytes
+from loader.model_shape import Division
 
 QUEUE_ENTRIES = 1024
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
@@ -89,25 +91,39 @@ TABLE_COLUMNS = {
 }
 
 
+class GroupForm(NamedTuple):
+    """What the engines of a group need to know of their model besides its LoadModel. num_kv_groups, handed_bytes: as in
+    RegionSizes."""
+
+    division: Division
+    num_kv_groups: int = 1
+    handed_bytes: int = 0
+
+
 class RegionSizes(NamedTuple):
     """What the size of a group's region follows from. num_ranks: its devices. max_sequences, max_model_len: of its model, as
-    LoadModel has them. block_tokens: as Configure has it. num_kv_groups: KV groups of the model (loader/kv_layout.py)."""
+    LoadModel has them. block_tokens: as Configure has it. num_kv_groups: KV groups of the model (loader/kv_layout.py). num_stages:
+    into how many stages its layers are divided. handed_bytes: of the states that a step passes from stage to stage
+    (engine/host/stage_memory.py)."""
 
     num_ranks: int
     max_sequences: int
     max_model_len: int
     block_tokens: int
     num_kv_groups: int = 1
+    num_stages: int = 1
+    handed_bytes: int = 0
 
 
 def region_layout(sizes: RegionSizes) -> tuple[dict[str, Part], int]:
     """Returns where each array of a region begins, and the bytes of the region."""
-    rows, blocks = sizes.max_sequences, -(-sizes.max_model_len // sizes.block_tokens)
+    rows, blocks, num_stages = sizes.max_sequences, -(-sizes.max_model_len // sizes.block_tokens), sizes.num_stages
+    stage_size = sizes.num_ranks // num_stages
     arrays: list[tuple[str, str, tuple[int, ...]]] = [
         ("broken", "q", (1,)),  # comes first: break_group writes it
-        ("plan", "q", (8,)),
-        *((name, "i", (rows,)) for name in ("plan_slots", "plan_num_computed", "plan_num_new")),
-        ("plan_samples", "?", (rows,)),
+        ("plans", "q", (num_stages, 8)),  # of as many steps as are under way at a time
+        *((name, "i", (num_stages, rows)) for name in ("plan_slots", "plan_num_computed", "plan_num_new")),
+        ("plan_samples", "?", (num_stages, rows)),
         *((name, code, (rows,)) for name, code in TABLE_COLUMNS.items()),
         ("block_tables", "i", (sizes.num_kv_groups, rows, blocks)),
         ("tokens", "i", (rows, sizes.max_model_len)),
@@ -116,8 +132,11 @@ def region_layout(sizes: RegionSizes) -> tuple[dict[str, Part], int]:
     for name, code, shape in arrays:
         parts[name] = Part(end, code, shape)
         end = -(-(end + math.prod(shape) * _ITEM_BYTES[code]) // LINE_BYTES) * LINE_BYTES
-    parts["ranks"] = Part(_pages(end), "B", (rank_memory_bytes(sizes.num_ranks),))
-    return parts, _pages(_pages(end) + rank_memory_bytes(sizes.num_ranks))
+    of_ranks, of_stages = rank_memory_bytes(stage_size), stage_memory_bytes(stage_size, num_stages, sizes.handed_bytes)
+    begin = _pages(end)
+    parts["ranks"] = Part(begin, "B", (num_stages, of_ranks))
+    parts["stages"] = Part(begin + num_stages * of_ranks, "B", (stage_size, of_stages // stage_size))
+    return parts, _pages(begin + num_stages * of_ranks + of_stages)
 
 
 def region_bytes(sizes: RegionSizes) -> int:
@@ -200,14 +219,21 @@ class Exchange:
 
     def take(self, number: int) -> int | None:
         """Returns the region of the next entry in an engine's queue, and removes the entry; None if there is none."""
+        region = self.next(number)
+        if region is not None:
+            self._words[self._queue(number) + _TAKEN] += 1
+        return region
+
+    def next(self, number: int) -> int | None:
+        """Returns the region of the next entry in an engine's queue, which stays there; None if there is none."""
         words, queue = self._words, self._queue(number)
         tail_at = queue + _TAKEN
         while (tail := words[tail_at]) < words[queue]:
             self._order()
             region = words[self._entry(number, tail)]
-            words[tail_at] = tail + 1
             if region != NOTHING:
                 return region
+            words[tail_at] = tail + 1
         return None
 
     def has_entries(self, number: int) -> bool:

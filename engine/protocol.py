@@ -88,13 +88,16 @@ MTP, EAGLE3 = "mtp", "eagle3"
 class Group(msgspec.Struct, frozen=True, array_like=True):
     """One device's share of a model that is split over several. rank: of this device among them; rank 0 decides what each step
     computes. members: the engines' numbers in the exchange memory, by rank. region_offset, region_bytes: the part of that memory
-    which is the group's own until all its members have answered EvictModel. expert_parts: as in loader.model_shape.Division."""
+    which is the group's own until all its members have answered EvictModel. expert_parts, num_stages: as in
+    loader.model_shape.Division. handed_bytes: as in engine.exchange.RegionSizes."""
 
     rank: int
     members: list[int]
     region_offset: int
     region_bytes: int
     expert_parts: int = 1
+    num_stages: int = 1
+    handed_bytes: int = 0
 
 
 class LoadModel(Message, frozen=True):

@@ -30,16 +30,17 @@ from loader.work_space import work_space_bytes
 
 @dataclass(slots=True, frozen=True)
 class Devices:
-    """Equal devices. kind: cuda or cpu. budget_bytes: what models may use of each. expert_parts: as in Division."""
+    """Equal devices. kind: cuda or cpu. budget_bytes: what models may use of each. expert_parts, num_stages: as in Division."""
 
     kind: str
     num_devices: int
     budget_bytes: int
     expert_parts: int = 1
+    num_stages: int = 1
 
     @property
     def division(self) -> Division:
-        return Division(self.num_devices, self.expert_parts)
+        return Division(self.num_devices, self.expert_parts, self.num_stages)
 
 
 @dataclass(slots=True, frozen=True)

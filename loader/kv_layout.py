@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loader.dtypes import ITEM_BYTES
@@ -12,12 +13,15 @@ MIN_MODEL_LEN = 2048
 # A prompt leaves a state behind where it has passed a multiple of so many tokens. One of Qwen3-Next 80B takes as much memory as the
 # keys and values of 3,072 of its tokens.
 SNAPSHOT_TOKENS = 1024
+NO_LAYER = -1  # in KVGroupSpec.layers
 _FEW_STATES = 8  # that one sequence holds, with up to 4,096 tokens in a step
 
 
 @dataclass(slots=True, frozen=True)
 class KVGroupSpec:
-    """The layers that share block tables (docs/design/memory.md). block_bytes: the size of one block, for all these layers.
+    """The layers that share block tables (docs/design/memory.md). block_bytes: the size of one block, for all these layers. A
+    stage of a pipeline has places for as many layers as the stage that has most of the group, so that the blocks of all stages have
+    one size; a place without a layer is NO_LAYER.
 
     In a `window` group a query at position p attends to positions [p - window_tokens + 1, p], in a `chunked` group to those of p's
     own chunk of window_tokens, from p // window_tokens * window_tokens to p. In a `full` group it attends to [0, p], and
@@ -66,12 +70,14 @@ def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
 
 def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
     """Returns the bytes of one token's keys and values in all layers that keep them; 0 for an encoder."""
-    return 0 if shape.is_encoder else sum(_layer_bytes(shape, layer, kv_dtype) for layer in shape.attention_layers)
+    return 0 if shape.is_encoder else sum(_layer_bytes(shape, layer, kv_dtype) for layer in _counted_layers(shape))
 
 
 def state_bytes(shape: ModelShape) -> int:
     """Returns the bytes of one state of a sequence, which is float32, in all layers of the delta rule; 0 without such layers."""
-    return 0 if shape.delta is None else len(shape.delta.layers) * shape.delta.state_values * ITEM_BYTES["float32"]
+    if shape.delta is None:
+        return 0
+    return len(_places(shape, sorted(shape.delta.layers))) * shape.delta.state_values * ITEM_BYTES["float32"]
 
 
 def is_bounded(shape: ModelShape) -> bool:
@@ -82,6 +88,31 @@ def is_bounded(shape: ModelShape) -> bool:
 def has_several_groups(shape: ModelShape) -> bool:
     """Returns whether some layers have KV groups of their own, which take chunks of their own."""
     return is_bounded(shape) or shape.eagle is not None
+
+
+def _windows(shape: ModelShape) -> tuple[int, ...]:
+    """Returns the windows of all layers, and of a predictor behind them, which has none."""
+    return (*(shape.layer_windows or (0,) * shape.num_layers), 0)
+
+
+def _counted_layers(shape: ModelShape) -> list[int]:
+    """Returns layers that keep as much of a token as a device has places for: all that keep any. Of a stage of a pipeline they are
+    as many of each length of window as it has places for, whichever stage they are of."""
+    windows, counted = _windows(shape), list[int]()
+    for window in sorted(set(windows)):
+        layers = [layer for layer in shape.attention_layers if windows[layer] == window]
+        counted += layers[: len(_places(shape, layers))]
+    return counted
+
+
+def _places(shape: ModelShape, layers: Sequence[int]) -> tuple[int, ...]:
+    """Returns the layers of a group as a device has places for them: all of them, or those of its stage and then NO_LAYER."""
+    share = shape.split
+    if share is None or not share.stage_ends:
+        return tuple(layers)
+    most = max(sum(layer in share.layers_of(stage) for layer in layers) for stage in range(share.num_stages))
+    own = tuple(layer for layer in layers if layer in shape.own_layers)
+    return own + (NO_LAYER,) * (most - len(own))
 
 
 def _layer_bytes(shape: ModelShape, layer: int, kv_dtype: str) -> int:
@@ -98,8 +129,7 @@ def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
 def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
     """Returns the model's KV groups, one for each length of window: layers with full attention first, then the others by length;
     then those that keep a state."""
-    windows = (*(shape.layer_windows or (0,) * shape.num_layers), 0)  # the last one is a predictor's
-    with_keys = shape.attention_layers
+    windows, with_keys = _windows(shape), shape.attention_layers
     groups = []
     own_layers = with_keys if shape.eagle is None else with_keys[:-1]
     for window in sorted({windows[layer] for layer in own_layers}):
@@ -107,10 +137,10 @@ def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGr
         kind = "full" if shape.latent is None else "latent"
         if window:
             kind = "chunked" if shape.chunked_windows else "window"
-        layer_bytes = _layer_bytes(shape, layers[0], kv_dtype)
-        groups.append(KVGroupSpec(kind, block_tokens, layer_bytes * block_tokens * len(layers), layers, window))
+        places, layer_bytes = _places(shape, layers), _layer_bytes(shape, layers[0], kv_dtype)
+        groups.append(KVGroupSpec(kind, block_tokens, layer_bytes * block_tokens * len(places), places, window))
     if shape.delta is not None and shape.delta.layers:
-        layers = tuple(sorted(shape.delta.layers))
+        layers = _places(shape, sorted(shape.delta.layers))
         groups.append(KVGroupSpec("state", block_tokens, state_bytes(shape), layers, block_tokens + 1, SNAPSHOT_TOKENS))
     if shape.eagle is not None:  # its keys are turned by angles of its own
         layer = shape.num_layers
@@ -145,7 +175,7 @@ def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes:
     those."""
     if shape.is_encoder:
         return shape.max_position_embeddings
-    windows = {layer: shape.layer_windows[layer] for layer in shape.attention_layers if any(shape.layer_windows)}
+    windows = {layer: shape.layer_windows[layer] for layer in _counted_layers(shape) if any(shape.layer_windows)}
     share_bytes = max(0, device_budget_bytes // 4 - _FEW_STATES * state_bytes(shape))
     in_windows = sum(window * _layer_bytes(shape, layer, kv_dtype) for layer, window in windows.items())
     fits = share_bytes // kv_bytes_per_token(shape, kv_dtype)  # shorter than every window

@@ -35,7 +35,7 @@ from loader.formats.weight_format import (
 )
 from loader.model_shape import Division, ModelShape
 from loader.safetensors import TensorRef
-from loader.slices import block_offsets_of_share, format_of, share_of, split, whole
+from loader.slices import block_offsets_of_share, format_of, groups_of_share, split, whole
 
 # To be raised with any change of the bytes that a load writes to a slot, such as another rounding of int8. Changed slots need none.
 CONTENT_VERSION = 1
@@ -139,8 +139,7 @@ def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
 def _groups(shape: ModelShape) -> list[tuple[int, TensorGroup]]:
     """Returns the groups, each with its index, which of a share is that in the whole model."""
     if (share := shape.split) is not None:
-        groups = architecture_of(shape).tensor_groups(whole(shape))
-        return [(at, own) for at, group in enumerate(groups) for own in share_of([group], share)]
+        return groups_of_share(whole(shape), share)
     groups = architecture_of(shape).tensor_groups(shape)
     return list(enumerate(groups if shape.eagle is None else groups + eagle.eagle_groups(shape.eagle, shape.num_layers)))
 
@@ -166,6 +165,11 @@ def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int,
 
 def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> list[WeightSlot]:
     """Returns the slots of all parameters in the weight range. Each group of tensors is laid out by its format."""
+    return _laid_out(shape, dtype, weight_format)[0]
+
+
+def _laid_out(shape: ModelShape, dtype: str, weight_format: WeightFormat) -> tuple[list[WeightSlot], int]:
+    """Returns the slots of all parameters, and where the last group ends."""
     groups = _groups(shape)
     block_offsets = shape.block_offsets if dtype == shape.dtype else ()
     slots: list[WeightSlot] = []
@@ -177,7 +181,7 @@ def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
         held_in = format_of(shape, at, group, weight_format)
         placed, offset = held_in.place(group, Space(offset, ITEM_BYTES[dtype], block_offset, stage, shape.dtype))
         slots += placed
-    return slots
+    return slots, offset
 
 
 @lru_cache(maxsize=4096)
@@ -193,13 +197,12 @@ def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
     """Returns how many bytes the engine maps for weights that are held as `dtype` in a format: the length of the layout, or of
     the layout without block offsets if that is longer."""
     layouts = {replace(shape, block_offsets=()), shape}
-    ends = (weight_layout(one, dtype, weight_format)[-1] for one in layouts)  # a norm or the head: plain in every format
-    return max(aligned(last.offset_bytes + last.num_bytes) for last in ends)
+    return max(aligned(_laid_out(one, dtype, weight_format)[1]) for one in layouts)
 
 
 def share_weights_bytes(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat = PLAIN) -> int:
     """Returns how many bytes each device of a division maps for its share of a model's weights: those of the largest share. Raises
     UnsupportedModel."""
-    # the first has all that others have; these may be longer only where they lie otherwise in the blocks of the files
-    ranks = range(division.size if shape.block_offsets else 1)
+    # the first of a stage has all that others have; these may be longer only where they lie otherwise in the blocks of the files
+    ranks = range(0, division.size, 1 if shape.block_offsets else division.stage_size)
     return max(weights_bytes(split(shape, rank, division), dtype, weight_format) for rank in ranks)

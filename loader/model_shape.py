@@ -160,16 +160,34 @@ class EagleShape:
 
 
 class Division(NamedTuple):
-    """How a model is divided among devices. size: how many devices there are. expert_parts: into how many parts the experts of a
-    layer are divided, whole ones; each expert of a part is divided among the size / expert_parts devices that hold the part."""
+    """How a model is divided among devices. size: how many devices there are. num_stages: into how many stages its layers are
+    divided, of consecutive ones; each stage has as many devices. expert_parts: into how many parts the experts of a layer are
+    divided, whole ones; each expert of a part is divided among the devices of the stage that hold the part."""
 
     size: int
     expert_parts: int = 1
+    num_stages: int = 1
+
+    @property
+    def stage_size(self) -> int:
+        """How many devices each stage has."""
+        return self.size // self.num_stages
 
     @property
     def inner_parts(self) -> int:
         """Into how many parts each expert is divided."""
-        return self.size // self.expert_parts
+        return self.stage_size // self.expert_parts
+
+    def stage_of(self, rank: int) -> int:
+        """Returns the stage of a device; that of rank 0, which samples, is the last one."""
+        return self.num_stages - 1 - rank // self.stage_size
+
+
+class DeviceShare(NamedTuple):
+    """What one device holds of a model that is divided: the share of number `rank`."""
+
+    rank: int
+    division: Division
 
 
 @dataclass(slots=True, frozen=True)
@@ -178,19 +196,40 @@ class SplitShape:
     num_heads, num_kv_heads, intermediate_size, experts and the like are then those of the share; its other sizes are the whole
     model's.
 
-    rank: which share. size, expert_parts: as in Division. num_kv_heads: of the whole model, which are fewer than `size` where
-    several devices hold the same head; 0: each device has heads of its own. num_full_kv_heads: the same of
-    ModelShape.full_heads."""
+    rank: which share of the layers of its stage. size: how many devices have shares of these. expert_parts: as in Division.
+    num_kv_heads: of the whole model, which are fewer than `size` where several devices hold the same head; 0: each device has
+    heads of its own. num_full_kv_heads: the same of ModelShape.full_heads. stage: which of the stages. stage_ends: for each stage
+    the number of the layer behind its last one; (): the layers are not divided."""
 
     rank: int
     size: int
     num_kv_heads: int = 0
     expert_parts: int = 1
     num_full_kv_heads: int = 0
+    stage: int = 0
+    stage_ends: tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.stage_ends))
 
     @property
     def division(self) -> Division:
-        return Division(self.size, self.expert_parts)
+        return Division(self.size * self.num_stages, self.expert_parts, self.num_stages)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether the share has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the share has the head."""
+        return self.stage == self.num_stages - 1
+
+    def layers_of(self, stage: int) -> range:
+        """Returns the layers of a stage. Only for a share whose layers are divided."""
+        return range(self.stage_ends[stage - 1] if stage else 0, self.stage_ends[stage])
 
     @property
     def expert_part(self) -> int:
@@ -269,6 +308,13 @@ class ModelShape:
     def is_encoder(self) -> bool:
         """Whether the model makes vectors and keeps no KV."""
         return self.pooling not in ("", LAST_TOKEN)
+
+    @property
+    def own_layers(self) -> range:
+        """The layers that a device computes: all of them, or those of its stage."""
+        if (split := self.split) is None or not split.stage_ends:
+            return range(self.num_layers)
+        return split.layers_of(split.stage)
 
     @property
     def num_writing_layers(self) -> int:

@@ -1,6 +1,8 @@
-"""Divides a decoder among the devices of a group: tensor parallelism, as in Megatron-LM (https://arxiv.org/abs/1909.08053).
+"""Divides a decoder among the devices of a group: tensor parallelism, as in Megatron-LM (https://arxiv.org/abs/1909.08053), within
+each of the stages of a pipeline.
 
-Each device has equal parts of the heads, of each MLP's inner dimensions and of the head's rows; what a group of tensors is divided
+A stage has consecutive layers; the first one has the embedding, too, and the last one the final norm and the head. Each device of a
+stage has equal parts of the heads, of each MLP's inner dimensions and of the head's rows; what a group of tensors is divided
 by is said where a family lists it (TensorGroup.divided). Norms and the embedding are whole on each device, and the biases of what
 the devices add up are on the first one alone. Of the experts that a router chooses among each device has some, whole or an equal
 part of each of them; routers are whole on each device.
@@ -8,7 +10,8 @@ part of each of them; routers are whole on each device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -31,13 +34,20 @@ SETTING = "parallel"  # what asks for it
 def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
     """Returns the shape of one share of a model: what device number `rank` of a division holds. Raises UnsupportedModel for a model
     that cannot be divided so."""
-    size = division.size
-    if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} is not below the number of devices {size}")
+    if not 0 <= rank < division.size:
+        raise ValueError(f"rank {rank} is not below the number of devices {division.size}")
     if why := refusal(shape, division):
         raise _unsupported(why)
-    full = shape.full_heads
-    share = SplitShape(rank, size, shape.num_kv_heads, division.expert_parts, 0 if full is None else full.num_kv_heads)
+    full, size = shape.full_heads, division.stage_size
+    share = SplitShape(
+        rank % size,
+        size,
+        shape.num_kv_heads,
+        division.expert_parts,
+        0 if full is None else full.num_kv_heads,
+        division.stage_of(rank),
+        stage_ends(shape, division.num_stages) if division.num_stages > 1 else (),
+    )
     own = replace(
         shape,
         num_heads=shape.num_heads // size,
@@ -99,9 +109,11 @@ def _all_experts(experts: ExpertShape, share: SplitShape) -> ExpertShape:
 @lru_cache(maxsize=4096)
 def refusal(shape: ModelShape, division: Division) -> str:
     """Returns why a model cannot be divided so among devices; "": it can."""
-    size = division.size
+    size = division.stage_size
     if shape.split is not None:
         return "it is a share of a model already"
+    if why := _refused_stages(shape, division.num_stages):
+        return why
     if division.expert_parts > 1 and shape.experts is None:
         return f"expert = {division.expert_parts} divides the experts of a model, and {shape.architecture} has none"
     kind = _unserved_kind(shape)
@@ -128,6 +140,56 @@ def refusal(shape: ModelShape, division: Division) -> str:
     return _refused_cut(shape, division) if shape.stored_format else ""
 
 
+def _refused_stages(shape: ModelShape, num_stages: int) -> str:
+    """Returns why the layers of a model cannot be divided into so many stages; "": they can."""
+    if num_stages == 1:
+        return ""
+    if shape.num_layers < num_stages:
+        return f"num_hidden_layers {shape.num_layers} are too few for {num_stages} stages (pipeline)"
+    kinds = (
+        (shape.layer_inputs is not None, "whose layers have inputs of their own"),
+        (shape.num_reading_layers > 0, "whose last layers read the keys and values of others"),
+    )
+    return next((f"a model {kind} is not divided into stages (pipeline)" for holds, kind in kinds if holds), "")
+
+
+@lru_cache(maxsize=4096)
+def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Returns for each stage of a whole model the number of the layer behind its last one. The stage that has most weights has as
+    few as possible, where the head counts for the last one; the embedding, of which a step reads some rows, does not count."""
+    sizes, behind = [0] * shape.num_layers, 0
+    groups = architecture_of(shape).tensor_groups(shape)
+    for group in groups[1:] if not shape.tie_word_embeddings else groups:
+        number = sum(math.prod(dims) for _, dims in group.tensors)
+        if group.layer is None:
+            behind += number
+        elif group.layer < shape.num_layers:
+            sizes[group.layer] += number
+    least, most = max(sizes[-1] + behind, *sizes), sum(sizes) + behind
+    while least < most:
+        middle = (least + most) // 2
+        if _stages_within(sizes, behind, middle, num_stages) is None:
+            least = middle + 1
+        else:
+            most = middle
+    ends = _stages_within(sizes, behind, most, num_stages)
+    assert ends is not None
+    return ends
+
+
+def _stages_within(sizes: Sequence[int], behind: int, bound: int, num_stages: int) -> tuple[int, ...] | None:
+    """Returns the ends of stages that have weights up to `bound` each, the last stages as many as they may; None: there are none.
+    sizes: of each layer. behind: what the last stage has besides."""
+    ends, left, room = [len(sizes)], num_stages - 1, bound - behind
+    for layer in reversed(range(len(sizes))):
+        if layer + 1 < ends[0] and (sizes[layer] > room or layer + 1 == left):
+            if not left:
+                return None
+            ends, left, room = [layer + 1, *ends], left - 1, bound
+        room -= sizes[layer]
+    return tuple(ends) if room >= 0 else None
+
+
 def _refused_experts(shape: ModelShape, division: Division) -> str:
     """Returns why the experts of a model cannot be divided so; "": they can, or there are none."""
     experts, family = shape.experts, decoder_of(shape).experts
@@ -139,8 +201,8 @@ def _refused_experts(shape: ModelShape, division: Division) -> str:
     if experts.intermediate_size % division.inner_parts:
         own = f"{family.size_key} {experts.intermediate_size}"
         return f"{own} is no multiple of {division.inner_parts}, the number of devices that have the same experts"
-    if experts.shared_size % division.size:
-        return f"{family.shared_key} {experts.shared_size} is no multiple of {division.size}, the number of devices"
+    if experts.shared_size % division.stage_size:
+        return f"{family.shared_key} {experts.shared_size} is no multiple of {division.stage_size}, the number of devices"
     if experts.stacked and division.expert_parts > 1 and division.inner_parts > 1:
         return "a checkpoint with all experts of a layer in one tensor is divided by tensor or by expert, not by both"
     return ""
@@ -170,13 +232,14 @@ def _refused_cut(shape: ModelShape, division: Division) -> str:
         if format_of(shape, at, group, own) == PLAIN or matrices in seen:
             continue
         seen.add(matrices)
-        shares = (SplitShape(rank, division.size, expert_parts=division.expert_parts) for rank in range(division.size))
+        size = division.stage_size
+        shares = (SplitShape(rank, size, expert_parts=division.expert_parts) for rank in range(size))
         for part in (part for share in shares for part in share_of([group], share) if part.cuts):
             try:
                 own.place(part, Space(0, ITEM_BYTES[shape.dtype], -1, 0, shape.dtype))
             except CheckpointError as error:
                 key = _key_of(shape, part, error.tensor or "")
-                return f"{key} in {division.size} parts: {own.title}: {error.tensor} {error.message}"
+                return f"{key} in {size} parts: {own.title}: {error.tensor} {error.message}"
     return ""
 
 
@@ -205,8 +268,29 @@ def _unsupported(why: str) -> UnsupportedModel:
     return UnsupportedModel(CONFIG_NAME, None, f"{SETTING}: {why}")
 
 
+def groups_of_share(shape: ModelShape, share: SplitShape) -> list[tuple[int, TensorGroup]]:
+    """Returns a device's share of the groups of tensors of a whole model, each with the group's index in the model."""
+    groups = architecture_of(shape).tensor_groups(shape)
+    before = next(at for at, group in enumerate(groups) if group.layer is not None)  # the embedding's alone, or inputs of layers
+    return [
+        (at, own)
+        for at, group in enumerate(groups)
+        if not share.stage_ends or _in_stage(shape, share, group, at < before)
+        for own in share_of([group], share)
+    ]
+
+
+def _in_stage(shape: ModelShape, share: SplitShape, group: TensorGroup, is_before: bool) -> bool:
+    """Returns whether the stage of a share needs a group. is_before: it is needed before the first layer."""
+    if group.layer is not None:
+        return group.layer in share.layers_of(share.stage)
+    if is_before and share.is_first_stage:
+        return True
+    return share.is_last_stage and (not is_before or shape.tie_word_embeddings)
+
+
 def share_of(groups: Iterable[TensorGroup], share: SplitShape) -> list[TensorGroup]:
-    """Returns a device's share of the groups of a whole model. Groups that it has nothing of are left out."""
+    """Returns a device's share of groups that its stage needs. Groups that it has nothing of are left out."""
     return [_cut(group, share) for group in groups if _has_some(group, share)]
 
 
@@ -271,9 +355,8 @@ def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, .
     they do in memory; columns do not."""
     groups, own = architecture_of(shape).tensor_groups(shape), stored_format(shape)
     return tuple(
-        _block_offset(group, part, offset, format_of(shape, at, group, own), shape.dtype)
-        for at, (group, offset) in enumerate(zip(groups, shape.block_offsets, strict=True))
-        for part in share_of([group], share)
+        _block_offset(groups[at], part, shape.block_offsets[at], format_of(shape, at, groups[at], own), shape.dtype)
+        for at, part in groups_of_share(shape, share)
     )
 
 

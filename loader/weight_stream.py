@@ -24,7 +24,7 @@ from loader.file_reader import Fetched, FileReader
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
 from loader.landings import Landings, Places
-from loader.model_shape import ModelShape, SplitShape
+from loader.model_shape import DeviceShare, ModelShape
 from loader.range_plan import Read, plan_reads
 from loader.safetensors import Header, read_header
 from loader.sinks import WeightSink
@@ -88,14 +88,14 @@ def open_checkpoint(
     wants_packed: Callable[[Checkpoint], bool] = lambda checkpoint: False,
     predicts: bool = False,
     head: str = "",
-    split: SplitShape | None = None,
+    share: DeviceShare | None = None,
 ) -> OpenCheckpoint:
     """Checks the folder again and opens its weight files; `stack` closes them. fingerprint: that of the registered model, "" to
     accept any. in_place: whether reads may write into the weight range, whose layout then follows the files; otherwise every
     parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain and packed files; returns whether to
     open the packed ones. predicts: whether the layer that predicts one token further is read, too. head: the
-    folder of a head whose files are read, too; the fingerprint is then that of both. split: which share of the model is
-    read, from plain files; None: all of it.
+    folder of a head whose files are read, too; the fingerprint is then that of both. share: what of the model is read,
+    from plain files; None: all of it.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again).
     Raises UnsupportedModel, which names `parallel`, for a share of a model that is served on one device alone."""
@@ -103,7 +103,7 @@ def open_checkpoint(
     shape = checkpoint.predicting if predicts and not head else checkpoint.shape
     if shape is None:
         raise CheckpointChanged(f"{path}: is no model {'that predicts further tokens ' if predicts else ''}any more")
-    may_be_packed = checkpoint.packed_files and split is None
+    may_be_packed = checkpoint.packed_files and share is None
     files = checkpoint.packed_files if may_be_packed and wants_packed(checkpoint) else checkpoint.files
     further: tuple[FileInfo, ...] = ()
     if head:
@@ -111,8 +111,8 @@ def open_checkpoint(
         if fingerprint and both.fingerprint != fingerprint:
             raise CheckpointChanged(f"{path}: files changed since the model was registered, or those of its head {head}")
         shape, further = both.shape, both.files
-    if split is not None:
-        shape = slices.split(shape, split.rank, split.division)
+    if share is not None:
+        shape = slices.split(shape, *share)
     headers, descriptors = {}, {}
     for info in (*files, *further):
         fd = open_unchanged(path, info, "model")

@@ -47,7 +47,7 @@ def capacity_plan(options: argparse.Namespace) -> int:
     if division is None:  # on one device, and divided over all of them
         devices = [capacity.Devices(kind, number, budget_bytes) for number in sorted({1, num_devices} - {0}) if num_devices]
     else:
-        devices = [capacity.Devices(kind, num_devices, budget_bytes, division.expert)]
+        devices = [capacity.Devices(kind, num_devices, budget_bytes, division.expert, division.pipeline)]
         _check_division(options, described.shape, settings, devices[0], division)
     speculator = _speculator(options, described, kind, division)
     shares = [capacity.share_of(_shape_on(each, speculator, described), settings, each) for each in devices]
@@ -124,17 +124,17 @@ def _devices(text: str) -> tuple[str, int, int]:
 
 
 def _division(options: argparse.Namespace, num_devices: int) -> ParallelConfig | None:
-    """Returns what --tensor and --expert say, None without them. Raises CommandError."""
-    given = {name: number for name in ("tensor", "expert") if (number := getattr(options, name)) is not None}
+    """Returns what --tensor, --expert and --pipeline say, None without them. Raises CommandError."""
+    given = {name: number for name in ("tensor", "expert", "pipeline") if (number := getattr(options, name)) is not None}
     if not given:
         return None
     told = ", ".join(f"--{name} {number}" for name, number in given.items())
     if min(given.values()) < 1:
         raise _usage(f"{told}: at least 1")
     division = ParallelConfig(**given)
-    if division.tensor * division.expert != num_devices:
+    if division.num_devices != num_devices:
         there = f"--devices names {num_devices}" if num_devices else "--devices names none"
-        raise _usage(f"{told}: for {division.tensor * division.expert} devices, and {there}")
+        raise _usage(f"{told}: for {division.num_devices} devices, and {there}")
     return division
 
 
@@ -256,9 +256,8 @@ def _how_split(share: capacity.Share) -> str:
     """Returns how a node comes to place a model so on several devices, or why it does not."""
     if share.not_split:
         return f"{share.not_split}; over several devices, these are the sums of tensor parallelism"
-    num_devices, expert = share.devices.division
-    sizes = {"tensor": num_devices // expert, "expert": expert}
-    keys = ", ".join(f"{name} = {number}" for name, number in sizes.items() if number > 1)
+    division = share.devices.division
+    keys = parallel.told(ParallelConfig(division.inner_parts, division.expert_parts, division.num_stages))
     return f"split so by parallel = {{ {keys} }} in the model's table; without it a model is on one device"
 
 

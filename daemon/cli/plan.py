@@ -35,6 +35,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--devices", metavar="KIND=[Nx]BYTES", default="", help="with --config: on these devices, as in cuda=8x80GiB or cpu=64GiB")
     add("--tensor", metavar="N", type=int, default=None, help="with --devices: the tensor of the model's parallel")
     add("--expert", metavar="N", type=int, default=None, help="with --devices: the expert of the model's parallel")
+    add("--pipeline", metavar="N", type=int, default=None, help="with --devices: the pipeline of the model's parallel")
     add("--dtype", metavar="DTYPE", default="auto", help="with --config: the model's dtype (default: the checkpoint's)")
     add("--quantize", metavar="FORMAT", default=None, help="with --config: the model's quantize")
     add("--kv-cache-dtype", metavar="DTYPE", default="auto", help="with --config: the model's kv_cache_dtype")

@@ -22,7 +22,7 @@ import msgspec
 
 from daemon.process.logs import fields
 from engine import protocol
-from engine.exchange import RegionSizes, region_bytes
+from engine.exchange import GroupForm, RegionSizes, region_bytes
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, SetLease
 from scheduler.node import actions
 from scheduler.node.groups import joined
@@ -102,20 +102,21 @@ class Groups:
 
     # ---- what the scheduler wants
 
-    def load(self, action: actions.Load, message: LoadModel, num_kv_groups: int, expert_parts: int = 1) -> None:
-        """Sends the members their LoadModels. message: the leader's, without its group. num_kv_groups: of the model. expert_parts:
-        as in loader.model_shape.Division. Raises OSError where there is no exchange memory (left)."""
+    def load(self, action: actions.Load, message: LoadModel, form: GroupForm) -> None:
+        """Sends the members their LoadModels. message: the leader's, without its group. Raises OSError where there is no exchange
+        memory (left)."""
         if self._regions is None:
             raise OSError("this node has fewer than two cpu devices to split a model over")
         leases = action.leases
         numbers = [self._regions.number(device) for device in leases]
-        sizes = RegionSizes(len(leases), message.max_sequences, message.max_model_len, self._block_tokens, num_kv_groups)
+        num_stages, of_model = form.division.num_stages, (message.max_sequences, message.max_model_len)
+        sizes = RegionSizes(len(leases), *of_model, self._block_tokens, form.num_kv_groups, num_stages, form.handed_bytes)
         num_bytes = region_bytes(sizes)
         offset = self._regions.allocate(num_bytes)
         devices = tuple(leases)
         self._groups[action.placement_id] = _Group(action.placement_id, action.model, devices, offset, set(devices))
         for rank, (device, lease_chunks) in enumerate(leases.items()):
-            group = protocol.Group(rank, numbers, offset, num_bytes, expert_parts)
+            group = protocol.Group(rank, numbers, offset, num_bytes, form.division.expert_parts, num_stages, form.handed_bytes)
             self._send(device, msgspec.structs.replace(message, lease_chunks=lease_chunks, group=group))
 
     def evict(self, action: actions.Evict) -> None:

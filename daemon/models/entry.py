@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.exchange import GroupForm
+
 
 @dataclass(slots=True, frozen=True)
 class ServedAdapter:
@@ -96,5 +98,4 @@ class LoadSource:
     entry: ModelEntry
     quantize: str = ""
     kv_cache_dtype: str = ""
-    num_kv_groups: int = 1  # of a model that is split over devices (loader/kv_layout.py)
-    expert_parts: int = 1  # of such a model (loader.model_shape.Division)
+    form: GroupForm | None = None  # of the devices that the model is split over; None: it is on one

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from config import parallel
-from config.schema import ModelConfig, NodeConfig
+from config.schema import ModelConfig, NodeConfig, ParallelConfig
 from daemon.models import speculators
 from daemon.models.adapters import base_setting_misfit
-from daemon.models.sizing import Sizing, division_of
+from daemon.models.sizing import Sizing, division, division_of
 from daemon.models.speculators import Speculator
 from loader import slices
 from loader.catalog import Checkpoint
@@ -106,16 +106,14 @@ class Planner:
         if len(roomy) < 2:
             has = f"devices names {', '.join(settings.devices)}" if settings.devices else f"the node has {', '.join(names)}"
             return _Search(why=f"splits over two or more {' or '.join(parallel.KINDS)} devices, and {has}")
-        if why := parallel.problem(parallel.split_over(settings, names, 2), names):
+        if why := parallel.problem(parallel.split_over(settings, names, ParallelConfig(2)), names):
             return _Search(why=why)
         largest, too_large, refused = None, ["1"], dict[str, list[str]]()
         for number in range(2, min(len(roomy), parallel.MOST_RANKS) + 1):
             if whole.facts.weights_bytes * _SHARES_AT_LEAST > self._sizing.largest_bytes(roomy, number):
                 too_large.append(str(number))  # without a share being laid out, which for a giant takes seconds
                 continue
-            division = division_over(whole.shape, number)
-            tensor, expert = division.size // division.expert_parts, division.expert_parts
-            plan = attempt(parallel.split_over(settings, names, tensor, expert))
+            plan = attempt(parallel.split_over(settings, names, division_over(whole.shape, number)))
             if isinstance(plan, str):
                 refused.setdefault(plan.removeprefix(f'models."{name}".parallel: '), []).append(str(number))
             elif plan.fits:
@@ -151,13 +149,11 @@ class Planner:
         return Plan(settings, shape, division_of(settings), dtype, speculator, facts, fits)
 
 
-def division_over(shape: ModelShape, num_devices: int) -> Division:
-    """Returns how "auto" divides a model among so many devices: each matrix; or a mixture's experts, whole ones, where only that
-    can be done."""
-    by_tensor, by_expert = Division(num_devices), Division(num_devices, num_devices)
-    if shape.experts is not None and slices.refusal(shape, by_tensor) and not slices.refusal(shape, by_expert):
-        return by_expert
-    return by_tensor
+def division_over(shape: ModelShape, num_devices: int) -> ParallelConfig:
+    """Returns how "auto" divides a model among so many devices: each matrix; where that cannot be done a mixture's experts, whole
+    ones; and where that cannot be done either, its layers."""
+    kinds = (ParallelConfig(num_devices), ParallelConfig(expert=num_devices), ParallelConfig(pipeline=num_devices))
+    return next((how for how in kinds if not slices.refusal(shape, division(how))), kinds[0])
 
 
 def _no_number(too_large: list[str], refused: Mapping[str, list[str]]) -> str:

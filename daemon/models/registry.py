@@ -28,7 +28,10 @@ from daemon.models.planning import IS_HEAD, Planner
 from daemon.models.registered import Registered
 from daemon.models.sizing import Sizing
 from daemon.record.state import NodeState
+from engine.exchange import GroupForm
+from engine.host import stage_memory
 from loader import catalog, kv_layout, layout
+from loader.dtypes import ITEM_BYTES
 from loader.errors import shortened
 from loader.formats.registry import held_format
 from scheduler.node import events
@@ -129,7 +132,9 @@ class Registry:
         if not found.facts.is_split or found.shape is None:
             return source
         num_groups = len(kv_layout.kv_groups(found.shape, found.dtype, self.config.block_tokens))
-        return replace(source, num_kv_groups=num_groups, expert_parts=found.division.expert_parts)
+        num_tokens = stage_memory.step_tokens(found.entry.max_sequences, self.config.max_num_batched_tokens)
+        handed = stage_memory.handed_bytes(num_tokens, found.shape.hidden_size, ITEM_BYTES[found.dtype])
+        return replace(source, form=GroupForm(found.division, num_groups, handed))
 
     def layout_id(self, name: str) -> str:
         """Returns what must be the same for weights in memory to be those of the model now, besides its files' fingerprint: how

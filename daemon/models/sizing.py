@@ -259,8 +259,12 @@ class Sizing:
 
 def division_of(settings: ModelConfig) -> Division:
     """Returns how the model is divided among devices."""
-    how = settings.parallel
-    return Division(parallel.num_ranks(settings), how.expert if isinstance(how, ParallelConfig) else 1)
+    return division(settings.parallel) if isinstance(settings.parallel, ParallelConfig) else Division(1)
+
+
+def division(how: ParallelConfig) -> Division:
+    """Returns the division that the key `parallel` names."""
+    return Division(how.num_devices, how.expert, how.pipeline)
 
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:

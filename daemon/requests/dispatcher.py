@@ -22,6 +22,7 @@ from daemon.record.event_ring import EventRing
 from daemon.requests.open_requests import OpenRequests
 from daemon.requests.prefix_index import PrefixIndex
 from engine import protocol
+from engine.exchange import GroupForm
 from scheduler.node import actions, events, residency
 from scheduler.node.groups import joined
 
@@ -46,7 +47,7 @@ class GroupsPort(Protocol):
 
     def knows(self, placement_id: int) -> bool: ...
 
-    def load(self, action: actions.Load, message: protocol.LoadModel, num_kv_groups: int, expert_parts: int) -> None: ...
+    def load(self, action: actions.Load, message: protocol.LoadModel, form: GroupForm) -> None: ...
 
     def evict(self, action: actions.Evict) -> None: ...
 
@@ -319,7 +320,8 @@ class Dispatcher:
             return
         try:
             assert self.groups is not None
-            self.groups.load(action, message, source.num_kv_groups, source.expert_parts)
+            assert source.form is not None
+            self.groups.load(action, message, source.form)
         except (OSError, MemoryError) as error:
             self._load_impossible(action, f"parallel: {error}", permanent=False)
 

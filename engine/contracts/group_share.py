@@ -32,6 +32,11 @@ class GroupShare:
         return self.region.rank == 0
 
     @property
+    def num_stages(self) -> int:
+        """Into how many stages the model's layers are divided: as many steps are under way at a time, of different sequences."""
+        return self.region.num_stages
+
+    @property
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
         return self.hosted.kv_groups
 

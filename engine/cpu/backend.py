@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from engine.contracts.backend import OpenDevice
@@ -19,6 +20,7 @@ from engine.cpu.model import CpuModel
 from engine.cpu.ops import CpuOps
 from engine.cpu.ranks import SharedRanks
 from engine.cpu.recording.program import Scratch
+from engine.cpu.stages import SharedStages
 from engine.host.process import num_cores
 from engine.host.weight_decoder import weight_decoder
 from engine.memory import handles
@@ -124,9 +126,13 @@ class CpuBackend:
         region."""
         self._models.pop(spec.model, None)
         threads = threads_for(weights.num_bytes, self.compute_threads)
-        ranks = SharedRanks(self._ops, region.rank, region.size, region.broken, region.ranks)
+        ranks = stages = None
+        if region.stage_size > 1:
+            ranks = SharedRanks(self._ops, region.stage_rank, region.stage_size, region.broken, region.ranks)
+        if region.link is not None:
+            stages = SharedStages(region.link, shape.hidden_size, getattr(torch, spec.dtype))
         sizes, need = (self._options.block_tokens, threads), partial(self._need, spec.dtype)
-        return CpuModel(self._ops, spec, shape, weights, self.memory, self._scratch, *sizes, need, ranks, kv_memory)
+        return CpuModel(self._ops, spec, shape, weights, self.memory, self._scratch, *sizes, need, ranks, kv_memory, stages)
 
     def sink(self, weights: WeightRange) -> HostSink:
         return HostSink(weights.buffer, weights.prepare)

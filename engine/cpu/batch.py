@@ -7,7 +7,7 @@ head size, P pairs of a head's dimensions that are rotated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,17 +53,17 @@ class GroupBatch:
 class HostBatch:
     """The inputs of one step on the CPU.
 
-    num_tokens: T without padding. groups: one for each KV group. layer_places: for each layer, its group and its place in that
-    group. starts, num_new, contexts [R]: each row's first token in the step, its tokens in the step, and its positions stored after
-    the step. paged_tokens, paged_rows, paged_contexts [N]: token, row and context of each query that reads its blocks directly. A
-    context of 0 marks padding, -1 a query of a long row, which is computed with its whole row instead. has_long_rows: whether there
-    may be long rows, that is, rows with more than LONG_ROW_TOKENS tokens. attended [1]: an upper bound on the positions that all
-    queries together attend to. layer_inputs, kept, adapters: as in StepBatch."""
+    num_tokens: T without padding. groups: one for each KV group. layer_places: for each layer that is computed, its group and its
+    place in that group. starts, num_new, contexts [R]: each row's first token in the step, its tokens in the step, and its
+    positions stored after the step. paged_tokens, paged_rows, paged_contexts [N]: token, row and context of each query that reads
+    its blocks directly. A context of 0 marks padding, -1 a query of a long row, which is computed with its whole row instead.
+    has_long_rows: whether there may be long rows, that is, rows with more than LONG_ROW_TOKENS tokens. attended [1]: an upper bound
+    on the positions that all queries together attend to. layer_inputs, kept, adapters: as in StepBatch."""
 
     input_ids: Tensor  # [T] int64
     num_tokens: int
     groups: list[GroupBatch]
-    layer_places: Sequence[tuple[int, int]]
+    layer_places: Mapping[int, tuple[int, int]]
     starts: IntArray
     num_new: IntArray
     contexts: IntArray
@@ -109,7 +109,7 @@ def build_batch(
     plan: BatchPlan,
     table: SequenceTable,
     memory: Sequence[GroupMemory],
-    layer_places: Sequence[tuple[int, int]],
+    layer_places: Mapping[int, tuple[int, int]],
     cos_sin: Callable[[Rotary, IntArray], Tensor],
     padded: bool = False,
     adapters: BatchAdapters | None = None,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.contracts.ranks import Ranks
+from engine.contracts.stages import Stages
 from engine.contracts.steps import StepResult
 from engine.cpu.adapters import HostAdapterMemory
 from engine.cpu.batch import GroupMemory, HostBatch, build_batch, padded_rows
@@ -61,10 +62,11 @@ class CpuModel:
         need_kernels: Callable[[str], None] = lambda kernels: None,
         ranks: Ranks | None = None,
         kv_memory: Tensor | None = None,
+        stages: Stages | None = None,
     ) -> None:
-        """need_kernels: has a further set of kernels compiled, unless it is. ranks: of a share of a split model (shape.split), what
-        joins it with the others. kv_memory: uint8, the model's own KV memory, which block numbers count from; None: it is the
-        arena."""
+        """need_kernels: has a further set of kernels compiled, unless it is. ranks, stages: of a share of a split model
+        (shape.split), what joins it with the others of its layers, and what joins it with other layers. kv_memory:
+        uint8, the model's own KV memory, which block numbers count from; None: it is the arena."""
         self._ops = ops
         self.name = spec.model
         self.vocab_size, self.embeds = shape.vocab_size, bool(shape.pooling)
@@ -76,9 +78,9 @@ class CpuModel:
         self._weights = weights
         self._logits_rows = work_space.logits_rows(shape, spec.dtype, spec.max_sequences)
         self._model: CausalLM[HostBatch] = build_model(
-            ops, shape, Weights(shape, spec.dtype, weights, FORMATS[spec.quantize]), ranks
+            ops, shape, Weights(shape, spec.dtype, weights, FORMATS[spec.quantize]), ranks, stages
         )
-        self._ranks = ranks
+        self._ranks, self._stages = ranks, stages
         self._released = False
         rotary, local = rotaries_of(shape, spec.max_model_len)
         self._kv_dtype = spec.kv_dtype
@@ -86,9 +88,11 @@ class CpuModel:
         turns = {layer: local if window else rotary for layer, window in enumerate(shape.layer_windows)}
         turns[shape.num_layers] = rotary if shape.eagle is None else rotaries_of(shape.eagle.layer, spec.max_model_len)[0]
         own_kv = memory.arena if kv_memory is None else kv_memory
-        self._kv = [self._group_memory(own_kv, group, turns[group.layers[0]]) for group in self.kv_groups]
+        # a stage without a layer of a group has none to turn
+        self._kv = [self._group_memory(own_kv, group, turns.get(group.layers[0], rotary)) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
-        self._layer_places = tuple(places[shape.kv_layer(layer)] for layer in range(shape.num_computed_layers))
+        own = (*shape.own_layers, *range(shape.num_layers, shape.num_computed_layers))
+        self._layer_places = {layer: places[shape.kv_layer(layer)] for layer in own}
         max_rows, max_blocks = min(spec.max_sequences, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
         self._inputs = StepInputs(ops, self._kv, self._layer_places, max_rows, MAX_RECORDED_TOKENS, max_blocks, self._padded)
         self._max_rows, self._scratch = max_rows, scratch
@@ -170,11 +174,20 @@ class CpuModel:
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
         """Runs one step: stores the new tokens' KV and samples one id, or makes one vector, for each sampling row. Of a split model
-        all ranks run the step, the others by `follow`. Raises GroupBroken."""
+        all ranks run the step, the others by `follow`; the result's seconds do not include waits for other stages. Raises
+        GroupBroken."""
+        stages = self._stages
+        waited_s = 0.0 if stages is None else stages.waited_s
+        result = self._run(plan, table, masks)
+        if stages is not None:
+            result.seconds -= stages.waited_s - waited_s
+        return result
+
+    def _run(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None) -> StepResult:
         begin = time.perf_counter()
         if masks is None and not self.embeds:
             self._prepare()
-            if self._ranks is not None:
+            if self._ranks is not None or self._stages is not None:
                 self._count(plan, int(plan.samples.sum()))
             drawn = self._steps.draw(plan, table)
             if drawn is not None:
@@ -188,6 +201,11 @@ class CpuModel:
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
         """Runs a rank's share of a step that rank 0 executes, up to the logits. `table` is read at the beginning. Raises
         GroupBroken."""
+        if not self._loaded().makes_logits:
+            if self._decode(plan, table) is None:
+                self._forward(plan, table, every_token=True)
+            self._check_ranks()
+            return
         owed = owed_prompt_rows(plan, table)
         if owed is not None or self._decode(plan, table) is None:
             hidden, num_sampling = self._forward(plan, table, every_token=False, also=None if owed is None else owed.tokens)
@@ -254,9 +272,12 @@ class CpuModel:
         return [(begin + first, min(step, num - first)) for begin, num in kinds for first in range(0, num, step)]
 
     def _count(self, plan: BatchPlan, num_rows: int) -> None:
-        """Tells the ranks how many of a step's rows are not padding. num_rows: of the logits that are computed next."""
+        """Tells the other devices' parts how many of a step's rows are not padding. num_rows: of the logits that are computed
+        next."""
         if self._ranks is not None:
             self._ranks.count(int(plan.num_new.sum()), num_rows)
+        if self._stages is not None:
+            self._stages.count(int(plan.num_new.sum()))
 
     def _check_ranks(self) -> None:
         if self._ranks is not None:

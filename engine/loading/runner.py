@@ -33,7 +33,7 @@ from loader.formats.registry import FORMATS
 from loader.hf_config import CONFIG_NAME
 from loader.landings import Places
 from loader.layout import weight_layout, weights_bytes
-from loader.model_shape import SplitShape
+from loader.model_shape import DeviceShare, Division
 from loader.read_rates import ReadRates
 from loader.source_choice import SourceChoice
 from loader.staging import StagingRing
@@ -88,7 +88,9 @@ class TorchRunner:
         """Loads one model, or one share of a model that is split, while other models step. Raises CheckpointError (permanent),
         CheckpointChanged, MemoryError, LoadCancelled, and ValueError for a share where the engine can have none."""
         spec, asked_s, backend, group = task.spec, time.perf_counter(), self.backend, task.spec.group
-        share = None if group is None else SplitShape(group.rank, len(group.members), expert_parts=group.expert_parts)
+        share: DeviceShare | None = None
+        if group is not None:
+            share = DeviceShare(group.rank, Division(len(group.members), group.expert_parts, group.num_stages))
         wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
             choice = SourceChoice(self._rates, self._ring, backend.measured_decoder)

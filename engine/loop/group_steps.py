@@ -8,14 +8,17 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from engine.contracts.group_share import GroupShare
 from engine.contracts.ranks import GroupBroken
+from engine.contracts.steps import StepResult
 from engine.exchange import Exchange
+from engine.grammar.row_masks import RowMasks
 from engine.loop.step_journal import StepJournal
 from engine.serve.served_models import ServedModels
-from scheduler.batch.plan import BatchPlan
+from scheduler.batch.plan import BatchPlan, SequenceTable
 
 log = logging.getLogger("engine")
 
@@ -39,6 +42,7 @@ class GroupSteps:
         self._exchange, self._number, self._doorbell = exchange, number, doorbell
         self._models, self._journal, self._stepped = models, journal, stepped
         os.set_blocking(doorbell, False)
+        self._posted: dict[int, deque[PostedStep]] = {}  # by region: steps that this engine leads and has not run, the oldest first
         exchange.reset(number)
 
     def fileno(self) -> int:
@@ -51,10 +55,11 @@ class GroupSteps:
             os.eventfd_read(self._doorbell)
 
     def run_queue(self) -> bool:
-        """Runs all that is in the queue. Returns whether there was anything."""
+        """Runs what is in the queue, up to the first step that this engine leads, which is run when its result is asked for.
+        Returns whether there was anything."""
         ran = False
-        while (region := self._exchange.take(self._number)) is not None:
-            self._follow(region)
+        while (region := self._exchange.next(self._number)) is not None and region not in self._posted:
+            self.run_next()
             ran = True
         return ran
 
@@ -66,15 +71,36 @@ class GroupSteps:
             pass
         return there
 
-    def begin(self, share: GroupShare, plan: BatchPlan) -> None:
-        """Has all devices of a group that this engine leads run a step, and runs here what comes before it. The caller runs its own
-        part next. Raises GroupBroken."""
+    def post(self, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> PostedStep:
+        """Has all devices of a group that this engine leads run a step, of which this engine runs its own part when the result is
+        asked for. Raises GroupBroken."""
         if not share.region.post(plan):
             raise GroupBroken(f"model {share.name}: its group has lost a device")
-        while (region := self._exchange.take(self._number)) != share.region.offset:
-            if region is None:
-                raise RuntimeError(f"model {share.name}: the step it has posted is not in the queue of engine {self._number}")
+        step = PostedStep(self, share, plan, table)
+        self._posted.setdefault(share.region.offset, deque()).append(step)
+        return step
+
+    def run_next(self) -> None:
+        """Runs the first step in the queue. Raises RuntimeError if there is none."""
+        region = self._exchange.take(self._number)
+        if region is None:
+            raise RuntimeError(f"a step that was posted is not in the queue of engine {self._number}")
+        if (posted := self._posted.get(region)) is None:
             self._follow(region)
+            return
+        step = posted.popleft()
+        if not posted:
+            del self._posted[region]
+        step.run()
+
+    def run_apart(self, work: Callable[[], StepResult]) -> StepResult:
+        """Runs a part of a step in the thread of the engine that computes."""
+        return self._models.threads.run(work)
+
+    def forget(self, share: GroupShare) -> None:
+        """Drops the steps that were posted for a group that is broken. They stay in the queue until the share leaves, and are not
+        run."""
+        self._posted.pop(share.region.offset, None)
 
     def leave_all(self) -> None:
         """Ends this engine's part in all groups, because it ends: nobody waits for it then."""
@@ -99,12 +125,12 @@ class GroupSteps:
         return [*(share for share in led if share is not None), *list(self._models.followed.values())]
 
     def _follow(self, region: int) -> None:
-        share = next((one for one in self._models.followed.values() if one.region.offset == region), None)
+        share = next((one for one in self._shares() if one.region.offset == region), None)
         if share is None:  # it has no part in it, so nobody must wait for one
             log.error("engine %d is told of a step of a group that it has no share of", self._number)
             self._exchange.break_group(region)
             return
-        if share.is_broken:
+        if share.is_broken:  # one that this engine leads may have broken after it had posted this
             return
         plan = share.region.read_plan(share.name)
         self._journal.note(share.region.table.request_id[plan.slots])
@@ -113,6 +139,32 @@ class GroupSteps:
         except GroupBroken as error:
             broke(share, error)
         self._stepped()
+
+
+class PostedStep:
+    """A step that this engine leads and has posted: an engine.contracts.steps.Launched. masks: as HostedModel.execute takes them;
+    set before the step runs."""
+
+    def __init__(self, steps: GroupSteps, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> None:
+        self._steps, self._share, self._plan, self._table = steps, share, plan, table
+        self.masks: RowMasks | None = None
+        self._result: StepResult | None = None
+        self._error: GroupBroken | None = None
+
+    def run(self) -> None:
+        """Runs this engine's part."""
+        try:
+            self._result = self._steps.run_apart(lambda: self._share.execute(self._plan, self._table, self.masks))
+        except GroupBroken as error:
+            self._error = error
+
+    def wait(self) -> StepResult:
+        """Runs the queue up to this step, and returns its result. Raises GroupBroken."""
+        while self._error is None:
+            if self._result is not None:
+                return self._result
+            self._steps.run_next()
+        raise self._error
 
 
 def broke(share: GroupShare, error: GroupBroken) -> None:

@@ -12,6 +12,7 @@ import mmap
 import os
 import select
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
@@ -22,14 +23,14 @@ import numpy as np
 from engine.contracts.group_share import GroupShare
 from engine.contracts.loads import Runner
 from engine.contracts.ranks import GroupBroken
-from engine.contracts.steps import NoWorkSpace, StepResult
+from engine.contracts.steps import Launched, NoWorkSpace, StepResult
 from engine.exchange import Membership
 from engine.grammar.row_masks import RowMasks
 from engine.lifecycle.first_step import NO_REQUESTS, FirstStep
 from engine.lifecycle.lifecycle import Lifecycle
 from engine.lifecycle.loads import Loads
 from engine.loop.garbage_collector import GarbageCollector
-from engine.loop.group_steps import GroupSteps, broke
+from engine.loop.group_steps import GroupSteps, PostedStep, broke
 from engine.loop.idle_work import IdleWork
 from engine.loop.step_journal import StepJournal
 from engine.loop.under_way import StepUnderWay
@@ -65,7 +66,7 @@ from engine.serve.embedder import Embedder
 from engine.serve.requests import VECTOR_PARAMS, batch_request
 from engine.serve.served_models import ServedModel, ServedModels
 from scheduler.batch.batch_scheduler import BatchScheduler
-from scheduler.batch.plan import BatchPlan
+from scheduler.batch.plan import BatchPlan, LongArray
 from scheduler.batch.steps_ahead import TokensNeeded
 
 log = logging.getLogger("engine")
@@ -103,7 +104,7 @@ class Engine:
         self.idle_work = IdleWork(self.models, self._collector, self.preparer, self.lifecycle, self.journal)
         self.constraints = Constraints()
         self.num_steps = 0
-        self._under_way: StepUnderWay | None = None
+        self._under_way: deque[StepUnderWay] = deque()  # the oldest first
         self._model_of: dict[int, str] = {}
         self._stats_dirty, self._stats_sent_s, self._shutdown = True, 0.0, False
         self.groups: GroupSteps | None = None
@@ -133,7 +134,7 @@ class Engine:
                 if watching_out != (self.channel.backlog_bytes > 0):
                     watching_out = not watching_out
                     poller.modify(self.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if watching_out else 0))
-                runs = bool(busy) or self._under_way is not None
+                runs = bool(busy or self._under_way)
                 more_comes = groups is not None and has_followed and not runs and groups.comes_soon()
                 has_followed = False
                 if not runs and not more_comes:
@@ -166,8 +167,8 @@ class Engine:
                     self.preparer.disturbed()
                 if busy:
                     self._turn(self.models.busy() if ready else busy)
-                elif self._under_way is not None:
-                    self._finish_launched()
+                elif self._under_way:
+                    self._end_oldest()
                 elif not ready and wait_s is not None and not more_comes:  # nothing runs and nothing arrived: send stats first
                     if self._stats_dirty:
                         self._send_stats(time.monotonic())
@@ -183,7 +184,8 @@ class Engine:
     # ---- steps
 
     def _turn(self, busy: list[str]) -> None:
-        """Starts one step of the busy model whose turn (time slice) it is, then takes in the result of the step before."""
+        """Starts one step of the busy model whose turn (time slice) it is, then takes in the oldest result of those under way, if
+        there are as many as the model may have."""
         name = self.models.next(busy)
         if name is None:
             return
@@ -193,7 +195,7 @@ class Engine:
             self._embed(name, embedder)
             return
         served = self.models.by_name[name]
-        if served.ahead is None:
+        if served.most_under_way == 0 and self._under_way and self._under_way[0].served.share is None:
             self._finish_launched()
         scheduler = served.scheduler
         self._end_constrained(self.constraints.ready(served))
@@ -207,45 +209,57 @@ class Engine:
             self._fail_hopeless(scheduler)
         self.models.discard_returned()
         if plan is None:
-            self._finish_launched()
+            if self._under_way:
+                self._end_oldest()
             return
         self.num_steps += 1
+        posted: PostedStep | None = None
         if served.share is not None and self.groups is not None:
             try:
-                self.groups.begin(served.share, plan)
+                posted = self.groups.post(served.share, plan, scheduler.table)
             except GroupBroken as error:
                 self._broke(served.share, error)
                 return
-        before, request_ids, expected_s = self._under_way, scheduler.table.request_id[plan.slots], served.limits.expected_s(plan)
-        if before is None:
+        request_ids, expected_s = scheduler.table.request_id[plan.slots], served.limits.expected_s(plan)
+        if posted is None and served.ahead is None:
             self.journal.note(request_ids, expected_s)
-        else:  # a fault may come from either step: devices report faults late
-            both_s = before.expected_s + expected_s if before.expected_s and expected_s else 0.0
-            self.journal.note(np.union1d(before.request_ids, request_ids), both_s)
-        masks = self.constraints.masks(served, plan)
-        if served.ahead is None:
-            try:
-                result = self.models.threads.run(lambda: served.hosted.execute(plan, scheduler.table, masks))
-            except GroupBroken as error:
-                assert served.share is not None
-                self._broke(served.share, error)
-                return
+            masks = self.constraints.masks(served, plan)
+            result = self.models.threads.run(lambda: served.hosted.execute(plan, scheduler.table, masks))
             self._take_in(served, plan, masks, result)
             return
-        try:
-            launched = served.ahead.launch(plan, scheduler.table, masks)
-        except NoWorkSpace as error:
-            self._give_up(served, request_ids.tolist(), str(error))
-            return
-        scheduler.start_step(plan)
-        self._under_way = StepUnderWay(served, plan, masks, launched, request_ids, expected_s)
-        if before is not None:
-            self._take_in(before.served, before.plan, before.masks, before.launched.wait())
+        self._note_with_those_under_way(request_ids, expected_s)
+        masks = self.constraints.masks(served, plan)
+        launched: Launched
+        if posted is not None:
+            launched, posted.masks = posted, masks
+        else:
+            assert served.ahead is not None
+            try:
+                launched = served.ahead.launch(plan, scheduler.table, masks)
+            except NoWorkSpace as error:
+                self._give_up(served, request_ids.tolist(), str(error))
+                return
+        if served.most_under_way:
+            scheduler.start_step(plan)
+        self._under_way.append(StepUnderWay(served, plan, masks, launched, request_ids, expected_s))
+        while sum(step.served is served for step in self._under_way) > served.most_under_way:
+            self._end_oldest()
+
+    def _note_with_those_under_way(self, request_ids: LongArray, expected_s: float) -> None:
+        """Journals a step and those under way: a fault may come from any of them, because devices report faults late."""
+        known = expected_s > 0.0
+        for step in self._under_way:
+            request_ids, known = np.union1d(step.request_ids, request_ids), known and step.expected_s > 0.0
+            expected_s += step.expected_s
+        self.journal.note(request_ids, expected_s if known else 0.0)
 
     def _broke(self, share: GroupShare, error: GroupBroken) -> None:
         """Drops the requests of a split model that has lost a device, without a message, as its eviction would: the daemon keeps
         them."""
         broke(share, error)
+        self._under_way = deque(step for step in self._under_way if step.served.share is not share)
+        if self.groups is not None:
+            self.groups.forget(share)
         self._forget(share.name)
         self._stats_dirty = True
 
@@ -263,11 +277,21 @@ class Engine:
         self._stats_dirty = True
 
     def _finish_launched(self) -> None:
-        """Takes in the result of the step under way, if there is one; afterwards nothing runs on the device."""
-        step, self._under_way = self._under_way, None
-        if step is not None:
-            self.journal.beat(Doing.STEP, step.expected_s)
-            self._take_in(step.served, step.plan, step.masks, step.launched.wait())
+        """Takes in the results of all steps under way; afterwards nothing runs on the device."""
+        while self._under_way:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        """Takes in the result of the oldest step under way."""
+        step = self._under_way.popleft()
+        self.journal.beat(Doing.STEP, step.expected_s)
+        try:
+            result = step.launched.wait()
+        except GroupBroken as error:
+            assert step.served.share is not None
+            self._broke(step.served.share, error)
+            return
+        self._take_in(step.served, step.plan, step.masks, result)
 
     def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
         """Hands the tokens of a step that has ended to the scheduler and to the daemon."""

@@ -14,30 +14,42 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.exchange import PAGE_BYTES, TABLE_COLUMNS, Exchange, RegionSizes, region_layout
+from engine.memory.stage_link import StageLink
 from engine.protocol import Group, LoadModel
+from loader.model_shape import Division
 from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, SequenceTable, make_sequence_table
 
 
 class GroupRegion:
     """One member's view of a region. Raises ValueError if the region is too small for `sizes`.
 
-    broken [1] int64: not 0 once the group is broken. ranks uint8: what the ranks exchange their parts through
-    (engine/host/rank_memory.py). table: the model's sequences, without `params`, which only the leader has."""
+    broken [1] int64: not 0 once the group is broken. rank: the member's number. stage_rank, stage_size: its number among the
+    members of its stage, and how many these are; ranks uint8: what these exchange their parts through (engine/host/rank_memory.py).
+    link: its place among the stages; None: there is one stage. table: the model's sequences, without `params`, which only the
+    leader has."""
 
     def __init__(self, exchange: Exchange, group: Group, sizes: RegionSizes) -> None:
         parts, num_bytes = region_layout(sizes)
         if num_bytes > group.region_bytes or group.region_offset % PAGE_BYTES:
             where = f"region {group.region_offset} of {group.region_bytes} bytes"
             raise ValueError(f"parallel: {where} is too small for a group of {sizes}: that takes {num_bytes} bytes")
-        self.offset, self.rank, self.size = group.region_offset, group.rank, sizes.num_ranks
+        division = Division(sizes.num_ranks, num_stages=sizes.num_stages)
+        self.offset, self.rank, self.num_stages = group.region_offset, group.rank, sizes.num_stages
+        self.stage_rank, self.stage_size = group.rank % division.stage_size, division.stage_size
         self._exchange, self._members = exchange, tuple(group.members)
         memory = mmap.mmap(exchange.fd, num_bytes, offset=group.region_offset)
         arrays: dict[str, npt.NDArray[Any]] = {
             name: np.ndarray(part.shape, np.dtype(part.code), memory, part.begin) for name, part in parts.items()
         }
         self.broken: LongArray = arrays["broken"]
-        self.ranks: npt.NDArray[np.uint8] = arrays["ranks"]
-        self._plan: LongArray = arrays["plan"]
+        stage = division.stage_of(group.rank)
+        self.ranks: npt.NDArray[np.uint8] = arrays["ranks"][stage]
+        self.link: StageLink | None = None
+        if sizes.num_stages > 1:
+            own_memory = arrays["stages"][self.stage_rank]
+            self.link = StageLink(own_memory, stage, sizes.num_stages, sizes.handed_bytes, self.broken)
+        self._num_plans = 0  # that were posted here, or read
+        self._plans: LongArray = arrays["plans"]
         self._slots: IntArray = arrays["plan_slots"]
         self._num_computed: IntArray = arrays["plan_num_computed"]
         self._num_new: IntArray = arrays["plan_num_new"]
@@ -67,24 +79,27 @@ class GroupRegion:
     def post(self, plan: BatchPlan) -> bool:
         """Has all members run the leader's next step, as soon as they have run what they were told before. Returns False if the
         group is broken. Raises ValueError for a plan with too many rows, or with what followers cannot run."""
-        num = len(plan.slots)
-        if num > len(self._slots) or plan.to_propose is not None:
-            raise ValueError(f"model {plan.model}: a step of {num} rows, to be told to a group with room for {len(self._slots)}")
+        num, most, at = len(plan.slots), self._slots.shape[1], self._num_plans % self.num_stages
+        if num > most or plan.to_propose is not None:
+            raise ValueError(f"model {plan.model}: a step of {num} rows, to be told to a group with room for {most}")
         for own, given in (
             (self._slots, plan.slots),
             (self._num_computed, plan.num_computed),
             (self._num_new, plan.num_new),
             (self._samples, plan.samples),
         ):
-            own[:num] = given
-        self._plan[:4] = plan.step_id, num, plan.all_decode, plan.drafted
+            own[at, :num] = given
+        self._plans[at, :4] = plan.step_id, num, plan.all_decode, plan.drafted
+        self._num_plans += 1
         return self._exchange.post(self._members, self.offset)
 
     def read_plan(self, model: str) -> BatchPlan:
-        """Returns a copy of the plan of the leader's step."""
-        step_id, num, all_decode, drafted = self._plan[:4].tolist()
-        slots, num_computed, num_new = (column[:num].copy() for column in (self._slots, self._num_computed, self._num_new))
-        how = (self._samples[:num].copy(), bool(all_decode), bool(drafted))
+        """Returns a copy of the plan of the leader's next step that this member has not read."""
+        at = self._num_plans % self.num_stages
+        self._num_plans += 1
+        step_id, num, all_decode, drafted = self._plans[at, :4].tolist()
+        slots, num_computed, num_new = (column[at, :num].copy() for column in (self._slots, self._num_computed, self._num_new))
+        how = (self._samples[at, :num].copy(), bool(all_decode), bool(drafted))
         return BatchPlan(step_id, model, slots, num_computed, num_new, *how)
 
 
@@ -92,5 +107,7 @@ def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int, n
     """Returns the region of the group that a load is for. Raises ValueError if it has none of the size that the model takes."""
     if exchange is None or spec.group is None:
         raise ValueError(f"model {spec.model}: parallel: this engine shares no memory with others")
-    sizes = RegionSizes(len(spec.group.members), spec.max_sequences, spec.max_model_len, block_tokens, num_kv_groups)
+    group = spec.group
+    of_model = (spec.max_sequences, spec.max_model_len, block_tokens, num_kv_groups)
+    sizes = RegionSizes(len(group.members), *of_model, group.num_stages, group.handed_bytes)
     return GroupRegion(exchange, spec.group, sizes)

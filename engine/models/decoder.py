@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic
 
-import torch
 from torch import Tensor
 
 from engine.contracts.ranks import Ranks
+from engine.contracts.stages import Stages
+from engine.layers.embedding import Embedding
 from engine.layers.layer_inputs import LayerInputs
 from engine.layers.norms import Norm
 from engine.layers.weights import Weights
@@ -25,40 +26,50 @@ from loader.model_shape import ModelShape
 
 
 class DecoderModel(Generic[BatchT]):
-    """A decoder, or one rank's share of it. ranks: what joins the shares; None: the model is whole."""
+    """A decoder, or one device's share of it. ranks: what joins the shares of a layer; None: layers are whole. stages: what passes
+    states from stage to stage; None: all layers are here. Only the first stage has an embedding, and only the last one a final norm
+    and a head."""
 
-    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, ranks: Ranks | None = None) -> None:
-        self.ops, self.ranks = ops, ranks
-        names = family.names
-        self.embedding = weights.get(f"{names.embedding}.weight")
-        self.embedding_scale = shape.embedding_scale
-        if family.scales_embeddings:  # by a factor that is rounded as the embeddings are
-            self.embedding_scale = torch.tensor(shape.hidden_size**0.5, dtype=self.embedding.dtype).item()
+    def __init__(
+        self,
+        ops: Ops[BatchT],
+        family: Decoder,
+        shape: ModelShape,
+        weights: Weights,
+        ranks: Ranks | None = None,
+        stages: Stages | None = None,
+    ) -> None:
+        self.ops, self.ranks, self.stages = ops, ranks, stages
+        names, split = family.names, shape.split
+        is_last = split is None or split.is_last_stage
+        self.embedding = Embedding(ops, family, shape, weights) if split is None or split.is_first_stage else None
         self.inputs = LayerInputs(ops, family, shape, weights) if shape.layer_inputs is not None else None
         self.num_layers = shape.num_layers
-        self.layers = [DecoderLayer(ops, family, shape, weights, layer, ranks) for layer in range(shape.num_layers)]
-        self.norm = Norm(ops, family, shape, weights, names.final_norm)
+        self.layers = [DecoderLayer(ops, family, shape, weights, layer, ranks) for layer in shape.own_layers]
+        self.passes_updates = not names.layer_scalar  # with such scalars layers leave no addition to the next one
+        self.norm = Norm(ops, family, shape, weights, names.final_norm) if is_last else None
         self.logit_scale, self.logit_softcap = shape.logit_scale, shape.logit_softcap
-        self.head: Tensor | None = None  # of a model that makes vectors
-        if not shape.pooling:
+        self.head: Tensor | None = None  # of a model that makes vectors, or a stage that makes no logits
+        if is_last and not shape.pooling:
             self.head = weights.head_rows(f"{names.embedding if shape.tie_word_embeddings else names.head}.weight")
+        self.makes_logits = self.head is not None
         self.head_bias = weights.find(f"{names.head}.bias")
         self.predictor: Predictor[BatchT] | EagleDrafter[BatchT] | None = None
         self.kept_layers: tuple[int, ...] = ()
         if shape.eagle is not None:
-            self.predictor, self.kept_layers = EagleDrafter(ops, shape, weights, self.embedding), shape.eagle.read_layers
+            self.predictor = EagleDrafter(ops, shape, weights, self._own_embedding.weight)
+            self.kept_layers = shape.eagle.read_layers
         elif shape.predicts:
-            self.predictor = Predictor(ops, family, shape, weights, self.embedding, self.embedding_scale)
+            self.predictor = Predictor(ops, family, shape, weights, self._own_embedding)
         self.num_kept = len(self.kept_layers) or int(shape.predicts)
 
     def forward(self, batch: BatchT, wanted: Tensor | None) -> Tensor:
         """Stores the batch's keys and values; returns the normed hidden states [N, hidden] of the tokens `wanted` ([N] int64; None:
         all of them). Fills batch.kept, if it is given, with the states that the model's predictor reads: num_kept tensors [T,
-        hidden]."""
-        residual = self.ops.embedding(batch.input_ids, self.embedding, self.embedding_scale)
+        hidden]. A stage that is not the last one passes its states on, and returns states that mean nothing."""
+        residual, update = self._first_states(batch)
         if self.inputs is not None:
             batch.layer_inputs = self.inputs(residual, batch)
-        update: Tensor | None = None
         for number, layer in enumerate(self.layers):
             if number in self.kept_layers:
                 self._keep(number, update, residual, batch)
@@ -67,6 +78,10 @@ class DecoderModel(Generic[BatchT]):
         if self.num_layers in self.kept_layers:
             self._keep(self.num_layers, update, residual, batch)
             update = None
+        if self.norm is None:
+            assert self.stages is not None
+            self.stages.send(residual, update)
+            return residual
         if batch.kept is not None and not self.kept_layers:
             normed = self._normed(update, residual)
             self.ops.copy(normed, batch.kept[0])
@@ -75,20 +90,29 @@ class DecoderModel(Generic[BatchT]):
             update, residual = None if update is None else update[wanted], residual[wanted]
         return self._normed(update, residual)
 
+    def _first_states(self, batch: BatchT) -> tuple[Tensor, Tensor | None]:
+        """Returns the residual [T, hidden] before the first layer, and the update to it [T, hidden], if there is one."""
+        if self.embedding is not None:
+            return self.embedding(batch.input_ids), None
+        assert self.stages is not None
+        return self.stages.receive(len(batch.input_ids), self.passes_updates)
+
     def _normed(self, update: Tensor | None, residual: Tensor) -> Tensor:
+        assert self.norm is not None
         return self.norm(residual) if update is None else self.norm.of_sum(update, residual)
 
     def _keep(self, layer: int, update: Tensor | None, residual: Tensor, batch: BatchT) -> None:
         """Adds the update to the residual in place, and keeps the sum as the state before a layer."""
         if update is not None:
-            self.norm.of_sum(update, residual)  # for the sum alone: it is one kernel, which a plain addition may not be
+            self._normed(update, residual)  # for the sum alone: it is one kernel, which a plain addition may not be
         if batch.kept is not None:
             self.ops.copy(residual, batch.kept[self.kept_layers.index(layer)])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [N, V] of hidden states [N, hidden]. Raises RuntimeError for a model that makes vectors."""
+        """Returns the logits [N, V] of hidden states [N, hidden]. Raises RuntimeError for a model that makes vectors, and for a
+        stage that is not the last one."""
         if self.head is None:
-            raise RuntimeError("the model makes vectors and has no head")
+            raise RuntimeError("the model makes no logits")
         logits = self.ops.linear(hidden, self.head, self.head_bias)
         if self.ranks is not None:
             logits = self.ranks.gather(logits)
@@ -101,7 +125,8 @@ class DecoderModel(Generic[BatchT]):
 
     def state_memory(self, num_tokens: int) -> Tensor:
         """Returns memory [num_tokens, hidden] for states that are kept."""
-        return self.embedding.new_empty(num_tokens, self.embedding.shape[1])
+        weight = self._own_embedding.weight
+        return weight.new_empty(num_tokens, weight.shape[1])
 
     def predict(self, states: Tensor, batch: BatchT) -> Tensor:
         """Returns the predictor's states after the batch's tokens, which are those that follow. states: those that it reads, or
@@ -112,6 +137,12 @@ class DecoderModel(Generic[BatchT]):
         """Returns the logits [N, V] of what `predict` returned for N tokens."""
         predictor = self._its_predictor
         return predictor.logits(states) if isinstance(predictor, EagleDrafter) else self.logits(predictor.norm(states))
+
+    @property
+    def _own_embedding(self) -> Embedding:
+        if self.embedding is None:
+            raise RuntimeError("the embedding is at another stage")
+        return self.embedding
 
     @property
     def _its_predictor(self) -> Predictor[BatchT] | EagleDrafter[BatchT]:

@@ -11,6 +11,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from engine.layers.embedding import Embedding
 from engine.layers.norms import Norm
 from engine.layers.weights import Weights
 from engine.models.decoder_layer import DecoderLayer
@@ -23,14 +24,12 @@ from loader.model_shape import ModelShape
 class Predictor(Generic[BatchT]):
     """Reads of each token the hidden state that the model ended with, and the embedding of the token that follows; its own hidden
     state then stands for the token after that one. To predict further it reads its own hidden state in the place of the model's.
-    It has keys and values of its own. embedding, scale: the model's."""
+    It has keys and values of its own. embedding: the model's."""
 
-    def __init__(
-        self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, embedding: Tensor, scale: float
-    ) -> None:
+    def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, embedding: Embedding) -> None:
         prefix = family.names.layer.format(shape.num_layers)
         of_norm = (ops, family, shape, weights)
-        self.ops, self.embedding, self.embedding_scale = ops, embedding, scale
+        self.ops, self.embedding = ops, embedding
         self.token_norm, self.hidden_norm = Norm(*of_norm, prefix + TOKEN_NORM), Norm(*of_norm, prefix + HIDDEN_NORM)
         self.projection = weights.get(f"{prefix}{PROJECTION}.weight")
         self.layer = DecoderLayer(ops, family, shape, weights, shape.num_layers)
@@ -43,7 +42,7 @@ class Predictor(Generic[BatchT]):
     def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
         """Stores keys and values at the positions of the batch, whose tokens are those that follow. Returns its own hidden states
         [T, hidden] after them."""
-        embedded = self.ops.embedding(batch.input_ids, self.embedding, self.embedding_scale)
+        embedded = self.embedding(batch.input_ids)
         read = torch.cat((self.token_norm(embedded), self.hidden_norm(states)), dim=1)
         residual = self.ops.linear(read, self.projection)
         update = self.layer(None, residual, batch)

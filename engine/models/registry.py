@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.contracts.ranks import Ranks
+from engine.contracts.stages import Stages
 from engine.layers.weights import Weights
 from engine.models.bert import BertModel
 from engine.models.decoder import DecoderModel
@@ -28,6 +29,7 @@ class CausalLM(Protocol[BatchT_contra]):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
+    makes_logits: bool  # False: of a stage of a pipeline that is not the last one, or of a model that makes vectors
     num_kept: int  # tensors of StepBatch.kept; 0: the model has no predictor
 
     def state_memory(self, num_tokens: int) -> Tensor: ...
@@ -50,13 +52,18 @@ class Encoder(Protocol):
         ...
 
 
-def build_model(ops: Ops[BatchT], shape: ModelShape, weights: Weights, ranks: Ranks | None = None) -> CausalLM[BatchT]:
-    """Builds a decoder. ranks: what joins the shares of a split one (shape.split). Raises TypeError for a family of another kind;
-    callers ask shape.is_encoder first."""
-    assert (shape.split is None) == (ranks is None)
+def build_model(
+    ops: Ops[BatchT], shape: ModelShape, weights: Weights, ranks: Ranks | None = None, stages: Stages | None = None
+) -> CausalLM[BatchT]:
+    """Builds a decoder. ranks: what joins the shares of a layer that is divided (shape.split); None: layers are whole. stages: what
+    passes states from stage to stage; None: there is one. Raises TypeError for a family of another kind; callers ask
+    shape.is_encoder first."""
+    split = shape.split
+    assert (split is None or split.size == 1) == (ranks is None)
+    assert (split is None or not split.stage_ends) == (stages is None)
     family = architecture_of(shape)
     if isinstance(family, Decoder | Wrapper):
-        return DecoderModel(ops, family.decoder_of(shape), shape, weights, ranks)
+        return DecoderModel(ops, family.decoder_of(shape), shape, weights, ranks, stages)
     raise TypeError(f"{shape.architecture} is not built: nothing runs a {type(family).__name__}")
 
 

@@ -174,36 +174,47 @@ class NullModel:
 
 
 class NullShare(NullModel):
-    """A null model's share: its steps last until all ranks have come to their end."""
+    """A null model's share: its steps begin when the stage before has ended them, and last until all ranks of the stage have come
+    to their end."""
 
     def __init__(
         self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer, exchange: Exchange | None
     ) -> None:
         super().__init__(spec, config, configure, pacer)
         self.region = region = open_region(exchange, spec, configure.block_tokens, len(self.kv_groups))
-        self._counters = region.ranks[: region.size * LINE_BYTES].view(np.int64).reshape(region.size, -1)[:, 0]
+        size = region.stage_size
+        self._counters = region.ranks[: size * LINE_BYTES].view(np.int64).reshape(size, -1)[:, 0]
         self._turn = 0
         if config.get("hearthd_null", {}).get("crash_rank", region.rank) != region.rank:
             self._crash_token = None
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
+        self._receive()
         result = super().execute(plan, table, masks)
         self._meet()
         return result
 
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
+        self._receive()
         self._step(plan, table, None)
         self._meet()
 
+    def _receive(self) -> None:
+        """Waits for the stage before this one. Raises GroupBroken."""
+        if self.region.link is not None and not self.region.link.is_first:
+            self.region.link.take()
+
     def _meet(self) -> None:
-        """Waits until all ranks have run as many steps. Raises GroupBroken."""
+        """Waits until all ranks of the stage have run as many steps, and passes the step on. Raises GroupBroken."""
         self._turn += 1
-        self._counters[self.region.rank] = self._turn
+        self._counters[self.region.stage_rank] = self._turn
         while not self.region.is_broken:
             if (self._counters >= self._turn).all():
+                if self.region.link is not None and not self.region.link.is_last:
+                    self.region.link.send()
                 return
             time.sleep(MEET_EVERY_S)
-        raise GroupBroken(f"rank {self.region.rank} of {self.region.size}: the group has lost a device")
+        raise GroupBroken(f"rank {self.region.rank}: the group has lost a device")
 
 
 class AheadNullModel(NullModel):

@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.contracts.group_share import GroupShare
 from engine.contracts.steps import CapturesSteps, HostedEncoder, HostedModel, LaunchesAhead, Proposed
+from engine.host.stage_memory import step_tokens
 from engine.host.threads_apart import ThreadsApart
 from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
 from engine.protocol import EAGLE3, MTP, Configure, LoadModel, Stats, WeightsHeld
@@ -77,6 +78,14 @@ class ServedModel:
     backlogged: bool = False  # when that step was planned, it had more to do than fits a turn
     untold_steps: int = 0  # steps since the last report of tokens
     untold_s: float = 0.0  # device seconds of these steps
+
+    @property
+    def most_under_way(self) -> int:
+        """How many of its steps are left under way when the engine turns to something else: one that a device runs by itself, or
+        one for each further stage."""
+        if self.share is not None:
+            return self.share.num_stages - 1
+        return int(self.ahead is not None)
 
     @property
     def is_broken(self) -> bool:
@@ -213,7 +222,9 @@ class ServedModels:
         the same numbers on all ranks. Raises MemoryError if the reserved chunks are not free, ValueError for KV this engine cannot
         hold."""
         share = hosted if isinstance(hosted, GroupShare) else None
-        max_tokens = self._configure.max_num_batched_tokens
+        max_tokens, num_stages = self._configure.max_num_batched_tokens, 1 if share is None else share.num_stages
+        if num_stages > 1:
+            max_tokens = step_tokens(spec.max_sequences, max_tokens)
         if share is not None:
             self._own_kv(place)
             own_chunks = ChunkPool(spec.kv_reserved_chunks, self.chunks.chunk_bytes)
@@ -231,6 +242,7 @@ class ServedModels:
             fingerprint=weights_identity(spec),
             kv_dtype=kv_identity(spec),
             embeds=hosted.embeds,
+            num_stages=num_stages,
         )
         pace = self._limits.setdefault(
             (spec.model, spec.fingerprint, limits.kv_dtype),

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class BatchLimits:
-    """Limits of one model. max_model_len: prompt + output, in tokens. fingerprint and kv_dtype identify the KV's content for the
-    prefix cache. embeds: a sequence ends with its prompt, which may have max_model_len tokens; a token stands for its vector behind
-    them and takes no KV."""
+    """Limits of one model. num_stages: how many stages a step passes through, one after the other; as many steps of different
+    sequences are under way at a time. max_model_len: prompt + output, in tokens. fingerprint and kv_dtype identify the KV's
+    content for the prefix cache. embeds: a sequence ends with its prompt, which may have max_model_len tokens; a token stands for
+    its vector behind them and takes no KV."""
 
     max_sequences: int
     max_model_len: int
@@ -18,6 +19,7 @@ class BatchLimits:
     fingerprint: str = ""
     kv_dtype: str = ""
     embeds: bool = False
+    num_stages: int = 1
 
     @property
     def max_tokens(self) -> int:

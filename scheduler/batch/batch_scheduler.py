@@ -72,7 +72,7 @@ class BatchScheduler:
         self._requests: list[BatchRequest | None] = [None] * slots
         self.running = Running(self.table, self._requests)
         self._slot_of: dict[int, int] = {}
-        self._ahead = StepsAhead(self.table)
+        self._ahead = StepsAhead(self.table, limits.num_stages > 1)
         self._outcomes = Outcomes(limits.eos_token_ids, self.table, self._requests)
         self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that may not have their next token yet
         self._num_constrained = 0  # rows
@@ -225,7 +225,7 @@ class BatchScheduler:
         prefill: IntArray = running[:0]
         if len(running):
             decode, prefill = self.running.split(running, computed, self._ahead.total())
-            most = max_rows
+            most = max_rows if self.limits.num_stages == 1 else min(max_rows, self._rows_of_stage())
             if self.tenants.several:
                 loads = self.tenants.loads(decode, prefill, self.waiting.by_tenant())
                 most = room.rows_beside(loads, max_rows, computed[decode])
@@ -314,7 +314,7 @@ class BatchScheduler:
         drafts.count_plan()
         if len(slots) >= self.limits.max_sequences:  # no row is left for a drafted token
             return plan
-        if self._ahead:
+        if self._ahead and not self._ahead.apart:
             if drafts.wanted(slots):
                 raise TokensNeeded
             return plan
@@ -325,6 +325,10 @@ class BatchScheduler:
                 self.blocks.extend(full, self.blocks.capacity)
         counts = drafts.draft(slots, first, self.blocks.capacity[slots], self.limits.max_sequences, room)
         return plan if counts is None else with_drafts(plan, counts)
+
+    def _rows_of_stage(self) -> int:
+        """Returns how many sequences may decode in a step that passes through stages: so many that each stage has a step."""
+        return -(-(len(self.running) - self._num_held) // self.limits.num_stages)
 
     @property
     def _num_held(self) -> int:

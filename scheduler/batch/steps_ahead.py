@@ -20,10 +20,11 @@ class TokensNeeded(Exception):
 class StepsAhead:
     """The started steps of a SequenceTable, whose own counts include finished steps only.
 
-    num_new [S]: tokens that started steps compute; num_sampled [S]: tokens they will have sampled."""
+    num_new [S]: tokens that started steps compute; num_sampled [S]: tokens they will have sampled. apart: a sequence is in no step
+    while a started one samples its next token, so the next plan never depends on tokens that are not known."""
 
-    def __init__(self, table: SequenceTable) -> None:
-        self._table = table
+    def __init__(self, table: SequenceTable, apart: bool = False) -> None:
+        self._table, self.apart = table, apart
         num_slots = len(table.request_id)
         self._waits: BoolArray = np.zeros(num_slots, np.bool_)
         self._num_new: IntArray = np.zeros(num_slots, np.int32)
@@ -56,10 +57,12 @@ class StepsAhead:
         return self._table.num_tokens + self._num_sampled if self._steps else self._table.num_tokens
 
     def going_on(self, running: IntArray) -> IntArray:
-        """Returns the running slots that need another step after the started ones. Raises TokensNeeded if one of them must wait
-        for its token, or if tokens are being drafted for the next step."""
+        """Returns the running slots that need another step after the started ones, and may be in one now. Raises TokensNeeded if
+        one of them must wait for its token, or if tokens are being drafted for the next step."""
         if not self._steps:
             return running
+        if self.apart:
+            return running[self._num_sampled[running] == 0]
         last = self._steps[-1][0]
         drafting = last.drafted or (last.to_propose is not None and last.to_propose.any())
         if drafting or self._waits[running].any():

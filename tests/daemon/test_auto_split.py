@@ -82,7 +82,8 @@ async def test_what_loads_is_what_was_chosen(folder: Path) -> None:
     registry = await registry_of(folder, *cpus(HALVES, HALVES), m=AUTO)
     source = registry.source("m")
     assert source is not None
-    assert (source.num_kv_groups, source.expert_parts) == (1, 1)
+    assert source.form is not None
+    assert (source.form.num_kv_groups, source.form.division.expert_parts) == (1, 1)
     assert registry.resolve("m").weights_bytes == 2 * registry.models["m"].facts.weights_bytes
     assert registry.layout_id("m") == ""
     assert "split over 2 devices" in registry.describe("m")

@@ -11,8 +11,9 @@ from config.schema import DeviceBudget
 from daemon.engines.exchange_memory import ExchangeMemory, exchange_memory
 from daemon.engines.groups import Answer, Groups
 from engine import protocol
-from engine.exchange import Exchange
+from engine.exchange import Exchange, GroupForm
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadProgress, LoadStreams, SetLease
+from loader.model_shape import Division
 from scheduler.node import actions
 
 PLACEMENT = 7
@@ -76,7 +77,7 @@ class World:
             deadline_s=20.0,
         )
         message = LoadModel(PLACEMENT, "m", "/m", "float32", "f", 3, 2, LEASES[leader], 64, 4, [1])
-        self.groups.load(load, message, 1)
+        self.groups.load(load, message, GroupForm(Division(len(self.devices))))
 
     def _send(self, device: str, message: protocol.Message) -> None:
         self.sent.append((device, message))

@@ -103,7 +103,8 @@ async def test_what_loads_and_clients_are_told(tmp_path: Path) -> None:
     assert source is not None
     shape = scan_one(tmp_path / "m", "m").shape
     assert shape is not None
-    assert source.num_kv_groups == len(kv_layout.kv_groups(shape, "float32", 16)) == 1
+    assert source.form is not None
+    assert source.form.num_kv_groups == len(kv_layout.kv_groups(shape, "float32", 16)) == 1
     assert (entry.speculator, entry.head, entry.weights_bytes) == ("prompt-lookup", "", 2 * facts.weights_bytes)
     assert registry.layout_id("m") == "", "nothing of it is taken over or kept"
     told = registry.describe("m")

@@ -18,17 +18,20 @@ import numpy as np
 from engine.host.rank_memory import rank_memory_bytes
 
 BUFFER_BYTES = 1024  # so small that tensors go in several pieces
-_HEAD_BYTES = 64  # the flag that the group is broken
+STAGE_BYTES = 4 << 20  # for the states that stages pass on
+_HEAD_BYTES = 64  # the flag that the group is broken, and how many steps rank 0 has ended
 _WAIT_S = 60.0
 
 
 class Rank:
-    """What a function in a rank's process is given. memory: for SharedRanks. kept: what earlier functions have left."""
+    """What a function in a rank's process is given. memory: for SharedRanks. stages: for StageLinks. ended [1]: how many steps rank
+    0 has ended. kept: what earlier functions have left."""
 
     def __init__(self, rank: int, size: int, fd: int) -> None:
         self.rank, self.size = rank, size
         every = np.frombuffer(mmap.mmap(fd, 0), np.uint8)
-        self.broken, self.memory = every[:8].view(np.int64), every[_HEAD_BYTES:]
+        self.broken, self.ended = every[:8].view(np.int64), every[8:16].view(np.int64)
+        self.memory, self.stages = every[_HEAD_BYTES:-STAGE_BYTES], every[-STAGE_BYTES:]
         self.kept: dict[str, Any] = {}
 
 
@@ -39,7 +42,7 @@ class RankGroup:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.engine.rank_kernels"])
         self.size, self._fd = size, os.memfd_create("ranks")
-        os.ftruncate(self._fd, _HEAD_BYTES + rank_memory_bytes(size, BUFFER_BYTES))
+        os.ftruncate(self._fd, _HEAD_BYTES + rank_memory_bytes(size, BUFFER_BYTES) + STAGE_BYTES)
         self._every = np.frombuffer(mmap.mmap(self._fd, 0), np.uint8)
         self.broken = self._every[:8].view(np.int64)
         path = f"/proc/{os.getpid()}/fd/{self._fd}"

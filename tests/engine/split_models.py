@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,23 +20,29 @@ from engine.contracts.steps import StepResult
 from engine.cpu import model as cpu_model
 from engine.cpu.memory import CpuMemory
 from engine.cpu.model import CpuModel
+from engine.cpu.ops import CpuOps
 from engine.cpu.ranks import SharedRanks
 from engine.cpu.recording.program import Scratch
+from engine.cpu.stages import SharedStages
 from engine.grammar.row_masks import RowMasks
+from engine.host.rank_memory import rank_memory_bytes
+from engine.host.stage_memory import handed_bytes, stage_memory_bytes
+from engine.memory.stage_link import StageLink
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel, SamplingParams
 from loader.adapters.matrices import decoder_of
+from loader.dtypes import ITEM_BYTES
 from loader.formats.registry import FORMATS, stored_format
 from loader.hf_config import parse_config
 from loader.layout import weight_layout, weights_bytes
-from loader.model_shape import Division, ModelShape, SplitShape
+from loader.model_shape import DeviceShare, Division, ModelShape
 from loader.sinks import HostSink
 from loader.slices import split
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
 from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_LAYERS, GEMMA4_ROPE, MAX_LEN, make_table, plan, put
-from tests.engine.rank_processes import Rank
+from tests.engine.rank_processes import BUFFER_BYTES, Rank
 from tests.loader import fp8, gptq, int4
 from tests.loader.checkpoints import write_checkpoint
 
@@ -211,13 +218,17 @@ KV_BYTES, CHUNK_BYTES = 8 << 20, 64 << 10
 
 @dataclass(frozen=True)
 class How:
-    """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps. expert_parts: into how many parts the
-    model's experts are divided. misrouting: its router is another one, and would choose other experts."""
+    """How a rank computes. compiled: with compiled kernels. recorded: from recorded steps. expert_parts, num_stages: as in
+    Division. misrouting: its router is another one, and would choose other experts."""
 
     compiled: bool = True
     recorded: bool = True
     expert_parts: int = 1
     misrouting: bool = False
+    num_stages: int = 1
+
+    def division(self, size: int) -> Division:
+        return Division(size, self.expert_parts, self.num_stages)
 
 
 def shape_of(family: str, dtype: str) -> ModelShape:
@@ -238,7 +249,7 @@ def write_quantised(name: str, folder: Path) -> str:
 def _load_files(own: Rank, folder: str, dtype: str, how: How, whole: bool) -> CpuModel:
     """Returns a rank's share of a checkpoint, or all of it, as an engine loads it."""
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, split=None if whole else SplitShape(own.rank, own.size))
+        source = open_checkpoint(folder, "", stack, share=None if whole else DeviceShare(own.rank, how.division(own.size)))
         held_in = stored_format(source.shape)
         memory, weights = _memory_for(weights_bytes(source.shape, dtype, held_in))
         sink = HostSink(weights.buffer, weights.prepare)
@@ -252,7 +263,7 @@ def load_share(own: Rank, family: str, dtype: str, how: How, whole: bool = False
     if "/" in family:
         return _load_files(own, family, dtype, how, whole)
     of_whole = shape_of(family, dtype)
-    shape = of_whole if whole else split(of_whole, own.rank, Division(own.size, how.expert_parts))
+    shape = of_whole if whole else split(of_whole, own.rank, how.division(own.size))
     memory, weights = _memory_for(weights_bytes(shape, dtype))
     for slot in weight_layout(shape, dtype):
         drawn = _drawn(slot.name, slot.stored_shape, decoder_of(of_whole).norms_around_one)
@@ -290,13 +301,39 @@ def _model(
     if quantize:
         ops.prepare(dtype, 1, FORMATS[quantize].kernels)
     spec = LoadModel(1, "m", "", dtype, "", weights.num_chunks, 0, 0, MAX_LEN, SLOTS, [1], quantize=quantize)
-    ranks = None if whole else SharedRanks(ops, own.rank, own.size, own.broken, own.memory)
+    ranks = stages = None
+    if not whole:
+        ranks, stages = _joins(own, ops, shape, dtype, how.division(own.size))
     recorded_rows, cpu_model.MAX_RECORDED_ROWS = cpu_model.MAX_RECORDED_ROWS, SLOTS if how.recorded else 0
     sizes, kv_memory = (BLOCK_TOKENS, 1), torch.zeros(KV_BYTES, dtype=torch.uint8)
-    model = CpuModel(ops, spec, shape, weights, memory, Scratch(8 << 20), *sizes, ranks=ranks, kv_memory=kv_memory)
+    model = CpuModel(ops, spec, shape, weights, memory, Scratch(8 << 20), *sizes, ranks=ranks, kv_memory=kv_memory, stages=stages)
     cpu_model.MAX_RECORDED_ROWS = recorded_rows
     own.kept["memory"] = memory
     return model
+
+
+def _joins(
+    own: Rank, ops: CpuOps, shape: ModelShape, dtype: str, division: Division
+) -> tuple[SharedRanks | None, SharedStages | None]:
+    """Returns what joins a rank's share with those of its stage, and with other stages."""
+    size, stage = division.stage_size, division.stage_of(own.rank)
+    ranks = stages = None
+    if size > 1:
+        num_bytes = rank_memory_bytes(size, BUFFER_BYTES)
+        ranks = SharedRanks(ops, own.rank % size, size, own.broken, own.memory[stage * num_bytes : (stage + 1) * num_bytes])
+    if division.num_stages > 1:
+        handed = handed_bytes(MAX_LEN, shape.hidden_size, ITEM_BYTES[dtype])
+        num_bytes = stage_memory_bytes(1, division.num_stages, handed)
+        memory = own.stages[own.rank % size * num_bytes :][:num_bytes]
+        link = StageLink(memory, stage, division.num_stages, handed, own.broken)
+        stages = SharedStages(link, shape.hidden_size, getattr(torch, dtype))
+    return ranks, stages
+
+
+def _wait_for_leader(own: Rank, how: How, step: int) -> None:
+    """Waits until rank 0 may have posted a step: at most as many are under way as there are stages."""
+    while own.rank and how.num_stages > 1 and own.ended[0] <= step - how.num_stages:
+        time.sleep(1e-4)
 
 
 def _drawn(name: str, shape: tuple[int, ...], norms_around_one: bool) -> torch.Tensor:
@@ -333,8 +370,15 @@ def logits_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool = 
         *(_decodes(range(4, 16), at) for at in range(5, 8)),
         plan((4, 8, 1), (5, 8, 3), (16, 5, 17), samples=(False, True, False)),
     ]
-    found = [model.logits(step, table) for step in steps]
-    found.append(model.logits(plan((20, 0, 33)), table, every_token=True))
+    found = []
+    for number, step in enumerate([*steps, plan((20, 0, 33))]):
+        _wait_for_leader(own, how, number)
+        if model._model.makes_logits:
+            found.append(model.logits(step, table, every_token=number == len(steps)))
+        else:
+            model.follow(step, table)
+        if own.rank == 0:
+            own.ended[0] += 1
     return found, _pieces(model)
 
 
@@ -366,7 +410,7 @@ def results_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool =
         table.num_prompt[slot] = 40
         table.prompt_logprobs[slot] = params.prompt_logprobs >= 0
         table.request_id[slot] = slot + 1
-    for step, masked in (
+    steps = (
         (plan((0, 0, 20), (1, 0, 40), samples=(False, True)), False),
         (plan((1, 40, 1), (0, 20, 20)), False),
         (plan((0, 40, 1), (1, 41, 1)), False),
@@ -381,12 +425,15 @@ def results_of_steps(own: Rank, family: str, dtype: str, how: How, whole: bool =
         (plan((0, 45, 1), (5, 30, 10), (6, 10, 30)), False),
         (plan((0, 46, 1), (0, 47, 1), (0, 48, 1), (1, 45, 1)), False),  # drafted rows
         *((plan((slot, 0, 30)), False) for slot in (7, 8, 9)),  # drawn from a recorded step with a chunk, once it is known
-    ):
+    )
+    for number, (step, masked) in enumerate(steps):
+        _wait_for_leader(own, how, number)
         if how.recorded and own.rank == 0 and model.num_uncaptured:
             model.capture_next()
         if own.rank == 0:
             masks = RowMasks([1], np.array([0]), _every_third()) if masked else None
             told.append(_plain(model.execute(step, table, masks)))
+            own.ended[0] += 1
         else:
             model.follow(step, table)
         table.prompt_logprobs[step.slots[step.samples]] = False

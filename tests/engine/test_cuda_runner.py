@@ -26,7 +26,7 @@ from loader import layout
 from loader.catalog import scan_one
 from loader.errors import UnsupportedModel
 from loader.formats.registry import stored_format
-from loader.model_shape import ModelShape, SplitShape
+from loader.model_shape import DeviceShare, Division, ModelShape
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
@@ -158,13 +158,13 @@ def test_weights_reach_a_device_as_they_reach_the_host(tmp_path: Path, dtype: st
     smaller than a tensor."""
     folder = tmp_path / "plain"
     make_checkpoint(folder, **CASES["llama"] | {"vocab_size": 212})
-    share = SplitShape(1, 2) if kind == "share" else None
+    share = DeviceShare(1, Division(2)) if kind == "share" else None
     if kind in fp8.KINDS:
         fp8.quantize(folder, tmp_path / "fp8", fp8.KINDS[kind])
         folder = tmp_path / "fp8"
     memory = make_memory()
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, split=share)
+        source = open_checkpoint(folder, "", stack, share=share)
         held = stored_format(source.shape)
         on_host = np.zeros(layout.weights_bytes(source.shape, dtype, held), np.uint8)
         weights = WeightRange(memory, len(on_host))

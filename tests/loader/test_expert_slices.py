@@ -21,7 +21,7 @@ from loader.architectures.experts import ExpertNames, Experts
 from loader.errors import UnsupportedModel
 from loader.hf_config import parse_config
 from loader.layout import block_offsets, parameter_shapes, share_weights_bytes, stored_tensors, weight_layout, weights_bytes
-from loader.model_shape import ALTERNATING, INPUT_MAJOR, OUTPUT_MAJOR, Division, ExpertShape, ModelShape, SplitShape
+from loader.model_shape import ALTERNATING, INPUT_MAJOR, OUTPUT_MAJOR, DeviceShare, Division, ExpertShape, ModelShape, SplitShape
 from loader.slices import share_of, split, whole
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, planned_reads
@@ -113,7 +113,7 @@ def test_experts_of_other_ranks_are_not_read(tmp_path: Path, name: str) -> None:
     read = Counter[str]()
     for rank in range(2):
         with ExitStack() as stack:
-            source = open_checkpoint(folder, "", stack, split=SplitShape(rank, 2, expert_parts=2))
+            source = open_checkpoint(folder, "", stack, share=DeviceShare(rank, Division(2, 2)))
             reads = planned_reads(source, "float32", StagingRing(1, 8192))
         own = Counter[str]()
         for segment in (segment for one in reads for segment in one.segments):

@@ -34,7 +34,7 @@ from loader.layout import (
     weight_layout,
     weights_bytes,
 )
-from loader.model_shape import LAST_TOKEN, Division, EagleShape, HeadShape, ModelShape, SplitShape
+from loader.model_shape import LAST_TOKEN, DeviceShare, Division, EagleShape, HeadShape, ModelShape
 from loader.range_plan import joined, plan_reads, staged_spans
 from loader.safetensors import Header, TensorRef
 from loader.slices import split, whole
@@ -178,7 +178,7 @@ def load(
     folder: Path, dtype: str, rank: int, size: int, slot_bytes: int = 8192, expert_parts: int = 1
 ) -> tuple[dict[str, torch.Tensor], OpenCheckpoint, ReadReport]:
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, split=SplitShape(rank, size, expert_parts=expert_parts))
+        source = open_checkpoint(folder, "", stack, share=DeviceShare(rank, Division(size, expert_parts)))
         memory = mmap.mmap(-1, weights_bytes(source.shape, dtype))
         told: list[tuple[int, int]] = []
         ring = StagingRing(3, slot_bytes)
@@ -251,7 +251,7 @@ def test_little_more_than_the_share_is_read(tmp_path: Path, architecture: str) -
     config = LARGE | {"architectures": [architecture]}
     folder = write_checkpoint(tmp_path / "m", config, dtype="BF16", random_bytes=True)
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, split=SplitShape(1, 2))
+        source = open_checkpoint(folder, "", stack, share=DeviceShare(1, Division(2)))
         reads = planned_reads(source, "bfloat16", StagingRing(1, 256 << 10))
         everything = planned_reads(open_checkpoint(folder, "", stack), "bfloat16", StagingRing(1, 256 << 10))
     of_rows = sum(read.end - read.begin for read in reads)
@@ -393,8 +393,8 @@ def test_block_offsets_of_a_share_follow_from_those_of_the_model(tmp_path: Path)
     folder = write_checkpoint(tmp_path / "m", LARGE | {"hidden_size": 248, "head_dim": 62}, dtype="BF16", padding=8)
     with ExitStack() as stack:
         source = open_checkpoint(folder, "", stack)
-        share = open_checkpoint(folder, "", stack, split=SplitShape(1, 2)).shape
-        assert open_checkpoint(folder, "", stack, in_place=False, split=SplitShape(1, 2)).shape.block_offsets == ()
+        share = open_checkpoint(folder, "", stack, share=DeviceShare(1, Division(2))).shape
+        assert open_checkpoint(folder, "", stack, in_place=False, share=DeviceShare(1, Division(2))).shape.block_offsets == ()
     tensors = {tensor.name: tensor for header in source.headers.values() for tensor in header.tensors}
     assert share == split(source.shape, 1, Division(2))
     assert share.block_offsets == block_offsets(share, tensors.values())
@@ -524,7 +524,7 @@ def test_shares_are_read_from_plain_files(tmp_path: Path) -> None:
     folder = write_packable(tmp_path / "m")
     pack_checkpoint(folder)
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, wants_packed=lambda _: True, split=SplitShape(1, 2))
+        source = open_checkpoint(folder, "", stack, wants_packed=lambda _: True, share=DeviceShare(1, Division(2)))
         assert not source.is_packed
         assert source.packed_reason == "read its plain files: shares of a model are not read from packed ones"
         assert source.shape == split(source.checkpoint.shape or LLAMA, 1, Division(2))
@@ -532,13 +532,13 @@ def test_shares_are_read_from_plain_files(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / PACKED_DIR / "model.safetensors").rename(folder / "model.safetensors")
     with ExitStack() as stack, pytest.raises(UnsupportedModel, match=r"parallel: model\.safetensors holds packed weights"):
-        open_checkpoint(folder, "", stack, split=SplitShape(1, 2))
+        open_checkpoint(folder, "", stack, share=DeviceShare(1, Division(2)))
 
 
 def test_a_tensor_of_another_shape_is_named_with_the_shape_of_the_whole(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, split=SplitShape(0, 2))
+        source = open_checkpoint(folder, "", stack, share=DeviceShare(0, Division(2)))
         source.shape = replace(source.shape, intermediate_size=10)
         with pytest.raises(CheckpointError, match=r"mlp.gate_proj.weight: has shape \[24, 16\], expected \[20, 16\]"):
             planned_reads(source, "float32", StagingRing(1, 8192))

@@ -27,7 +27,7 @@ from loader.formats.registry import held_format
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat
 from loader.hf_config import parse_config
 from loader.layout import plain_groups_of_modules, share_weights_bytes, weight_layout, weights_bytes
-from loader.model_shape import Division, ModelShape, SplitShape
+from loader.model_shape import DeviceShare, Division, ModelShape
 from loader.range_plan import plan_reads, staged_spans
 from loader.safetensors import DTYPE_BYTES, Header, TensorRef
 from loader.sinks import HostSink
@@ -138,9 +138,9 @@ class Loaded(NamedTuple):
     num_bytes: int
 
 
-def load(folder: Path, share: SplitShape | None = None, quantize: str | None = None, slot_bytes: int = 8192) -> Loaded:
+def load(folder: Path, share: DeviceShare | None = None, quantize: str | None = None, slot_bytes: int = 8192) -> Loaded:
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, split=share)
+        source = open_checkpoint(folder, "", stack, share=share)
         held_in = held_format(source.shape, quantize)
         memory: Any = Memory(weights_bytes(source.shape, "bfloat16", held_in))
         told: tuple[Any, Any] = (lambda *_: None, lambda: False)
@@ -192,7 +192,7 @@ def part_of(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
 def check_parts(folder: Path, size: int, quantize: str | None = None, columns_differ: bool = False) -> list[Loaded]:
     """Compares what all ranks hold with what one device does."""
     whole = load(folder, quantize=quantize)
-    shares = [load(folder, SplitShape(rank, size), quantize) for rank in range(size)]
+    shares = [load(folder, DeviceShare(rank, Division(size)), quantize) for rank in range(size)]
     for names in JOINED:
         wholes = dict(zip(names, parts_of(whole.weights, names), strict=True))
         for rank, share in enumerate(shares):
@@ -269,7 +269,7 @@ def test_what_is_read_for_a_share(plain: Path, tmp_path: Path, name: str, tensor
     """Runs of stored rows are read alone, and of parts of rows whole rows; words of AWQ and GPTQ have inputs as their rows."""
     FORMATS[name](plain, tmp_path)
     with ExitStack() as stack:
-        source = open_checkpoint(tmp_path, "", stack, split=SplitShape(1, 2))
+        source = open_checkpoint(tmp_path, "", stack, share=DeviceShare(1, Division(2)))
         reads = planned_reads(source, "bfloat16", StagingRing(1, 64 << 10), held_format(source.shape, None))
         segments = [segment for read in reads for segment in read.segments if segment.tensor.name == LAYER + tensor]
     assert sum(segment.end - segment.begin for segment in segments) == part * segments[0].tensor.num_bytes
@@ -280,7 +280,7 @@ def test_words_of_a_share_are_read_straight_into_place(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "plain", CONFIG | SIZES | {"intermediate_size": 1024}, dtype="BF16", random_bytes=True)
     int4.quantize(folder, tmp_path / "int4", int4.compressed())
     with ExitStack() as stack:
-        source = open_checkpoint(tmp_path / "int4", "", stack, split=SplitShape(1, 2))
+        source = open_checkpoint(tmp_path / "int4", "", stack, share=DeviceShare(1, Division(2)))
         of_all = open_checkpoint(tmp_path / "int4", "", stack).shape
     assert split(of_all, 1, Division(2)) == source.shape
     tensors = {tensor.name: tensor for header in source.headers.values() for tensor in header.tensors}
@@ -444,7 +444,7 @@ TELLING = ("FP8 by block", "INT4 by 128 with zeros", "AWQ", "NVFP4")
 def test_each_matrix_of_a_fused_tensor_is_cut(tmp_path: Path, fused: Path, name: str) -> None:
     FORMATS[name](fused, tmp_path / "q")
     held = load(tmp_path / "q")
-    shares = [load(tmp_path / "q", SplitShape(rank, 2)) for rank in range(2)]
+    shares = [load(tmp_path / "q", DeviceShare(rank, Division(2))) for rank in range(2)]
 
     def parts(name: str) -> tuple[Tensor, list[Tensor]]:
         whole, *own = (values(one.weights.matrix(LAYER, (name,))) for one in (held, *shares))
@@ -466,7 +466,7 @@ def test_a_share_has_whole_experts_or_a_part_of_each(tmp_path: Path, mixture: Pa
     FORMATS[name](mixture, tmp_path / "q")
     held = load(tmp_path / "q")
     for rank in range(2):
-        share = load(tmp_path / "q", SplitShape(rank, 2, expert_parts=expert_parts))
+        share = load(tmp_path / "q", DeviceShare(rank, Division(2, expert_parts)))
         own = range(4) if expert_parts == 1 else range(2 * rank, 2 * rank + 2)
         for expert in range(4):
             for part, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
@@ -486,7 +486,7 @@ def test_stacks_of_experts_in_mxfp4_are_cut(tmp_path: Path, monkeypatch: pytest.
     mxfp4.write(tmp_path / "m", mxfp4.tensors())
     held = load(tmp_path / "m", slot_bytes=1 << 20)
     for rank in range(2):
-        share = load(tmp_path / "m", SplitShape(rank, 2, expert_parts=expert_parts), slot_bytes=1 << 20)
+        share = load(tmp_path / "m", DeviceShare(rank, Division(2, expert_parts)), slot_bytes=1 << 20)
         for layer in range(2):
             for part, inner_axis in (("gate_up_proj", 1), ("down_proj", 2)):
                 whole, own = (one.weights.stack(f"model.layers.{layer}.mlp.experts.{part}") for one in (held, share))

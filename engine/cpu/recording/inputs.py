@@ -6,7 +6,7 @@ Shapes: R rows, T tokens (R for decode steps, plus padding), B blocks of the lon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class StepInputs:
         self,
         ops: CpuOps,
         memory: Sequence[GroupMemory],
-        layer_places: Sequence[tuple[int, int]],
+        layer_places: Mapping[int, tuple[int, int]],
         max_rows: int,
         max_tokens: int,
         max_blocks: int,

@@ -151,7 +151,8 @@ class RecordedSteps:
         recorder = Recorder(self._scratch, watches=not self.decodes)  # one size is enough: they share the model's code
         with recording(recorder):
             hidden = self._model.forward(self._keeping(self._inputs.batch(num_rows, with_long_rows=False)), None)
-            program = DecodeProgram(recorder.calls, hidden, self._model.logits(hidden))
+            logits = self._model.logits(hidden) if self._model.makes_logits else hidden
+            program = DecodeProgram(recorder.calls, hidden, logits)
         if self._may_repeat(recorder):
             self.decodes[num_rows] = program
         return program

@@ -207,7 +207,8 @@ class LogitsProgram(Replay):
 
 
 class DecodeProgram(LogitsProgram):
-    """A recorded decode step. Its calls write the normed hidden states [N, width] and the logits [N, V]."""
+    """A recorded decode step. Its calls write the normed hidden states [N, width] and the logits [N, V]. Those of a stage that
+    makes no logits pass its states on; `logits` and `hidden` then mean nothing."""
 
     def __init__(self, calls: Sequence[Call], hidden: Tensor, logits: Tensor) -> None:
         super().__init__(calls, logits)

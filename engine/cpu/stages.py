@@ -1,0 +1,58 @@
+"""The stages of a pipeline on the CPU, which pass states on through memory that their engines share.
+
+Shapes: T tokens, W width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.cpu.recording.program import call, empty
+from engine.memory.stage_link import Bytes, StageLink
+
+
+class SharedStages:
+    """An engine.contracts.stages.Stages over a StageLink. width, dtype: of the states. Its calls may be recorded."""
+
+    def __init__(self, link: StageLink, width: int, dtype: torch.dtype) -> None:
+        self._link, self._num_tokens, self._like = link, 0, torch.empty(0, width, dtype=dtype)
+
+    @property
+    def waited_s(self) -> float:
+        return self._link.waited_s
+
+    def count(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def receive(self, num_tokens: int, with_update: bool) -> tuple[Tensor, Tensor | None]:
+        residual, *update = (empty(self._like, num_tokens, self._like.shape[1]) for _ in range(1 + with_update))
+        call(self._receive, *_views(residual, *update))
+        return residual, update[0] if update else None
+
+    def send(self, residual: Tensor, update: Tensor | None) -> None:
+        call(self._send, *_views(residual, *([] if update is None else [update])))
+
+    def _receive(self, *states: Tensor) -> None:
+        place = self._link.take()
+        for state, passed in zip(states, self._rows(place, states), strict=True):
+            state[: len(passed)] = passed
+
+    def _send(self, *states: Tensor) -> None:
+        for state, passed in zip(states, self._rows(self._link.place, states), strict=True):
+            passed.copy_(state[: len(passed)])
+        self._link.send()
+
+    def _rows(self, place: Bytes, states: tuple[Tensor, ...]) -> list[Tensor]:
+        """Returns where the rows of the states that are not padding are in a place, one after the other."""
+        rows, begin = [], 0
+        for state in states:
+            end = begin + self._num_tokens * state.shape[1] * state.element_size()
+            rows.append(torch.from_numpy(place[begin:end]).view(state.dtype).view(self._num_tokens, state.shape[1]))
+            begin = end
+        return rows
+
+
+def _views(*states: Tensor) -> tuple[Tensor, ...]:
+    """Returns other views of the states, since recorded calls must not hold the model's own tensors."""
+    return tuple(state.view(state.shape) for state in states)

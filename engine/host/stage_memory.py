@@ -1,0 +1,35 @@
+"""The layout of the memory through which the stages of a pipeline pass on the states of a step's tokens.
+
+It has a part for each device of a stage, since a device passes states on to the one of the same number in the next stage. Such a
+part has a piece for each stage but the last one. A piece begins with a line of LINE_BYTES: how many steps the stage has sent
+(int64), and how many devices sleep until that grows (int64). Then come places for the states of as many steps as there are stages,
+which are filled by turns. All is zero at the beginning.
+"""
+
+from __future__ import annotations
+
+from engine.host.rank_memory import LINE_BYTES
+
+# A prompt's tokens pass through the stages so many at a time, at most, so that several parts of it are in several stages. They are
+# enough for products of matrices to run at their full rate.
+MOST_PROMPT_TOKENS = 512
+
+
+def step_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
+    """Returns how many tokens a step that passes through stages has at most: one for each sequence, or a part of a prompt."""
+    return max(max_sequences, min(MOST_PROMPT_TOKENS, max_num_batched_tokens))
+
+
+def handed_bytes(num_tokens: int, width: int, item_bytes: int) -> int:
+    """Returns the bytes of the states that a step of so many tokens passes on: a residual and an update to it, in whole lines."""
+    return -(-2 * num_tokens * width * item_bytes // LINE_BYTES) * LINE_BYTES
+
+
+def piece_bytes(num_stages: int, handed: int) -> int:
+    """Returns the bytes of the piece that one stage sends through. handed: what handed_bytes returns."""
+    return LINE_BYTES + num_stages * handed
+
+
+def stage_memory_bytes(stage_size: int, num_stages: int, handed: int) -> int:
+    """Returns the bytes of the memory of num_stages stages, which have stage_size devices each."""
+    return stage_size * (num_stages - 1) * piece_bytes(num_stages, handed)

@@ -1,0 +1,26 @@
+"""The embedding of a decoder's tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.layers.weights import Weights
+from engine.ops.ops import Ops
+from loader.architectures.decoder import Decoder
+from loader.model_shape import ModelShape
+
+
+class Embedding:
+    """Returns rows of `weight` [V, hidden], scaled as the model does."""
+
+    def __init__(self, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights) -> None:
+        self.ops, self.weight, self.scale = ops, weights.get(f"{family.names.embedding}.weight"), shape.embedding_scale
+        if family.scales_embeddings:  # by a factor that is rounded as the embeddings are
+            self.scale = torch.tensor(shape.hidden_size**0.5, dtype=self.weight.dtype).item()
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Returns [T, hidden] of [T] int64."""
+        return self.ops.embedding(input_ids, self.weight, self.scale)

@@ -1,0 +1,118 @@
+"""One device's place in the chain of a pipeline's stages: waits for what the stage before it sends, and tells the next one
+(engine/host/stage_memory.py describes the memory).
+
+A stage writes the states of step n where those of step n - S were, of S stages. That is safe because rank 0, of the last stage,
+starts step n only after it has ended step n - S, so every stage behind has read these.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.contracts.ranks import GroupBroken
+from engine.host.rank_memory import LINE_BYTES
+from engine.host.stage_memory import piece_bytes
+from scheduler.batch.plan import LongArray
+
+Bytes = npt.NDArray[np.uint8]
+
+_SENT, _SLEEPERS = 0, 1  # words of a piece's line
+_SPIN_S = 60e-6  # then the core serves others
+_SLEEP_S = 0.02  # a sleeping stage looks this often whether the group is broken
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 98)
+_WAIT, _WAKE, _EVERYBODY = 0, 1, (1 << 31) - 1
+
+
+class StageLink:
+    """One thread calls it at a time."""
+
+    def __init__(self, memory: Bytes, stage: int, num_stages: int, handed: int, broken: LongArray) -> None:
+        """memory: the part of the stage memory that is of the devices with this device's number in their stages. handed: bytes of
+        the states of one step. broken [1]: not 0 once the group has lost a device."""
+        pieces = memory.reshape(num_stages - 1, piece_bytes(num_stages, handed))
+        self._stage, self._num_stages, self._broken = stage, num_stages, broken
+        lines, self._places = pieces[:, :LINE_BYTES], pieces[:, LINE_BYTES:].reshape(num_stages - 1, num_stages, handed)
+        self._lines = [line.view(np.int64) for line in lines]
+        self._num_taken = self._num_sent = 0
+        self.waited_s = 0.0
+        self._fence = threading.Lock()
+        self._fence.acquire()
+
+    def take(self) -> Bytes:
+        """Waits until the stage before this one has sent the next step. Returns the bytes that it has sent. Raises GroupBroken."""
+        line, begin_s = self._lines[self._stage - 1], time.perf_counter()
+        while line[_SENT] <= self._num_taken:
+            if self._broken[0]:
+                raise GroupBroken(f"stage {self._stage} of {self._num_stages}: the group has lost a device")
+            if time.perf_counter() - begin_s > _SPIN_S:
+                self._sleep(line)
+        self._order()
+        self.waited_s += time.perf_counter() - begin_s
+        place = self._places[self._stage - 1, self._num_taken % self._num_stages]
+        self._num_taken += 1
+        return place
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first stage, which takes nothing."""
+        return self._stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last stage, which sends nothing."""
+        return self._stage == self._num_stages - 1
+
+    @property
+    def place(self) -> Bytes:
+        """Where this stage writes what it sends next."""
+        return self._places[self._stage, self._num_sent % self._num_stages]
+
+    def send(self) -> None:
+        """Tells the next stage that `place` is filled."""
+        line = self._lines[self._stage]
+        self._num_sent += 1
+        self._order()
+        line[_SENT] = self._num_sent
+        self._order()
+        if line[_SLEEPERS] > 0:
+            _syscall()(_FUTEX, _address(line), _WAKE, _EVERYBODY, None, None, 0)
+
+    def _sleep(self, line: LongArray) -> None:
+        """Sleeps until the stage before this one sends something, for _SLEEP_S at most."""
+        line[_SLEEPERS] = 1  # there is no other one
+        self._order()
+        if line[_SENT] <= self._num_taken:
+            seen = ctypes.c_uint32(self._num_taken & 0xFFFFFFFF)
+            _syscall()(_FUTEX, _address(line), _WAIT, seen, ctypes.byref(_TIMEOUT), None, 0)
+        line[_SLEEPERS] = 0
+
+    def _order(self) -> None:
+        """Orders the accesses to memory before it before those after it: giving up a lock and taking it again are a store with
+        release and then a load with acquire that reads it."""
+        self._fence.release()
+        self._fence.acquire()
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_TIMEOUT = _Time(0, int(_SLEEP_S * 1e9))
+
+
+def _address(line: LongArray) -> ctypes.c_void_p:
+    """Returns the address of the lower half of a line's counter, which is what futex(2) compares."""
+    return ctypes.c_void_p(line.ctypes.data)
+
+
+@cache
+def _syscall() -> Any:
+    return ctypes.CDLL(None, use_errno=True).syscall
