@@ -10,17 +10,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 from engine.contracts.group_share import GroupShare
 from engine.contracts.ranks import GroupBroken
 from engine.contracts.steps import StepResult
 from engine.exchange import Exchange
 from engine.grammar.row_masks import RowMasks
+from engine.host.own_core import OwnCore
 from engine.loop.step_journal import StepJournal
 from engine.serve.served_models import ServedModels
 from scheduler.batch.plan import BatchPlan, SequenceTable
 
 log = logging.getLogger("engine")
+Result = TypeVar("Result")
 
 # A stream's next step usually follows within that time: the leader takes in the tokens, sends them, and plans.
 LINGER_S = 2e-4
@@ -38,7 +41,10 @@ class GroupSteps:
         models: ServedModels,
         journal: StepJournal,
         stepped: Callable[[], None],
+        num_threads: int = 1,
     ) -> None:
+        """num_threads: that compute in this engine."""
+        self._own_core = OwnCore(number, exchange.num_engines) if num_threads == 1 else None
         self._exchange, self._number, self._doorbell = exchange, number, doorbell
         self._models, self._journal, self._stepped = models, journal, stepped
         os.set_blocking(doorbell, False)
@@ -93,8 +99,10 @@ class GroupSteps:
             del self._posted[region]
         step.run()
 
-    def run_apart(self, work: Callable[[], StepResult]) -> StepResult:
-        """Runs a part of a step in the thread of the engine that computes."""
+    def run_part(self, share: GroupShare, work: Callable[[], Result]) -> Result:
+        """Runs this engine's part of a step."""
+        if share.num_stages > 1 and self._own_core is not None:
+            return self._own_core.run(work)
         return self._models.threads.run(work)
 
     def forget(self, share: GroupShare) -> None:
@@ -135,7 +143,7 @@ class GroupSteps:
         plan = share.region.read_plan(share.name)
         self._journal.note(share.region.table.request_id[plan.slots])
         try:
-            self._models.threads.run(lambda: share.follow(plan))
+            self.run_part(share, lambda: share.follow(plan))
         except GroupBroken as error:
             broke(share, error)
         self._stepped()
@@ -154,7 +162,7 @@ class PostedStep:
     def run(self) -> None:
         """Runs this engine's part."""
         try:
-            self._result = self._steps.run_apart(lambda: self._share.execute(self._plan, self._table, self.masks))
+            self._result = self._steps.run_part(self._share, lambda: self._share.execute(self._plan, self._table, self.masks))
         except GroupBroken as error:
             self._error = error
 

@@ -109,7 +109,7 @@ class Engine:
         self._stats_dirty, self._stats_sent_s, self._shutdown = True, 0.0, False
         self.groups: GroupSteps | None = None
         if membership is not None:
-            self.groups = GroupSteps(*membership, self.models, self.journal, self._followed)
+            self.groups = GroupSteps(*membership, self.models, self.journal, self._followed, runner.compute_threads)
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
         """Runs the loop. first_messages: those that arrived together with Configure."""

@@ -196,7 +196,7 @@ class NullShare(NullModel):
 
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
         self._receive()
-        self._step(plan, table, None)
+        super().execute(plan, table)
         self._meet()
 
     def _receive(self) -> None:

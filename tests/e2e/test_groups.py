@@ -22,10 +22,11 @@ BOTH = "cpu:0+cpu:1"
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """`whole` and `split` are the same model, once on one device and once on two; `elm` lives on the second device. No device holds
-    `wide`. `mixture` and `experts` are the same mixture of experts, of which each device has half of the experts."""
+    """`whole`, `split` and `stages` are the same model, once on one device and twice on two, which have half of each matrix or half
+    of the layers; `elm` lives on the second device. No device holds `wide`. `mixture` and `experts` are the same mixture of
+    experts, of which each device has half of the experts."""
     folder = tmp_path_factory.mktemp("groups")
-    for seed, name in ((1, "whole"), (1, "split"), (2, "elm")):
+    for seed, name in ((1, "whole"), (1, "split"), (1, "stages"), (2, "elm")):
         make_model(folder / "models" / name, seed=seed, max_position_embeddings=4096)
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     for name in ("mixture", "experts"):
@@ -33,10 +34,11 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         make_model(folder / "models" / name, max_position_embeddings=1024, **mixture)
     make_model(folder / "models" / "odd", num_heads=3, num_kv_heads=3, hidden_size=24)
     make_model(folder / "models" / "wide", weights_bytes=28 << 20, max_position_embeddings=256)
-    config = without_drafts("whole", "elm", "split", "odd", "wide", "mixture", "experts")
+    config = without_drafts("whole", "elm", "split", "stages", "odd", "wide", "mixture", "experts")
     for name in ("whole", "mixture"):
         config = config.replace(f'[models."{name}"]\n', f'[models."{name}"]\ndevices = ["cpu:0"]\n')
     config = config.replace('[models."experts"]\n', '[models."experts"]\nparallel = { expert = 2 }\n')
+    config = config.replace('[models."stages"]\n', '[models."stages"]\nparallel = { pipeline = 2 }\n')
     config = config.replace('[models."elm"]\n', '[models."elm"]\ndevices = ["cpu:1"]\n')
     for name in ("split", "odd"):
         config = config.replace(f'[models."{name}"]\n', f'[models."{name}"]\nparallel = {{ tensor = 2 }}\n')
@@ -48,7 +50,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def texts(node: Node) -> dict[str, list[str]]:
-    """What the models answer to the prompts while nothing disturbs them. Those of `whole` hold for `split`."""
+    """What the models answer to the prompts while nothing disturbs them. Those of `whole` hold for `split` and `stages`."""
     found = {}
     for model in ("whole", "elm"):
         streams = [Stream(node, model, prompt, NUM_TOKENS).join() for prompt in PROMPTS]
@@ -74,10 +76,11 @@ def both_engines(node: Node) -> list[int]:
     return [engine_of(node, device) for device in ("cpu:0", "cpu:1")]
 
 
-def test_it_answers_like_the_whole_model(node: Node, texts: dict[str, list[str]]) -> None:
-    alone = Stream(node, "split", PROMPTS[0], NUM_TOKENS).join()
+@pytest.mark.parametrize("model", ["split", "stages"])
+def test_it_answers_like_the_whole_model(node: Node, texts: dict[str, list[str]], model: str) -> None:
+    alone = Stream(node, model, PROMPTS[0], NUM_TOKENS).join()
     assert (alone.error, alone.text) == ("", texts["whole"][0])
-    together = [Stream(node, "split", prompt, NUM_TOKENS) for prompt in PROMPTS]
+    together = [Stream(node, model, prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert [stream.join().text for stream in together] == texts["whole"]
 
 
@@ -85,7 +88,7 @@ def test_single_models_beside_it(node: Node, texts: dict[str, list[str]]) -> Non
     streams = [
         (Stream(node, model, prompt, NUM_TOKENS), model, at)
         for at, prompt in enumerate(PROMPTS)
-        for model in ("split", "whole", "elm")
+        for model in ("split", "stages", "whole", "elm")
     ]
     for stream, model, at in streams:
         assert stream.join().error == ""
@@ -169,13 +172,14 @@ def test_unloading_and_coming_back(node: Node, texts: dict[str, list[str]]) -> N
 def test_an_unload_under_streams_leaves_no_device_waiting(node: Node, texts: dict[str, list[str]]) -> None:
     """The first device may be in a step for which the other one is told to leave."""
     before = both_engines(node)
-    for _ in range(3):
-        stream = Stream(node, "split", PROMPTS[2], 3000)
+    for model in ("split", "stages") * 3:
+        stream = Stream(node, model, PROMPTS[2], 3000)
         stream.wait_for_chunks(5)
         stream.hang_up()
-        node.cli("unload", "split")
+        node.cli("unload", model)
     assert Stream(node, "elm", PROMPTS[0], NUM_TOKENS).join().text == texts["elm"][0]
-    assert Stream(node, "split", PROMPTS[0], NUM_TOKENS).join().text == texts["whole"][0]
+    for model in ("split", "stages"):
+        assert Stream(node, model, PROMPTS[0], NUM_TOKENS).join().text == texts["whole"][0]
     assert both_engines(node) == before
 
 
@@ -184,9 +188,9 @@ def test_a_killed_member_costs_no_stream(node: Node, texts: dict[str, list[str]]
     """Streams of the group start again on new shares; those of the engine that survives go on."""
     other = {"cpu:0": "elm", "cpu:1": "whole"}[killed]
     survivor, victim = engine_of(node, {"cpu:0": "cpu:1", "cpu:1": "cpu:0"}[killed]), engine_of(node, killed)
-    Stream(node, "split", "come", 1).join()
-    Stream(node, other, "come", 1).join()
-    streams = [Stream(node, "split", prompt, NUM_TOKENS) for prompt in PROMPTS * 2]
+    for model in ("split", "stages", other):
+        Stream(node, model, "come", 1).join()
+    streams = [Stream(node, model, prompt, NUM_TOKENS) for model in ("split", "stages") for prompt in PROMPTS]
     neighbour = Stream(node, other, PROMPTS[0], NUM_TOKENS)
     neighbour.wait_for_chunks(3)
     streams[-1].wait_for_chunks(3)
@@ -198,5 +202,6 @@ def test_a_killed_member_costs_no_stream(node: Node, texts: dict[str, list[str]]
     assert neighbour.join().error == ""
     assert neighbour.text == texts[other][0]
     assert survivor in both_engines(node), "the other engine had to go as well"
-    assert (row_of(node, "split")["state"], row_of(node, "split")["device"]) == ("ready", BOTH), "it came back for them"
+    for model in ("split", "stages"):
+        assert (row_of(node, model)["state"], row_of(node, model)["device"]) == ("ready", BOTH), "it came back for them"
     assert f"the engine of {killed}" in node.cli("why", "split").stdout

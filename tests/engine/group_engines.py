@@ -10,6 +10,7 @@ from engine.exchange import RegionSizes
 from engine.protocol import Configure, Evicted, EvictModel, Group, LoadDone
 from tests.engine.engine_process import EngineProcess, Node, load_message, submit_message
 
+HANDED_BYTES = 64  # of the states of a step, of which null models have none
 LEASE = 16  # chunks, of 64; a model has 4 of weights and 4 of KV
 
 
@@ -40,14 +41,17 @@ class Engines:
         self.all[number] = self._start(number)
         self.all[number].__enter__()
 
-    def begin(self, path: str, model: str, members: list[int], ranks: Sequence[int] = (), **changes: Any) -> None:
+    def begin(
+        self, path: str, model: str, members: list[int], ranks: Sequence[int] = (), num_stages: int = 1, **changes: Any
+    ) -> None:
         """Sends the loads of a split model, or of some of its ranks, without waiting for them."""
         whole = load_message(path, model, **self._loads, **changes)
-        sizes = RegionSizes(len(members), whole.max_sequences, whole.max_model_len, self._configure.block_tokens)
+        of_model = (whole.max_sequences, whole.max_model_len, self._configure.block_tokens, 1)
+        sizes = RegionSizes(len(members), *of_model, num_stages, HANDED_BYTES)
         self.groups[model] = members, self.node.region(sizes)
         self._placement_id += 1
         for rank in ranks or range(len(members)):
-            group = Group(rank, members, *self.groups[model][1])
+            group = Group(rank, members, *self.groups[model][1], 1, num_stages, HANDED_BYTES)
             self.all[members[rank]].send(load_message(path, model, self._placement_id, group=group, **self._loads, **changes))
 
     def load(self, path: str, model: str, members: list[int], **changes: Any) -> EngineProcess:

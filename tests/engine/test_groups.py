@@ -33,8 +33,8 @@ from tests.engine.group_engines import LEASE, Engines
 class NullEngines(Engines):
     """Engines of null models, whose tokens are known beforehand."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number, null_configure(null_step_ms=0.2))
+    def __init__(self, number: int, step_ms: float = 0.2) -> None:
+        super().__init__(number, null_configure(null_step_ms=step_ms))
 
     def check(self, number: int, request_id: int, num_tokens: int = 8, num_prompt: int = 3) -> None:
         """Waits for a request's end, and checks that it has got the tokens that its seed gives on any device."""
@@ -109,11 +109,12 @@ def test_overlapping_groups_and_single_models_at_random(three: NullEngines, path
     """Each engine leads one group, follows in another and serves a model of its own: none waits for ever, and all say what they
     must, while groups come and go."""
     choose = random.Random(5)
-    groups = {"a": [0, 1], "b": [1, 2], "c": [2, 0], "d": [2, 1, 0]}
+    groups = {"a": [0, 1], "b": [1, 2], "c": [2, 0], "d": [2, 1, 0], "e": [0, 1], "f": [1, 0, 2]}
+    stages = {"b": 2, "e": 2, "f": 3}
     for number in range(3):
         three.load_alone(path, f"alone {number}", number)
     for name, members in groups.items():
-        three.load(path, name, members)
+        three.load(path, name, members, num_stages=stages.get(name, 1))
     asked: list[tuple[int, str, int, int]] = []
     for _ in range(12):
         for _ in range(8):
@@ -122,12 +123,12 @@ def test_overlapping_groups_and_single_models_at_random(three: NullEngines, path
             num_tokens = choose.randint(1, 40)
             asked.append((number, model, three.ask(number, model, num_tokens), num_tokens))
         time.sleep(choose.random() * 0.02)
-        leaving = choose.choice("abcd")
+        leaving = choose.choice("abcdef")
         if choose.random() < 0.7:
             lost = [one for one in asked if one[1] == leaving]
             order = choose.sample(groups[leaving], len(groups[leaving]))
             three.evict(leaving, order, pause_s=choose.choice([0.0, 0.002]))
-            three.load(path, leaving, groups[leaving])
+            three.load(path, leaving, groups[leaving], num_stages=stages.get(leaving, 1))
             asked = [one for one in asked if one not in lost]
             for number, model, request_id, num_tokens in lost:  # again, as the daemon does
                 had = three.all[number].output().get(request_id, [])
@@ -151,7 +152,7 @@ def test_evictions_in_any_order_end_in_the_middle_of_steps(three: NullEngines, p
     choose = random.Random(11)
     for _ in range(25):
         members = choose.sample(range(3), choose.choice([2, 3]))
-        three.load(path, "m", members)
+        three.load(path, "m", members, num_stages=choose.choice([1, len(members)]))
         for _ in range(choose.randint(1, 3)):
             three.ask(members[0], "m", 200)
         time.sleep(choose.random() * 0.01)
@@ -217,14 +218,32 @@ def test_a_plan_for_who_has_no_share_breaks_the_group(three: NullEngines, path: 
     three.evict_alone("alone", 0)
 
 
-def test_members_may_die(tmp_path: Path, path: str) -> None:
+def test_steps_of_different_sequences_are_in_all_stages(path: str) -> None:
+    """A step takes each stage 10 ms. With one stream the stages take turns; with three all of them are busy."""
+    engines = NullEngines(3, step_ms=10.0)
+    try:
+        engines.load(path, "m", [0, 1, 2], num_stages=3)
+        took_s = []
+        for number in (1, 3):
+            begin_s = time.monotonic()
+            for stream in [engines.ask(0, "m", 20) for _ in range(number)]:
+                engines.check(0, stream, 20)
+            took_s.append(time.monotonic() - begin_s)
+        assert took_s[0] > 20 * 0.03, "a token passes through all stages"
+        assert took_s[1] < 2 * took_s[0], "one step after the other would take three times as long"
+    finally:
+        engines.close()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_members_may_die(tmp_path: Path, path: str, num_stages: int) -> None:
     """What a killed follower, one that crashes in a step and one that is shut down leave behind."""
     engines = NullEngines(2)
     crashing = null_checkpoint(tmp_path / "crashing", crash_token=666, crash_rank=1)
     try:
         engines.load_alone(path, "alone", 0)
         for way in ("killed", "crashed", "shut down", "leader killed"):
-            leader, follower = engines.load(crashing, "m", [0, 1]), engines.all[1]
+            leader, follower = engines.load(crashing, "m", [0, 1], num_stages=num_stages), engines.all[1]
             region = engines.groups["m"][1][0]
             stream = engines.ask(0, "m", 250)
             engines.wait_tokens(0, stream, 5)
@@ -267,13 +286,16 @@ def test_members_may_die(tmp_path: Path, path: str) -> None:
 
 def test_followers_sleep_when_nothing_comes(three: NullEngines, path: str) -> None:
     three.load(path, "m", [0, 1])
+    three.load(path, "stages", [0, 1], num_stages=2)
     three.check(0, three.ask(0, "m"))
+    three.check(0, three.ask(0, "stages"))
     time.sleep(0.1)
     before = _cpu_s(three.all[1].process.pid)
     time.sleep(0.5)
     assert _cpu_s(three.all[1].process.pid) - before < 0.1
     assert three.all[1].of(Stats)
     three.evict("m")
+    three.evict("stages")
 
 
 def _cpu_s(pid: int) -> float:
