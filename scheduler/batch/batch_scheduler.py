@@ -347,10 +347,11 @@ class BatchScheduler:
     def _give_blocks(self, decode: IntArray, computed: IntArray) -> tuple[IntArray, IntArray]:
         """Allocates a block for each decode row at a block boundary and preempts sequences until there are enough. Returns the
         remaining rows and their numbers of computed tokens."""
+        ended = self.table.num_computed if self._ahead.apart else None  # steps under way still read what is behind
         while True:
             first = computed[decode]
             wanting = decode[first >= self.blocks.capacity[decode]]
-            if not len(wanting) or self.blocks.extend(wanting, computed):
+            if not len(wanting) or self.blocks.extend(wanting, computed, ended):
                 return decode, first
             self._preempt(self.running.victim(self.waiting.shares.crowding()))
             decode = decode[self.table.request_id[decode] != 0]

@@ -135,9 +135,10 @@ class SequenceBlocks:
 
     # ---- moving on
 
-    def extend(self, slots: IntArray, num_computed: IntArray) -> bool:
+    def extend(self, slots: IntArray, num_computed: IntArray, ended: IntArray | None = None) -> bool:
         """Allocates room for the next token of each of `slots`, at position num_computed[slot] beyond its `capacity`: at most one
-        block in each group. Returns False, and no slot gets one, if blocks are lacking."""
+        block in each group. Returns False, and no slot gets one, if blocks are lacking. Blocks behind the windows of queries from
+        position ended[slot] on are freed (None: num_computed)."""
         if self._is_simple:
             got = self.kv.groups[0].allocate(len(slots))
             if got is not None:
@@ -150,7 +151,7 @@ class SequenceBlocks:
         positions = num_computed[slots]
         index = positions // self.block_tokens
         lacking = [slots[ends[slots] <= index] for ends in self._ends]
-        self._free_behind(slots, positions)
+        self._free_behind(slots, positions if ended is None else ended[slots])
         new = self.kv.allocate([len(rows) for rows in lacking])
         if new is None:
             return False

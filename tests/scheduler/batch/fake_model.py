@@ -266,6 +266,7 @@ class Harness:
         drafter: Drafter | None = None,
         accuracy: float | None = None,
         limits: StepLimits | None = None,
+        num_stages: int = 1,
     ) -> None:
         """more_groups: (window, block_bytes, reserved_chunks) of each KV group after the first. window: below 0 a chunk's, or
         STATE. accuracy: of the model's predictor; None: it has none. limits: of its steps."""
@@ -275,7 +276,8 @@ class Harness:
         self.windows = tuple(window for window, _, _ in groups)
         self.kv = KVCache([make_group(BlockPool(self.chunks, size, reserved), window) for window, size, reserved in groups])
         self.limits = limits
-        most = BatchLimits(max_sequences, max_model_len, max_num_batched_tokens, (EOS,), fingerprint, "float32")
+        of_model = ((EOS,), fingerprint, "float32", False, num_stages)
+        most = BatchLimits(max_sequences, max_model_len, max_num_batched_tokens, *of_model)
         drafter = no_drafts if drafter is None and accuracy is not None else drafter
         self.scheduler = BatchScheduler("m", self.kv, most, drafter, accuracy is not None)
         if arena is None:
