@@ -165,7 +165,7 @@ def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
             behind += number
         elif group.layer < shape.num_layers:
             sizes[group.layer] += number
-    least, most = max(sizes[-1] + behind, *sizes), sum(sizes) + behind
+    least, most = 0, sum(sizes) + behind
     while least < most:
         middle = (least + most) // 2
         if _stages_within(sizes, behind, middle, num_stages) is None:
@@ -187,7 +187,9 @@ def _stages_within(sizes: Sequence[int], behind: int, bound: int, num_stages: in
                 return None
             ends, left, room = [layer + 1, *ends], left - 1, bound
         room -= sizes[layer]
-    return tuple(ends) if room >= 0 else None
+        if room < 0:
+            return None
+    return tuple(ends)
 
 
 def _refused_experts(shape: ModelShape, division: Division) -> str:

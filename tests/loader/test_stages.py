@@ -1,0 +1,175 @@
+"""The layers of a model, divided among the stages of a pipeline."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader import kv_layout
+from loader.architectures.registry import architecture_of
+from loader.capacity import Devices, Settings, share_of
+from loader.formats.plain import PLAIN
+from loader.layout import parameter_shapes, share_weights_bytes, weights_bytes
+from loader.model_shape import Division, ModelShape
+from loader.slices import _stages_within, refusal, split, stage_ends, whole
+from tests.loader.test_slices import CONFIG, FAMILIES, config_of, parse, published
+
+DIVIDED = [name for name in FAMILIES if name != "gemma4"]
+LAYERS = {"num_hidden_layers": 6}
+
+
+def six_layers(name: str) -> ModelShape:
+    config: dict[str, Any] = config_of(name) | LAYERS
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"] * 3
+    if "text_config" in config:
+        config["text_config"] = config["text_config"] | LAYERS
+    return parse(config)
+
+
+def shares(shape: ModelShape, division: Division) -> list[ModelShape]:
+    return [split(shape, rank, division) for rank in range(division.size)]
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("num_stages", [2, 3, 6])
+def test_each_tensor_is_in_one_stage(name: str, num_stages: int) -> None:
+    shape = six_layers(name)
+    every = parameter_shapes(shape)
+    own = [parameter_shapes(share) for share in shares(shape, Division(num_stages, num_stages=num_stages))]
+    twice = {name for one, other in itertools.combinations(own, 2) for name in one.keys() & other.keys()}
+    embedding = f"{architecture_of(shape).decoder_of(shape).names.embedding}.weight"  # type: ignore[attr-defined]
+    assert twice == ({embedding} if shape.tie_word_embeddings else set()), "the head's, too, where they are one"
+    assert {name: dims for one in own for name, dims in one.items()} == every
+    assert embedding in own[-1], "the last rank has the first stage"
+    if not shape.tie_word_embeddings:
+        assert embedding not in own[0]
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_stages_of_several_devices(name: str) -> None:
+    """A device of a stage has what tensor parallelism gives it of the stage's layers."""
+    shape = six_layers(name)
+    if refusal(shape, Division(2)):
+        pytest.skip("its matrices are not divided by 2")
+    by_tensor = [parameter_shapes(share) for share in shares(shape, Division(2))]
+    every = [parameter_shapes(share) for share in shares(shape, Division(6, num_stages=3))]
+    for rank, own in enumerate(every):
+        assert own.items() <= by_tensor[rank % 2].items()
+    assert {key for own in every[::2] for key in own} == set(by_tensor[0])
+    for rank in range(6):
+        share = split(shape, rank, Division(6, num_stages=3))
+        assert whole(share) == shape
+        assert share.split is not None
+        assert share.split.division == Division(6, num_stages=3)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_blocks_have_one_size_in_all_stages(name: str) -> None:
+    """The leader counts blocks for all of them. A stage with fewer layers of a group has places that it does not use."""
+    shape = six_layers(name)
+    of_whole = kv_layout.kv_groups(shape, "float32", 16)
+    for num_stages in (2, 4):
+        groups = [kv_layout.kv_groups(share, "float32", 16) for share in shares(shape, Division(num_stages, num_stages=num_stages))]
+        for own, of_model in zip(zip(*groups, strict=True), of_whole, strict=True):
+            assert len({group.block_bytes for group in own}) == 1
+            assert {group.kind for group in own} == {of_model.kind}
+            layers = sorted(layer for group in own for layer in group.layers if layer != kv_layout.NO_LAYER)
+            assert layers == sorted(of_model.layers)
+            assert own[0].block_bytes * len(of_model.layers) == of_model.block_bytes * len(own[0].layers)
+            assert max(sum(layer != kv_layout.NO_LAYER for layer in group.layers) for group in own) == len(own[0].layers)
+        first = split(shape, 0, Division(num_stages, num_stages=num_stages))
+        without_states = sum(group.block_bytes for group in groups[0] if not group.snapshot_tokens)
+        assert kv_layout.kv_bytes_per_token(first, "float32") * 16 == without_states
+        assert kv_layout.state_bytes(first) == sum(group.block_bytes for group in groups[0] if group.snapshot_tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 40), st.data())
+def test_the_fullest_stage_has_as_little_as_can_be(sizes: list[int], behind: int, data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(sizes)))
+
+    def fullest(ends: tuple[int, ...]) -> int:
+        return max(
+            sum(sizes[begin:end]) + (behind if end == len(sizes) else 0) for begin, end in zip((0, *ends), ends, strict=False)
+        )
+
+    cuts = itertools.combinations(range(1, len(sizes)), num_stages - 1)
+    best = min(fullest((*cut, len(sizes))) for cut in cuts)
+    ends = _stages_within(sizes, behind, best, num_stages)
+    assert ends is not None
+    assert (len(ends), fullest(ends)) == (num_stages, best)
+    assert _stages_within(sizes, behind, best - 1, num_stages) is None
+
+
+def test_giants_are_divided_evenly() -> None:
+    """The head counts for the last stage, and the first layers of a mixture, which have no experts, weigh little."""
+    for name, num_stages in (("llama-3.1-8b", 2), ("deepseek-v3", 8), ("kimi-k2.5", 8), ("llama-4-scout", 2)):
+        shape = published(name)
+        ends = stage_ends(shape, num_stages)
+        assert (len(ends), ends[-1]) == (num_stages, shape.num_layers)
+        every = [
+            sum(math.prod(dims) for dims in parameter_shapes(share).values())
+            for share in shares(shape, Division(num_stages, num_stages=num_stages))
+        ]
+        assert max(every) < 1.15 * sum(every) / num_stages, name
+
+
+@pytest.mark.parametrize(
+    ("config", "num_stages", "why"),
+    [
+        (CONFIG, 3, "num_hidden_layers 2 are too few for 3 stages (pipeline)"),
+        (config_of("gemma4"), 2, "a model whose layers have inputs of their own is not divided into stages (pipeline)"),
+        (CONFIG | {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}, 2, ""),
+    ],
+)
+def test_what_is_not_divided_says_why(config: dict[str, Any], num_stages: int, why: str) -> None:
+    assert refusal(parse(config), Division(num_stages, num_stages=num_stages)) == why
+
+
+def test_both_ways_have_their_rules() -> None:
+    odd = parse(CONFIG | LAYERS | {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8})
+    assert refusal(odd, Division(6, num_stages=3)) == "num_attention_heads 3 is no multiple of 2, the number of devices"
+    assert refusal(odd, Division(9, num_stages=3)) != ""
+    assert refusal(odd, Division(3, num_stages=3)) == ""
+
+
+def test_what_a_device_needs_is_that_of_the_largest_stage() -> None:
+    shape = published("llama-3.1-8b")
+    division = Division(4, num_stages=4)
+    every = [weights_bytes(share, "bfloat16") for share in shares(shape, division)]
+    assert share_weights_bytes(shape, "bfloat16", division) == max(every)
+    settings_ = Settings("bfloat16", PLAIN, "", 8192, 16, 2048, 16, 2 << 20)
+    whole_, four = (share_of(shape, settings_, Devices("cpu", number, 64 << 30, 1, number)) for number in (1, 4))
+    assert four.kv_token_bytes == whole_.kv_token_bytes * len(four_layers(shape)) // shape.num_layers
+    assert four.weights_bytes < 0.32 * whole_.weights_bytes
+
+
+def four_layers(shape: ModelShape) -> tuple[int, ...]:
+    """The places that each of four stages has for layers."""
+    (group,) = kv_layout.kv_groups(split(shape, 0, Division(4, num_stages=4)), "bfloat16", 16)
+    return group.layers
+
+
+def test_files_are_read_by_stages(tmp_path: Path) -> None:
+    """What stages read adds up to the checkpoint."""
+    from contextlib import ExitStack
+
+    from loader.model_shape import DeviceShare
+    from loader.weight_stream import open_checkpoint
+    from tests.loader.checkpoints import write_checkpoint
+
+    folder = write_checkpoint(tmp_path / "m", CONFIG | LAYERS | {"tie_word_embeddings": False, "dtype": "float32"})
+    with ExitStack() as stack:
+        opened = [open_checkpoint(folder, "", stack, share=DeviceShare(rank, Division(3, num_stages=3))).shape for rank in range(3)]
+        names = [set(parameter_shapes(shape)) for shape in opened]
+        whole_shape = open_checkpoint(folder, "", stack).shape
+    assert set.union(*names) == set(parameter_shapes(whole_shape))
+    assert sum(map(len, names)) == len(parameter_shapes(whole_shape))
+    assert all(len(shape.block_offsets) > 0 for shape in opened)
