@@ -104,7 +104,7 @@ class RegionSizes(NamedTuple):
     """What the size of a group's region follows from. num_ranks: its devices. max_sequences, max_model_len: of its model, as
     LoadModel has them. block_tokens: as Configure has it. num_kv_groups: KV groups of the model (loader/kv_layout.py). num_stages:
     into how many stages its layers are divided. handed_bytes: of the states that a step passes from stage to stage
-    (engine/host/stage_memory.py)."""
+    (loader/work_space.py)."""
 
     num_ranks: int
     max_sequences: int

@@ -31,6 +31,22 @@ ENCODER_TILE_TOKENS = 256
 ABSORBED_TOKENS = 64
 
 
+# A prompt's tokens pass through the stages of a pipeline so many at a time, at most, so that several parts of it are in several
+# stages. They are enough for products of matrices to run at their full rate.
+MOST_STAGED_TOKENS = 512
+_HANDED_ALIGN = 64
+
+
+def staged_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
+    """Returns how many tokens a step that passes through stages has at most: one for each sequence, or a part of a prompt."""
+    return max(max_sequences, min(MOST_STAGED_TOKENS, max_num_batched_tokens))
+
+
+def handed_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
+    """Returns the bytes of the states that a step of so many tokens passes from stage to stage: a residual and an update to it."""
+    return -(-2 * num_tokens * shape.hidden_size * ITEM_BYTES[dtype] // _HANDED_ALIGN) * _HANDED_ALIGN
+
+
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
     """Returns for how many sampling rows logits are computed at a time: max_sequences, rounded up to a multiple of 8, or fewer if
     so many do not fit into LOGITS_BYTES."""
@@ -153,6 +169,10 @@ def work_space_bytes(
     context = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
     if shape.is_encoder:
         return _encoder_work_space_bytes(shape, dtype, max_num_batched_tokens, context)
+    handed = 0
+    if shape.split is not None and shape.split.stage_ends:
+        max_num_batched_tokens = staged_tokens(max_sequences, max_num_batched_tokens)
+        handed = shape.split.num_stages * handed_bytes(shape, dtype, max_num_batched_tokens)
     tokens = max_num_batched_tokens + max_sequences
     item, hidden = ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
@@ -192,7 +212,7 @@ def work_space_bytes(
         residual += (FIRST_STEP_SLICES - 1) * max_num_batched_tokens * (2 * hidden * item + shape.widest_head_dim * 4)
     # measured: a quarter more than the arrays, for oneDNN's scratch and what malloc keeps
     step = (residual + max(attention + gathered, mlp, logits + sampling) + tokens * 64) * 5 // 4
-    return step + recorded_bytes(shape, dtype, max_sequences, max_num_batched_tokens)
+    return step + recorded_bytes(shape, dtype, max_sequences, max_num_batched_tokens) + handed
 
 
 def _latent_bytes(shape: ModelShape, tokens: int, context: int, item: int) -> tuple[int, int]:

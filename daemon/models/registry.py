@@ -29,9 +29,7 @@ from daemon.models.registered import Registered
 from daemon.models.sizing import Sizing
 from daemon.record.state import NodeState
 from engine.exchange import GroupForm
-from engine.host import stage_memory
-from loader import catalog, kv_layout, layout
-from loader.dtypes import ITEM_BYTES
+from loader import catalog, kv_layout, layout, work_space
 from loader.errors import shortened
 from loader.formats.registry import held_format
 from scheduler.node import events
@@ -132,8 +130,8 @@ class Registry:
         if not found.facts.is_split or found.shape is None:
             return source
         num_groups = len(kv_layout.kv_groups(found.shape, found.dtype, self.config.block_tokens))
-        num_tokens = stage_memory.step_tokens(found.entry.max_sequences, self.config.max_num_batched_tokens)
-        handed = stage_memory.handed_bytes(num_tokens, found.shape.hidden_size, ITEM_BYTES[found.dtype])
+        num_tokens = work_space.staged_tokens(found.entry.max_sequences, self.config.max_num_batched_tokens)
+        handed = work_space.handed_bytes(found.shape, found.dtype, num_tokens)
         return replace(source, form=GroupForm(found.division, num_groups, handed))
 
     def layout_id(self, name: str) -> str:

@@ -10,23 +10,10 @@ from __future__ import annotations
 
 from engine.host.rank_memory import LINE_BYTES
 
-# A prompt's tokens pass through the stages so many at a time, at most, so that several parts of it are in several stages. They are
-# enough for products of matrices to run at their full rate.
-MOST_PROMPT_TOKENS = 512
-
-
-def step_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
-    """Returns how many tokens a step that passes through stages has at most: one for each sequence, or a part of a prompt."""
-    return max(max_sequences, min(MOST_PROMPT_TOKENS, max_num_batched_tokens))
-
-
-def handed_bytes(num_tokens: int, width: int, item_bytes: int) -> int:
-    """Returns the bytes of the states that a step of so many tokens passes on: a residual and an update to it, in whole lines."""
-    return -(-2 * num_tokens * width * item_bytes // LINE_BYTES) * LINE_BYTES
-
 
 def piece_bytes(num_stages: int, handed: int) -> int:
-    """Returns the bytes of the piece that one stage sends through. handed: what handed_bytes returns."""
+    """Returns the bytes of the piece that one stage sends through. handed: of the states of one step (loader/work_space.py), a
+    multiple of LINE_BYTES."""
     return LINE_BYTES + num_stages * handed
 
 

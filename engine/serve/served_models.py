@@ -13,13 +13,13 @@ import numpy as np
 
 from engine.contracts.group_share import GroupShare
 from engine.contracts.steps import CapturesSteps, HostedEncoder, HostedModel, LaunchesAhead, Proposed
-from engine.host.stage_memory import step_tokens
 from engine.host.threads_apart import ThreadsApart
 from engine.memory.transfers import NUM_THREADS as NUM_COPY_THREADS
 from engine.protocol import EAGLE3, MTP, Configure, LoadModel, Stats, WeightsHeld
 from engine.serve.embedder import Embedder
 from engine.serve.identity import adapter_name, kv_identity, weights_identity
 from engine.serve.kv_caches import make_kv_cache
+from loader.work_space import staged_tokens
 from scheduler.batch.batch_scheduler import BatchLimits, BatchScheduler
 from scheduler.batch.chunk_pool import ChunkPool, free_runs
 from scheduler.batch.compaction import Compaction
@@ -224,7 +224,7 @@ class ServedModels:
         share = hosted if isinstance(hosted, GroupShare) else None
         max_tokens, num_stages = self._configure.max_num_batched_tokens, 1 if share is None else share.num_stages
         if num_stages > 1:
-            max_tokens = step_tokens(spec.max_sequences, max_tokens)
+            max_tokens = staged_tokens(spec.max_sequences, max_tokens)
         if share is not None:
             self._own_kv(place)
             own_chunks = ChunkPool(spec.kv_reserved_chunks, self.chunks.chunk_bytes)

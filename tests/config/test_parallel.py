@@ -21,8 +21,9 @@ def write(tmp_path: Path, text: str) -> str:
 
 def test_a_model_over_two_devices(tmp_path: Path) -> None:
     text = TWO + '[models."a/b"]\nparallel = { tensor = 2 }\nspeculator = "prompt-lookup"\n[models.c]\nparallel = {}\n[models.d]\n'
+    text += "[models.e]\nparallel = { pipeline = 2 }\n"
     models = load(write(tmp_path, text)).models
-    assert [num_ranks(models[name]) for name in ("a/b", "c", "d")] == [2, 1, 1]
+    assert [num_ranks(models[name]) for name in ("a/b", "c", "d", "e")] == [2, 1, 1, 2]
 
 
 def check_refused(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -36,7 +37,12 @@ def check_refused(tmp_path: Path, text: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("parallel = { pipeline = 2 }", ["node.toml:3", ".parallel.pipeline", "unknown key", "known keys: tensor, expert"]),
+        ("parallel = { stages = 2 }", ["node.toml:3", ".parallel.stages", "unknown key", "known keys: tensor, expert, pipeline"]),
+        ("parallel = { pipeline = 0 }", [".parallel.pipeline", "at least 1 and at most 64"]),
+        (
+            "parallel = { tensor = 2, pipeline = 2 }",
+            ['"m".parallel', "tensor = 2, pipeline = 2 needs 4 cpu devices", "the node has"],
+        ),
         ("parallel = { tensors = 2 }", [".parallel.tensors", "did you mean tensor?"]),
         ("parallel = 2", ["node.toml:3", '"m".parallel', '2 must be "auto" or a table', "{ tensor = 2 }"]),
         ('parallel = "Auto"', ["node.toml:3", '"m".parallel', "'Auto' must be \"auto\" or a table, as in parallel = {"]),
@@ -99,9 +105,9 @@ def test_auto_goes_with_what_a_split_model_does_not(tmp_path: Path, beside: str)
 
 def test_numbers_in_place_of_auto() -> None:
     names = ["cuda:0", "cpu:0", "cpu:1"]
-    anywhere = split_over(ModelConfig(parallel="auto"), names, 2, 2)
+    anywhere = split_over(ModelConfig(parallel="auto"), names, ParallelConfig(2, 2))
     assert (anywhere.parallel, anywhere.devices) == (ParallelConfig(2, 2), [])
-    named = split_over(ModelConfig(parallel="auto", devices=["cuda:0", "cpu:1"]), names, 2)
+    named = split_over(ModelConfig(parallel="auto", devices=["cuda:0", "cpu:1"]), names, ParallelConfig(2))
     assert (named.parallel, named.devices) == (ParallelConfig(2), ["cpu:1"])
 
 

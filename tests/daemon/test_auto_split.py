@@ -112,17 +112,16 @@ async def test_it_fits_no_number_of_devices(folder: Path) -> None:
     four = await facts_of(folder, msgspec.structs.replace(AUTO, parallel=ParallelConfig(4)), *budgets)
     assert replace(found.facts, if_too_large="") == four, "the arithmetic is that of the most devices"
     assert found.facts.if_too_large == (
-        'models."m".parallel = "auto" finds no number of devices: it is too large for 1, 2 and 4; over 3: num_attention_heads 16 '
-        "is no multiple of 3, the number of devices"
+        'models."m".parallel = "auto" finds no number of devices: it is too large for 1, 2, 3 and 4'
     )
 
 
 async def test_reasons_are_told_once_and_not_without_end(tmp_path: Path) -> None:
     make_model(tmp_path / "m", num_heads=3, num_kv_heads=3, hidden_size=24)
     whole = await facts_of(tmp_path, AUTO, *cpus(*(1,) * 7))
-    reasons = [f"over {n}: num_attention_heads 3 is no multiple of {n}, the number of devices" for n in (2, 4, 5)]
+    reasons = [f"over {n}: num_attention_heads 3 is no multiple of {n}, the number of devices" for n in (4, 5, 6)]
     assert whole.num_ranks == 3
-    told = f"is too large for 1 and 3; {'; '.join(reasons)}; nor can it be split over 6 and 7"
+    told = f"is too large for 1, 2 and 3; {'; '.join(reasons)}; nor can it be split over 7"
     assert whole.if_too_large == f'models."m".parallel = "auto" finds no number of devices: it {told}'
 
 
@@ -186,18 +185,26 @@ async def test_without_the_key_a_refusal_tells_whether_it_would_help(folder: Pat
         assert (await facts_of(folder, plain, *cpus(LITTLE, LITTLE))).if_too_large == ""
 
 
+async def test_layers_are_divided_where_matrices_cannot_be(tmp_path: Path) -> None:
+    make_model(tmp_path / "m", num_heads=3, num_kv_heads=3, hidden_size=96, num_layers=60)
+    found = await registered(tmp_path, AUTO, *cpus(30, 30))
+    assert (found.division, found.facts.if_too_large) == (Division(2, num_stages=2), "")
+    named = msgspec.structs.replace(AUTO, parallel=ParallelConfig(pipeline=2))
+    assert found.facts == await facts_of(tmp_path, named, *cpus(30, 30))
+
+
 def test_experts_are_divided_where_only_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     mixture, dense = shape_of(**MIXTRAL), shape_of()
-    can = {Division(2), Division(4, 4)}
+    can = {Division(2), Division(4, 4), Division(5, 1, 5)}
 
     def refusal(shape: ModelShape, division: Division) -> str:
         return "" if division in can else "refused"
 
     monkeypatch.setattr(planning.slices, "refusal", refusal)
-    assert division_over(mixture, 2) == Division(2)
-    assert division_over(mixture, 3) == Division(3), "nothing else can be done either"
-    assert division_over(mixture, 4) == Division(4, 4)
-    assert division_over(dense, 4) == Division(4)
+    assert division_over(mixture, 2) == ParallelConfig(tensor=2)
+    assert division_over(mixture, 3) == ParallelConfig(tensor=3), "nothing else can be done either"
+    assert division_over(mixture, 4) == ParallelConfig(expert=4)
+    assert division_over(dense, 5) == ParallelConfig(pipeline=5)
 
 
 async def test_the_largest_share_counts(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from daemon.process.loop_watch import LoopWatch
 from daemon.record.event_ring import EventRing
 from daemon.requests.dispatcher import Dispatcher
 from engine import protocol
-from engine.exchange import Exchange
+from engine.exchange import Exchange, GroupForm
 from engine.protocol import Abort, Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, SamplingParams, Submit
+from loader.model_shape import Division
 from scheduler.node import events
 from scheduler.node.node_scheduler import NodeScheduler
 from scheduler.node.settings import SchedulerSettings
@@ -41,7 +42,7 @@ class TwoDevices:
         self.dispatcher = Dispatcher(
             self.scheduler,
             NodeConfig(),
-            lambda name: LoadSource("/models/s", "float32", self.entry) if name == "s" else None,
+            lambda name: LoadSource("/models/s", "float32", self.entry, form=GroupForm(Division(2))) if name == "s" else None,
             self.ring,
             self.metrics,
             LoopWatch(asyncio.get_running_loop()),

@@ -26,12 +26,11 @@ from engine.cpu.recording.program import Scratch
 from engine.cpu.stages import SharedStages
 from engine.grammar.row_masks import RowMasks
 from engine.host.rank_memory import rank_memory_bytes
-from engine.host.stage_memory import handed_bytes, stage_memory_bytes
+from engine.host.stage_memory import stage_memory_bytes
 from engine.memory.stage_link import StageLink
 from engine.memory.weight_range import WeightRange
 from engine.protocol import LoadModel, SamplingParams
 from loader.adapters.matrices import decoder_of
-from loader.dtypes import ITEM_BYTES
 from loader.formats.registry import FORMATS, stored_format
 from loader.hf_config import parse_config
 from loader.layout import weight_layout, weights_bytes
@@ -40,6 +39,7 @@ from loader.sinks import HostSink
 from loader.slices import split
 from loader.staging import StagingRing
 from loader.weight_stream import open_checkpoint, stream_weights
+from loader.work_space import handed_bytes
 from scheduler.batch.plan import BatchPlan, SequenceTable, write_sampling
 from tests.engine.model_bench import BLOCK_TOKENS, GEMMA4_LAYERS, GEMMA4_ROPE, MAX_LEN, make_table, plan, put
 from tests.engine.rank_processes import BUFFER_BYTES, Rank
@@ -322,7 +322,7 @@ def _joins(
         num_bytes = rank_memory_bytes(size, BUFFER_BYTES)
         ranks = SharedRanks(ops, own.rank % size, size, own.broken, own.memory[stage * num_bytes : (stage + 1) * num_bytes])
     if division.num_stages > 1:
-        handed = handed_bytes(MAX_LEN, shape.hidden_size, ITEM_BYTES[dtype])
+        handed = handed_bytes(shape, dtype, MAX_LEN)
         num_bytes = stage_memory_bytes(1, division.num_stages, handed)
         memory = own.stages[own.rank % size * num_bytes :][:num_bytes]
         link = StageLink(memory, stage, division.num_stages, handed, own.broken)

@@ -18,6 +18,7 @@ from loader.formats.plain import PLAIN
 from loader.layout import parameter_shapes, share_weights_bytes, weights_bytes
 from loader.model_shape import Division, ModelShape
 from loader.slices import _stages_within, refusal, split, stage_ends, whole
+from loader.work_space import handed_bytes, staged_tokens, work_space_bytes
 from tests.loader.test_slices import CONFIG, FAMILIES, config_of, parse, published
 
 DIVIDED = [name for name in FAMILIES if name != "gemma4"]
@@ -155,6 +156,18 @@ def four_layers(shape: ModelShape) -> tuple[int, ...]:
     """The places that each of four stages has for layers."""
     (group,) = kv_layout.kv_groups(split(shape, 0, Division(4, num_stages=4)), "bfloat16", 16)
     return group.layers
+
+
+def test_a_step_that_passes_through_stages_is_small() -> None:
+    """So that a prompt is in several of them, and the states that they pass on take little memory."""
+    shape = published("llama-3.1-8b")
+    assert [staged_tokens(8, most) for most in (2048, 100)] == [512, 100]
+    assert staged_tokens(1000, 2048) == 1000, "a token of each sequence"
+    assert handed_bytes(shape, "bfloat16", 512) == 8 << 20
+    assert handed_bytes(shape, "bfloat16", 1) == 16 << 10
+    share = split(shape, 0, Division(2, num_stages=2))
+    with_places = work_space_bytes(share, "bfloat16", 2048, 16)
+    assert with_places == work_space_bytes(shape, "bfloat16", 512, 16) + 2 * (8 << 20)
 
 
 def test_files_are_read_by_stages(tmp_path: Path) -> None:
