@@ -27,7 +27,7 @@ class Stages(Protocol):
 
     def receive(self, num_tokens: int, with_update: bool) -> tuple[Tensor, Tensor | None]:
         """Waits for the stage before this one, and returns the residual and the update [num_tokens, W] that it sends. Padding is
-        not initialised. with_update: whether it sends an update."""
+        not initialised. with_update: whether it sends an update. Raises GroupBroken, also where the call was recorded."""
         ...
 
     def send(self, residual: Tensor, update: Tensor | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.contracts.ranks import GroupBroken
 from engine.cpu.recording.program import call, empty
 from engine.memory.stage_link import Bytes, StageLink
 
@@ -34,7 +35,8 @@ class SharedStages:
         call(self._send, *_views(residual, *([] if update is None else [update])))
 
     def _receive(self, *states: Tensor) -> None:
-        place = self._link.take()
+        if (place := self._link.take()) is None:
+            raise GroupBroken("a stage of a pipeline waits for another one: the group has lost a device")
         for state, passed in zip(states, self._rows(place, states), strict=True):
             state[: len(passed)] = passed
 

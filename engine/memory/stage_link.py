@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.contracts.ranks import GroupBroken
 from engine.host.rank_memory import LINE_BYTES
 from engine.host.stage_memory import piece_bytes
 from scheduler.batch.plan import LongArray
@@ -46,12 +45,13 @@ class StageLink:
         self._fence = threading.Lock()
         self._fence.acquire()
 
-    def take(self) -> Bytes:
-        """Waits until the stage before this one has sent the next step. Returns the bytes that it has sent. Raises GroupBroken."""
+    def take(self) -> Bytes | None:
+        """Waits until the stage before this one has sent the next step. Returns the bytes that it has sent; None if it has not, and
+        the group is broken."""
         line, begin_s = self._lines[self._stage - 1], time.perf_counter()
         while line[_SENT] <= self._num_taken:
             if self._broken[0]:
-                raise GroupBroken(f"stage {self._stage} of {self._num_stages}: the group has lost a device")
+                return None
             if time.perf_counter() - begin_s > _SPIN_S:
                 self._sleep(line)
         self._order()

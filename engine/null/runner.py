@@ -201,8 +201,9 @@ class NullShare(NullModel):
 
     def _receive(self) -> None:
         """Waits for the stage before this one. Raises GroupBroken."""
-        if self.region.link is not None and not self.region.link.is_first:
-            self.region.link.take()
+        link = self.region.link
+        if link is not None and not link.is_first and link.take() is None:
+            raise self._broken()
 
     def _meet(self) -> None:
         """Waits until all ranks of the stage have run as many steps, and passes the step on. Raises GroupBroken."""
@@ -214,7 +215,10 @@ class NullShare(NullModel):
                     self.region.link.send()
                 return
             time.sleep(MEET_EVERY_S)
-        raise GroupBroken(f"rank {self.region.rank}: the group has lost a device")
+        raise self._broken()
+
+    def _broken(self) -> GroupBroken:
+        return GroupBroken(f"rank {self.region.rank}: the group has lost a device")
 
 
 class AheadNullModel(NullModel):

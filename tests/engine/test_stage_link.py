@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 
-from engine.contracts.ranks import GroupBroken
 from engine.host.own_core import OwnCore
 from engine.host.stage_memory import stage_memory_bytes
 from engine.memory.stage_link import StageLink
@@ -31,6 +30,7 @@ def test_states_arrive_in_order_and_whole() -> None:
     def pass_on() -> None:
         for _ in range(300):
             taken = middle.take()
+            assert taken is not None
             middle.place[:] = taken + 1
             middle.send()
 
@@ -61,9 +61,8 @@ def test_a_broken_group_ends_the_wait() -> None:
     (first, last), broken = chain(2)
     first.send()
     broken[0] = 1
-    last.take()  # what was sent is there
-    with pytest.raises(GroupBroken, match="stage 1 of 2"):
-        last.take()
+    assert last.take() is not None, "what was sent is there"
+    assert last.take() is None
 
 
 def test_an_engine_runs_its_steps_on_its_core_and_other_things_anywhere() -> None:
