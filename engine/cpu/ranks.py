@@ -8,8 +8,6 @@ Shapes: T tokens or rows, W width, S ranks.
 
 from __future__ import annotations
 
-import ctypes
-import threading
 import time
 from typing import Any
 
@@ -18,21 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.contracts.ranks import GroupBroken
-from engine.cpu.kernels.rank_words import (
-    EVERYBODY,
-    FUTEX,
-    FUTEX_WAKE,
-    GATHER_ROWS,
-    OWN_WORDS,
-    PIECES,
-    PUBLISHED,
-    SLEEPERS,
-    SUM_ROWS,
-)
+from engine.cpu.kernels.rank_words import GATHER_ROWS, OWN_WORDS, PIECES, PUBLISHED, SLEEPERS, SUM_ROWS
 from engine.cpu.ops import CpuOps
 from engine.cpu.products import array
 from engine.cpu.recording.program import call, empty
 from engine.host.rank_memory import LINE_BYTES, buffer_bytes_of
+from engine.host.shared_words import Fence, wake_all
 from scheduler.batch.plan import LongArray
 
 _SPIN_S, _SLEEP_S, _LONGEST_S = 60e-6, 50e-6, 2e-3  # Python looks again at once for so long; then it sleeps between looks
@@ -54,8 +43,7 @@ class SharedRanks:
         self._memory = memory[size * LINE_BYTES :]
         self._own = np.zeros(OWN_WORDS, np.int64)
         self._buffers = {dtype: self._memory.view(kind).reshape(2 * size, -1) for dtype, kind in _NUMPY_OF.items()}
-        self._fence = threading.Lock()
-        self._fence.acquire()
+        self._fence = Fence()
 
     def count(self, num_tokens: int, num_rows: int) -> None:
         self._own[SUM_ROWS], self._own[GATHER_ROWS] = num_tokens, num_rows
@@ -121,12 +109,11 @@ class SharedRanks:
         buffers = torch.from_numpy(self._memory).view(piece.dtype).view(2 * self.size, -1)
         parts = [buffers[2 * rank + turn % 2][: len(piece)] for rank in range(self.size)]
         parts[self.rank].copy_(piece)
-        self._order()
+        self._fence.order()
         self._counters[self.rank, PUBLISHED] = turn
-        self._order()
+        self._fence.order()
         if self._counters[self.rank, SLEEPERS] > 0:
-            place = self._counters.ctypes.data + self.rank * LINE_BYTES
-            _syscall()(FUTEX, ctypes.c_void_p(place), FUTEX_WAKE, EVERYBODY, None, None, 0)
+            wake_all(self._counters[self.rank], PUBLISHED)
         begin_s = time.perf_counter()
         while not bool((self._counters[:, PUBLISHED] >= turn).all()):
             if self._broken[0]:
@@ -134,15 +121,5 @@ class SharedRanks:
             waited_s = time.perf_counter() - begin_s
             if waited_s > _SPIN_S:
                 time.sleep(min(max(_SLEEP_S, waited_s / 8), _LONGEST_S))
-        self._order()
+        self._fence.order()
         return parts
-
-    def _order(self) -> None:
-        """Orders the accesses to memory before it before those after it, on every processor: giving up a lock and taking it again
-        are a store with release and then a load with acquire that reads it."""
-        self._fence.release()
-        self._fence.acquire()
-
-
-def _syscall() -> Any:
-    return ctypes.CDLL(None, use_errno=True).syscall

@@ -7,17 +7,13 @@ starts step n only after it has ended step n - S, so every stage behind has read
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import threading
 import time
-from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.host.rank_memory import LINE_BYTES
+from engine.host.shared_words import Fence, sleep_while, wake_all
 from engine.host.stage_memory import piece_bytes
 from scheduler.batch.plan import LongArray
 
@@ -26,8 +22,6 @@ Bytes = npt.NDArray[np.uint8]
 _SENT, _SLEEPERS = 0, 1  # words of a piece's line
 _SPIN_S = 60e-6  # then the core serves others
 _SLEEP_S = 0.02  # a sleeping stage looks this often whether the group is broken
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 98)
-_WAIT, _WAKE, _EVERYBODY = 0, 1, (1 << 31) - 1
 
 
 class StageLink:
@@ -42,8 +36,7 @@ class StageLink:
         self._lines = [line.view(np.int64) for line in lines]
         self._num_taken = self._num_sent = 0
         self.waited_s = 0.0
-        self._fence = threading.Lock()
-        self._fence.acquire()
+        self._fence = Fence()
 
     def take(self) -> Bytes | None:
         """Waits until the stage before this one has sent the next step. Returns the bytes that it has sent; None if it has not, and
@@ -54,7 +47,7 @@ class StageLink:
                 return None
             if time.perf_counter() - begin_s > _SPIN_S:
                 self._sleep(line)
-        self._order()
+        self._fence.order()
         self.waited_s += time.perf_counter() - begin_s
         place = self._places[self._stage - 1, self._num_taken % self._num_stages]
         self._num_taken += 1
@@ -79,40 +72,16 @@ class StageLink:
         """Tells the next stage that `place` is filled."""
         line = self._lines[self._stage]
         self._num_sent += 1
-        self._order()
+        self._fence.order()
         line[_SENT] = self._num_sent
-        self._order()
+        self._fence.order()
         if line[_SLEEPERS] > 0:
-            _syscall()(_FUTEX, _address(line), _WAKE, _EVERYBODY, None, None, 0)
+            wake_all(line, _SENT)
 
     def _sleep(self, line: LongArray) -> None:
         """Sleeps until the stage before this one sends something, for _SLEEP_S at most."""
         line[_SLEEPERS] = 1  # there is no other one
-        self._order()
+        self._fence.order()
         if line[_SENT] <= self._num_taken:
-            seen = ctypes.c_uint32(self._num_taken & 0xFFFFFFFF)
-            _syscall()(_FUTEX, _address(line), _WAIT, seen, ctypes.byref(_TIMEOUT), None, 0)
+            sleep_while(line, _SENT, self._num_taken, _SLEEP_S)
         line[_SLEEPERS] = 0
-
-    def _order(self) -> None:
-        """Orders the accesses to memory before it before those after it: giving up a lock and taking it again are a store with
-        release and then a load with acquire that reads it."""
-        self._fence.release()
-        self._fence.acquire()
-
-
-class _Time(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-_TIMEOUT = _Time(0, int(_SLEEP_S * 1e9))
-
-
-def _address(line: LongArray) -> ctypes.c_void_p:
-    """Returns the address of the lower half of a line's counter, which is what futex(2) compares."""
-    return ctypes.c_void_p(line.ctypes.data)
-
-
-@cache
-def _syscall() -> Any:
-    return ctypes.CDLL(None, use_errno=True).syscall

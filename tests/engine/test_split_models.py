@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,18 +10,8 @@ import numpy as np
 import pytest
 
 from tests.engine.rank_processes import RankGroup
-from tests.engine.split_models import (
-    FAMILIES,
-    MIXTURES,
-    QUANTISED,
-    How,
-    execute_alone,
-    logits_of_steps,
-    results_of_steps,
-    write_quantised,
-)
-
-FLOAT32_TOLERANCE = 2e-4
+from tests.engine.split_checks import check_broken, check_logits, check_results, on_one_device
+from tests.engine.split_models import FAMILIES, MIXTURES, QUANTISED, How, logits_of_steps, write_quantised
 
 
 @pytest.fixture(scope="module")
@@ -39,92 +28,64 @@ def four() -> Iterator[RankGroup]:
     made.close()
 
 
-def _on_one_device(group: RankGroup, family: str, dtype: str) -> list[np.ndarray]:
-    group.start(logits_of_steps, family, dtype, How(), True, ranks=[0])
-    logits: list[np.ndarray] = group.results(ranks=[0])[0][0]
-    return logits
-
-
-def _check_logits(group: RankGroup, family: str, hows: Sequence[How]) -> None:
-    whole = _on_one_device(group, family, "float32")
-    group.renew()
-    every = group.run(logits_of_steps, family, "float32", list(hows))
-    for logits, pieces in every:
-        assert pieces == every[0][1]
-        for own, expected in zip(logits, whole, strict=True):
-            np.testing.assert_allclose(own, expected, rtol=0, atol=FLOAT32_TOLERANCE)
-
-
-def _check_results(group: RankGroup, hows: Sequence[How]) -> None:
-    group.start(results_of_steps, "llama", "float32", How(), True, ranks=[0])
-    expected = group.results(ranks=[0])[0][0]
-    group.renew()
-    every = group.run(results_of_steps, "llama", "float32", list(hows))
-    for step, (own, other) in enumerate(zip(every[0][0], expected, strict=True)):
-        assert own["ids"] == other["ids"], step
-        np.testing.assert_allclose(own["floats"], other["floats"], rtol=0, atol=FLOAT32_TOLERANCE)
-    for _, pieces in every:
-        assert pieces == every[0][1]
-
-
 RECORDED, ONE_BY_ONE, PLAIN = How(), How(recorded=False), How(compiled=False)
 PLAIN_ONE_BY_ONE = How(compiled=False, recorded=False)  # as long as kernels are being compiled
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_one_device(two: RankGroup, family: str) -> None:
-    _check_logits(two, family, (RECORDED, RECORDED))
+    check_logits(two, family, (RECORDED, RECORDED))
 
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_shares_compute_what_one_device_does(two: RankGroup, tmp_path: Path, name: str) -> None:
-    _check_logits(two, write_quantised(name, tmp_path), (RECORDED, ONE_BY_ONE))
+    check_logits(two, write_quantised(name, tmp_path), (RECORDED, ONE_BY_ONE))
 
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_each_rank_may_have_some_of_the_experts(two: RankGroup, family: str) -> None:
-    _check_logits(two, family, (replace(RECORDED, expert_parts=2),) * 2)
+    check_logits(two, family, (replace(RECORDED, expert_parts=2),) * 2)
 
 
 def test_ranks_with_other_experts_may_compute_in_different_ways(two: RankGroup) -> None:
     """Also from single steps, and with plain operations."""
-    _check_logits(two, "qwen2-moe", [replace(how, expert_parts=2) for how in (PLAIN_ONE_BY_ONE, ONE_BY_ONE)])
+    check_logits(two, "qwen2-moe", [replace(how, expert_parts=2) for how in (PLAIN_ONE_BY_ONE, ONE_BY_ONE)])
     two.renew()
-    _check_logits(two, "llama4", [replace(how, expert_parts=2) for how in (RECORDED, PLAIN)])
+    check_logits(two, "llama4", [replace(how, expert_parts=2) for how in (RECORDED, PLAIN)])
 
 
 @pytest.mark.parametrize("family", ["qwen2-moe", "gemma4-moe"])
 def test_all_ranks_route_by_the_scores_of_the_first(two: RankGroup, family: str) -> None:
     for expert_parts in (1, 2):
         first, other = (How(expert_parts=expert_parts, misrouting=is_other) for is_other in (False, True))
-        _check_logits(two, family, (first, other))
+        check_logits(two, family, (first, other))
         two.renew()
 
 
 @pytest.mark.parametrize("family", ["qwen2-moe", "deepseek-v3-moe"])
 def test_experts_and_their_inner_dimensions_may_both_be_divided(four: RankGroup, family: str) -> None:
-    _check_logits(four, family, [replace(how, expert_parts=2) for how in (RECORDED, RECORDED, RECORDED, PLAIN)])
+    check_logits(four, family, [replace(how, expert_parts=2) for how in (RECORDED, RECORDED, RECORDED, PLAIN)])
 
 
 @pytest.mark.parametrize("hows", [(RECORDED, ONE_BY_ONE), (PLAIN_ONE_BY_ONE, RECORDED)], ids=["recorded", "compiled"])
 def test_ranks_may_compute_in_different_ways(two: RankGroup, hows: tuple[How, ...]) -> None:
     """One records its steps, with other padding, and one does not; one has compiled kernels, and one does not yet."""
-    _check_logits(two, "llama-biases", hows)
+    check_logits(two, "llama-biases", hows)
 
 
 @pytest.mark.parametrize("family", ["llama-biases", "phi3", "olmo2", "gemma4"])
 def test_there_may_be_more_ranks_than_kv_heads(four: RankGroup, family: str) -> None:
-    _check_logits(four, family, (ONE_BY_ONE, RECORDED, PLAIN, PLAIN_ONE_BY_ONE))
+    check_logits(four, family, (ONE_BY_ONE, RECORDED, PLAIN, PLAIN_ONE_BY_ONE))
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2"])
 def test_latents_are_whole_on_each_of_several_ranks(four: RankGroup, family: str) -> None:
-    _check_logits(four, family, (RECORDED, ONE_BY_ONE, PLAIN, RECORDED))
+    check_logits(four, family, (RECORDED, ONE_BY_ONE, PLAIN, RECORDED))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
 def test_bfloat16_agrees_to_its_precision(two: RankGroup, family: str) -> None:
-    exact, whole = (_on_one_device(two, family, dtype) for dtype in ("float32", "bfloat16"))
+    exact, whole = (on_one_device(two, family, dtype) for dtype in ("float32", "bfloat16"))
     two.renew()
     every = two.run(logits_of_steps, family, "bfloat16", [RECORDED, ONE_BY_ONE if family == "llama" else PLAIN])
     of_rounding = [np.abs(own - expected).mean() for own, expected in zip(whole, exact, strict=True)]
@@ -141,17 +102,13 @@ def test_bfloat16_agrees_to_its_precision(two: RankGroup, family: str) -> None:
 )
 def test_followers_join_whatever_the_leader_executes(two: RankGroup, hows: tuple[How, ...]) -> None:
     """Masks, edits, log-probabilities of tokens and of prompts take other roads through the leader than plain sampling."""
-    _check_results(two, hows)
+    check_results(two, hows)
 
 
 def test_several_followers_join_whatever_the_leader_executes(four: RankGroup) -> None:
-    _check_results(four, (RECORDED, PLAIN, ONE_BY_ONE, RECORDED))
+    check_results(four, (RECORDED, PLAIN, ONE_BY_ONE, RECORDED))
 
 
 @pytest.mark.parametrize("how", [RECORDED, PLAIN_ONE_BY_ONE], ids=["recorded", "plain"])
 def test_a_step_of_a_broken_group_raises(two: RankGroup, how: How) -> None:
-    two.renew()
-    two.start(execute_alone, how, ranks=[0])
-    time.sleep(0.2)  # in most runs the rank waits by now
-    two.broken[0] = 1
-    assert two.results(ranks=[0]) == ["GroupBroken"]
+    check_broken(two, how)

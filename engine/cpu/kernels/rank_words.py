@@ -4,8 +4,6 @@ without Numba.
 
 from __future__ import annotations
 
-import platform
-
 from engine.host.rank_memory import LINE_BYTES
 
 # Words of a rank's own array `own`, which recorded calls read each time: pieces exchanged so far, and the rows of the next `sum`
@@ -13,5 +11,3 @@ from engine.host.rank_memory import LINE_BYTES
 PIECES, SUM_ROWS, GATHER_ROWS, OWN_WORDS = 0, 1, 2, 3
 # Words of a rank's line of counters.
 PUBLISHED, SLEEPERS, LINE_WORDS = 0, 1, LINE_BYTES // 8
-FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 98)  # number of the system call
-FUTEX_WAIT, FUTEX_WAKE, EVERYBODY = 0, 1, (1 << 31) - 1  # on memory that processes share; how many are woken

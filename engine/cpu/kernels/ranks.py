@@ -22,19 +22,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.cpu.kernels.lanes import load, store
-from engine.cpu.kernels.rank_words import (
-    EVERYBODY,
-    FUTEX,
-    FUTEX_WAIT,
-    FUTEX_WAKE,
-    GATHER_ROWS,
-    LINE_WORDS,
-    PIECES,
-    PUBLISHED,
-    SLEEPERS,
-    SUM_ROWS,
-)
+from engine.cpu.kernels.rank_words import GATHER_ROWS, LINE_WORDS, PIECES, PUBLISHED, SLEEPERS, SUM_ROWS
 from engine.cpu.kernels.vectors import LANES
+from engine.host.shared_words import EVERYBODY, FUTEX, FUTEX_WAIT, FUTEX_WAKE
 
 SPIN_NS = 60_000  # longer than what ranks of equal shares differ by in a step; the core then serves others
 _SPINS_BETWEEN_LOOKS = 64  # at the clock, and at whether the group is broken

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from scheduler.batch.plan import BatchPlan, IntArray, StepOutcome
 from scheduler.batch.steps_ahead import TokensNeeded
-from tests.scheduler.batch.fake_model import BLOCK_TOKENS, STATE, FakeModel, Harness, expected_output, next_token
+from tests.scheduler.batch.fake_model import STATE, FakeModel, expected_output, next_token
 from tests.scheduler.batch.params import Params
+from tests.scheduler.batch.scripts import SCRIPT_MEMORY, Script, SettlingHarness, run_script, scripts
 from tests.scheduler.batch.test_batch_scheduler import prompt_of
 
 
-class StagedHarness(Harness):
+class StagedHarness(SettlingHarness):
     """As the engine of the last stage: it starts steps until as many are under way as there are stages, and reads the oldest."""
 
     def __init__(self, num_stages: int, **options: Any) -> None:
@@ -123,53 +124,9 @@ def test_what_the_host_must_see_first_waits_alone() -> None:
         assert harness.output[request_id] == expected_output(prompt_of(4, kind), Params(ignore_eos=True, max_tokens=9), 64)
 
 
-ACTIONS = st.sampled_from(["submit", "step", "step", "step", "step", "abort", "preempt", "lease", "prefixes"])
-
-
 @settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.tuples(ACTIONS, st.integers(0, 100), st.integers(0, 5)), max_size=60),
-    st.sampled_from([0, 5, STATE]),
-    st.integers(2, 4),
-    st.booleans(),
-    st.sampled_from([8, 32]),
-)
-def test_any_schedule_gives_the_same_text(
-    script: list[tuple[str, int, int]], window: int, num_stages: int, drafts: bool, step_tokens: int
-) -> None:
-    one_request_chunks = -(-64 // BLOCK_TOKENS * 16 // 64) + 1
+@given(scripts(), st.sampled_from([0, 5, STATE]), st.integers(2, 4), st.booleans(), st.sampled_from([8, 32]))
+def test_any_schedule_gives_the_same_text(script: Script, window: int, num_stages: int, drafts: bool, step_tokens: int) -> None:
     options: dict[str, Any] = {"drafter": knows_next} if drafts and window != STATE else {}
-    memory = {"reserved_chunks": one_request_chunks, "lease_chunks": 6, "max_num_batched_tokens": step_tokens}
-    harness = StagedHarness(num_stages, max_sequences=6, window=window, **memory, **options)
-    requests: dict[int, tuple[list[int], Params]] = {}
-    aborted = set()
-    for action, number, kind in script:
-        if action == "submit":
-            request_id = len(requests) + 1
-            prompt = prompt_of(40, kind % 2)[: 1 + number % 40]
-            params = Params(max_tokens=1 + number % 17, min_tokens=kind % 4, ignore_eos=kind == 1, logprobs=0 if kind == 3 else -1)
-            requests[request_id] = (prompt, params)
-            harness.submit(request_id, prompt, params, tenant="ab"[kind == 4], priority=kind % 2)
-        elif action == "step":
-            harness.step()
-        else:  # the engine reads what is under way before all else
-            harness.settle()
-            if action == "abort" and requests:
-                request_id = 1 + number % len(requests)
-                if harness.scheduler.abort(request_id):
-                    aborted.add(request_id)
-            elif action == "preempt":
-                harness.scheduler.preempt_one()
-            elif action == "lease":
-                harness.chunks.set_lease(max(number % 7, harness.chunks.num_drawn))
-            elif action == "prefixes":
-                harness.kv.give_up_prefixes(kind)
-        harness.kv.groups[0].pool.check()
-    harness.run()
-    for request_id, (prompt, params) in requests.items():
-        whole = expected_output(prompt, params, 64, windows=(window,))
-        if request_id in aborted:
-            assert harness.output[request_id] == whole[: len(harness.output[request_id])]
-        else:
-            assert harness.output[request_id] == whole
-    harness.check_no_leak()
+    memory = {**SCRIPT_MEMORY, "max_num_batched_tokens": step_tokens}
+    run_script(StagedHarness(num_stages, max_sequences=6, window=window, **memory, **options), script)

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from scheduler.batch.plan import BatchPlan, IntArray, StepOutcome
 from scheduler.batch.steps_ahead import TokensNeeded
-from tests.scheduler.batch.fake_model import BLOCK_TOKENS, Harness, Proposed, expected_output
+from tests.scheduler.batch.fake_model import Harness, Proposed, expected_output
 from tests.scheduler.batch.params import Params
+from tests.scheduler.batch.scripts import SCRIPT_MEMORY, Script, SettlingHarness, run_script, scripts
 from tests.scheduler.batch.test_batch_scheduler import prompt_of
 
 
-class AheadHarness(Harness):
+class AheadHarness(SettlingHarness):
     """depth: steps that are started before the first is read. The model is a device: it has what was sampled, the host does not.
     bad: requests whose next token's logits are not finite."""
 
@@ -179,45 +180,8 @@ def test_steps_end_in_the_order_in_which_they_were_started() -> None:
         harness.scheduler.finish_step(*harness.under_way[1][:3])
 
 
-ACTIONS = st.sampled_from(["submit", "step", "step", "step", "abort", "preempt", "lease", "prefixes"])
-
-
 @settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.tuples(ACTIONS, st.integers(0, 100), st.integers(0, 5)), max_size=60), st.sampled_from([0, 5]), st.integers(1, 3)
-)
-def test_any_schedule_gives_the_same_text(script: list[tuple[str, int, int]], window: int, depth: int) -> None:
-    one_request_chunks = -(-64 // BLOCK_TOKENS * 16 // 64) + 1
-    harness = AheadHarness(depth, reserved_chunks=one_request_chunks, lease_chunks=6, max_sequences=5, window=window)
-    requests: dict[int, tuple[list[int], Params]] = {}
-    aborted = set()
-    for action, number, kind in script:
-        if action == "submit":
-            request_id = len(requests) + 1
-            prompt = prompt_of(40, kind % 2)[: 1 + number % 40]
-            params = Params(max_tokens=1 + number % 17, min_tokens=kind % 4, ignore_eos=kind == 1, logprobs=0 if kind == 3 else -1)
-            requests[request_id] = (prompt, params)
-            harness.submit(request_id, prompt, params, tenant="ab"[kind == 4], priority=kind % 2)
-        elif action == "step":
-            harness.step()
-        else:  # the engine reads what is under way before all else
-            harness.settle()
-            if action == "abort" and requests:
-                request_id = 1 + number % len(requests)
-                if harness.scheduler.abort(request_id):
-                    aborted.add(request_id)
-            elif action == "preempt":
-                harness.scheduler.preempt_one()
-            elif action == "lease":
-                harness.chunks.set_lease(max(number % 7, harness.chunks.num_drawn))
-            elif action == "prefixes":
-                harness.kv.give_up_prefixes(kind)
-        harness.kv.groups[0].pool.check()
-    harness.run()
-    for request_id, (prompt, params) in requests.items():
-        whole = expected_output(prompt, params, 64, windows=(window,))
-        if request_id in aborted:
-            assert harness.output[request_id] == whole[: len(harness.output[request_id])]
-        else:
-            assert harness.output[request_id] == whole
-    harness.check_no_leak()
+@given(scripts(), st.sampled_from([0, 5]), st.integers(1, 3))
+def test_any_schedule_gives_the_same_text(script: Script, window: int, depth: int) -> None:
+    harness = AheadHarness(depth, **SCRIPT_MEMORY, max_sequences=5, window=window)
+    run_script(harness, script)

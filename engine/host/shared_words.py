@@ -1,0 +1,55 @@
+"""Words in memory that processes share: sleeping until one changes (futex(2)), and the order of accesses around it."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 98)  # number of the system call
+FUTEX_WAIT, FUTEX_WAKE, EVERYBODY = 0, 1, (1 << 31) - 1  # on memory that processes share; how many are woken
+
+Words = npt.NDArray[np.int64]
+
+
+class Fence:
+    """Orders one thread's accesses to memory on every processor."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def order(self) -> None:
+        """Orders the accesses before it before those after it: giving up a lock and taking it again are a store with release and
+        then a load with acquire that reads it."""
+        self._lock.release()
+        self._lock.acquire()
+
+
+def wake_all(words: Words, index: int) -> None:
+    """Wakes all that sleep on a word."""
+    _syscall()(FUTEX, _address(words, index), FUTEX_WAKE, EVERYBODY, None, None, 0)
+
+
+def sleep_while(words: Words, index: int, value: int, most_s: float) -> None:
+    """Sleeps while the lower half of a word is that of `value`, until it is woken, for most_s at most."""
+    seen, most = ctypes.c_uint32(value & 0xFFFFFFFF), _Time(int(most_s), int(most_s % 1 * 1e9))
+    _syscall()(FUTEX, _address(words, index), FUTEX_WAIT, seen, ctypes.byref(most), None, 0)
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _address(words: Words, index: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(words.ctypes.data + index * words.itemsize)
+
+
+@cache
+def _syscall() -> Any:
+    return ctypes.CDLL(None, use_errno=True).syscall
