@@ -175,10 +175,10 @@ def part_of(name: str, tensor: torch.Tensor, shape: ModelShape, rank: int, size:
 
 
 def load(
-    folder: Path, dtype: str, rank: int, size: int, slot_bytes: int = 8192, expert_parts: int = 1
+    folder: Path, dtype: str, rank: int, size: int, slot_bytes: int = 8192, expert_parts: int = 1, num_stages: int = 1
 ) -> tuple[dict[str, torch.Tensor], OpenCheckpoint, ReadReport]:
     with ExitStack() as stack:
-        source = open_checkpoint(folder, "", stack, share=DeviceShare(rank, Division(size, expert_parts)))
+        source = open_checkpoint(folder, "", stack, share=DeviceShare(rank, Division(size, expert_parts, num_stages)))
         memory = mmap.mmap(-1, weights_bytes(source.shape, dtype))
         told: list[tuple[int, int]] = []
         ring = StagingRing(3, slot_bytes)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,8 @@ from loader.layout import parameter_shapes, share_weights_bytes, weights_bytes
 from loader.model_shape import Division, ModelShape
 from loader.slices import _stages_within, refusal, split, stage_ends, whole
 from loader.work_space import handed_bytes, staged_tokens, work_space_bytes
-from tests.loader.test_slices import CONFIG, FAMILIES, config_of, parse, published
+from tests.loader.checkpoints import tensors_for, write_checkpoint
+from tests.loader.test_slices import CONFIG, FAMILIES, config_of, load, parse, published
 
 DIVIDED = [name for name in FAMILIES if name != "gemma4"]
 LAYERS = {"num_hidden_layers": 6}
@@ -170,19 +172,23 @@ def test_a_step_that_passes_through_stages_is_small() -> None:
     assert with_places == work_space_bytes(shape, "bfloat16", 512, 16) + 2 * (8 << 20)
 
 
-def test_files_are_read_by_stages(tmp_path: Path) -> None:
-    """What stages read adds up to the checkpoint."""
-    from contextlib import ExitStack
-
-    from loader.model_shape import DeviceShare
-    from loader.weight_stream import open_checkpoint
-    from tests.loader.checkpoints import write_checkpoint
-
-    folder = write_checkpoint(tmp_path / "m", CONFIG | LAYERS | {"tie_word_embeddings": False, "dtype": "float32"})
-    with ExitStack() as stack:
-        opened = [open_checkpoint(folder, "", stack, share=DeviceShare(rank, Division(3, num_stages=3))).shape for rank in range(3)]
-        names = [set(parameter_shapes(shape)) for shape in opened]
-        whole_shape = open_checkpoint(folder, "", stack).shape
-    assert set.union(*names) == set(parameter_shapes(whole_shape))
-    assert sum(map(len, names)) == len(parameter_shapes(whole_shape))
-    assert all(len(shape.block_offsets) > 0 for shape in opened)
+@pytest.mark.parametrize("name", ["llama", "wrapper", "qwen3.5", "phi3"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_stages_read_the_files_once(tmp_path: Path, name: str, shards: int) -> None:
+    """What stages of one device hold is what the files have, and they read no byte twice but for an embedding that is the head,
+    too."""
+    config = config_of(name)
+    shape, tensors = parse(config), tensors_for(config, "F32", random_bytes=True)
+    folder = write_checkpoint(tmp_path / "m", config, shards, random_bytes=True)
+    read, held = 0, dict[str, torch.Tensor]()
+    for rank in range(2):
+        own, source, report = load(folder, "float32", rank, 2, num_stages=2)
+        assert own.keys() == parameter_shapes(source.shape).keys()
+        assert all(torch.equal(tensor, held.get(key, tensor)) for key, tensor in own.items())
+        held, read = held | own, read + report.num_bytes
+    stored = {key: torch.frombuffer(bytearray(data), dtype=torch.float32).view(dims) for key, (_, dims, data) in tensors.items()}
+    assert held.keys() == stored.keys()
+    for key, tensor in stored.items():
+        assert torch.equal(held[key], tensor), key
+    twice = shape.vocab_size * shape.hidden_size * 4 if shape.tie_word_embeddings else 0
+    assert read == sum(tensor.nbytes for tensor in stored.values()) + twice
