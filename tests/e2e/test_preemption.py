@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +19,8 @@ from tests.e2e.checkpoints import make_model
 from tests.e2e.node import Node
 
 MIB = 1 << 20
-NUM_TOKENS = 300
-NUM_OTHERS = 60  # tokens: they take a while, so that comments are due meanwhile
+FEWEST_TOKENS, MOST_TOKENS = 300, 1500
+LONG_S = 2.0  # that the long streams take undisturbed: they outlast a load of the other model and its streams
 CHUNK_STATES = ("work_space", "weights", "kv", "free")
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
@@ -30,7 +31,7 @@ def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for seed, name in enumerate(["first", "second"]):
         make_model(folder / "models" / name, seed=seed, weights_bytes=24 * MIB)
     flags = ["--dtype", "float32", "--overdue-after-s", "0.1", "--preempt-after-s", "0.1", "--threads", "1"]
-    flags += ["--max-num-batched-tokens", "128", "--host-tier-bytes", request.param, "--sse-comment-every-s", "0.1"]
+    flags += ["--max-num-batched-tokens", "128", "--host-tier-bytes", request.param, "--sse-comment-every-s", "0.03"]
     flags += ["--load-deadline-s", "80", "--max-wait-s", "80"]  # the first load waits for kernels to be compiled
     with Node(folder, devices=["cpu:0=56MiB"], runner="torch", flags=flags) as running:
         yield running
@@ -53,6 +54,14 @@ class Lines(threading.Thread):
                 self.seen += {b"d": "t", b":": "c"}.get(line[:1], "")
 
 
+def num_tokens_of(node: Node) -> int:
+    """Returns how many tokens three long streams have. A fast machine is done with few of them before anybody has to wait."""
+    begin_s = time.monotonic()
+    streams = [Stream(node, "first", f"number {i} of", FEWEST_TOKENS) for i in range(3)]
+    assert [stream.join().error for stream in streams] == [""] * 3
+    return max(FEWEST_TOKENS, min(MOST_TOKENS, int(FEWEST_TOKENS * LONG_S / (time.monotonic() - begin_s))))
+
+
 def states(node: Node, model: str) -> list[str]:
     events = [json.loads(line) for line in node.cli("events", "--json").stdout.splitlines()]
     return [event["new"] for event in events if event["event"] == "state" and event["model"] == model]
@@ -61,19 +70,21 @@ def states(node: Node, model: str) -> list[str]:
 def test_streams_are_paused_for_overdue_work_and_go_on_with_the_same_text(node: Node) -> None:
     for name in ("second", "first", "second", "first"):  # what a load takes is known, without the engine's own start
         node.cli("load", name)
-    undisturbed = [Stream(node, "first", f"story {i} of", NUM_TOKENS, **USAGE) for i in range(3)]
+    num_tokens = num_tokens_of(node)
+    undisturbed = [Stream(node, "first", f"story {i} of", num_tokens, **USAGE) for i in range(3)]
     assert [stream.join().error for stream in undisturbed] == [""] * 3
     assert all("hearth" not in stream.usage for stream in undisturbed), "usage has nothing of its own unless there was a pause"
     expected = [stream.text for stream in undisturbed]
 
     # other prompts' KV may be in the prefix cache now; a new load starts without it
     node.cli("unload", "first")
-    streams = [Stream(node, "first", f"story {i} of", NUM_TOKENS, **USAGE) for i in range(3)]
-    lines = Lines(node, "first", "story 0 of", NUM_TOKENS)
+    streams = [Stream(node, "first", f"story {i} of", num_tokens, **USAGE) for i in range(3)]
+    lines = Lines(node, "first", "story 0 of", num_tokens)
     for stream in streams:
         stream.wait_for_chunks(20)
     node.wait_for(lambda: lines.seen, "the first tokens")
-    others = [Stream(node, "second", f"number {i}", NUM_OTHERS) for i in range(4)]
+    # they take a while, too, so that comments are due meanwhile
+    others = [Stream(node, "second", f"number {i}", num_tokens // 4) for i in range(4)]
     assert [stream.join().error for stream in others] == [""] * 4
     assert all(stream.alive for stream in streams), "the long streams were meant to outlast the others"
     assert [stream.join().error for stream in streams] == [""] * 3
@@ -86,7 +97,7 @@ def test_streams_are_paused_for_overdue_work_and_go_on_with_the_same_text(node: 
         assert (told["restored_tokens"] > 0) == saved, "with host memory KV is saved"
         # of the prompt and what was said so far all but the newest token, where it was saved
         assert told["recomputed_tokens"] == told["preemptions"] if saved else told["recomputed_tokens"] > 20
-        assert stream.usage["completion_tokens"] == NUM_TOKENS
+        assert stream.usage["completion_tokens"] == num_tokens
     lines.join(90)
     assert re.fullmatch("t+(c+t+)+", lines.seen), "comments while it was paused, then text again"
     why = node.cli("why", "first").stdout
