@@ -15,12 +15,12 @@ CLIENTS = ("anthropic", "ollama", "openai")
 
 
 class _Later(ModuleType):
-    """A package in whose place this stands until an attribute of it is read. pytest itself reads `__test__` and the like of all
-    that a test file has: of the names that begin with two underscores only `__path__`, which an import of a submodule reads,
-    makes the import due."""
+    """A package in whose place this stands until an attribute of it is read. pytest itself reads `__test__`, `_mock_name` and the
+    like of all that a test file has: of the names that begin with an underscore only `__path__`, which an import of a submodule
+    reads, makes the import due."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":
+        if name.startswith("_") and name != "__path__":
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
