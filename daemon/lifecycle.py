@@ -184,6 +184,7 @@ class Lifecycle:
             gc.collect()
             gc.freeze()
             gc.set_threshold(GC_AFTER_OBJECTS, 20, 20)
+            gc.enable()  # hearthd.commands.hearthd turned it off for the start
             await self._stop.wait()
             self._notify.stopping(self._config.drain_timeout_s + TEAR_DOWN_S)
             if sockets.HTTP in passed:

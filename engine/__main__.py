@@ -4,11 +4,13 @@ forks engines (engine/forks/server.py).
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from hearthd.start import require
 
 if __name__ == "__main__":
+    gc.disable()  # what is imported stays, and looking for garbage meanwhile takes a fifth of the time; the engine's loop does it
     require("engine", warns=False)
     if "--fork-server" in sys.argv:
         from engine.forks.server import main

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from hearthd.start import EXIT_OTHERS, require
 
 
 def hearthd() -> None:
+    gc.disable()  # what is made at the start stays; from then on daemon/lifecycle.py has garbage collected
     require("hearthd")
     _run("hearthd", _hearthd)
 
@@ -29,8 +31,10 @@ def _hearthd() -> int:
 
 
 def _hearth() -> int:
+    gc.disable()  # what is imported stays
     from daemon.cli.main import run
 
+    gc.enable()
     return run()
 
 

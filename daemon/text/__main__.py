@@ -9,6 +9,7 @@ closed, and kills its workers then.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import select
@@ -166,8 +167,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's own switch, so that no worker starts a thread pool
+    gc.disable()
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    gc.freeze()  # what was imported stays, and a collection in a worker would write to its pages, and so copy them
+    gc.enable()
     _Helper(socket.socket(fileno=int(sys.argv[1]))).run()
 
 
