@@ -11,6 +11,7 @@ from engine.host import processor
 
 processor.limit_libraries()  # torch reads it when it is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to other tests, instead of spinning
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's own threads spin whatever they are told
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -33,6 +34,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)  # looking for garbage after every 700 objects takes a tenth of the time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
