@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.engine.cpu_ops import ops
+from tests.engine.cpu_ops import SETS, ops
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
     for dtype in ("float32", "bfloat16"):
-        for quantize in ("int8", "fp8", "mxfp4", "nvfp4", "int4", "int4_zeros", "adapters", "ranks"):
+        for quantize in SETS:
             ops.prepare(dtype, 2, quantize)
     yield
     ops.set_num_threads(1)

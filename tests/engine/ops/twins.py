@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cpu_ops import ops
+from tests.engine.cpu_ops import SETS, ops
 
 # Against float64, torch's own float32 product of 2,000 inputs is off by 7e-6 on aarch64, the kernels' by 9e-7.
 TOLERANCE = {torch.float32: 1e-5 if platform.machine() == "aarch64" else 2e-6, torch.bfloat16: 2e-2}
@@ -18,8 +18,15 @@ TOLERANCE = {torch.float32: 1e-5 if platform.machine() == "aarch64" else 2e-6, t
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_as_called() -> Iterator[None]:
-    """Lets kernels be compiled when a test calls them, and no others, so that such tests can be run for many kinds of processor.
-    Where a model was loaded in this process before, its kernels would compile no other forms."""
+    """Loads the kernels that are compiled, and lets others be compiled when a test calls them, so that such tests can be run for
+    many kinds of processor. A call alone does not find a kernel that was compiled for a signature, since that names its result's
+    type, too. Where a model was loaded in this process before, its kernels would compile no other forms."""
+    from engine.cpu.kernels import wanted
+
+    for dtype in ("float32", "bfloat16"):
+        for quantize in SETS:
+            for unit in wanted.units(dtype, True, quantize):
+                unit.load()
     for one in list(vars(ops.kernels).values()):
         for form in (one.serial, one.parallel) if isinstance(one, ops.kernels.Forms) else (one,):
             if hasattr(form, "disable_compile"):
