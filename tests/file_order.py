@@ -16,6 +16,7 @@ LONG = (
     "tests/install/test_collisions.py",
     "tests/e2e/test_hung.py",
     "tests/e2e/test_chaos.py",
+    "tests/test_gpu_run.py",
     "tests/e2e/test_preemption.py",
     "tests/daemon/test_main.py",
     "tests/e2e/test_first_minute.py",
