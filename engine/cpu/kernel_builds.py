@@ -9,7 +9,6 @@ take the engine with it: its unit is not tried again, and models of the dtype co
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -270,8 +269,6 @@ def compile_units(parallel: bool) -> None:
     """Runs in a compiler process: compiles the units named on standard input, answers each with a line, and exits when the input
     ends."""
     make_only_what_is_saved(module for name, module in list(sys.modules.items()) if name.startswith("engine.cpu.kernels."))
-    gc.freeze()
-    gc.set_threshold(100_000, 10, 10)  # looking for garbage after every 700 objects is a tenth of the work
     asked: SimpleQueue[list[str]] = SimpleQueue()
 
     def read() -> None:

@@ -2,11 +2,13 @@
 
 Numba makes every function ready to be called from Python and from C: it adds wrappers, and makes machine code of helpers that are
 part of their kernels' code already, and of each of the three layers of a kernel for several threads. All of that goes when the
-process ends. Without it compiling takes a quarter less time.
+process ends. Without it compiling takes a quarter less time, and a tenth less again where Python looks for garbage less often than
+after every 700 objects.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -16,10 +18,12 @@ TESTED = ("0.68.",)
 
 def make_only_what_is_saved(modules: Iterable[ModuleType]) -> None:
     """Changes Numba for the rest of this process: of what is compiled from now on nothing may be called. modules: where the kernels
-    and their helpers are defined; kernels are those that Numba caches. Does nothing with a version of Numba that this was not
-    tested with, since what it replaces is not Numba's public interface."""
+    and their helpers are defined; kernels are those that Numba caches. Leaves Numba as it is in a version that this was not tested
+    with, since what it replaces is not Numba's public interface."""
     import numba
 
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
     if not numba.__version__.startswith(TESTED):
         return
     from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
