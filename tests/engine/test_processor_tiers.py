@@ -38,6 +38,8 @@ def test_products(removal: str, record_property: Callable[[str, str], None]) -> 
     if missing:
         pytest.skip(f"this processor has no {', '.join(sorted(missing))} to take away")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {VARIABLE: removal, MOST_THREADS: "1"}
+    subprocess.run([sys.executable, "-m", "tests.engine.tier_kernels"], cwd=ROOT, env=environment, check=True)
     result = subprocess.run(
         [
             sys.executable,
@@ -56,7 +58,7 @@ def test_products(removal: str, record_property: Callable[[str, str], None]) -> 
             "tests/engine/ops/test_adapters.py",
         ],
         cwd=ROOT,
-        env=environment | {VARIABLE: removal, MOST_THREADS: "1"},
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
