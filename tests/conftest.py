@@ -6,11 +6,14 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from engine.host import processor
 
 processor.limit_libraries()  # torch reads it when it is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to other tests, instead of spinning
+# Clients and daemons read all authorities that the machine trusts when they start, a twentieth of a second; tests need none.
+os.environ.update(SSL_CERT_FILE=str(Path(__file__).with_name("one_authority.pem")), SSL_CERT_DIR="/nonexistent")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's own threads spin whatever they are told
 
 import pytest  # noqa: E402

@@ -188,8 +188,6 @@ class Node:
         """The official client; close it or use `with`."""
         import openai
 
-        if self.url.startswith("http:") and "http_client" not in options:
-            options["http_client"] = _without_certificates(openai.DefaultHttpxClient)
         return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=SAFETY_S, **options)
 
     def async_openai(self, **options: Any) -> Any:
@@ -243,18 +241,6 @@ class Node:
 def without_drafts(*models: str) -> str:
     """Returns configuration by which streams of these models take a step for each token, whatever they say, so that they last."""
     return "".join(f'[models."{model}"]\nspeculator = "none"\n' for model in models)
-
-
-def _without_certificates(kind: type[Any]) -> Any:
-    """Returns a client that does not read the machine's certificates, which takes longer than a request. It closes itself when
-    nobody has it any more, as OpenAI's own does."""
-
-    class Client(kind):  # type: ignore[misc]
-        def __del__(self) -> None:
-            if not self.is_closed:
-                self.close()
-
-    return Client(verify=False)
 
 
 # Making it takes ten times as long as asking the daemon.
