@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,10 @@ from tests import file_order, imported_later, interpreter  # noqa: E402
 
 REPORTED = "reported"  # a property of a test whose value is printed at the end of the run
 
+# Around each part of a test pytest attaches itself to all loggers that tell the root nothing: torch has 42.
+for logger in logging.root.manager.loggerDict.values():
+    if isinstance(logger, logging.Logger):
+        logger.propagate = True
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 imported_later.import_later(*imported_later.CLIENTS)
