@@ -243,7 +243,7 @@ class Engine:
             scheduler.start_step(plan)
         self._under_way.append(StepUnderWay(served, plan, masks, launched, request_ids, expected_s))
         while sum(step.served is served for step in self._under_way) > served.most_under_way:
-            self._end_oldest()
+            self._end_oldest(noted=True)
 
     def _note_with_those_under_way(self, request_ids: LongArray, expected_s: float) -> None:
         """Journals a step and those under way: a fault may come from any of them, because devices report faults late."""
@@ -281,10 +281,11 @@ class Engine:
         while self._under_way:
             self._end_oldest()
 
-    def _end_oldest(self) -> None:
-        """Takes in the result of the oldest step under way."""
+    def _end_oldest(self, noted: bool = False) -> None:
+        """Takes in the result of the oldest step under way. noted: whether the journal has how long it and those behind it take."""
         step = self._under_way.popleft()
-        self.journal.beat(Doing.STEP, step.expected_s)
+        if not noted:
+            self.journal.beat(Doing.STEP, step.expected_s)
         try:
             result = step.launched.wait()
         except GroupBroken as error:
