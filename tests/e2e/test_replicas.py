@@ -15,6 +15,7 @@ from tests.e2e.node import Node, without_drafts
 
 PROMPTS = [f"story number {i} begins" for i in range(8)]
 NUM_TOKENS = 300
+LONG_TOKENS = 2000  # so many that all streams are seen at the same time, on fast machines, too
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +60,12 @@ def bring_both(node: Node) -> dict[str, str]:
 def test_both_replicas_answer_like_one(node: Node, texts: list[str]) -> None:
     devices = bring_both(node)
     assert set(devices.values()) == {"cpu:0", "cpu:1"}
-    streams = [Stream(node, "two", prompt, NUM_TOKENS) for prompt in PROMPTS]
+    streams = [Stream(node, "two", prompt, LONG_TOKENS) for prompt in PROMPTS]
     for stream in streams:
         stream.wait_for_chunks(1)
     active = {name: row["active"] for name, row in rows(node).items() if name in devices}
-    assert [stream.join().text for stream in streams] == texts
+    for stream, text in zip(streams, texts, strict=True):
+        assert stream.join().text.startswith(text[:-4])  # its last bytes may be a part of a character
     assert min(active.values()) > 0
     assert sum(active.values()) <= len(PROMPTS)
 
