@@ -139,7 +139,8 @@ def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
 def _groups(shape: ModelShape) -> list[tuple[int, TensorGroup]]:
     """Returns the groups, each with its index, which of a share is that in the whole model."""
     if (share := shape.split) is not None:
-        return groups_of_share(whole(shape), share)
+        of_all = whole(shape)
+        return groups_of_share(of_all, architecture_of(of_all).tensor_groups(of_all), share)
     groups = architecture_of(shape).tensor_groups(shape)
     return list(enumerate(groups if shape.eagle is None else groups + eagle.eagle_groups(shape.eagle, shape.num_layers)))
 

@@ -270,9 +270,8 @@ def _unsupported(why: str) -> UnsupportedModel:
     return UnsupportedModel(CONFIG_NAME, None, f"{SETTING}: {why}")
 
 
-def groups_of_share(shape: ModelShape, share: SplitShape) -> list[tuple[int, TensorGroup]]:
+def groups_of_share(shape: ModelShape, groups: Sequence[TensorGroup], share: SplitShape) -> list[tuple[int, TensorGroup]]:
     """Returns a device's share of the groups of tensors of a whole model, each with the group's index in the model."""
-    groups = architecture_of(shape).tensor_groups(shape)
     before = next(at for at, group in enumerate(groups) if group.layer is not None)  # the embedding's alone, or inputs of layers
     return [
         (at, own)
@@ -358,7 +357,7 @@ def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, .
     groups, own = architecture_of(shape).tensor_groups(shape), stored_format(shape)
     return tuple(
         _block_offset(groups[at], part, shape.block_offsets[at], format_of(shape, at, groups[at], own), shape.dtype)
-        for at, part in groups_of_share(shape, share)
+        for at, part in groups_of_share(shape, groups, share)
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from loader.dtypes import ITEM_BYTES
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.plain import PLAIN
-from loader.formats.weight_format import WeightFormat
+from loader.formats.weight_format import WeightFormat, aligned
 from loader.kv_layout import is_bounded
 from loader.model_shape import ModelShape
 
@@ -34,7 +34,6 @@ ABSORBED_TOKENS = 64
 # A prompt's tokens pass through the stages of a pipeline so many at a time, at most, so that several parts of it are in several
 # stages. They are enough for products of matrices to run at their full rate.
 MOST_STAGED_TOKENS = 512
-_HANDED_ALIGN = 64
 
 
 def staged_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
@@ -44,7 +43,7 @@ def staged_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
 
 def handed_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
     """Returns the bytes of the states that a step of so many tokens passes from stage to stage: a residual and an update to it."""
-    return -(-2 * num_tokens * shape.hidden_size * ITEM_BYTES[dtype] // _HANDED_ALIGN) * _HANDED_ALIGN
+    return aligned(2 * num_tokens * shape.hidden_size * ITEM_BYTES[dtype])
 
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:

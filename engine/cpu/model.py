@@ -81,6 +81,7 @@ class CpuModel:
             ops, shape, Weights(shape, spec.dtype, weights, FORMATS[spec.quantize]), ranks, stages
         )
         self._ranks, self._stages = ranks, stages
+        self._is_share = ranks is not None or stages is not None
         self._released = False
         rotary, local = rotaries_of(shape, spec.max_model_len)
         self._kv_dtype = spec.kv_dtype
@@ -187,7 +188,7 @@ class CpuModel:
         begin = time.perf_counter()
         if masks is None and not self.embeds:
             self._prepare()
-            if self._ranks is not None or self._stages is not None:
+            if self._is_share:
                 self._count(plan, int(plan.samples.sum()))
             drawn = self._steps.draw(plan, table)
             if drawn is not None:
@@ -274,10 +275,13 @@ class CpuModel:
     def _count(self, plan: BatchPlan, num_rows: int) -> None:
         """Tells the other devices' parts how many of a step's rows are not padding. num_rows: of the logits that are computed
         next."""
+        if not self._is_share:
+            return
+        num_tokens = int(plan.num_new.sum())
         if self._ranks is not None:
-            self._ranks.count(int(plan.num_new.sum()), num_rows)
+            self._ranks.count(num_tokens, num_rows)
         if self._stages is not None:
-            self._stages.count(int(plan.num_new.sum()))
+            self._stages.count(num_tokens)
 
     def _check_ranks(self) -> None:
         if self._ranks is not None:

@@ -9,7 +9,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from engine.contracts.group_share import GroupShare
@@ -128,9 +128,10 @@ class GroupSteps:
 
         threading.Thread(target=work, name="end of the channel", daemon=True).start()
 
-    def _shares(self) -> list[GroupShare]:
-        led = (served.share for served in list(self._models.by_name.values()))
-        return [*(share for share in led if share is not None), *list(self._models.followed.values())]
+    def _shares(self) -> Iterator[GroupShare]:
+        """Yields all shares of this engine, those whose steps others lead first."""
+        yield from list(self._models.followed.values())
+        yield from (served.share for served in list(self._models.by_name.values()) if served.share is not None)
 
     def _follow(self, region: int) -> None:
         share = next((one for one in self._shares() if one.region.offset == region), None)

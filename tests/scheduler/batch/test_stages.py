@@ -23,7 +23,8 @@ from tests.scheduler.batch.test_batch_scheduler import prompt_of
 
 
 class StagedHarness(SettlingHarness):
-    """As the engine of the last stage: it starts steps until as many are under way as there are stages, and reads the oldest."""
+    """Does what the engine of the last stage does: it starts steps until as many are under way as there are stages, and then reads
+    the oldest."""
 
     def __init__(self, num_stages: int, **options: Any) -> None:
         super().__init__(num_stages=num_stages, **options)
