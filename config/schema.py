@@ -415,8 +415,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stored_responses_bytes: Annotated[
         int | str,
         key(
-            "memory for the responses of /v1/responses, which later ones follow by previous_response_id; the oldest make room, and "
-            "a stop forgets them; 0: none are kept",
+            "memory for the responses of /v1/responses, which later ones follow by previous_response_id or which were made in the "
+            "background; the oldest make room, and a stop forgets them; 0: none are kept",
             "bytes",
         ),
     ] = "64MiB"

@@ -252,6 +252,7 @@ class Lifecycle:
             lambda: node.traces.tracer,
             node.upstreams,
             node.adapters,
+            node.background,
         )
         return make_runner(app, FLUSH_LIMIT_S)
 

@@ -33,6 +33,7 @@ DAEMON_FROM_ENGINE = {
     "engine.host.child_process",
     "engine.host.processor",
     "engine.memory.handles",
+    "engine.memory.mappings",
     "engine.pulse",
 }
 # direct_io: system calls alone; `hearth doctor` reads from the drive with it; packer and verifier: `hearth pack`, on numpy

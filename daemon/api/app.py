@@ -15,6 +15,7 @@ from daemon.access.admission import Access
 from daemon.access.quotas import Quotas
 from daemon.access.tenant import Key
 from daemon.api import audited, router
+from daemon.api.background import BackgroundRuns
 from daemon.api.context import ApiContext
 from daemon.api.endpoint import Call, Endpoint
 from daemon.api.forwarding import answer_elsewhere
@@ -25,6 +26,7 @@ from daemon.contracts import AdapterPort, Guarded, HealthPort, HttpSettings, Mod
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.http.answers import SERVER, error_response
 from daemon.http.connection import ANSWERING, Answering, Connection, Runner
+from daemon.http.no_client import owner_of
 from daemon.http.request_id import request_id
 from daemon.page.feed import PageFeed
 from daemon.process import shortage
@@ -59,13 +61,16 @@ def make_app(
     tracer: Callable[[], Tracer | None] = lambda: None,
     upstreams: Upstreams | None = None,
     adapters: AdapterPort | None = None,
+    background: BackgroundRuns | None = None,
 ) -> web.Application:
     """Returns the application. It must be served through `make_runner`, without whose settings a client's disconnect goes
     unnoticed. access: by default no keys, and this machine's names only. serves: whether an endpoint is served here. feed:
     what the status page shows; None: there is no page. answered: called for each answer with the endpoint's name ("" for an
     unknown path) and the status. stored: the responses that later ones may follow; by default none are. quotas: what tenants have
     used of their limits; listeners share it. audit: by default it is off. tracer: returns what traces requests, None while nothing
-    does. upstreams: names that other servers answer; by default there are none. adapters: loads adapters; None: nothing does."""
+    does. upstreams: names that other servers answer; by default there are none. adapters: loads adapters; None: nothing does.
+    background: responses in the making, with `stored` for the finished ones; by default there are none yet."""
+    stored = stored or ResponseStore(0)
     context = ApiContext(
         requests=requests,
         models=models,
@@ -78,7 +83,8 @@ def make_app(
         serves=serves,
         page=feed,
         answered=answered,
-        stored=stored or ResponseStore(0),
+        stored=stored,
+        background=background or BackgroundRuns(stored),
         quotas=quotas or Quotas(),
         audit=audit or AuditLog(),
         upstreams=upstreams,
@@ -158,6 +164,8 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
             response = await _handle(request, context, target, progress, key)
         status = response.status
     except HearthError as error:
+        if progress.run is not None:
+            progress.run.fail(error)
         response = _error(error, endpoint)
         status, code = error.status, error.code
         if context.audit.is_on:
@@ -177,10 +185,13 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
                 "%s %s failed", request.method, endpoint.name if endpoint is not None else "?", extra=fields(request_id=name)
             )
             answer = ServerFault("internal_error", f"the server failed on this request ({name})")
+        if progress.run is not None:
+            progress.run.fail(answer)
         response = _error(answer, endpoint)
         status, code = response.status, answer.code
     finally:
-        context.answered(endpoint.name if endpoint is not None else "", status)
+        if progress.run is None:  # its client's request was counted when it was accepted
+            context.answered(endpoint.name if endpoint is not None else "", status)
         if scope is not None:
             scope.settle()
         if isinstance(request.protocol, Connection):
@@ -222,7 +233,7 @@ def _progress(request: web.Request) -> Progress:
     name = request_id(request.headers.get("X-Request-Id"))
     if not isinstance(connection, Connection):
         return Progress(name)
-    progress = connection.in_progress = Progress(name, connection.take_before())
+    progress = connection.in_progress = Progress(name, connection.take_before(), owner_of(connection.transport))
     return progress
 
 

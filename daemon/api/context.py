@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from daemon.access.admission import Access
 from daemon.access.quotas import Quotas
+from daemon.api.background import BackgroundRuns
 from daemon.api.response_store import ResponseStore
 from daemon.contracts import AdapterPort, Guarded, HealthPort, HttpSettings, ModelPort, RequestPort, SenderPort
 from daemon.page.feed import PageFeed
@@ -39,6 +40,7 @@ class ApiContext:
     clock: StreamClock
     max_body_bytes: int
     stored: ResponseStore
+    background: BackgroundRuns
     access: Access = field(default_factory=Access)
     serves: Callable[[Guarded], bool] = lambda endpoint: True  # whether this listener serves it
     page: PageFeed | None = None  # None: there is no status page
@@ -55,6 +57,6 @@ class ApiContext:
         request's checks."""
         return ApiContext(
             requests, models, self.text, self.health, self.settings, self.clock, self.max_body_bytes,
-            self.stored, self.access, self.serves, self.page, more_headers, self.answered,
+            self.stored, self.background, self.access, self.serves, self.page, more_headers, self.answered,
             self.quotas, self.audit, sender, self.upstreams, self.adapters,
         )  # fmt: skip

@@ -71,7 +71,7 @@ class Body(Generic[HeadT]):
 class Endpoint:
     """One thing that the API offers.
 
-    name: in logs and metrics. paths: the first is the one that the reference names; one may end in {id}, for any text. about: a
+    name: in logs and metrics. paths: the first is the one that the reference names; {id} in one stands for any text. about: a
     line of the reference.
     operation: what the model does, as OpenTelemetry names it (gen_ai.operation.name), in traces; "": no work of a model's.
     per_model: also served below /m/MODEL, for that model alone.

@@ -27,6 +27,11 @@ CODES: dict[str, tuple[int, str, str]] = {
         "the response that previous_response_id names, or one that it follows, is not kept (any more)",
         "send the conversation as `input`; or raise stored_responses_bytes",
     ),
+    "previous_response_not_completed": (
+        400,
+        "the response that previous_response_id names is still in the making, has failed or was cancelled",
+        "wait for it; or send the conversation as `input`",
+    ),
     "request_over_limit": (
         400,
         "the prompt alone has more tokens than the key's tenant may use in a minute, or a day; the message has the arithmetic",

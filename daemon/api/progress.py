@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
+from daemon.api.background import Run
 from daemon.contracts import Generation
 from daemon.errors import ServerFault
 from daemon.streams.so_far import RequestSoFar, SequenceSoFar
@@ -23,15 +24,15 @@ class Progress:
     request_id: as in X-Request-Id. created: Unix time in seconds. before: what an earlier daemon has made of the request; None: it
     is new. began_ns: as in RequestSoFar. body: see InProgress. starts_over: its sequences cannot be gone on with, only begun again.
     is_charged: returns whether it was taken from its tenant's limits. is_handed_over: see InProgress. takes_over: the answer that
-    the client already has the begin of goes on."""
+    the client already has the begin of goes on. run: the response that is made of it in the background; None: a client waits."""
 
     __slots__ = (
         "_nonce", "before", "began_ns", "body", "created", "generations", "group", "is_charged", "is_handed_over", "request_id",
-        "starts_over", "takes_over",
+        "run", "starts_over", "takes_over",
     )  # fmt: skip
 
-    def __init__(self, request_id: str, before: RequestSoFar | None = None) -> None:
-        self.request_id, self.before = request_id, before
+    def __init__(self, request_id: str, before: RequestSoFar | None = None, run: Run | None = None) -> None:
+        self.request_id, self.before, self.run = request_id, before, run
         self._nonce = before.nonce if before is not None else secrets.token_bytes(16)
         self.created = before.created if before is not None else int(time.time())
         self.began_ns = 0
@@ -48,6 +49,10 @@ class Progress:
     def seed(self, prompt: int) -> int:
         """Returns the seed of a prompt's first sequence. prompt: its place in the request."""
         return int.from_bytes(self.drawn(f"seed/{prompt}")[:8], "little") >> 1
+
+    def drawn_from(self) -> RequestSoFar:
+        """Returns what the same request is given to draw the same when it is read again, though nothing of it was done yet."""
+        return RequestSoFar(self._nonce, self.created)
 
     # ---- for the next daemon
 

@@ -1,27 +1,31 @@
-"""The responses of /v1/responses that are kept, so that later requests can follow them by previous_response_id."""
+"""The responses of /v1/responses that are kept, so that later requests can follow them by previous_response_id, and so that
+background ones can be fetched. They are kept over a restart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import logging
+from typing import NamedTuple
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from daemon.errors import BadRequest
+from daemon.process.kept_records import KeptRecords, memory_of
 
-ENTRY_BYTES = 1024  # what the objects of one response take besides their texts
-MAX_TURNS = 1024  # of a conversation: putting so many together takes the event loop two milliseconds
+log = logging.getLogger("hearthd.api")
+NAME = "responses"  # in the FD store
+ENTRY_BYTES = 512  # what the objects of one response take besides its record
+MAX_TURNS = 1024  # of a conversation: putting so many together takes the event loop some milliseconds
 _WHY_GONE = "is not kept here: it was not stored, was deleted, or made room for newer ones"
 _messages = msgspec.msgpack.Decoder(list[Raw])
 _pack = msgspec.msgpack.encode
 
 
-@dataclass(slots=True, frozen=True)
-class StoredResponse:
-    """One response. messages: its own turn, the input's and the answer's, packed as a chat's; without instructions.
-    shown: the response's JSON. previous: the id of the response that it follows, or "". next_call: the number of the conversation's
-    next call in dialects that count calls."""
+class StoredResponse(Struct, frozen=True):
+    """One response. messages: its own turn, the input's and the answer's, packed as a chat's; without instructions. b"": it has
+    failed or was cancelled, so nothing can follow it. shown: the response's JSON. previous: the id of the response that it follows,
+    or "". next_call: the number of the conversation's next call in dialects that count calls. background: whether it was made
+    without a client waiting. events: those of its stream, if it may be fetched as one."""
 
     public_id: str
     tenant: str
@@ -30,10 +34,21 @@ class StoredResponse:
     shown: bytes
     has_calls: bool
     next_call: int = 0
+    background: bool = False
+    events: bytes = b""
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.messages) + len(self.shown) + ENTRY_BYTES
+
+_decoder = msgspec.msgpack.Decoder(StoredResponse)
+
+
+class _Kept(NamedTuple):
+    """Where a response is, and what is asked of it most. num_bytes: of memory."""
+
+    tenant: str
+    public_id: str
+    previous: str
+    place: int
+    num_bytes: int
 
 
 class ResponseStore:
@@ -41,43 +56,64 @@ class ResponseStore:
 
     Whatever follows a response is older than it in this order, so a response is never lost before those that follow it."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, records: KeptRecords | None = None) -> None:
+        """records: of the daemon before this one; None: nothing was kept."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._of_tenant: dict[str, dict[str, StoredResponse]] = {}  # by id, the least recently used first
+        self._records = records if records is not None else KeptRecords()
+        self._of_tenant: dict[str, dict[str, _Kept]] = {}  # by id, the least recently used first
         self._bytes_of: dict[str, int] = {}
+        for place in self._records:
+            try:
+                packed = self._records.read(place)
+                self._keep(_decoder.decode(packed), place, len(packed))
+            except msgspec.DecodeError:  # another version's
+                self._records.remove(place)
 
-    def add(self, response: StoredResponse) -> None:
-        """Keeps a response, unless it alone is larger than the store."""
-        if response.num_bytes > self.max_bytes:
-            return
-        self._of_tenant.setdefault(response.tenant, {})[response.public_id] = response
-        self._count(response.tenant, response.num_bytes)
+    def add(self, response: StoredResponse) -> bool:
+        """Keeps a response in place of the one with its id, and returns whether it does: one that alone is larger than the store
+        is not kept."""
+        packed = _pack(response)
+        if ENTRY_BYTES + memory_of(len(packed)) > self.max_bytes:
+            return False
+        try:
+            place = self._records.add(packed)
+        except OSError as error:
+            log.error("a response is not kept: %s", error)
+            return False
+        self._forget(response.tenant, response.public_id)
+        self._keep(response, place, len(packed))
+        return True
+
+    def _keep(self, response: StoredResponse, place: int, packed_bytes: int) -> None:
+        tenant, public_id = response.tenant, response.public_id
+        num_bytes = ENTRY_BYTES + memory_of(packed_bytes)
+        self._of_tenant.setdefault(tenant, {})[public_id] = _Kept(tenant, public_id, response.previous, place, num_bytes)
+        self._count(tenant, num_bytes)
         if response.previous:
-            self._use(response.tenant, response.public_id)
+            self._use(tenant, public_id)
         while self.num_bytes > self.max_bytes:
             largest = max(self._bytes_of, key=self._bytes_of.__getitem__)
-            self._remove(self._of_tenant[largest][next(iter(self._of_tenant[largest]))])
+            self._forget(largest, next(iter(self._of_tenant[largest])))
 
-    def all(self) -> Iterator[StoredResponse]:
-        """Yields all responses. Adding them to another store in this order gives that the order of this one."""
-        for kept in self._of_tenant.values():
-            yield from kept.values()
+    def knows(self, tenant: str, public_id: str) -> bool:
+        return public_id in self._of_tenant.get(tenant, {})
 
     def get(self, tenant: str, public_id: str) -> StoredResponse:
         """Raises BadRequest (404)."""
         found = self._of_tenant.get(tenant, {}).get(public_id)
         if found is None:
             raise BadRequest("response_not_found", f"id: {public_id[:80]!r} {_WHY_GONE}", status=404, param="id")
-        return found
+        return self._read(found)
 
     def delete(self, tenant: str, public_id: str) -> None:
         """Forgets a response; those that follow it cannot be followed any more. Raises BadRequest (404)."""
-        self._remove(self.get(tenant, public_id))
+        self.get(tenant, public_id)
+        self._forget(tenant, public_id)
 
     def conversation(self, tenant: str, public_id: str) -> list[StoredResponse]:
-        """Returns the response and those it follows, the first one first. Raises BadRequest (400) if one of them is not kept, or
-        if they are more than MAX_TURNS."""
+        """Returns the response and those it follows, the first one first. Raises BadRequest (400) if one of them is not kept or
+        was not completed, or if they are more than MAX_TURNS."""
         chain = self._use(tenant, public_id)
         if len(chain) > MAX_TURNS:
             message = f"previous_response_id: its conversation has more than {MAX_TURNS} responses; send it as input"
@@ -85,25 +121,35 @@ class ResponseStore:
         if not chain or chain[-1].previous:
             message = f"previous_response_id: {public_id[:80]!r}, or a response that it follows, {_WHY_GONE}"
             raise BadRequest("previous_response_not_found", message, param="previous_response_id")
-        return chain[::-1]
+        found = [self._read(each) for each in reversed(chain)]
+        if not found[-1].messages:  # nothing follows such a one, so the others are complete
+            message = f"previous_response_id: {public_id[:80]!r} has failed or was cancelled"
+            raise BadRequest("previous_response_not_completed", message, param="previous_response_id")
+        return found
 
-    def _use(self, tenant: str, public_id: str) -> list[StoredResponse]:
+    def _read(self, kept: _Kept) -> StoredResponse:
+        return _decoder.decode(self._records.read(kept.place))
+
+    def _use(self, tenant: str, public_id: str) -> list[_Kept]:
         """Makes a response and then each that it follows the most recently used. Returns those that are kept, the last one
         first, and no more than one beyond MAX_TURNS."""
         kept = self._of_tenant.get(tenant, {})
-        chain: list[StoredResponse] = []
+        chain: list[_Kept] = []
         while len(chain) <= MAX_TURNS and (found := kept.pop(public_id, None)) is not None:
             kept[public_id] = found
             chain.append(found)
             public_id = found.previous
         return chain
 
-    def _remove(self, response: StoredResponse) -> None:
-        kept = self._of_tenant[response.tenant]
-        del kept[response.public_id]
-        self._count(response.tenant, -response.num_bytes)
+    def _forget(self, tenant: str, public_id: str) -> None:
+        kept = self._of_tenant.get(tenant, {})
+        found = kept.pop(public_id, None)
+        if found is None:
+            return
+        self._records.remove(found.place)
+        self._count(tenant, -found.num_bytes)
         if not kept:
-            del self._of_tenant[response.tenant], self._bytes_of[response.tenant]
+            del self._of_tenant[tenant], self._bytes_of[tenant]
 
     def _count(self, tenant: str, num_bytes: int) -> None:
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes

@@ -11,11 +11,13 @@ from daemon.api.endpoints.registry import ENDPOINTS
 
 _ID = "{id}"
 _PATHS = [(path, endpoint) for endpoint in ENDPOINTS for path in endpoint.paths]
-_FIXED = {path.rstrip("/"): endpoint for path, endpoint in _PATHS if not path.endswith(_ID)}
-_WITH_ID = {path.removesuffix(_ID): endpoint for path, endpoint in _PATHS if path.endswith(_ID)}
+_FIXED = {path.rstrip("/"): endpoint for path, endpoint in _PATHS if _ID not in path}
+# (what comes before the id, what comes after it, endpoint); an id may hold what comes after another endpoint's
+_WITH_ID = [(before, after, endpoint) for path, endpoint in _PATHS for before, found, after in [path.partition(_ID)] if found]
+_WITH_ID.sort(key=lambda each: -len(each[1]))
 _PER_MODEL = [path for path, endpoint in _FIXED.items() if endpoint.per_model]
 _SCOPED_RESTS = [
-    *(re.escape(prefix) + ".+" for prefix, endpoint in _WITH_ID.items() if endpoint.per_model),
+    *(f"{re.escape(before)}.+{re.escape(after)}" for before, after, endpoint in _WITH_ID if endpoint.per_model),
     *map(re.escape, _PER_MODEL),
 ]
 _SCOPED = re.compile(rf"/m/(?P<model>.+?)(?P<rest>{'|'.join(_SCOPED_RESTS)})/?", re.DOTALL)
@@ -39,9 +41,9 @@ def target(raw_path: str) -> Target | None:
     endpoint = _FIXED.get(raw_path.rstrip("/"))
     if endpoint is not None and (scope is None or endpoint.per_model):
         return Target(endpoint, scope, None)
-    for prefix, endpoint in _WITH_ID.items():
-        if raw_path.startswith(prefix) and len(raw_path) > len(prefix):
-            path_id = _unquote(raw_path.removeprefix(prefix))
+    for before, after, endpoint in _WITH_ID:
+        if raw_path.startswith(before) and raw_path.endswith(after) and len(raw_path) > len(before) + len(after):
+            path_id = _unquote(raw_path[len(before) : len(raw_path) - len(after)])
             return None if path_id is None else Target(endpoint, scope, path_id)
     return None
 

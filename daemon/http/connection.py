@@ -108,7 +108,7 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "_answering", "_before", "_body", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_parts", "_head_timer",
-        "_is_last_look", "_lingering", "in_progress",
+        "_is_last_look", "_lingering", "_server", "in_progress",
     )  # fmt: skip
 
     def __init__(
@@ -116,7 +116,7 @@ class Connection(web.RequestHandler):
     ) -> None:
         """closed, before: see ConnectionServer.connection."""
         super().__init__(server, **options)
-        self._answering, self._closed, self._before = server.answering, closed, before
+        self._server, self._answering, self._closed, self._before = server, server.answering, closed, before
         self.in_progress: InProgress | None = None  # set by the handler while the next daemon could go on with its request
         self._body: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head has arrived
         self._broken = False  # whether what still arrives cannot be read as HTTP and is dropped
@@ -186,6 +186,18 @@ class Connection(web.RequestHandler):
             self._lingering.set_result(None)
 
     # ---- over a restart
+
+    @property
+    def server(self) -> ConnectionServer:
+        return self._server
+
+    def request_bytes(self, is_last: bool) -> bytes:
+        """Returns the request that is being answered, whose body is read, as bytes to be read again. is_last: the connection that
+        reads them ends after it."""
+        request, progress = self._current_request, self.in_progress
+        assert request is not None
+        assert progress is not None
+        return _again(request, progress, is_last)
 
     def take_before(self) -> RequestSoFar | None:
         """Returns what an earlier daemon has made of the first request, once."""
@@ -340,9 +352,9 @@ class Connection(web.RequestHandler):
         return WholeAnswer(self, refusal(error, self._answering.body(error), request_id(None)))
 
 
-def _again(request: web.BaseRequest, progress: InProgress) -> bytes:
+def _again(request: web.BaseRequest, progress: InProgress, is_last: bool = False) -> bytes:
     """Returns the bytes of a request whose handler has begun, so that it can be read again. Its body ends where it has arrived so
-    far. b"" if that is midway in a chunked body, which cannot be continued."""
+    far. b"" if that is midway in a chunked body, which cannot be continued. is_last: its connection shall end after it."""
     body, is_whole = bytes(progress.body), isinstance(progress.body, bytes) and bool(progress.body)
     if not is_whole:
         is_whole = request.content.is_eof()
@@ -353,6 +365,8 @@ def _again(request: web.BaseRequest, progress: InProgress) -> bytes:
     length = len(body) if is_whole else request.content_length
     lines = [f"{request.method} {request.raw_path} HTTP/{request.version.major}.{request.version.minor}".encode()]
     lines += [b"%b: %b" % (name, value) for name, value in request.raw_headers if name.lower() not in _REWRITTEN]
+    if is_last:
+        lines = [line for line in lines if not line.lower().startswith(b"connection:")] + [b"Connection: close"]
     lines += [b"X-Request-Id: " + progress.request_id.encode()]
     if length or request.content_length is not None:
         lines.append(b"Content-Length: %d" % (length or 0))

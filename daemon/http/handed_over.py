@@ -11,7 +11,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -34,37 +33,33 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What the account says. connections: in their order. stored: packed responses that later requests may follow."""
+    """What the account says. connections: in the order of their sockets."""
 
     version: int
     connections: list[Listed]
-    stored: bytes = b""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Content)
 
 
-def keep(store: FdStore, sockets: Sequence[int], connections: Sequence[Listed], stored: bytes) -> None:
+def keep(store: FdStore, sockets: Sequence[int], connections: Sequence[Listed]) -> None:
     """Gives duplicates of the sockets to the store. Raises OSError if that is impossible."""
     with contextlib.closing(Account.make(NAME)) as account:
-        account.write(_encoder.encode(Content(VERSION, list(connections), stored)))
+        account.write(_encoder.encode(Content(VERSION, list(connections))))
         with queue_of([account.fd, *sockets]) as queue:
             store.put(NAME, queue.fileno())
 
 
-class Left(NamedTuple):
-    """What the daemon before this one has left. stored: its stored responses, as in Content."""
-
-    connections: list[tuple[socket.socket, Listed]]
-    stored: bytes
+Left = list[tuple[socket.socket, Listed]]
 
 
 def take(store: FdStore) -> Left:
-    """Returns what the store keeps, and removes it from there: a connection is gone on with once. Failures are logged."""
+    """Returns the connections that the store keeps, and removes them from there: a connection is gone on with once. Failures are
+    logged."""
     found = store.take(NAME)
     if found is None:
-        return Left([], b"")
+        return []
     store.remove(NAME)
     fds: list[int] = []
     try:
@@ -76,11 +71,11 @@ def take(store: FdStore) -> Left:
     except (OSError, ValueError, IndexError) as error:  # ValueError includes msgspec's
         log.warning("the connections of before the restart are lost: %s", error)
         handles.close(fds)
-        return Left([], b"")
-    taken: list[tuple[socket.socket, Listed]] = []
+        return []
+    taken: Left = []
     for fd, listed in zip(fds, content.connections, strict=True):
         with contextlib.suppress(OSError):  # its client is gone
             sock = socket.socket(fileno=fd)
             sock.setblocking(False)
             taken.append((sock, listed))
-    return Left(taken, content.stored)
+    return taken

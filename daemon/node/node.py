@@ -19,6 +19,8 @@ from config.schema import DeviceBudget, NodeConfig
 from config.units import format_bytes
 from daemon.access.keys import Keys
 from daemon.access.quotas import Quotas
+from daemon.api import background, response_store
+from daemon.api.background import BackgroundRuns
 from daemon.api.endpoints.registry import BODY_MODULES
 from daemon.api.response_store import ResponseStore
 from daemon.contracts import Resident
@@ -47,6 +49,7 @@ from daemon.node.reloads import Reloads
 from daemon.node.warming import Warming
 from daemon.process import moment
 from daemon.process.fd_store import FdStore
+from daemon.process.kept_records import KeptRecords
 from daemon.process.logs import fields
 from daemon.process.long_tasks import LongTasks
 from daemon.process.loop_watch import LoopWatch
@@ -152,7 +155,8 @@ class NodeParts:
         self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES)
         self.dispatcher.load_begins = self._open_text
         self.dispatcher.is_replicated = self.registry.is_replicated
-        self.stored = ResponseStore(int(config.stored_responses_bytes))
+        self.stored = ResponseStore(int(config.stored_responses_bytes), KeptRecords.of(store, response_store.NAME))
+        self.background = BackgroundRuns(self.stored, KeptRecords.of(store, background.NAME))
         self.upstreams = Upstreams(self._upstream_changed)
         self.warming = Warming(lambda: self.config, self.dispatcher, self.tasks, self.ring)
         self.adapters = LoadedAdapters(self.registry, self.scheduler, self.dispatcher, self.state_keeper, self.ring)

@@ -1,41 +1,38 @@
 """Hands the open connections over to the next daemon at a restart, and goes on with those that an earlier one has left.
 
 The old daemon stops taking tokens, writes what waits, notes for each connection the request in progress with what was made of it
-(daemon/streams/so_far.py), and gives the sockets to the FD store. The next one reads each request again. Its sequences begin with
+(daemon/streams/so_far.py), and gives the sockets to the FD store. Responses in the background have no connection to hand over
+(daemon/api/background.py). The next one reads each request again. Its sequences begin with
 the tokens that were made, whose frames the client has and does not get again; the engine computes their KV anew.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import msgspec
-
-from daemon.api.response_store import StoredResponse
 from daemon.http import handed_over
 from daemon.http.client_addresses import ClientAddresses
 from daemon.http.connection import Connection, ConnectionServer, Runner
 from daemon.http.handed_over import Left, Listed
+from daemon.http.no_client import owner_of
 from daemon.node.node import NodeParts
 from daemon.process.fd_store import FdStore
 
 log = logging.getLogger("hearthd")
 FLUSH_S = 2.0  # how long a client may take to read what is written already; one that does not read is not waited for
 LOOK_EVERY_S = 0.01
-_stored_encoder = msgspec.msgpack.Encoder()
-_stored_decoder = msgspec.msgpack.Decoder(list[StoredResponse])
 
 
 async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runner]) -> None:
     """Gives all connections that the next daemon can go on with to the store; the others stay. servers: by the name of their
     listeners. Failures are logged."""
     node.engine_events.is_over = True
+    node.background.hold()
     connections = [(name, each) for name, server in servers.items() for each in _connections(server)]
     for _, connection in connections:
         connection.hold_reading()
@@ -58,7 +55,7 @@ async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runne
     fds: list[int] = []
     try:
         fds += [connection.duplicate() for connection, _ in left]
-        handed_over.keep(store, fds, [listed for _, listed in left], _stored_encoder.encode(list(node.stored.all())))
+        handed_over.keep(store, fds, [listed for _, listed in left])
     except OSError as error:
         log.error("connections cannot be handed over to the next hearthd, and are closed: %s", error)
     else:
@@ -82,24 +79,29 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def _connections(runner: Runner) -> list[Connection]:
     server = runner.server
-    return [each for each in server.connections if isinstance(each, Connection)] if server is not None else []
+    """Returns the connections of clients."""
+    found = [each for each in server.connections if isinstance(each, Connection)] if server is not None else []
+    return [each for each in found if owner_of(each.transport) is None]
 
 
 async def go_on(node: NodeParts, left: Left, servers: Mapping[str, tuple[Runner, ClientAddresses | None]]) -> None:
-    """Goes on with the connections that an earlier daemon has left. servers: by the name of their listeners, with what counts the
-    connections of each client."""
-    _restore(node, left.stored)
-    if not left.connections:
+    """Goes on with the connections that an earlier daemon has left, and with its responses in the background. servers: by the name
+    of their listeners, with what counts the connections of each client."""
+    main = servers["main"][0].server
+    assert isinstance(main, ConnectionServer)
+    if num_runs := node.background.go_on(main):
+        log.info("%d responses in the background of before the restart go on", num_runs)
+    if not left:
         return
     num_served = 0
-    for sock, listed in left.connections:
+    for sock, listed in left:
         runner, addresses = servers.get(listed.listener, (None, None))
         server = runner.server if runner is not None else None
         if not isinstance(server, ConnectionServer):
             sock.close()  # there is no such listener any more
             continue
         num_served += await _serve(server, sock, listed, addresses)
-    log.info("%d of %d connections of before the restart go on", num_served, len(left.connections))
+    log.info("%d of %d connections of before the restart go on", num_served, len(left))
 
 
 async def _serve(server: ConnectionServer, sock: socket.socket, listed: Listed, addresses: ClientAddresses | None) -> bool:
@@ -119,10 +121,3 @@ async def _serve(server: ConnectionServer, sock: socket.socket, listed: Listed, 
 
 def _nothing() -> None:
     pass
-
-
-def _restore(node: NodeParts, stored: bytes) -> None:
-    if stored:
-        with contextlib.suppress(msgspec.DecodeError):  # another version's
-            for response in _stored_decoder.decode(stored):
-                node.stored.add(response)

@@ -30,9 +30,9 @@ class Account:
         version, begin, num_bytes = self._last or (0, _BEGIN, 0)
         # before the valid version if there is room, else behind it: the file stays below three times the longest content
         offset = _BEGIN if _BEGIN + len(data) <= begin else begin + num_bytes
-        _write(self.fd, data, offset)
+        write_at(self.fd, data, offset)
         fields = (version + 1, offset, len(data), zlib.crc32(data))
-        _write(self.fd, _ENTRY.pack(*fields, zlib.crc32(_FIELDS.pack(*fields))), (version + 1) % 2 * _ENTRY.size)
+        write_at(self.fd, _ENTRY.pack(*fields, zlib.crc32(_FIELDS.pack(*fields))), (version + 1) % 2 * _ENTRY.size)
         self._last = (version + 1, offset, len(data))
 
     def read(self) -> bytes:
@@ -55,7 +55,8 @@ class Account:
         return version, offset, num_bytes
 
 
-def _write(fd: int, data: bytes, offset: int) -> None:
+def write_at(fd: int, data: bytes, offset: int) -> None:
+    """Writes all of `data` to a file, from an offset on. Raises OSError."""
     left = memoryview(data)
     while left:
         written = os.pwrite(fd, left, offset)

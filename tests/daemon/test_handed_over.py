@@ -18,6 +18,7 @@ from daemon.http import handed_over
 from daemon.http.handed_over import Listed
 from daemon.process.account import Account
 from daemon.process.fd_store import FdStore
+from daemon.process.kept_records import KeptRecords
 from daemon.process.moment import Moment
 from daemon.process.queued_descriptors import queue_of
 from daemon.process.systemd_notify import Notifier
@@ -46,15 +47,14 @@ def test_connections_come_back_once_with_what_is_known_of_them(manager: NotifySo
     listed = [Listed("main", ConnectionSoFar(b"GET", True, request)), Listed("admin", ConnectionSoFar(b"", False))]
     pairs = [socket.socketpair() for _ in listed]
     try:
-        handed_over.keep(store_of(manager), [ours.fileno() for ours, _ in pairs], listed, b"stored")
+        handed_over.keep(store_of(manager), [ours.fileno() for ours, _ in pairs], listed)
         left = handed_over.take(store_of(manager))
-        assert [each for _, each in left.connections] == listed
-        assert left.stored == b"stored"
-        for (sock, _), (_, theirs) in zip(left.connections, pairs, strict=True):
+        assert [each for _, each in left] == listed
+        for (sock, _), (_, theirs) in zip(left, pairs, strict=True):
             with sock:
                 sock.send(b"x")
                 assert theirs.recv(1) == b"x"
-        assert handed_over.take(store_of(manager)) == ([], b"")
+        assert handed_over.take(store_of(manager)) == []
     finally:
         for pair in pairs:
             for end in pair:
@@ -70,7 +70,7 @@ def test_what_cannot_be_read_is_closed(manager: NotifySocket, content: bytes, ca
         account.write(content)
         with queue_of([account.fd, ours.fileno()]) as queue:
             store_of(manager).put(handed_over.NAME, queue.fileno())
-        assert handed_over.take(store_of(manager)) == ([], b"")
+        assert handed_over.take(store_of(manager)) == []
     assert "the connections of before the restart are lost" in caplog.text
 
 
@@ -93,11 +93,14 @@ def test_what_was_made_before_a_restart_is_not_charged_again() -> None:
     assert quotas.used_today(now) == {"ann": 7}
 
 
-def test_stored_responses_keep_their_order() -> None:
-    store, again = ResponseStore(1 << 20), ResponseStore(1 << 20)
+def test_stored_responses_outlive_the_daemon_in_their_order(manager: NotifySocket) -> None:
+    store = ResponseStore(1 << 20, KeptRecords.of(store_of(manager), "responses"))
     for public_id, previous in (("a", ""), ("b", "a"), ("x", ""), ("c", "b")):
         store.add(StoredResponse(public_id, "ann", previous, b"m", b"s", False))
-    for response in store.all():
-        again.add(response)
-    assert [each.public_id for each in again.all()] == [each.public_id for each in store.all()]
-    assert len(again.conversation("ann", "c")) == 3
+    store.delete("ann", "x")
+    again = ResponseStore(1 << 20, KeptRecords.of(store_of(manager), "responses"))
+    assert again.num_bytes == store.num_bytes
+    assert [each.public_id for each in again.conversation("ann", "c")] == ["a", "b", "c"]
+    assert not again.knows("ann", "x")
+    smaller = ResponseStore(store.num_bytes - 1, KeptRecords.of(store_of(manager), "responses"))
+    assert [smaller.knows("ann", name) for name in "abc"] == [True, True, False]  # what follows others goes first

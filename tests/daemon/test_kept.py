@@ -88,7 +88,7 @@ def test_an_account_holds_what_was_written_last() -> None:
 @pytest.mark.parametrize("new", [b"after", b"y" * 7000, b""])
 def test_a_writer_killed_anywhere_leaves_the_old_or_the_new(monkeypatch: pytest.MonkeyPatch, old: bytes, new: bytes) -> None:
     """Each write is cut at every position in turn, as far as it matters."""
-    write = account_module._write
+    write = account_module.write_at
     total = len(new) + 32
     for at in {*range(0, min(total, 40)), *range(max(0, len(new) - 3), total + 1)}:
         account = Account.make("t")
@@ -103,13 +103,13 @@ def test_a_writer_killed_anywhere_leaves_the_old_or_the_new(monkeypatch: pytest.
             if len(part) < len(data):
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(account_module, "_write", cut)
+        monkeypatch.setattr(account_module, "write_at", cut)
         try:
             account.write(new)
             expected = [new]
         except KeyboardInterrupt:
             expected = [old]
-        monkeypatch.setattr(account_module, "_write", write)
+        monkeypatch.setattr(account_module, "write_at", write)
         assert Account(os.dup(account.fd)).read() in expected
         account.close()
 

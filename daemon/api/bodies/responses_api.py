@@ -71,6 +71,7 @@ class ResponsesBody(Struct, kw_only=True):
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
+    background: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -87,7 +88,6 @@ class ResponsesBody(Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
-    background: Annotated[Raw, neutral("false")] = Raw()
     context_management: Annotated[Raw, neutral("[]")] = Raw()
     conversation: Annotated[Raw, neutral()] = Raw()
     moderation: Annotated[Raw, neutral()] = Raw()
@@ -103,6 +103,7 @@ MEANINGS = {
     "previous_response_id": "a kept response of the same tenant, whose conversation goes on",
     "store": "default true: kept for later requests, as long as there is room (stored_responses_bytes)",
     "stream": "server-sent events, as OpenAI has them for responses",
+    "background": "true: made without a client waiting; `GET /v1/responses/ID` fetches it, whatever becomes of this connection",
     "stream_options": "include_obfuscation: read and not used",
     "max_output_tokens": "an answer that it cuts short is `incomplete`; default: what the context leaves",
     "temperature": "0 is greedy; default: the model's settings, then the checkpoint's, then 1",
@@ -123,11 +124,13 @@ MEANINGS = {
 
 
 class ResponsesHead(Head, array_like=True):
-    """The small part of a body. num_instructions: 1 if the first message holds the instructions, else 0. shown: the fields that
+    """The small part of a body. background: whether the response is made without a client waiting.
+    num_instructions: 1 if the first message holds the instructions, else 0. shown: the fields that
     the response repeats, as JSON."""
 
     previous: str = ""  # previous_response_id; "" for none
     store: bool = True
+    background: bool = False
     num_instructions: int = 0
     shown: bytes = b"{}"
 
@@ -145,6 +148,8 @@ def parse(body: bytes) -> tuple[ResponsesHead, bytes]:
     messages = chat_messages(fields.input)
     if not messages and not fields.previous_response_id:
         raise invalid("input", "input holds nothing to answer")
+    if fields.background and fields.store is False:
+        raise invalid("background", "background: a response that is made in the background is stored; store cannot be false")
     if fields.instructions:
         check_text(fields.instructions, "instructions")
         messages.insert(0, Message("system", fields.instructions))
@@ -154,6 +159,7 @@ def parse(body: bytes) -> tuple[ResponsesHead, bytes]:
         **structs.asdict(head),
         previous=fields.previous_response_id or "",
         store=fields.store is not False,
+        background=fields.background is True,
         num_instructions=int(bool(fields.instructions)),
         shown=_shown(fields),
     ), packed
@@ -240,6 +246,7 @@ def _shown(fields: ResponsesBody) -> bytes:
     choice, reasoning, text = fields.tool_choice, fields.reasoning or Reasoning(), fields.text or TextConfig()
     return _json(
         {
+            "background": fields.background is True,
             "instructions": fields.instructions,
             "max_output_tokens": fields.max_output_tokens,
             "max_tool_calls": fields.max_tool_calls,

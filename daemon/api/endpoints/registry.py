@@ -16,7 +16,7 @@ from daemon.api.endpoints.ollama_embed import OLLAMA_EMBED
 from daemon.api.endpoints.ollama_models import OLLAMA_PS, OLLAMA_SHOW, OLLAMA_TAGS, OLLAMA_VERSION
 from daemon.api.endpoints.page import PAGE, PAGE_EVENTS
 from daemon.api.endpoints.rerank import RERANK
-from daemon.api.endpoints.responses import RESPONSE, RESPONSES
+from daemon.api.endpoints.responses import RESPONSE, RESPONSE_CANCEL, RESPONSES
 from daemon.api.endpoints.score import SCORE
 from daemon.api.endpoints.tokenize import DETOKENIZE, TOKENIZE
 

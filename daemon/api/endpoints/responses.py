@@ -5,8 +5,10 @@ Source: https://platform.openai.com/docs/api-reference/responses, with its strea
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +17,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
+from daemon.api.background import FAILED, Run, as_failure
 from daemon.api.bodies import responses_api
 from daemon.api.bodies.responses_api import ResponsesHead
 from daemon.api.body_parts import read_parts
@@ -22,9 +25,11 @@ from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
 from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished
 from daemon.api.generation.generate import answer
 from daemon.api.generation.logprobs import ChatLogprobs
+from daemon.api.generation.sent_events import Ended, send_events
 from daemon.api.response_store import StoredResponse, with_conversation, without_first
 from daemon.errors import BadRequest, HearthError
 from daemon.http.answers import json_response
+from daemon.http.connection import Connection
 from daemon.streams.stream_parts import Frames
 from daemon.text.token_table import escape
 from daemon.text.tool_parsers.call_numbers import CallNumbers
@@ -33,7 +38,7 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, C
 _json = msgspec.json.encode
 _fields_decoder = msgspec.json.Decoder(dict[str, Raw])
 _PREFIX = "resp_"
-_IN_PROGRESS, _COMPLETED, _INCOMPLETE, _FAILED = "in_progress", "completed", "incomplete", "failed"
+_QUEUED, _IN_PROGRESS, _COMPLETED, _INCOMPLETE = "queued", "in_progress", "completed", "incomplete"
 # what the shared code calls a field, which is named for a chat -> its name in this body
 _NAMES = (
     ("response_format.json_schema.schema", "text.format.schema"),
@@ -66,10 +71,13 @@ _KIND_OF = {CONTENT: _MESSAGE, BROKEN: _MESSAGE, REASONING: _THOUGHT}
 class _Response:
     """Makes a response of a reply's pieces, and renders it as events. Implements answer_format.StreamFormat and PieceFrames.
 
-    A response that is not streamed is what the last event would hold. keep: is given the finished response and its output."""
+    A response that is not streamed is what the last event would hold. keep: is given the finished response and its output, or None
+    for that if the response has failed. run: of a response in the background, which these events are given to."""
 
-    def __init__(self, head: ResponsesHead, keep: Callable[[bytes, list[dict[str, Any]]], None], known: AnswerHead) -> None:
-        self._known, self._keep = known, keep
+    def __init__(
+        self, head: ResponsesHead, keep: Callable[[bytes, list[dict[str, Any]] | None], None], run: Run | None, known: AnswerHead
+    ) -> None:
+        self._known, self._keep, self._run = known, keep, run
         self._shown = _fields_decoder.decode(head.shown)
         self._new_call_id: Callable[[Piece], str] = str
         self._output: list[dict[str, Any]] = []
@@ -79,8 +87,13 @@ class _Response:
         self._num_events = 0
         self._reason = ""
         self.num_reasoning = 0  # tokens until the end of the reasoning
-        begun = Raw(_json(self._response(_IN_PROGRESS)))
-        self.first = self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        self._has_begun = False
+        if run is not None:
+            run.snapshot, run.failing = self._snapshot, self.error
+            queued = Raw(run.snapshot())
+            run.write(self._event("response.created", response=queued) + self._event("response.queued", response=queued))
+
+    first = b""  # the events that begin the response come with its first item, or its end
 
     def frames(self, index: int) -> Frames:
         raise AssertionError("the events repeat the text, so all of it comes in pieces")
@@ -114,7 +127,7 @@ class _Response:
 
     def _begun(self, kind: _Kind, item: dict[str, Any]) -> bytes:
         """Returns the events that end the open item, which was cut off, and begin another."""
-        before = self._ended(_INCOMPLETE if self._kind is _CALL else _COMPLETED)
+        before = self._opening() + self._ended(_INCOMPLETE if self._kind is _CALL else _COMPLETED)
         at = len(self._output)
         item_id = f"{kind.prefix}_{self._known.public_id.removeprefix(_PREFIX)}_{at}"
         item = {"id": item_id, "status": _IN_PROGRESS, **item}
@@ -147,21 +160,21 @@ class _Response:
         at, text = len(self._output) - 1, "".join(self._texts)
         item = self._output[at]
         item["status"] = status
+        item |= _content(kind, text)
         place: dict[str, Any] = {"item_id": item["id"], "output_index": at}
         if kind.part:
             place["content_index"] = 0
-            item["content"] = [part := _part(kind, text)]
+            part = item["content"][0]
             more: dict[str, Any] = {"logprobs": []} if kind is _MESSAGE else {}
             out = self._event(f"{kind.events}.done", **place, text=text, **more)
             out += self._event("response.content_part.done", **place, part=part)
         else:
-            item["arguments"] = text
             out = self._event(f"{kind.events}.done", **place, name=item["name"], arguments=text)
         return out + self._event("response.output_item.done", output_index=at, item=item)
 
     def finish(self, index: int, reason: str, num_tokens: int) -> bytes:
         self._reason = reason
-        return self._ended(_INCOMPLETE if reason == "length" else _COMPLETED)
+        return self._opening() + self._ended(_INCOMPLETE if reason == "length" else _COMPLETED)
 
     def tail(self, num_tokens: int) -> bytes:
         response = self.finished(num_tokens)
@@ -180,9 +193,27 @@ class _Response:
         return Raw(response)
 
     def error(self, error: HearthError) -> bytes:
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        told = {"error": {"code": code, "message": error.message}}
-        return self._ended(_INCOMPLETE) + self._event("response.failed", response=self._response(_FAILED) | told)
+        ended = self._opening() + self._ended(_INCOMPLETE)
+        response = _json(self._response(FAILED) | {"error": as_failure(error)})
+        if self._run is not None:  # others have a client, which is told
+            self._keep(response, None)
+        return ended + self._event("response.failed", response=Raw(response))
+
+    def _opening(self) -> bytes:
+        """Returns the events that begin the response, once."""
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        begun = Raw(_json(self._response(_IN_PROGRESS)))
+        created = b"" if self._run is not None else self._event("response.created", response=begun)
+        return created + self._event("response.in_progress", response=begun)
+
+    def _snapshot(self) -> bytes:
+        """Returns a response in the making, with the text so far."""
+        shown = self._response(_IN_PROGRESS if self._has_begun else _QUEUED)
+        if self._kind is not None:
+            shown["output"] = [*self._output[:-1], self._output[-1] | _content(self._kind, "".join(self._texts))]
+        return _json(shown)
 
     def _response(self, status: str) -> dict[str, Any]:
         params = self._known.generations[0].params
@@ -191,7 +222,6 @@ class _Response:
             "object": "response",
             "created_at": self._known.created,
             "status": status,
-            "background": False,
             "completed_at": None,
             "error": None,
             "incomplete_details": None,
@@ -218,6 +248,11 @@ class _Response:
     def _event(self, name: str, /, **fields: object) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
         return b"event: %b\ndata: %b\n\n" % (name.encode(), _json({"type": name, **fields, "sequence_number": number}))
+
+
+def _content(kind: _Kind, text: str) -> dict[str, Any]:
+    """Returns the fields of an item that hold its text."""
+    return {"content": [_part(kind, text)]} if kind.part else {"arguments": text}
 
 
 def _part(kind: _Kind, text: str) -> dict[str, Any]:
@@ -274,26 +309,56 @@ _BODY = Body(
 
 async def _handle(call: Call) -> web.StreamResponse:
     head, messages, model = await read_parts(call, _BODY)
+    public_id = _PREFIX + call.progress.drawn("response")[:16].hex()
+    run = call.progress.run
+    if head.background and run is None:
+        return await _in_background(call, head, public_id)
     store = call.context.stored
+    if head.previous and call.context.background.find(call.tenant, head.previous) is not None:
+        message = f"previous_response_id: {head.previous!r} is still in the making"
+        raise BadRequest("previous_response_not_completed", message, param="previous_response_id")
     before = store.conversation(call.tenant, head.previous) if head.previous else []
     prompt = messages
     if before:
         prompt = with_conversation(messages, head.num_instructions, before, call.context.max_body_bytes)
         head.options["history_calls"] |= any(each.has_calls for each in before)
         head.options["next_call"] += before[-1].next_call
-    public_id = _PREFIX + call.progress.drawn("response")[:16].hex()
 
-    def keep(shown: bytes, output: list[dict[str, Any]]) -> None:
-        if head.store:
+    def keep(shown: bytes, output: list[dict[str, Any]] | None) -> None:
+        if not head.store:
+            return
+        turn, has_calls, numbers = b"", False, CallNumbers(head.options["next_call"])
+        if output is not None:
             said = _said(output)
             turn = msgspec.msgpack.encode([*without_first(messages, head.num_instructions), said])
             has_calls = bool(head.options["history_calls"]) or "tool_calls" in said
-            numbers = CallNumbers(head.options["next_call"])
             for each in said.get("tool_calls", ()):
                 numbers.id_of(each["function"]["name"], each["id"])
-            store.add(StoredResponse(public_id, call.tenant, head.previous, turn, shown, has_calls, numbers.next))
+        response = StoredResponse(public_id, call.tenant, head.previous, turn, shown, has_calls, numbers.next, head.background)
+        if run is None:
+            store.add(response)
+        else:
+            run.result(response)
 
-    return await answer(call, head, prompt, model, _format(partial(_Response, head, keep)), public_id)
+    head.stream = head.stream or run is not None
+    return await answer(call, head, prompt, model, _format(partial(_Response, head, keep, run)), public_id)
+
+
+async def _in_background(call: Call, head: ResponsesHead, public_id: str) -> web.StreamResponse:
+    """Answers with the response as it is once its request is accepted, or with its events as they come."""
+    context, connection = call.context, call.request.protocol
+    assert isinstance(connection, Connection)
+    if not context.stored.max_bytes:
+        message = "background: this server keeps no responses (stored_responses_bytes is 0)"
+        raise BadRequest("unsupported_parameter", message, param="background")
+    run = context.background.begin(connection, call.progress.drawn_from(), call.tenant, public_id, bool(head.stream))
+    try:
+        await asyncio.wait([run.accepted])
+    except asyncio.CancelledError:  # the client is gone without knowing the id
+        run.cancel()
+        raise
+    run.accepted.result()
+    return await send_events(call, run, 0) if head.stream else json_response(Raw(run.shown()))
 
 
 def _said(output: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -315,16 +380,49 @@ def _said(output: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-async def _kept(call: Call) -> web.Response:
-    """Shows a kept response, or deletes it."""
+async def _kept(call: Call) -> web.StreamResponse:
+    """Shows a response that is kept or in the making, or deletes it."""
     assert call.path_id is not None
-    store = call.context.stored
+    store, run = call.context.stored, call.context.background.find(call.tenant, call.path_id)
     if call.request.method == "DELETE":
+        if run is not None:
+            run.cancel()
         store.delete(call.tenant, call.path_id)
         return json_response({"id": call.path_id, "object": "response", "deleted": True})
-    if call.request.query.get("stream", "false") != "false":
-        raise BadRequest("unsupported_parameter", "stream: a kept response is shown as a whole only", param="stream")
-    return json_response(Raw(store.get(call.tenant, call.path_id).shown))
+    after = _events_after(call.request.query) if call.request.method == "GET" else None
+    if after is None:
+        return json_response(Raw(run.shown() if run is not None else store.get(call.tenant, call.path_id).shown))
+    source = run if run is not None else Ended(store.get(call.tenant, call.path_id).events)
+    if not source.is_streamed:
+        message = "stream: only responses that were made with background and stream are sent as events; without stream it is shown"
+        raise BadRequest("unsupported_parameter", message, param="stream")
+    return await send_events(call, source, after + 1)
+
+
+def _events_after(query: Mapping[str, str]) -> int | None:
+    """Returns the sequence_number of the last event that the client has, -1 for none; None if it does not ask for events. Raises
+    BadRequest."""
+    stream, after = query.get("stream", "false"), query.get("starting_after", "-1")
+    if stream not in ("true", "false"):
+        raise BadRequest("invalid_request", f"stream: {stream[:32]!r} is neither true nor false", param="stream")
+    if stream == "false":
+        return None
+    if not re.fullmatch(r"-1|[0-9]{1,9}", after):
+        message = f"starting_after: {after[:32]!r} is no sequence_number"
+        raise BadRequest("invalid_request", message, param="starting_after")
+    return int(after)
+
+
+async def _cancel(call: Call) -> web.Response:
+    """Ends a response in the making."""
+    assert call.path_id is not None
+    run = call.context.background.find(call.tenant, call.path_id)
+    if run is not None:
+        run.cancel()
+    stored = call.context.stored.get(call.tenant, call.path_id)
+    if not stored.background:
+        raise BadRequest("invalid_request", "id: only responses with background: true can be cancelled", param="id")
+    return json_response(Raw(stored.shown))
 
 
 RESPONSES = Endpoint(
@@ -341,6 +439,13 @@ RESPONSE = Endpoint(
     name="response",
     paths=("/v1/responses/{id}",),
     methods=("GET", "HEAD", "DELETE"),
-    about="a kept response, shown or deleted",
+    about="a kept response, or one in the background, shown or deleted; `?stream=true&starting_after=N` sends the events after N",
     handle=_kept,
+)
+RESPONSE_CANCEL = Endpoint(
+    name="response_cancel",
+    paths=("/v1/responses/{id}/cancel",),
+    methods=("POST",),
+    about="ends a response in the background",
+    handle=_cancel,
 )

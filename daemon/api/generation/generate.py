@@ -233,7 +233,11 @@ class _Request:
                 progress.takes_over = True
             else:
                 progress.resume()
+            if progress.run is not None:
+                progress.run.begin(self.answer.generations[0])
             self._submit()
+            if progress.run is not None:
+                progress.run.accept()
         except HearthError as error:
             if group is None or not group.is_open:
                 raise
@@ -246,8 +250,10 @@ class _Request:
         """Returns when the last byte is written, or the client is gone. Raises HearthError before the first."""
         call, context, generations = self.call, self.call.context, self.answer.generations
         stream_format = self.form.stream(self.answer)
+        run = call.progress.run
         response = EventStream(call.request, call.request_id, context.more_headers, self.form.content_type)
-        group = StreamGroup(stream_format, context.clock, self._cancel, response.connect, self.form.comment)
+        connect, comment = (response.connect, self.form.comment) if run is None else (run.connect, b"")
+        group = StreamGroup(stream_format, context.clock, self._cancel, connect, comment)
         for at, text in enumerate(self.answer.texts):
             if self.reply is None:
                 stream = Stream(group, at, table, stream_format.frames(at), text)

@@ -14,11 +14,14 @@ from aiohttp import web
 from daemon.access.admission import Access
 from daemon.access.quotas import Quotas
 from daemon.api.app import make_app, make_runner
+from daemon.api.background import BackgroundRuns
 from daemon.api.response_store import ResponseStore
 from daemon.contracts import AdapterPort, Expectation, Generation, Resident
 from daemon.errors import BadRequest, HearthError, no_model
+from daemon.http.connection import ConnectionServer
 from daemon.models.asker import OPERATOR, Asker
 from daemon.models.entry import ModelEntry
+from daemon.process.kept_records import KeptRecords
 from daemon.record.audit_log import AuditLog
 from daemon.text.jobs import TextFacts
 from daemon.text.token_table import BYTE_LEVEL, NORMAL, SKIPPED, PackedTable, TokenTable
@@ -279,6 +282,7 @@ class Node:
     port: int = 0
     host: str = "127.0.0.1"
     models: list[ModelEntry] = field(default_factory=list)
+    background: BackgroundRuns | None = None
 
     @property
     def url(self) -> str:
@@ -298,26 +302,33 @@ async def serve(
     quotas: Quotas | None = None,
     adapters: AdapterPort | None = None,
     audit: AuditLog | None = None,
+    records: tuple[KeptRecords, KeptRecords] | None = None,
 ) -> AsyncIterator[Node]:
-    """A real server on a free port."""
+    """A real server on a free port. records: of stored responses and of those in the making, with which it goes on."""
     requests, text, health, settings = FakeRequests(script), FakeText(), FakeHealth(), settings or Settings()
     models = models or [entry()]
+    stored = ResponseStore(store_bytes, records[0] if records else None)
+    background = BackgroundRuns(stored, records[1] if records else None)
     app = make_app(
         *(requests, FakeModels(*models), text, settings, health, access),
         answered=answered,
-        stored=ResponseStore(store_bytes),
+        stored=stored,
         tracer=tracer,
         upstreams=upstreams,
         quotas=quotas,
         adapters=adapters,
         audit=audit,
+        background=background,
     )
     runner = make_runner(app, shutdown_timeout_s=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
+    assert isinstance(runner.server, ConnectionServer)
+    background.go_on(runner.server)
+    port = runner.addresses[0][1]
     try:
-        yield Node(requests, text, health, settings, app, runner, port=runner.addresses[0][1], models=models)
+        yield Node(requests, text, health, settings, app, runner, port=port, models=models, background=background)
     finally:
         await requests.stop()
         await runner.cleanup()

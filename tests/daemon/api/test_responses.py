@@ -18,6 +18,7 @@ from daemon.api import body_parts
 from daemon.api.bodies import responses_api
 from daemon.api.response_store import ENTRY_BYTES, MAX_TURNS, ResponseStore, StoredResponse
 from daemon.errors import BadRequest, NotNow
+from daemon.process.kept_records import memory_of
 from engine.protocol import FINISH_LENGTH, FINISH_STOP
 from tests.daemon.api.fakes import Node, Settings, entry, serve, text_script
 
@@ -264,7 +265,7 @@ def test_a_conversation_has_an_end() -> None:
 
 
 def test_the_oldest_of_the_largest_tenant_make_room_and_never_before_what_follows_them() -> None:
-    store = ResponseStore(10 * (ENTRY_BYTES + 1000))
+    store = ResponseStore(10 * (ENTRY_BYTES + memory_of(900)))
     store.add(kept(100, tenant="b", num_bytes=900))
     for at in range(9):
         store.add(kept(at, f"r{at - 1}" if at in (1, 2) else "", tenant="a", num_bytes=900))
@@ -451,7 +452,8 @@ def test_the_fields_become_a_chats() -> None:
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"truncation": "auto"}, "truncation"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": 1}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
     ],

@@ -1,0 +1,86 @@
+"""Sends the events of a response in the background to a client: those that are there, and then each as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from aiohttp import web
+
+from daemon.api.background import EVENT_END
+from daemon.api.endpoint import Call
+from daemon.api.generation.answer_format import EVENT_STREAM
+from daemon.http.answers import SERVER
+from daemon.streams.stream_parts import SSE_COMMENT
+
+
+class EventSource(Protocol):
+    """Events by their number. is_held: the next daemon goes on with them."""
+
+    events: list[bytes]
+    is_streamed: bool
+    is_over: bool
+    is_held: bool
+
+    async def wait(self) -> None:
+        """Returns when there is a new event, or there will be none."""
+        ...
+
+
+class Ended:
+    """The events of a response that is finished. packed: as they are stored; b"": it was not streamed."""
+
+    is_over, is_held = True, False
+
+    def __init__(self, packed: bytes) -> None:
+        self.events = [event + EVENT_END for event in packed.split(EVENT_END)[:-1]]
+        self.is_streamed = bool(packed)
+
+    async def wait(self) -> None:
+        return
+
+
+async def send_events(call: Call, source: EventSource, begin: int) -> web.StreamResponse:
+    """Sends all events from the number `begin` on. A client that has seen more of them than there are, which a restart may bring
+    about, gets the last one, as that tells how the response has ended."""
+    settings = call.context.settings
+    headers = {
+        "Content-Type": EVENT_STREAM,
+        "Cache-Control": "no-cache",
+        "X-Request-Id": call.request_id,
+        "X-Accel-Buffering": "no",
+        "Server": SERVER,
+        **call.context.more_headers,
+    }
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(call.request)
+    at = begin
+    while True:
+        waiting = source.events[at:]
+        if source.is_over and not (waiting or source.is_held) and at == begin:
+            waiting = source.events[-1:]
+        if waiting:
+            at += len(waiting)
+            await _write(response, b"".join(waiting), settings.request_timeout_s)
+        elif source.is_over:
+            break
+        else:
+            try:
+                async with asyncio.timeout(settings.sse_comment_every_s):
+                    await source.wait()
+            except TimeoutError:
+                await _write(response, SSE_COMMENT, settings.request_timeout_s)
+    if source.is_held and call.request.transport is not None:
+        call.request.transport.abort()  # its end would look like the response's
+    else:
+        await response.write_eof()
+    return response
+
+
+async def _write(response: web.StreamResponse, data: bytes, limit_s: float) -> None:
+    """Writes to a client that may read slowly, but not for ever. Raises ConnectionResetError."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await response.write(data)
+    except TimeoutError as error:
+        raise ConnectionResetError("the client has stopped reading") from error

@@ -1,0 +1,152 @@
+"""Records that outlive the process that writes them, in a memfd of the FD store. Each can be added, lengthened and removed without
+any other being moved."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import struct
+import weakref
+import zlib
+from collections.abc import Iterator
+
+from daemon.process.account import write_at
+from daemon.process.fd_store import FdStore
+from engine.memory.mappings import punch_hole
+
+PAGE = 4096
+_KEY_BYTES = 16  # random bytes at the begin of the file and of each record, so that no content can pass for a record
+_FIELDS = struct.Struct("<QQI")  # bytes of content, bytes of room, CRC-32 of the content
+_SUM = struct.Struct("<I")  # CRC-32 of the fields
+_HEAD_BYTES = _KEY_BYTES + _FIELDS.size + _SUM.size
+
+
+class KeptRecords:
+    """Records in a sparse file. A record is known by its place, an offset; it begins on a page of its own and may have room for
+    bytes that are written later. Pages of the room take memory once they are written.
+
+    Offsets are never used twice, since a file has more of them than will ever be needed; a removed record's pages go back to the
+    system. A record counts once its head is there, which is written last, so a process may be killed at any time."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """fd: what an earlier process has written, owned by the records from now on. None: a memfd is made when it is needed."""
+        self._fd = -1
+        self._key = b""
+        self._sizes: dict[int, tuple[int, int]] = {}  # place -> bytes of content, of room
+        self._end = PAGE
+        if fd is not None:
+            self._own(fd)
+            self._key = os.pread(fd, _KEY_BYTES, 0)
+            if len(self._key) == _KEY_BYTES:
+                self._find()
+            else:  # its writer was killed before it had begun
+                self._begin()
+
+    @classmethod
+    def of(cls, store: FdStore | None, name: str) -> KeptRecords:
+        """Returns the store's records of this name, empty ones if there are none. store: None: nothing is kept beyond this process.
+        Raises OSError."""
+        if store is None:
+            return cls()
+        fd = store.take(name)
+        if fd is not None:
+            return cls(fd)
+        made = cls()
+        if store.usable:
+            made._make(name)
+            store.put(name, made._fd)
+        return made
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields the places of all records, in the order in which they were added."""
+        return iter(list(self._sizes))
+
+    def add(self, content: bytes, room_bytes: int = 0) -> int:
+        """Adds a record and returns its place. Raises OSError if there is no memory for it."""
+        if self._fd < 0:
+            self._make("records")
+        place, fields = self._end, _FIELDS.pack(len(content), room_bytes, zlib.crc32(content))
+        try:
+            write_at(self._fd, content, place + _HEAD_BYTES)
+            write_at(self._fd, self._key + fields + _SUM.pack(zlib.crc32(fields)), place)
+        except OSError:
+            self._release(place, _HEAD_BYTES + len(content))
+            raise
+        self._sizes[place] = len(content), room_bytes
+        self._end = paged(place + _HEAD_BYTES + len(content) + room_bytes)
+        return place
+
+    def read(self, place: int) -> bytes:
+        """Returns a record's content."""
+        return os.pread(self._fd, self._sizes[place][0], place + _HEAD_BYTES)
+
+    def write_room(self, place: int, at: int, data: bytes) -> None:
+        """Writes to a record's room, from its byte `at` on. Raises OSError if there is no memory for it."""
+        num_bytes, room_bytes = self._sizes[place]
+        assert at + len(data) <= room_bytes, (at, len(data), room_bytes)
+        write_at(self._fd, data, place + _HEAD_BYTES + num_bytes + at)
+
+    def read_room(self, place: int) -> bytes:
+        """Returns a record's room. What was never written is zeros, or missing at the end."""
+        num_bytes, room_bytes = self._sizes[place]
+        return os.pread(self._fd, room_bytes, place + _HEAD_BYTES + num_bytes)
+
+    def remove(self, place: int) -> None:
+        num_bytes, room_bytes = self._sizes.pop(place)
+        with contextlib.suppress(OSError):  # without memory for the page, which is there, nothing works any more
+            write_at(self._fd, bytes(_HEAD_BYTES), place)
+        self._release(place, _HEAD_BYTES + num_bytes + room_bytes)
+
+    def _make(self, name: str) -> None:
+        self._own(os.memfd_create(name, os.MFD_CLOEXEC))
+        self._begin()
+
+    def _own(self, fd: int) -> None:
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
+
+    def _begin(self) -> None:
+        self._key = secrets.token_bytes(_KEY_BYTES)
+        write_at(self._fd, self._key, 0)
+
+    def _find(self) -> None:
+        """Looks for records, and gives back the pages of those that were being added or removed."""
+        place = PAGE
+        while (data := self._next_data(place)) is not None:
+            place = max(place, data // PAGE * PAGE)
+            head = os.pread(self._fd, _HEAD_BYTES, place)
+            fields = head[_KEY_BYTES : _KEY_BYTES + _FIELDS.size]
+            if head.startswith(self._key) and head.endswith(_SUM.pack(zlib.crc32(fields))):
+                num_bytes, room_bytes, crc = _FIELDS.unpack(fields)
+                if zlib.crc32(os.pread(self._fd, num_bytes, place + _HEAD_BYTES)) == crc:
+                    self._sizes[place] = num_bytes, room_bytes
+                    place = paged(place + _HEAD_BYTES + num_bytes + room_bytes)
+                    continue
+            self._release(place, PAGE)
+            place += PAGE
+        self._end = max(place, paged(os.fstat(self._fd).st_size))
+
+    def _next_data(self, place: int) -> int | None:
+        """Returns the first offset from `place` on that has memory, or None if there is none."""
+        try:
+            return os.lseek(self._fd, place, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return None
+            raise
+
+    def _release(self, place: int, num_bytes: int) -> None:
+        with contextlib.suppress(MemoryError):  # the memory stays taken, nothing else
+            punch_hole(self._fd, place, paged(num_bytes))
+
+
+def memory_of(content_bytes: int) -> int:
+    """Returns the bytes of memory that a record takes, without its room."""
+    return paged(_HEAD_BYTES + content_bytes)
+
+
+def paged(num_bytes: int) -> int:
+    """Returns the bytes of the pages that so many bytes take."""
+    return -(-num_bytes // PAGE) * PAGE
