@@ -13,10 +13,11 @@ from typing import Protocol
 import msgspec
 
 from daemon.process.account import Account
+from daemon.process.formats import Format
 from scheduler.node.host_tier import HostCopy, KeptWeights, SavedKV
 
 log = logging.getLogger("hearthd.engine")
-VERSION = 1
+FORMAT = Format(version=1, reads_from=1, readable_from=1)
 
 
 class _Copy(msgspec.Struct, array_like=True):
@@ -36,12 +37,14 @@ class _Content(msgspec.Struct):
     version: int
     slot_bytes: int
     copies: list[msgspec.Raw]
+    readable_from: int = 0  # see Format
 
 
 class _Decoded(msgspec.Struct):
     version: int
     slot_bytes: int
     copies: list[_Copy]
+    readable_from: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -74,7 +77,7 @@ class HostAccount:
             content = _decoder.decode(data)
         except msgspec.DecodeError:
             content = _Decoded(0, 0, [])
-        if (content.version, content.slot_bytes) != (VERSION, self._slot_bytes):
+        if not FORMAT.reads(content.version, content.readable_from) or content.slot_bytes != self._slot_bytes:
             log.info("host memory of before the restart is not used: another version of hearthd, or another chunk_bytes, filled it")
             return []
         return [(one.model, _host_copy(one)) for one in content.copies if one.layout and one.layout == self._layout_of(one.model)]
@@ -94,7 +97,9 @@ class HostAccount:
             known = before.get(id(copy))
             raw = msgspec.Raw(_encoder.encode(_struct(model, copy, self._layout_of(model)))) if known is None else known[1]
             self._encoded[id(copy)] = (copy, raw)
-        return _encoder.encode(_Content(VERSION, self._slot_bytes, [raw for _, raw in self._encoded.values()]))
+        return _encoder.encode(
+            _Content(FORMAT.version, self._slot_bytes, [raw for _, raw in self._encoded.values()], FORMAT.readable_from)
+        )
 
 
 def _struct(model: str, copy: HostCopy, layout: str) -> _Copy:

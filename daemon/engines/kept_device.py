@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from daemon.process.fd_store import FdStore
+from daemon.process.formats import Format
 from daemon.process.logs import fields
 from daemon.process.queued_descriptors import queue_of, unqueue
 from engine import protocol
 from engine.memory import handles
 
 log = logging.getLogger("hearthd.engine")
-VERSION = 1
+FORMAT = Format(version=1, reads_from=1, readable_from=1)
 
 
 class _Weights(msgspec.Struct):
@@ -33,6 +34,7 @@ class _Content(msgspec.Struct):
     version: int
     device: str
     weights: list[_Weights]
+    readable_from: int = 0  # see Format
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -70,7 +72,7 @@ class KeptDevice:
             content = _decoder.decode(self._account.read())
         except (msgspec.DecodeError, OSError):
             return {}
-        if (content.version, content.device) != (VERSION, self._device):
+        if not FORMAT.reads(content.version, content.readable_from) or content.device != self._device:
             return {}
         good = (one for one in content.weights if one.layout and one.layout == self._layout_of(one.held.model))
         return {one.held.model: one.held for one in good}
@@ -88,7 +90,7 @@ class KeptDevice:
         """Writes the account."""
         told = [_Weights(self._layout_of(model), held) for model, held in weights.items()]
         try:
-            self._account.write(_encoder.encode(_Content(VERSION, self._device, told)))
+            self._account.write(_encoder.encode(_Content(FORMAT.version, self._device, told, FORMAT.readable_from)))
         except OSError as error:  # then the last account must not count
             log.warning("what is on the device cannot be noted for the next hearthd: %s", error, extra=fields(device=self._device))
             self.drop()

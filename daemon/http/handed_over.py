@@ -16,13 +16,14 @@ import msgspec
 
 from daemon.process.account import Account
 from daemon.process.fd_store import FdStore
+from daemon.process.formats import Format
 from daemon.process.queued_descriptors import queue_of, unqueue
 from daemon.streams.so_far import ConnectionSoFar
 from engine.memory import handles
 
 log = logging.getLogger("hearthd.http")
 NAME = "connections"
-VERSION = 1
+FORMAT = Format(version=1, reads_from=1, readable_from=1)
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -33,10 +34,11 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What the account says. connections: in the order of their sockets."""
+    """What the account says. connections: in the order of their sockets. readable_from: see Format."""
 
     version: int
     connections: list[Listed]
+    readable_from: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -46,7 +48,7 @@ _decoder = msgspec.msgpack.Decoder(Content)
 def keep(store: FdStore, sockets: Sequence[int], connections: Sequence[Listed]) -> None:
     """Gives duplicates of the sockets to the store. Raises OSError if that is impossible."""
     with contextlib.closing(Account.make(NAME)) as account:
-        account.write(_encoder.encode(Content(VERSION, list(connections))))
+        account.write(_encoder.encode(Content(FORMAT.version, list(connections), FORMAT.readable_from)))
         with queue_of([account.fd, *sockets]) as queue:
             store.put(NAME, queue.fileno())
 
@@ -66,7 +68,7 @@ def take(store: FdStore) -> Left:
         fds = unqueue(found).handles
         with contextlib.closing(Account(fds.pop(0))) as account:
             content = _decoder.decode(account.read())
-        if content.version != VERSION or len(content.connections) != len(fds):
+        if not FORMAT.reads(content.version, content.readable_from) or len(content.connections) != len(fds):
             raise ValueError("another version has written them")
     except (OSError, ValueError, IndexError) as error:  # ValueError includes msgspec's
         log.warning("the connections of before the restart are lost: %s", error)

@@ -17,7 +17,8 @@ from daemon.process.fd_store import FdStore
 from engine.memory.mappings import punch_hole
 
 PAGE = 4096
-_KEY_BYTES = 16  # random bytes at the begin of the file and of each record, so that no content can pass for a record
+_FORM = b"records1"  # begins the file: a version of hearthd whose records are of another form gives them up
+_KEY_BYTES = 16  # random bytes, behind it and at the begin of each record, so that no content can pass for a record
 _FIELDS = struct.Struct("<QQI")  # bytes of content, bytes of room, CRC-32 of the content
 _SUM = struct.Struct("<I")  # CRC-32 of the fields
 _HEAD_BYTES = _KEY_BYTES + _FIELDS.size + _SUM.size
@@ -38,10 +39,12 @@ class KeptRecords:
         self._end = PAGE
         if fd is not None:
             self._own(fd)
-            self._key = os.pread(fd, _KEY_BYTES, 0)
-            if len(self._key) == _KEY_BYTES:
+            begin = os.pread(fd, len(_FORM) + _KEY_BYTES, 0)
+            if begin.startswith(_FORM) and len(begin) == len(_FORM) + _KEY_BYTES:
+                self._key = begin[len(_FORM) :]
                 self._find()
-            else:  # its writer was killed before it had begun
+            else:  # another version's, or its writer was killed before it had begun
+                os.ftruncate(fd, 0)
                 self._begin()
 
     @classmethod
@@ -109,7 +112,7 @@ class KeptRecords:
 
     def _begin(self) -> None:
         self._key = secrets.token_bytes(_KEY_BYTES)
-        write_at(self._fd, self._key, 0)
+        write_at(self._fd, _FORM + self._key, 0)
 
     def _find(self) -> None:
         """Looks for records, and gives back the pages of those that were being added or removed."""

@@ -7,7 +7,6 @@ import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,13 +36,6 @@ def descriptors() -> Iterator[None]:
     for fd in set(os.listdir("/proc/self/fd")) - before:
         with contextlib.suppress(OSError):  # that of the listing itself
             os.close(int(fd))
-
-
-@pytest.fixture
-def notify(tmp_path: Path) -> Iterator[NotifySocket]:
-    made = NotifySocket(tmp_path)
-    yield made
-    made.close()
 
 
 _starts_s = itertools.count(0.0, QUICK_S)
