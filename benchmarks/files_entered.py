@@ -1,6 +1,7 @@
 """Counts the files that a warm streamed chat enters in all processes, and the folders that a load passes through, by tracing.
 
-usage: python -m benchmarks.files_entered [--chats 5]. A file counts if every one of the chats enters it, so that timers do not.
+usage: python -m benchmarks.files_entered [--chats 5] [--list]. A file counts if every one of the chats enters it, so that timers do
+not.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class Tracer:
             file.write(bytes([phase]))
 
 
-def chat(url: str, number: int) -> None:
+def chat(url: str, model: str, number: int) -> None:
     """Streams one chat to its end."""
-    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": f"Number {number}"}]}
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": f"Number {number}"}]}
     body |= {"stream": True, "max_tokens": 8, "temperature": 0}
     request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -86,19 +87,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.files_entered", description=__doc__)
     parser.add_argument("--chats", type=int, default=5)
     parser.add_argument("--list", action="store_true", help="print the files, and the longest chain of a load")
+    default = CACHE / "checkpoints" / MODEL
+    parser.add_argument("--checkpoint", type=pathlib.Path, default=default, help=f"default: {MODEL}, made if it is missing")
+    parser.add_argument("--cache-dir", type=pathlib.Path, help="has compiled kernels; default: the checkout's, after a compilation")
     options = parser.parse_args()
-    make(CACHE / "checkpoints", MODEL)
+    models, model = options.checkpoint.parent, options.checkpoint.name
+    if options.checkpoint == default:
+        make(models, MODEL)
     with tempfile.TemporaryDirectory(prefix="hearth-trace-") as folder:
         tracer = Tracer(pathlib.Path(folder))
-        with Server(CACHE / "checkpoints", ["cpu=2GiB"]) as server:
+        with Server(models, ["cpu=2GiB"], cache_dir=options.cache_dir) as server:
             with tracer.recording() as load:
-                server.text("load", MODEL)
+                server.text("load", model)
             for number in range(3):
-                chat(server.url, number)
+                chat(server.url, model, number)
             chats: list[set[Chain]] = []
             for number in range(options.chats):
                 with tracer.recording() as chains:
-                    chat(server.url, 10 + number)
+                    chat(server.url, model, 10 + number)
                 chats.append(chains)
     files = sorted(set.intersection(*({chain[-1] for chain in chains} for chains in chats)))
     common = set.intersection(*chats)

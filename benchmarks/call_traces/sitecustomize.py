@@ -1,7 +1,7 @@
 """Records calls into hearthd's files, in every Python process that has this folder on its PYTHONPATH and a HEARTHD_TRACE folder.
 
 The first byte of HEARTHD_TRACE/phase says what is being measured; 0: nothing is recorded. When it changes, each process writes what
-it has recorded to HEARTHD_TRACE/PHASE-PID.json: the distinct chains of files that called one another.
+it has recorded to HEARTHD_TRACE/PHASE-PID.json: the distinct chains of files that called one another. Forked processes do so, too.
 """
 
 import os
@@ -56,9 +56,14 @@ def _start(folder: str, root: str) -> None:
                 last = now
             time.sleep(_POLL_S)
 
+    def start_writing() -> None:
+        chains.clear()  # a forked process has those that its parent writes
+        threading.Thread(target=write, daemon=True).start()
+
     threading.setprofile(on_call)
-    threading.Thread(target=write, daemon=True).start()
+    start_writing()
     sys.setprofile(on_call)
+    os.register_at_fork(after_in_child=start_writing)  # a fork copies the calling thread alone
 
 
 if _FOLDER:

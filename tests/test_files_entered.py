@@ -1,0 +1,26 @@
+"""benchmarks.files_entered counts in every process of a node: in the daemon, its text worker, and the engine, which is forked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import kernel_cache
+from tests.e2e.checkpoints import make_model
+
+
+def test_a_chat_and_a_load_are_traced(tmp_path: Path) -> None:
+    checkpoint = make_model(tmp_path / "models" / "m")
+    kernel_cache.warm()
+    command = [sys.executable, "-m", "benchmarks.files_entered", "--chats", "1", "--list"]
+    command += ["--checkpoint", str(checkpoint), "--cache-dir", kernel_cache.CACHE_DIR]
+    done = subprocess.run(command, cwd=kernel_cache.ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    counted, *listed = done.stdout.splitlines()
+    figures = json.loads(counted)
+    assert {"daemon/api/endpoints/chat.py", "daemon/text/worker.py", "engine/loop/worker.py", "engine/cpu/model.py"} <= set(listed)
+    assert figures["files"] == listed.index("")
+    assert figures["times_in_a_row"] <= 2, listed
+    assert 1 <= figures["folder_changes_of_a_weight"] <= 4, listed
