@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -74,6 +74,13 @@ class _Expected(NamedTuple):
     loads: list[FinishedLoad]
 
 
+class _Failed(NamedTuple):
+    """A request that has ended with an error of which neither its sender nor its sink knows yet."""
+
+    generation: Generation
+    error: HearthError
+
+
 class Dispatcher:
     """The RequestPort for the API. All its methods run on the event loop."""
 
@@ -108,13 +115,11 @@ class Dispatcher:
         self._expected: dict[int, _Expected] = {}  # by request_id
         self._pending: deque[events.Event] = deque()
         self._busy = False
-        self._submitting = 0
-        self._refused: HearthError | None = None
         self._hold_aborts = False
         self._aborts: dict[str, list[int]] = {}
         self._deadline_s: float | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
-        self._carry: dict[type[actions.Action], Callable[[Any], None]] = {
+        self._carry: dict[type[actions.Action], Callable[[Any], _Failed | None]] = {
             actions.Load: self._load,
             actions.Evict: self._evict,
             actions.RequestsPaused: self._paused,
@@ -140,7 +145,6 @@ class Dispatcher:
             if (expected := self._expected.get(request_id)) is not None:
                 for load in expected.loads:
                     generation.trace.loaded_before(load)
-        self._submitting, self._refused = request_id, None
         facts = events.RequestFacts(
             request_id=request_id,
             model=model,
@@ -154,12 +158,9 @@ class Dispatcher:
             was_accepted=generation.was_accepted,
             cached=self._cached(generation),
         )
-        try:
-            self.post(events.RequestArrived(now=now, cause=f"req-{request_id}", request=facts))
-        finally:
-            self._submitting = 0
-        if self._refused is not None:
-            raise self._refused
+        refused = self._run(events.RequestArrived(now=now, cause=f"req-{request_id}", request=facts), generation)
+        if refused is not None:
+            raise refused
         self.open.accepted(generation)
         if generation.trace is not None and generation.trace.waits:
             generation.trace.waits_for("; ".join(self.scheduler.why(f"req-{request_id}")[1:]))
@@ -229,20 +230,32 @@ class Dispatcher:
     def post(self, event: events.Event) -> None:
         """Has the scheduler handle an event, and carries out its actions in order. An event posted meanwhile (for example when a
         sink cancels) is handled afterwards."""
+        self._run(event, None)
+
+    def _run(self, event: events.Event, arriving: Generation | None) -> HearthError | None:
+        """Does what post() does. arriving: the request that the event announces, whose sink is not told if it is refused; None: the
+        event announces none. Returns why that request was refused; None: it was accepted."""
         self._pending.append(event)
         if self._busy:
-            return
+            return None
         self._busy = True
+        refused = None
         try:
             while self._pending:
-                self._handle(self._pending.popleft())
+                for generation, error in self._handle(self._pending.popleft()):
+                    if generation is arriving:
+                        refused = error
+                    else:
+                        generation.sink.failed(error)
         finally:
             self._busy = False
         if self._aborts and not self._hold_aborts:
             self._flush_aborts()
         self._arm_deadline()
+        return refused
 
-    def _handle(self, event: events.Event) -> None:
+    def _handle(self, event: events.Event) -> Iterator[_Failed]:
+        """Has the scheduler handle one event and carries out its actions. Yields each request that ends with an error by that."""
         try:
             decided = self.scheduler.handle(event)
         except Exception:
@@ -250,13 +263,16 @@ class Dispatcher:
             self.metrics.scheduler_errors += 1
             log.exception("the node scheduler failed on %s", event)
             if isinstance(event, events.RequestArrived) and (lost := self.open.by_id.get(event.request.request_id)) is not None:
-                self.fail(lost, ServerFault("internal", "The node scheduler failed on this request; see the log."), "failed")
+                fault = ServerFault("internal", "The node scheduler failed on this request; see the log.")
+                yield self._failed(lost, fault, "failed")
             elif (command := self._waiting.get(event.cause)) is not None and not command.done():
                 command.set_exception(ServerFault("internal", "The node scheduler failed on this command; see the log."))
             return
         self.note_decisions()
         for action in decided:
-            self._carry[type(action)](action)
+            failed = self._carry[type(action)](action)
+            if failed is not None:
+                yield failed
 
     def _arm_deadline(self) -> None:
         deadline_s = self.scheduler.next_deadline()
@@ -410,13 +426,14 @@ class Dispatcher:
         config = self.config.models.get(model)
         return config.priority if config is not None else 1.0
 
-    def _reject(self, action: actions.Reject) -> None:
+    def _reject(self, action: actions.Reject) -> _Failed | None:
         generation = self.open.by_id.get(action.request_id)
-        if generation is not None:
-            refusal = action.refusal
-            if refusal.code == "wait_exceeded" and (slow := self.why_slow()):
-                refusal = replace(refusal, message=f"{refusal.message}. {slow}")
-            self.fail(generation, from_refusal(refusal), "refused")
+        if generation is None:
+            return None  # ended meanwhile
+        refusal = action.refusal
+        if refusal.code == "wait_exceeded" and (slow := self.why_slow()):
+            refusal = replace(refusal, message=f"{refusal.message}. {slow}")
+        return self._failed(generation, from_refusal(refusal), "refused")
 
     def _abort(self, action: actions.AbortInEngine) -> None:
         self._aborts.setdefault(action.device, []).append(action.request_id)
@@ -496,13 +513,15 @@ class Dispatcher:
 
     def fail(self, generation: Generation, error: HearthError, outcome: str) -> None:
         """Ends a request with an error. The caller has to inform the scheduler, unless the scheduler already knows."""
+        self._failed(generation, error, outcome)
+        generation.sink.failed(error)
+
+    def _failed(self, generation: Generation, error: HearthError, outcome: str) -> _Failed:
+        """Ends a request with an error, of which its sink is still to be told, or who submits it."""
         if generation.trace is not None:
             generation.trace.failed(error.code)
         self.open.end(generation, outcome)
-        if generation.request_id == self._submitting:
-            self._refused = error  # submit() raises it; the sink does not know of the request yet
-        else:
-            generation.sink.failed(error)
+        return _Failed(generation, error)
 
     def sink_broke(self, generation: Generation) -> None:
         """Ends one stream because its own code failed. It must be called from an `except` block."""

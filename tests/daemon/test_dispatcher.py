@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -309,6 +310,16 @@ async def test_load_of_a_folder_that_is_gone_fails_the_waiting() -> None:
         node.dispatcher.submit(generation)
     assert caught.value.code == "model_failed"
     assert "folder is gone" in caught.value.message
+
+
+async def test_another_requests_refusal_is_not_that_of_the_one_that_arrives() -> None:
+    node = Harness(max_wait_s=0.01)
+    _, waiting = node.request()
+    time.sleep(0.02)  # noqa: ASYNC251 -- no timer sees its deadline before the next request does
+    node.request()
+    assert waiting.error is not None
+    assert waiting.error.code == "wait_exceeded"
+    assert len(node.dispatcher.open.by_id) == 1
 
 
 async def test_a_scheduler_fault_fails_that_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
