@@ -453,7 +453,7 @@ class FrameReader:
 
 # ---- the step journal: which requests were in the step that killed an engine -------------------------------------------
 
-PULSE_AT = 8 + 8 * 4096  # the pulse (engine/pulse.py) comes after the requests
+PULSE_AT = 8 + 8 * 4096  # the pulse (engine/loop/pulse.py) comes after the requests
 JOURNAL_BYTES = PULSE_AT + 32
 _count = struct.Struct("<I")
 

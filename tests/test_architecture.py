@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "daemon": {"config", "scheduler", "loader", "engine", "hearthd"},
     "hearthd": {"daemon"},
 }
-# exchange, pulse: shared memory and system calls alone; memory.handles: descriptors over a socket; host: this machine
+# exchange, loop.pulse: shared memory and system calls alone; memory.handles: descriptors over a socket; host: this machine
 DAEMON_FROM_ENGINE = {
     "engine.protocol",
     "engine.exchange",
@@ -32,9 +32,11 @@ DAEMON_FROM_ENGINE = {
     "engine.grammar.refusals",
     "engine.host.child_process",
     "engine.host.processor",
+    "engine.loop.pulse",
+    "engine.memory.handles",
+    "engine.loop.pulse",
     "engine.memory.handles",
     "engine.memory.mappings",
-    "engine.pulse",
 }
 # direct_io: system calls alone; `hearth doctor` reads from the drive with it; packer and verifier: `hearth pack`, on numpy
 DAEMON_FROM_LOADER = {
@@ -68,7 +70,7 @@ PURE = {"asyncio", "time", "datetime", "os", "socket", "threading", "subprocess"
 # inside a package: a room (a folder, or a loose file) may import only those before it
 ROOM_ORDER = {
     "engine": [
-        *("protocol", "pulse", "host", "exchange", "memory", "grammar", "contracts", "ops", "sampling", "layers", "models"),
+        *("protocol", "host", "exchange", "memory", "grammar", "contracts", "ops", "sampling", "layers", "models"),
         *("loading", "cpu", "cuda", "null", "serve", "lifecycle", "loop", "main", "forks", "__main__", "warm"),
     ],
     "daemon": [
@@ -77,7 +79,7 @@ ROOM_ORDER = {
         *("simulate", "cli"),
     ],
 }
-MOST_LOOSE_FILES = 5  # at the top of a package that has rooms, but for __init__ and __main__
+MOST_LOOSE_FILES = 4  # at the top of a package that has rooms, but for __init__ and __main__
 HEAVY = {"torch", "triton", "numba", "llvmlite", "transformers"}
 # library in which kernels are written -> the rooms that may import it: backends, and code for the host of any device
 KERNELS_IN = {"numba": ("engine.cpu", "engine.host"), "llvmlite": ("engine.cpu", "engine.host"), "triton": ("engine.cuda",)}

@@ -1,4 +1,4 @@
-"""Decides whether engines hang, from the sign of life that each engine's loop leaves in shared memory (engine/pulse.py).
+"""Decides whether engines hang, from the sign of life that each engine's loop leaves in shared memory (engine/loop/pulse.py).
 
 It reads no clock and does no I/O. An engine may take `stall_s` seconds between two signs of life, and for a step eight times what
 the step usually takes, if that is longer. Work of unknown length gets ten times `stall_s`: a step of a size seen fewer than three
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.pulse import BEAT_EVERY_S, Doing, Pulse
+from engine.loop.pulse import BEAT_EVERY_S, Doing, Pulse
 
 LOOK_EVERY_S = 5.0
 HELD_S = 2.0  # a timer that is later than this shows that the whole process stood still, and others may have, too

@@ -29,7 +29,7 @@ from daemon.engines.worker_channel import WorkerChannel
 from daemon.metrics.swaps import KernelKills
 from daemon.process.logs import fields
 from engine import protocol
-from engine.pulse import Pulse, read_pulse
+from engine.loop.pulse import Pulse, read_pulse
 
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
 START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch takes a while if the disk's cache is cold

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from engine.lifecycle.lifecycle import Lifecycle
 from engine.loop.garbage_collector import GarbageCollector
+from engine.loop.pulse import Doing
 from engine.loop.step_journal import StepJournal
 from engine.memory.preparing import Preparer
-from engine.pulse import Doing
 from engine.serve.served_models import ServedModels
 
 COLLECT_AFTER_IDLE_S = 1.0

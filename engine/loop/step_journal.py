@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from engine.lifecycle.first_step import NO_REQUESTS, FirstStep
+from engine.loop.pulse import Doing, write_pulse
 from engine.protocol import write_journal
-from engine.pulse import Doing, write_pulse
 from scheduler.batch.plan import LongArray
 
 

@@ -32,6 +32,7 @@ from engine.lifecycle.loads import Loads
 from engine.loop.garbage_collector import GarbageCollector
 from engine.loop.group_steps import GroupSteps, PostedStep, broke
 from engine.loop.idle_work import IdleWork
+from engine.loop.pulse import BEAT_EVERY_S, Doing
 from engine.loop.step_journal import StepJournal
 from engine.loop.under_way import StepUnderWay
 from engine.memory.chunk_memory import ChunkMemory
@@ -57,7 +58,6 @@ from engine.protocol import (
     TokensOut,
     WeightsHeld,
 )
-from engine.pulse import BEAT_EVERY_S, Doing
 from engine.serve.adapter_loads import AdapterLoads
 from engine.serve.answers import answer
 from engine.serve.channel import Channel, ChannelClosed

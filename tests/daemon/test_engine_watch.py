@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from daemon.engines.engine_watch import HELD_S, LOOK_EVERY_S, EngineWatch, Silence
-from engine.pulse import Doing, Pulse
+from engine.loop.pulse import Doing, Pulse
 
 STALL_S = 30.0
 PID = 7

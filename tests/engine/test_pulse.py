@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from engine.loop.pulse import BEAT_EVERY_S, Doing, Pulse, read_pulse
 from engine.loop.step_journal import StepJournal
 from engine.protocol import JOURNAL_BYTES, LoadDone, read_journal
-from engine.pulse import BEAT_EVERY_S, Doing, Pulse, read_pulse
 from tests.engine.engine_process import (
     SAFETY_TIMEOUT_S,
     EngineProcess,

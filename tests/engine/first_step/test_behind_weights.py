@@ -13,9 +13,9 @@ import pytest
 from engine.contracts.steps import StepResult
 from engine.cpu.model import CpuModel
 from engine.lifecycle.loads import Load, Loads, Report
+from engine.loop.pulse import Doing, read_pulse
 from engine.memory.weight_gate import WeightGate
 from engine.protocol import Abort, Evicted, EvictModel, LoadDone, LoadFailed, LoadStreams, SetLease, read_journal
-from engine.pulse import Doing, read_pulse
 from tests.engine.first_step.bench import PROMPT, Bench, truncate
 
 
