@@ -21,7 +21,7 @@ from benchmarks.checkpoints import make
 from benchmarks.run import machine, table
 from benchmarks.server import CACHE, ROOT, Server
 
-SETTLE_S = 0.5  # for the processes to write what they have recorded
+WRITTEN_S = 0.5  # for the processes to write what they have recorded
 POLLED_S = 0.05
 SINK = "loader/sinks.py"  # stores what was read in its place
 MODEL = "feather"
@@ -44,13 +44,13 @@ class Tracer:
         """A context in which calls are recorded. The set is filled at its end."""
         found: set[Chain] = set()
         self._phase += 1
-        time.sleep(SETTLE_S)
+        time.sleep(WRITTEN_S)
         self._write(self._phase)
         time.sleep(POLLED_S)
         yield found
         time.sleep(POLLED_S)  # a request's accounts are closed after its last byte
         self._write(0)
-        time.sleep(SETTLE_S)
+        time.sleep(WRITTEN_S)
         for path in self._folder.glob(f"{self._phase}-*.json"):
             found.update(tuple(chain) for chain in json.loads(path.read_text()))
 

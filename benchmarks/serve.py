@@ -23,7 +23,7 @@ from benchmarks.load import measure, tree_cpu_s
 from benchmarks.server import ROOT, Server
 
 WAVES = 6  # requests of each stream: two take half a second, of which what happens only once is a tenth
-SETTLE_S, QUIET_SHARE, QUIET_LIMIT_S = 4.0, 0.02, 120.0  # memory is prepared by an engine that has been idle for a while
+FIRST_LOOK_S, QUIET_SHARE, QUIET_LIMIT_S = 4.0, 0.02, 120.0  # memory is prepared by an engine that has been idle for a while
 STORE = ROOT / ".cache" / "checkpoints"
 
 
@@ -45,7 +45,7 @@ def idle(server: Server, seconds: float = 10.0) -> dict[str, float]:
         return (tree_cpu_s(server.pid) - before) / (time.perf_counter() - start)
 
     asked_s = time.perf_counter()
-    time.sleep(SETTLE_S)
+    time.sleep(FIRST_LOOK_S)
     while share_of(2) > QUIET_SHARE and time.perf_counter() - asked_s < QUIET_LIMIT_S:
         pass
     quiet_after_s = time.perf_counter() - asked_s

@@ -120,7 +120,7 @@ class Quotas:
     def admit(self, tenant: Tenant, num_prompt_tokens: int, num_made: Callable[[], int], now: Moment) -> Charge | OverLimit:
         """Takes what a request needs at its start, or returns why it may not start. num_made: returns the tokens that the request
         has made so far; it is called until `end` is."""
-        account, limits = self._settled(tenant, now), tenant.limits
+        account, limits = self._current_account(tenant, now), tenant.limits
         over = self._over(account, tenant, num_prompt_tokens, now)
         if over is not None:
             self._refused(tenant.name, over.limit)
@@ -133,23 +133,23 @@ class Quotas:
 
     def is_over(self, tenant: Tenant, now: Moment) -> bool:
         """Returns whether no request would be admitted now, however short. Takes nothing."""
-        return self._over(self._settled(tenant, now), tenant, 1, now) is not None
+        return self._over(self._current_account(tenant, now), tenant, 1, now) is not None
 
     def readmit(self, tenant: Tenant, num_made: Callable[[], int], now: Moment) -> Charge:
         """Counts on for a request that an earlier process has admitted. num_made: as `admit` has it."""
         charge = Charge(tenant, num_made)
-        self._settled(tenant, now).open.add(charge)
+        self._current_account(tenant, now).open.add(charge)
         return charge
 
     def end(self, charge: Charge, num_unused: int, now: Moment) -> None:
         """Counts what the request has made. It must be called once, at the request's end. num_unused: tokens of its prompts that
         no engine got; they are given back."""
-        account = self._settled(charge.tenant, now)
+        account = self._current_account(charge.tenant, now)
         account.open.discard(charge)
         self._take(account, charge.tenant, charge.uncounted() - num_unused, now)
 
     def standing(self, tenant: Tenant, now: Moment) -> Standing:
-        account, limits = self._settled(tenant, now), tenant.limits
+        account, limits = self._current_account(tenant, now), tenant.limits
         return Standing(
             account.requests.left(limits.requests_per_minute, now.monotonic_s),
             account.tokens.left(limits.tokens_per_minute, now.monotonic_s),
@@ -171,7 +171,7 @@ class Quotas:
         self._turn(now)
         return self._day
 
-    def _settled(self, tenant: Tenant, now: Moment) -> _Account:
+    def _current_account(self, tenant: Tenant, now: Moment) -> _Account:
         """Returns the tenant's account after what its running requests have made is counted."""
         self._turn(now)
         account = self._accounts.get(tenant.name)

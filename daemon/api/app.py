@@ -193,7 +193,7 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
         if progress.run is None:  # its client's request was counted when it was accepted
             context.answered(endpoint.name if endpoint is not None else "", status)
         if scope is not None:
-            scope.settle()
+            scope.close()
         if isinstance(request.protocol, Connection):
             request.protocol.in_progress = None
         if scope is not None and scope.trace is not None and endpoint is not None and (by := tracer()) is not None:

@@ -170,7 +170,7 @@ class RequestScope:
         """Returns whether the request was taken from the tenant's limits, by this daemon or an earlier one."""
         return self._charge is not None or self._is_charged_before
 
-    def settle(self) -> None:
+    def close(self) -> None:
         """Counts what the request has made against the tenant's limits. It must be called at the request's end."""
         self._expectation_over()
         if self._charge is not None:

@@ -135,7 +135,7 @@ class Groups:
             log.error("an eviction leaves out %s", joined(sorted(unlisted)), extra=fields(model=group.model))
         group.phase = _Phase.LEAVING
         self._leave(group, leases)
-        self._settle(group)
+        self._close_if_empty(group)
 
     # ---- what engines say
 
@@ -159,7 +159,7 @@ class Groups:
             case Evicted():
                 if device in group.leaving:
                     self._gone(group, device)
-                    self._settle(group)
+                    self._close_if_empty(group)
             case LoadStreams():
                 pass  # its prompts wait until all shares are there
 
@@ -193,7 +193,7 @@ class Groups:
             group.failure = device, msgspec.structs.replace(message, error=f"{message.error} (on {device})")
             group.phase = _Phase.FAILING
             self._leave(group, {})
-        self._settle(group)
+        self._close_if_empty(group)
 
     def _leave(self, group: _Group, leases: dict[str, int]) -> None:
         """Tells all members that hold a share still to evict it. leases: the new ones; those of other devices stay."""
@@ -208,7 +208,7 @@ class Groups:
         group.holding.discard(device)
         group.leaving.discard(device)
 
-    def _settle(self, group: _Group) -> None:
+    def _close_if_empty(self, group: _Group) -> None:
         """Closes the group, and tells what there is to tell, if no member is left that could use its region."""
         if (answer := self._closed_with(group)) is not None:
             self._tell(*answer)

@@ -163,7 +163,7 @@ class LogprobTrail:
                 text = own
         entry.text = text
         self._queue.append(entry)
-        if self._detokenizer.settled:
+        if self._detokenizer.as_in_table:
             self._open.clear()
         else:
             self._open.append(entry)
@@ -194,7 +194,7 @@ class AnnotatedText(Text):
         self._shown_tokens = 0
 
     @property
-    def settled(self) -> bool:
+    def as_in_table(self) -> bool:
         return False
 
     def add(self, ids: Sequence[int], finish: int) -> str:

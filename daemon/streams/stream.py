@@ -55,9 +55,9 @@ class Text:
         return self._stops.found if self._stops is not None else ""
 
     @property
-    def settled(self) -> bool:
+    def as_in_table(self) -> bool:
         """Returns whether the next token may be sent as the table renders it."""
-        return self._stops is None and self._detokenizer.settled
+        return self._stops is None and self._detokenizer.as_in_table
 
     def add(self, ids: Sequence[int], finish: int) -> str:
         """Returns the text that may be sent now. Sets `matched` if a stop string was found; the text after it is dropped."""
@@ -184,7 +184,7 @@ class Stream:
             return
         if out:
             group.write(out)
-        self._fast = self._text.settled and self._frames.usage is None and group.chunked and not self._first
+        self._fast = self._text.as_in_table and self._frames.usage is None and group.chunked and not self._first
 
     def opened(self, connection: Connection, write: Callable[[bytes], None]) -> None:
         self._connection, self._write = connection, write

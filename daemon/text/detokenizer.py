@@ -12,9 +12,9 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """The state of decoding one sequence. settled: nothing is held back, and the next token's text is the one in the table."""
+    """The state of decoding one sequence. as_in_table: nothing is held back, and the next token's text is the one in the table."""
 
-    settled: bool
+    as_in_table: bool
 
     def add(self, ids: Iterable[int]) -> str: ...
 
@@ -26,17 +26,17 @@ class Detokenizer(Protocol):
 class ByteLevelDetokenizer:
     """Decodes tokens that are bytes of UTF-8, cut anywhere: up to three bytes wait for the rest of their character."""
 
-    __slots__ = ("_decoder", "_table", "settled")
+    __slots__ = ("_decoder", "_table", "as_in_table")
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self._decoder = _utf8("replace")
-        self.settled = True
+        self.as_in_table = True
 
     def add(self, ids: Iterable[int]) -> str:
         raw = self._table.raw
         text = self._decoder.decode(b"".join([raw(token_id) for token_id in ids]))
-        self.settled = not self._decoder.getstate()[0]
+        self.as_in_table = not self._decoder.getstate()[0]
         return text
 
     def end(self) -> str:
@@ -48,14 +48,14 @@ class PiecesDetokenizer:
     it is not UTF-8, each of its bytes becomes U+FFFD. The start of the text loses spaces where the tokenizer's decoder removes
     them."""
 
-    __slots__ = ("_first", "_run", "_strip", "_table", "settled")
+    __slots__ = ("_first", "_run", "_strip", "_table", "as_in_table")
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self._run = bytearray()
         self._strip = table.strip_start
         self._first = True
-        self.settled = False
+        self.as_in_table = False
 
     def add(self, ids: Iterable[int]) -> str:
         table, parts = self._table, []
@@ -72,7 +72,7 @@ class PiecesDetokenizer:
             parts.append((table.raw_first(token_id) if self._first else table.raw(token_id)).decode())
             self._first = False
         text = self._strip_start("".join(parts))
-        self.settled = not (self._run or self._first or self._strip)
+        self.as_in_table = not (self._run or self._first or self._strip)
         return text
 
     def end(self) -> str:

@@ -1,7 +1,7 @@
 """One model's life in an engine: its states, the jobs that run for it in other threads, and what each state means.
 
-LOADING ──> STREAMING ──> SETTLING ──> SERVED ──> LEAVING ──> gone
-   └───────────┴──────────────┴────────────┘ (a state may be skipped, and every state but SERVED may end in gone)
+LOADING ──> STREAMING ──> LOADED ──> SERVED ──> LEAVING ──> gone
+   └───────────┴─────────────┴──────────┘ (a state may be skipped, and every state but SERVED may end in gone)
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class State(Enum):
     """Where a model is in its life.
 
     LOADING: its load runs; the model itself does not exist yet. STREAMING: its load runs, and the model exists: its first step may
-    run as soon as its first weights and its saved KV are there. SETTLING: its load has ended, but its saved KV is still being
+    run as soon as its first weights and its saved KV are there. LOADED: its load has ended, but its saved KV is still being
     copied back or its first step still runs. SERVED: it takes requests like any other. LEAVING: it takes none any more, and its KV
     is being saved."""
 
     LOADING = "loading"
     STREAMING = "streaming"
-    SETTLING = "settling"
+    LOADED = "loaded"
     SERVED = "served"
     LEAVING = "leaving"
 
@@ -43,9 +43,9 @@ class Job(Enum):
 
 # state -> states that may follow; a model that is gone has no life
 FOLLOWERS = {
-    State.LOADING: {State.STREAMING, State.SETTLING, State.SERVED},
-    State.STREAMING: {State.SETTLING, State.SERVED},
-    State.SETTLING: {State.SERVED},
+    State.LOADING: {State.STREAMING, State.LOADED, State.SERVED},
+    State.STREAMING: {State.LOADED, State.SERVED},
+    State.LOADED: {State.SERVED},
     State.SERVED: {State.LEAVING},
     State.LEAVING: set[State](),
 }
@@ -98,7 +98,7 @@ class Life:
                 assert Job.LOAD in jobs, at
                 assert Job.SAVE not in jobs, at
                 assert self.first is not None, at
-            case State.SETTLING:
+            case State.LOADED:
                 assert jobs in ({Job.RESTORE}, {Job.STEP}), at
                 assert (self.first is None) == (Job.RESTORE in jobs), at
             case State.SERVED:
@@ -109,4 +109,4 @@ class Life:
                 assert self.evictions, at
         if self.state is not State.LOADING and self.served is not None:
             assert self.load.hosted is not None or self.load_runs or Job.RESTORE in jobs, at
-        assert self.first is None or self.state in (State.STREAMING, State.SETTLING), at
+        assert self.first is None or self.state in (State.STREAMING, State.LOADED), at

@@ -165,7 +165,7 @@ class Lifecycle:
         load, life.load_runs = life.load, False
         if life.restore is not None:  # no request was submitted to it yet
             self._set_first(life, None)
-            life.enter(State.SETTLING)
+            life.enter(State.LOADED)
         elif life.first is not None:
             self._streaming_ended(life, life.first)
         elif load.hosted is None or load.cancelled.is_set():
@@ -188,7 +188,7 @@ class Lifecycle:
                 self._serve(life)
                 self._report_load(life)
             else:
-                life.enter(State.SETTLING)
+                life.enter(State.LOADED)
                 self._loads.copy(life.restore)
 
     def _streaming_ended(self, life: Life, first: FirstStep) -> None:
@@ -199,7 +199,7 @@ class Lifecycle:
         first.loaded, first.loaded_s = True, time.monotonic()
         self._report_load(life, first.restored_tokens)
         if first.running:
-            life.enter(State.SETTLING)
+            life.enter(State.LOADED)
         else:
             self._serve(life)
 

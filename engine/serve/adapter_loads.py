@@ -74,8 +74,8 @@ class _OfModel:
 
 
 class AdapterLoads:
-    """The adapters on their way into one device. No method is called while a step runs on the host. fail: ends a request. settle:
-    called before memory is written, so that no step is under way."""
+    """The adapters on their way into one device. No method is called while a step runs on the host. fail: ends a request.
+    await_steps: called before memory is written, so that no step is under way."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class AdapterLoads:
         reads: StartsReads,
         send: Callable[[Message], None],
         fail: Fail,
-        settle: Callable[[], None],
+        await_steps: Callable[[], None],
     ) -> None:
         self._models, self._memory, self._reads = models, memory, reads
-        self._send, self._fail, self._settle = send, fail, settle
+        self._send, self._fail, self._await_steps = send, fail, await_steps
         self._of: dict[str, _OfModel] = {}
         self._tried_version = -1  # the chunk pool's when a read adapter last found no room
 
@@ -194,7 +194,7 @@ class AdapterLoads:
         adapter, memory = read.adapter, self._memory
         assert adapter is not None
         assert memory is not None
-        self._settle()
+        self._await_steps()
         num_bytes = adapter.layout.num_bytes
         num_chunks = -(-num_bytes // memory.chunk_bytes)
         placed = served.scheduler.adapters.place(key, num_chunks, lambda num: self._models.make_room(served, num))

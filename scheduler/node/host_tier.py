@@ -83,7 +83,7 @@ class HostTier:
             self.transit[placement_id] = Transit(model, slots)
         return slots
 
-    def settle_grant(self, placement_id: int, keep: Slots = ()) -> None:
+    def end_grant(self, placement_id: int, keep: Slots = ()) -> None:
         """Ends a grant: of its slots only `keep` hold something, and now belong to a copy. Raises ValueError for a slot that was
         not granted."""
         granted = self.transit.pop(placement_id, None)
@@ -94,7 +94,7 @@ class HostTier:
         self._put_back(tuple(slot for slot in slots if slot not in kept))
 
     def hold(self, model: str, copy: HostCopy) -> None:
-        """Records a copy whose slots were granted to it and settled."""
+        """Records a copy in slots that were granted to it. The grant has ended."""
         self.revision += 1
         if isinstance(copy, SavedKV):
             self.kv[model] = copy

@@ -166,10 +166,10 @@ def load_ended(node: Node, model: Model, copy: Copy, checksum: int | None) -> No
     complete now; None: there is none (any more)."""
     host = node.host
     if checksum is None:
-        host.settle_grant(copy.placement_id)
+        host.end_grant(copy.placement_id)
         host.drop_weights(model.name)
     elif copy.keep_slots:
-        host.settle_grant(copy.placement_id, copy.keep_slots)
+        host.end_grant(copy.placement_id, copy.keep_slots)
         size_bytes = copy.facts.weights_bytes
         host.hold(model.name, KeptWeights(copy.facts.fingerprint, copy.keep_slots, size_bytes, checksum=checksum))
     host.drop_kv(model.name)
@@ -180,7 +180,7 @@ def load_ended(node: Node, model: Model, copy: Copy, checksum: int | None) -> No
 
 def copy_ended(node: Node, model: Model, copy: Copy) -> None:
     """Ends all use of host memory by a model that has left its device: no load or eviction reads or writes any more."""
-    node.host.settle_grant(copy.placement_id)
+    node.host.end_grant(copy.placement_id)
     node.host.returned(model.name)
     if model.unload_to == residency.COLD:
         drop_all(node, model, "unloaded by the operator")
@@ -212,7 +212,7 @@ def saved(node: Node, model: Model, copy: Copy, slots: Slots, index: bytes, num_
     if copy.ready_at is None:
         return  # a load that was withdrawn: what was saved before is good still
     host.drop_kv(model.name)
-    host.settle_grant(copy.placement_id, slots)
+    host.end_grant(copy.placement_id, slots)
     if not slots:
         return
     num_bytes = len(slots) * node.settings.chunk_bytes

@@ -29,7 +29,7 @@ def leaves_at(model: Model) -> float | None:
     return None if found is None else found[0]
 
 
-def settle(node: Node, model: Model) -> None:
+def apply(node: Node, model: Model) -> None:
     """Evicts an idle model whose time is up, and otherwise sets or removes the deadline at which it will be."""
     found = next_of(model)
     if found is None:

@@ -336,7 +336,7 @@ def _held_still(device: Device, name: str) -> int:
 
 
 def evict_finished(node: Node, event: EvictFinished) -> None:
-    """Handles the answer to an eviction. Unknown ids answer what an engine's death has settled already."""
+    """Handles the answer to an eviction. Unknown ids answer what has ended with an engine already."""
     name = node.copies.get(event.placement_id)
     if name is None:
         return

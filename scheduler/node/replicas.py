@@ -18,8 +18,8 @@ from scheduler.node.node import Device, Model, Node
 KV_SHORT_S = 30.0  # so long a device gets no further replica after requests there have waited for KV
 
 
-def settle(node: Node, model: Model) -> None:
-    """Gives a model's waiting requests to its replicas, and begins to load a further one if that is wanted and there is room."""
+def spread(node: Node, model: Model) -> None:
+    """Spreads a model's waiting requests over its replicas, and begins to load a further one if it is wanted and there is room."""
     if model.queue:
         requests.submit_queued(node, model)
     if model.queue and (model.state in residency.CLOSED or model.removed) and not model.served_elsewhere:

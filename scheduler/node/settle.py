@@ -25,7 +25,7 @@ def settle(node: Node) -> None:
 
 def settle_model(node: Node, model: Model) -> None:
     if model.primary.others:
-        replicas.settle(node, model.primary)
+        replicas.spread(node, model.primary)
     copy = model.copy
     if copy is None:
         settle_resting(node, model)
@@ -42,7 +42,7 @@ def settle_model(node: Node, model: Model) -> None:
             requests.submit_queued(node, model.primary)
         if not model.running:  # idle: somebody may want its room
             node.stir(copy.devices)
-            leave_rules.settle(node, model)
+            leave_rules.apply(node, model)
     elif model.takes_requests and model.primary.queue:
         requests.submit_queued(node, model.primary)
     elif model.state == residency.DRAINING and not model.running:

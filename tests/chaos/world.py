@@ -29,7 +29,7 @@ max_wait_s = 60
 """
 TEXT, SCANNING = "daemon.text", "daemon.scanning"  # words of command lines
 STATE_DISK_BYTES = 256 << 10
-SETTLED_S = 5.0  # KV that an engine uses is known from its last statistics, which follow an unload
+STATISTICS_S = 5.0  # KV that an engine uses is known from its last statistics, which follow an unload
 DESCRIPTORS_SLACK = 8  # processes for texts and for scans come and go, as connections do
 
 
@@ -95,7 +95,7 @@ def holdings(node: ServiceNode) -> dict[str, Any]:
     resident bytes, memory of devices and of the host tier that is not free, and requests."""
     for name in (*MODELS, SPARE):
         node.cli("unload", name, "--to", "cold")
-    end_s = time.monotonic() + SETTLED_S
+    end_s = time.monotonic() + STATISTICS_S
     while _chunks_in_use(node) and time.monotonic() < end_s:
         time.sleep(0.05)
     status = node.json("status")

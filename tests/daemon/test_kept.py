@@ -266,7 +266,7 @@ def test_the_account_follows_each_change_and_nothing_else(notify: NotifySocket, 
     assert seen() == []
     slots = copies.tier.grant(1, "a", 2)
     assert seen() == [], "granted slots are about to be written"
-    copies.tier.settle_grant(1, slots)
+    copies.tier.end_grant(1, slots)
     copies.tier.hold("a", KeptWeights("print", slots, 8000, checksum=1))
     assert seen() == ["a"]
     copies.tier.lend("a", 2)

@@ -73,8 +73,8 @@ class Desk:
         self.reads: list[AdapterRead] = []
         self.sent: list[Message] = []
         self.failed: dict[int, str] = {}
-        self.settled = 0
-        self.loads = AdapterLoads(self.node.models, self.chunks, self, self.sent.append, self._fail, self._settle)  # type: ignore[arg-type]
+        self.num_waits = 0
+        self.loads = AdapterLoads(self.node.models, self.chunks, self, self.sent.append, self._fail, self._await_steps)  # type: ignore[arg-type]
         self.node.load("m", **options).adapter_memory = self.memory  # type: ignore[assignment]
         self.served.scheduler.adapters.dropped = self.memory.clear
 
@@ -88,8 +88,8 @@ class Desk:
     def _fail(self, request_id: int, code: str, error: str) -> None:
         self.failed[request_id] = f"{code}: {error.removeprefix('model m: ')}"
 
-    def _settle(self) -> None:
-        self.settled += 1
+    def _await_steps(self) -> None:
+        self.num_waits += 1
 
     def submit(self, request_id: int, adapter: str, num_prompt: int = 5) -> None:
         assert self.loads.why_not(self.served, source(adapter)) == ""
@@ -125,7 +125,7 @@ def test_an_adapter_is_read_once_for_all_that_wait_for_it(desk: Desk) -> None:
     (loaded,) = desk.sent
     assert isinstance(loaded, AdapterLoaded)
     assert (loaded.model, loaded.adapter, loaded.num_bytes) == ("m", "a", CHUNK_BYTES)
-    assert desk.settled == 1, "no step is under way while memory is written"
+    assert desk.num_waits == 1, "no step is under way while memory is written"
     (first_byte,) = desk.memory.known.values()
     assert desk.chunks.written == [first_byte // CHUNK_BYTES]
     desk.node.run("m")

@@ -265,7 +265,7 @@ def test_an_eviction_during_a_save_and_during_a_restore(folder: Path, monkeypatc
     may_copy, run = threading.Event(), KVTransfer.run
     monkeypatch.setattr(KVTransfer, "run", lambda transfer: (may_copy.wait(60), run(transfer)))
     bench.lifecycle.load(bench.spec("llama", kv_slots=gone.kv_slots_used, kv_index=gone.kv_index))
-    while bench.lifecycle.lives["llama"].state is not State.SETTLING:
+    while bench.lifecycle.lives["llama"].state is not State.LOADED:
         assert wait_until(bench.lifecycle.fileno(), select.POLLIN, 60)
         bench.lifecycle.take()
     bench.lifecycle.evict(EvictModel(7, "llama", 64, []))

@@ -29,9 +29,9 @@ def may_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def settles(bench: Bench) -> bool:
+def waits_for_kv(bench: Bench) -> bool:
     """Returns whether the model's load has ended before its saved KV was back."""
-    return bench.engine.lifecycle.lives["m"].state is State.SETTLING
+    return bench.engine.lifecycle.lives["m"].state is State.LOADED
 
 
 def answered_and_saved(bench: Bench) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def test_weights_that_are_there_first_wait_for_saved_kv(bench: Bench, wanted: li
     saved = answered_and_saved(bench)
     may_copy.clear()
     bench.load(**saved)
-    bench.pump(lambda: settles(bench))
+    bench.pump(lambda: waits_for_kv(bench))
     assert "LoadDone" not in bench.kinds()
     may_copy.set()
     done: LoadDone = bench.until(LoadDone)
@@ -103,7 +103,7 @@ def test_a_load_that_comes_to_nothing_frees_its_blocks_when_they_are_copied(
     elif how == "spoilt":
         bench.spoil = lambda read: truncate(folder, read)
     bench.allow(99)
-    bench.pump(lambda: settles(bench))
+    bench.pump(lambda: waits_for_kv(bench))
     if how == "evicted":
         bench.engine._handle(EvictModel(9, "m", 64))
     chunks = bench.engine.models.chunks

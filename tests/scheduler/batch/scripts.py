@@ -14,10 +14,10 @@ _ACTIONS = st.sampled_from(["submit", "step", "step", "step", "abort", "preempt"
 SCRIPT_MEMORY = {"reserved_chunks": -(-64 // BLOCK_TOKENS * 16 // 64) + 1, "lease_chunks": 6}
 
 
-class SettlingHarness(Harness):
+class UnderWayHarness(Harness):
     """A harness that may have steps under way."""
 
-    def settle(self) -> None:
+    def take_in_all(self) -> None:
         """Takes in what is under way."""
         raise NotImplementedError
 
@@ -26,7 +26,7 @@ def scripts() -> st.SearchStrategy[Script]:
     return st.lists(st.tuples(_ACTIONS, st.integers(0, 100), st.integers(0, 5)), max_size=60)
 
 
-def run_script(harness: SettlingHarness, script: Script) -> None:
+def run_script(harness: UnderWayHarness, script: Script) -> None:
     """Runs a script to its end, and checks the texts and that nothing is left behind."""
     requests: dict[int, tuple[list[int], Params]] = {}
     aborted = set()
@@ -40,7 +40,7 @@ def run_script(harness: SettlingHarness, script: Script) -> None:
         elif action == "step":
             harness.step()
         else:  # the engine reads what is under way before all else
-            harness.settle()
+            harness.take_in_all()
             if action == "abort" and requests:
                 request_id = 1 + number % len(requests)
                 if harness.scheduler.abort(request_id):

@@ -75,7 +75,7 @@ def test_texts_under_preemption_aborts_short_memory_and_prefix_hits(data: Any) -
         for _ in range(data.draw(st.integers(0, 6))):
             harness.step()
         if isinstance(harness, AheadHarness):
-            harness.settle()
+            harness.take_in_all()
         if request_id not in harness.finish and harness.scheduler.abort(request_id):
             aborted.add(request_id)
         if data.draw(st.booleans()):

@@ -18,11 +18,11 @@ from scheduler.batch.plan import BatchPlan, IntArray, StepOutcome
 from scheduler.batch.steps_ahead import TokensNeeded
 from tests.scheduler.batch.fake_model import STATE, FakeModel, expected_output, next_token
 from tests.scheduler.batch.params import Params
-from tests.scheduler.batch.scripts import SCRIPT_MEMORY, Script, SettlingHarness, run_script, scripts
+from tests.scheduler.batch.scripts import SCRIPT_MEMORY, Script, UnderWayHarness, run_script, scripts
 from tests.scheduler.batch.test_batch_scheduler import prompt_of
 
 
-class StagedHarness(SettlingHarness):
+class StagedHarness(UnderWayHarness):
     """Does what the engine of the last stage does: it starts steps until as many are under way as there are stages, and then reads
     the oldest."""
 
@@ -67,7 +67,7 @@ class StagedHarness(SettlingHarness):
         computed[plan.slots[::-1]] = plan.num_computed[::-1]  # of several rows of a sequence the first
         return model.execute(plan, replace(table, num_computed=computed))
 
-    def settle(self) -> None:
+    def take_in_all(self) -> None:
         while self.under_way:
             self.read()
 

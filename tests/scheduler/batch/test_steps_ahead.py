@@ -14,11 +14,11 @@ from scheduler.batch.plan import BatchPlan, IntArray, StepOutcome
 from scheduler.batch.steps_ahead import TokensNeeded
 from tests.scheduler.batch.fake_model import Harness, Proposed, expected_output
 from tests.scheduler.batch.params import Params
-from tests.scheduler.batch.scripts import SCRIPT_MEMORY, Script, SettlingHarness, run_script, scripts
+from tests.scheduler.batch.scripts import SCRIPT_MEMORY, Script, UnderWayHarness, run_script, scripts
 from tests.scheduler.batch.test_batch_scheduler import prompt_of
 
 
-class AheadHarness(SettlingHarness):
+class AheadHarness(UnderWayHarness):
     """depth: steps that are started before the first is read. The model is a device: it has what was sampled, the host does not.
     bad: requests whose next token's logits are not finite."""
 
@@ -66,7 +66,7 @@ class AheadHarness(SettlingHarness):
     def read(self) -> StepOutcome:
         return self.take_in(*self.under_way.popleft())
 
-    def settle(self) -> None:
+    def take_in_all(self) -> None:
         while self.under_way:
             self.read()
 

@@ -399,7 +399,7 @@ class FakeNode:
             self.evicted()
             self.loaded(name)
 
-    def settle(self, max_steps: int = 20_000) -> None:
+    def finish_all(self, max_steps: int = 20_000) -> None:
         """The engines behave: everything asked for is done. Fails when something accepted never ends."""
         for device in self.budgets:
             if device not in self.up:

@@ -133,7 +133,7 @@ def test_victims_of_a_death_and_their_placement_start_afresh() -> None:
     assert node.state("a") == "draining"
     node.engine_down("cpu:0", running=(1,))
     assert node.state("a") == node.state("b") == "cold"
-    node.settle()
+    node.finish_all()
     assert node.ends == {1: "finished", 2: "finished"}
 
 

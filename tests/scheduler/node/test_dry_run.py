@@ -104,7 +104,7 @@ def test_a_load_does_what_was_said(seed: int) -> None:
         else:
             assert not begun
         if draw.random() < 0.8:
-            node.settle()
+            node.finish_all()
     assert num_evicting > 5
 
 

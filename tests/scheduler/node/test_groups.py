@@ -157,7 +157,7 @@ def test_it_is_paused_with_its_streams_open_and_comes_back() -> None:
     assert node.state("pair") == "paused"
     node.loaded("a")
     node.finish()
-    node.settle()
+    node.finish_all()
     assert node.ends == {1: "finished", 2: "finished"}
 
 
@@ -262,7 +262,7 @@ def test_an_overdue_pair_is_not_kept_waiting_by_devices_that_are_free_by_turns()
             if any(load.device == f"cpu:{at}" for load in node.loads.values()):
                 node.loaded(next(load.model for load in node.loads.values() if load.device == f"cpu:{at}"))
     assert request in node.running or "pair" in {load.model for load in node.loads.values()}
-    node.settle()
+    node.finish_all()
     assert set(node.ends.values()) == {"finished"}
 
 
@@ -287,7 +287,7 @@ def test_two_pairs_that_overlap_take_turns() -> None:
     node.register(*(pair(f"p{at}", 80, devices=names) for at, names in overlapping))
     for at in (0, 1, 2, 0, 1, 2):
         node.arrive(f"p{at}")
-    node.settle()
+    node.finish_all()
     assert set(node.ends.values()) == {"finished"}
     assert len(node.ends) == 6
 
@@ -370,7 +370,7 @@ def test_a_death_while_victims_drain_spares_those_elsewhere() -> None:
     node.engine_down("cpu:1")
     assert node.state("a") == "ready", "nobody needs its room for now"
     assert node.state("b") == "cold"
-    node.settle()
+    node.finish_all()
     assert set(node.ends.values()) == {"finished"}
 
 
@@ -392,7 +392,7 @@ def test_an_eviction_without_answer_restarts_both_engines() -> None:
     node.command("unload", "pair")
     node.sleep(11)
     assert node.restarts == ["cpu:0", "cpu:1"]
-    node.settle()
+    node.finish_all()
     assert node.ends == {1: "finished"}
 
 

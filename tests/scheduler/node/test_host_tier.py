@@ -240,11 +240,11 @@ def test_the_account_itself() -> None:
     with pytest.raises(ValueError, match="2 slots asked for b, 1 are free"):
         tier.grant(2, "b", 2)
     with pytest.raises(ValueError, match="not granted"):
-        tier.settle_grant(1, (3,))
+        tier.end_grant(1, (3,))
     tier = HostTier(4)
-    tier.settle_grant(1, ())
+    tier.end_grant(1, ())
     tier.grant(1, "a", 2)
-    tier.settle_grant(1, (0, 1))
+    tier.end_grant(1, (0, 1))
     tier.weights["a"] = KeptWeights("f", (0, 1), 10)
     tier.lend("a", 7)
     tier.drop_weights("a")

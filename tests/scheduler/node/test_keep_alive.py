@@ -146,14 +146,14 @@ def test_a_paused_models_word_still_counts_when_it_is_back() -> None:
     node.loaded("b")
     assert node.state("a") == "paused"
     assert node.view("a").keep_alive_s == 5
-    node.settle()
+    node.finish_all()
     assert node.ends[request] == "finished"
 
 
 def test_the_word_of_a_request_that_never_ran_is_forgotten() -> None:
     node = node_with(60.0)
     node.cancel(node.arrive("a", keep_alive_s=0.0))
-    node.settle()
+    node.finish_all()
     node.sleep(100)
     node.evicted()
     assert node.state("a") == "cold"

@@ -158,7 +158,7 @@ def test_cancelled_while_its_model_is_being_paused() -> None:
     node.evicted()
     assert node.state("a") == "cold"
     node.loaded("b")
-    node.settle()
+    node.finish_all()
 
 
 def test_a_crash_during_the_pause_loses_nothing() -> None:
@@ -168,7 +168,7 @@ def test_a_crash_during_the_pause_loses_nothing() -> None:
     assert node.evicts
     node.engine_down("cpu:0")
     assert node.state("a") == "paused"
-    node.settle()
+    node.finish_all()
     assert set(node.ends.values()) == {"finished"}
 
 

@@ -115,7 +115,7 @@ def test_what_is_accepted_ends_whatever_happens() -> None:
                 placement.stage == VICTIMS_DRAIN for placement in node.scheduler._node.placements.values()
             )
             seen["a device is held for a split model"] += any(device.held_for for device in node.scheduler._node.devices.values())
-        node.settle()
+        node.finish_all()
         seen.update(type(action).__name__ for action in node.log)
         shares = [action for action in node.log if isinstance(action, actions.Load | actions.Evict)]
         seen.update(f"{type(action).__name__} on {len(members_of(action))}" for action in shares)

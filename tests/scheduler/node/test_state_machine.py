@@ -209,7 +209,7 @@ class Node(RuleBasedStateMachine):
         if hasattr(self, "node"):
             for model, expectation in self.expected:
                 self.node.over(model, expectation)
-            self.node.settle()
+            self.node.finish_all()
 
 
 Node.TestCase.settings = settings(
