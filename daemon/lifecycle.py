@@ -71,7 +71,7 @@ RESTART_SIGNAL = signal.SIGUSR2  # the unit's RestartKillSignal: a stop that ano
 TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
 
 
-class Lifecycle:
+class DaemonRun:
     """One run of the daemon. flags: the values given on the command line, read again at each reload. files: what the settings
     name."""
 
@@ -489,7 +489,7 @@ def serve(
     faulthandler.enable()  # at a watchdog's SIGABRT the log shows where each thread was
 
     async def main() -> int:
-        return await Lifecycle(config, devices, config_path, flags, files, inventory).run()
+        return await DaemonRun(config, devices, config_path, flags, files, inventory).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -57,7 +57,7 @@ def make_exchange(num_engines: int) -> int:
 # ---- regions
 
 
-class Part(NamedTuple):
+class RegionArray(NamedTuple):
     """One array in a region. code: of the struct module, which numpy understands as well."""
 
     begin: int
@@ -115,7 +115,7 @@ class RegionSizes(NamedTuple):
     handed_bytes: int = 0
 
 
-def region_layout(sizes: RegionSizes) -> tuple[dict[str, Part], int]:
+def region_layout(sizes: RegionSizes) -> tuple[dict[str, RegionArray], int]:
     """Returns where each array of a region begins, and the bytes of the region."""
     rows, blocks, num_stages = sizes.max_sequences, -(-sizes.max_model_len // sizes.block_tokens), sizes.num_stages
     stage_size = sizes.num_ranks // num_stages
@@ -130,12 +130,12 @@ def region_layout(sizes: RegionSizes) -> tuple[dict[str, Part], int]:
     ]
     parts, end = {}, 0
     for name, code, shape in arrays:
-        parts[name] = Part(end, code, shape)
+        parts[name] = RegionArray(end, code, shape)
         end = -(-(end + math.prod(shape) * _ITEM_BYTES[code]) // LINE_BYTES) * LINE_BYTES
     of_ranks, of_stages = rank_memory_bytes(stage_size), stage_memory_bytes(stage_size, num_stages, sizes.handed_bytes)
     begin = _pages(end)
-    parts["ranks"] = Part(begin, "B", (num_stages, of_ranks))
-    parts["stages"] = Part(begin + num_stages * of_ranks, "B", (stage_size, of_stages // stage_size))
+    parts["ranks"] = RegionArray(begin, "B", (num_stages, of_ranks))
+    parts["stages"] = RegionArray(begin + num_stages * of_ranks, "B", (stage_size, of_stages // stage_size))
     return parts, _pages(begin + num_stages * of_ranks + of_stages)
 
 

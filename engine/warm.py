@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _compile(ops: CpuOps, cache_dir: str, dtypes: tuple[str, ...], formats: list[str]) -> int:
-    from engine.cpu.kernel_builds import KernelBuilds
+    from engine.cpu.kernel_builds import CpuKernelBuilds
     from engine.host.weight_decoder import weight_decoder
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
@@ -79,7 +79,7 @@ def _compile(ops: CpuOps, cache_dir: str, dtypes: tuple[str, ...], formats: list
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
             shown = line
 
-    builds = KernelBuilds(num_cores(), num_cores(), ops.use, tell)
+    builds = CpuKernelBuilds(num_cores(), num_cores(), ops.use, tell)
     for dtype in dtypes:
         for quantize in formats:
             builds.need(dtype, quantize)

@@ -69,9 +69,9 @@ class CpuBackend:
         if self._ops.kernels is None:
             self._builds = None
         else:
-            from engine.cpu.kernel_builds import KernelBuilds
+            from engine.cpu.kernel_builds import CpuKernelBuilds
 
-            self._builds = KernelBuilds(self.compute_threads, num_cores(), self._ops.use, tell)
+            self._builds = CpuKernelBuilds(self.compute_threads, num_cores(), self._ops.use, tell)
             for dtype in self._options.dtypes:
                 self._builds.need(dtype)
         self.decoder()

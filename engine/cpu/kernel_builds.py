@@ -82,7 +82,7 @@ class _Progress:
             return max(0.0, planned_s - passed_s)
 
 
-class KernelBuilds:
+class CpuKernelBuilds:
     """Compiles the kernels that one process needs. num_threads: threads that run the models' kernels. num_processes: how many
     compilers may run at a time, MOST_COMPILERS at most. use: called with a dtype and a
     quantisation when their kernels are compiled (CpuOps.use). tell: called from other threads with news of the compilation."""

@@ -18,7 +18,7 @@ from engine.contracts.steps import StepResult
 from engine.cpu.adapters import HostAdapterMemory
 from engine.cpu.batch import GroupMemory, HostBatch, build_batch, padded_rows
 from engine.cpu.ops import ADAPTERS, RANKS, CpuOps
-from engine.cpu.predicting import Predicting
+from engine.cpu.predicting import CpuPredicting
 from engine.cpu.recording.inputs import StepInputs
 from engine.cpu.recording.program import Scratch
 from engine.cpu.recording.recorded import RecordedSteps
@@ -105,7 +105,7 @@ class CpuModel:
         self.adapter_memory = HostAdapterMemory(shape, spec.dtype, self._use_adapters)
         self._predicting = None
         if shape.predicts:
-            self._predicting = Predicting(ops, self._model, self._batch, self._logits_rows)
+            self._predicting = CpuPredicting(ops, self._model, self._batch, self._logits_rows)
         self._kept: list[Tensor] | None = None  # of the latest step: what the predictor reads (StepBatch.kept)
         self.arena = memory.arena
         self._awaits_kernels = not self._has_final_kernels

@@ -22,7 +22,7 @@ from engine.sampling.sampler import SamplingRows, plain_rows, sample_tokens
 from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 
-class Predicting:
+class CpuPredicting:
     """Has one model's predictor see the model's steps, and draft tokens. batch: builds the inputs of a plan. logits_rows: of how
     many rows logits are made at a time."""
 

@@ -16,7 +16,7 @@ from engine.contracts.backend import OpenDevice
 from engine.contracts.loads import KernelNews
 from engine.cuda.frames import DeviceFrames, device_frames
 from engine.cuda.graphs import give_back_memory
-from engine.cuda.kernel_builds import KernelBuilds
+from engine.cuda.kernel_builds import CudaKernelBuilds
 from engine.cuda.model import CudaModel
 from engine.cuda.ops import CudaOps
 from engine.cuda.sink import DeviceSink
@@ -83,7 +83,7 @@ class CudaBackend:
         self._frames: DeviceFrames | None = None  # decodes packed weights on the device; None: the host does
         # All loads launch on this stream what they launch themselves, none of it on the stream of steps and of captured graphs.
         self._load_stream = torch.cuda.Stream() if memory.arena.is_cuda else None
-        self._builds: KernelBuilds | None = None  # None: kernels are interpreted
+        self._builds: CudaKernelBuilds | None = None  # None: kernels are interpreted
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
         self._ops = CudaOps(self._options.cache_dir)
@@ -92,7 +92,7 @@ class CudaBackend:
         if self.memory.arena.is_cuda:
             major, minor = torch.cuda.get_device_capability()
             of_gpu = (10 * major + minor, self._options.block_tokens)
-            self._builds = KernelBuilds(str(triton.knobs.cache.dir), *of_gpu, num_cores(), tell)
+            self._builds = CudaKernelBuilds(str(triton.knobs.cache.dir), *of_gpu, num_cores(), tell)
 
     def need_kernels(
         self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat

@@ -38,7 +38,7 @@ TELL_EVERY_S, LIMIT_S = 1.0, 300.0
 START_S, UNIT_S = 6.0, 1.5  # expected: until a process begins to compile, and for each kernel then
 
 
-class KernelBuilds:
+class CudaKernelBuilds:
     """The compilation of kernels for one GPU. folder: Triton's cache folder. capability: as in CompileJob. num_processes: how many
     compilers may run at a time, MOST_COMPILERS at most. tell: called with news, by the thread that waits."""
 

@@ -33,7 +33,7 @@ from engine.cuda.kernels import entry
 from engine.cuda.mixed_graphs import MixedGraphs
 from engine.cuda.mixed_steps import MixedSize, mixed_columns, mixed_padding, mixed_sizes, num_tiles
 from engine.cuda.ops import CudaOps
-from engine.cuda.predicting import Predicting, WithProposals
+from engine.cuda.predicting import CudaPredicting, WithProposals
 from engine.cuda.sequences import DeviceSequences, Staging
 from engine.grammar.row_masks import RowMasks
 from engine.layers.rope import rotaries_of
@@ -181,10 +181,10 @@ class CudaModel:
         self._has_adapted = False  # whether a step has had a row with an adapter
         known = (shape, spec.dtype, arena, spec.max_sequences, self._staging)
         self.adapter_memory = DeviceAdapterMemory(*known, prepare_adapters, self._drop_adapted_graphs)
-        self._predicting: Predicting | None = None
+        self._predicting: CudaPredicting | None = None
         if shape.predicts:
             where = (self._staging, self._device, spec.max_sequences, self.tile_tokens)
-            self._predicting = Predicting(self._loaded, self._batch_of, *where)
+            self._predicting = CudaPredicting(self._loaded, self._batch_of, *where)
         # what small steps keep for the predictor: one for the graphs of all sizes, each of which would keep more
         self._kept_memory: list[Tensor] = []
         if max_graph_tokens:

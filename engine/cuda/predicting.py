@@ -33,7 +33,7 @@ DRAFT_COLUMNS = ("slots", "firsts", "contexts", *SETTINGS)  # of a row that read
 FLOAT_COLUMNS = {"temperature", "top_p", "min_p"}
 
 
-class Predicting:
+class CudaPredicting:
     """Has one model's predictor see the model's steps, and draft tokens. model: the loaded one. batch: makes the inputs of a
     forward pass of columns that were sent. num_slots: S, the slot of no sequence. tile_tokens: as in extend_step."""
 

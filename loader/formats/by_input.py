@@ -13,7 +13,7 @@ from loader.dtypes import SCALES_IN
 from loader.formats import int4_layout
 from loader.formats.awq_settings import Awq
 from loader.formats.gptq_settings import Gptq
-from loader.formats.int4_layout import BY_INPUT, IN_WORD, REARRANGED, Part, Parts, rearranged
+from loader.formats.int4_layout import BY_INPUT, IN_WORD, REARRANGED, Int4Tensor, Int4Tensors, rearranged
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.refused import Refused, is_read_as, refusal_of
 from loader.formats.relayout import REARRANGING_BYTES, SCALES, Relayout
@@ -28,14 +28,14 @@ def _num_groups(settings: Awq | Gptq, num_inputs: int) -> int:
     return -(-num_inputs // (settings.group_inputs or num_inputs))
 
 
-def parts_by_input(settings: Awq | Gptq, name: str, dims: Dims, words: Part, zeros: Relayout) -> Parts:
+def parts_by_input(settings: Awq | Gptq, name: str, dims: Dims, words: Int4Tensor, zeros: Relayout) -> Int4Tensors:
     """Returns the tensors of a matrix whose words are these, but for the groups of its inputs."""
     num_outputs, groups = dims[0], _num_groups(settings, dims[1])
     of_inputs = Along(0, settings.group_inputs) if settings.group_inputs else None
     stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.scales), (groups, num_outputs))
     scales = rearranged(stored, _SCALES_AS, (Along(1), of_inputs), SCALES)
     stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.zeros), (groups, -(-num_outputs // IN_WORD)), WORDS)
-    return Parts(words, scales, rearranged(stored, "uint8", (Along(1, IN_WORD), of_inputs), zeros))
+    return Int4Tensors(words, scales, rearranged(stored, "uint8", (Along(1, IN_WORD), of_inputs), zeros))
 
 
 def format_by_input(
@@ -43,7 +43,7 @@ def format_by_input(
     name: str,
     title: str,
     read: Callable[[Mapping[str, Any]], Awq | Gptq | Refused | None],
-    parts_of: Callable[[TensorGroup, str, tuple[int, ...]], Parts],
+    parts_of: Callable[[TensorGroup, str, tuple[int, ...]], Int4Tensors],
     ordered: bool = False,
 ) -> WeightFormat:
     """Returns the format of checkpoints with these settings. read: what reads settings from a `quantization_config`. parts_of: the

@@ -40,7 +40,7 @@ COMPRESSED = Names(".weight_packed", ".weight_scale", ".weight_zero_point")  # o
 BY_INPUT = Names(".qweight", ".scales", ".qzeros", ".g_idx")  # of AWQ and GPTQ
 
 
-class Part(NamedTuple):
+class Int4Tensor(NamedTuple):
     """A stored tensor of a matrix. held_as: its dtype in memory. item_bytes: the size of its elements there, unless it is
     rearranged. axes: where the matrix's outputs and inputs lie in it. relayout: as in WeightSlot."""
 
@@ -55,21 +55,21 @@ class Part(NamedTuple):
         return math.prod(shape) * self.item_bytes if self.relayout is None else self.relayout.held_bytes(shape)
 
 
-class Parts(NamedTuple):
+class Int4Tensors(NamedTuple):
     """The tensors of one matrix."""
 
-    words: Part
-    scales: Part
-    zeros: Part | None = None
-    order: Part | None = None
+    words: Int4Tensor
+    scales: Int4Tensor
+    zeros: Int4Tensor | None = None
+    order: Int4Tensor | None = None
 
 
-def rearranged(tensor: StoredTensor, held_as: str, axes: Axes, relayout: Relayout) -> Part:
-    return Part(tensor, held_as, axes, relayout=relayout)
+def rearranged(tensor: StoredTensor, held_as: str, axes: Axes, relayout: Relayout) -> Int4Tensor:
+    return Int4Tensor(tensor, held_as, axes, relayout=relayout)
 
 
 def place(
-    parts_of: Callable[[str, tuple[int, ...]], Parts], group_inputs: int, is_joint: bool, group: TensorGroup, space: Space
+    parts_of: Callable[[str, tuple[int, ...]], Int4Tensors], group_inputs: int, is_joint: bool, group: TensorGroup, space: Space
 ) -> tuple[list[WeightSlot], int]:
     """Lays out a group of matrices. parts_of(name, dims): the tensors of one. group_inputs: inputs that share a scale; 0: all.
     is_joint: the inputs are put in order when all have been read. Raises CheckpointError for a matrix that is not made of whole
@@ -79,11 +79,11 @@ def place(
     slots: list[WeightSlot] = []
     end = space.begin_bytes
     matrices = [(matrix, parts_of(matrix.name, matrix.whole_dims)) for matrix in matrices_of(group)]
-    for number in range(len(Parts._fields)):
+    for number in range(len(Int4Tensors._fields)):
         begin = end if not number else aligned(end)
         for matrix, parts in matrices:
             name, dims, cut = matrix
-            part: Part | None = parts[number]
+            part: Int4Tensor | None = parts[number]
             if part is None:
                 continue
             if dims[1] % step:

@@ -14,13 +14,13 @@ from loader.architectures.architecture import TensorGroup
 from loader.formats.awq_settings import Awq, read
 from loader.formats.by_input import WORDS, format_by_input, parts_by_input
 from loader.formats.gptq_settings import GROUPS, group_of
-from loader.formats.int4_layout import BY_INPUT, IN_WORD, Parts, rearranged
+from loader.formats.int4_layout import BY_INPUT, IN_WORD, Int4Tensors, rearranged
 from loader.formats.relayout import AWQ_WORDS, AWQ_ZEROS, V2_EIGHTS
 from loader.formats.stored_part import Along
 from loader.formats.weight_format import StoredTensor, WeightFormat
 
 
-def _parts(settings: Awq, group: TensorGroup, name: str, dims: tuple[int, ...]) -> Parts:
+def _parts(settings: Awq, group: TensorGroup, name: str, dims: tuple[int, ...]) -> Int4Tensors:
     num_outputs, num_inputs = dims
     stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.words), (num_inputs, -(-num_outputs // IN_WORD)), WORDS)
     words = rearranged(stored, "int32", (Along(1, IN_WORD), Along(0)), AWQ_WORDS)

@@ -15,7 +15,7 @@ from itertools import product
 from loader.architectures.architecture import TensorGroup
 from loader.formats.by_input import WORDS, format_by_input, parts_by_input
 from loader.formats.gptq_settings import GROUPS, Gptq, group_of, read
-from loader.formats.int4_layout import BY_INPUT, IN_WORD, Parts, rearranged
+from loader.formats.int4_layout import BY_INPUT, IN_WORD, Int4Tensors, rearranged
 from loader.formats.relayout import (
     GPTQ_V1_ZEROS,
     GPTQ_V2_ZEROS,
@@ -29,7 +29,7 @@ from loader.formats.stored_part import Along
 from loader.formats.weight_format import StoredTensor, WeightFormat
 
 
-def _parts(settings: Gptq, group: TensorGroup, name: str, dims: tuple[int, ...]) -> Parts:
+def _parts(settings: Gptq, group: TensorGroup, name: str, dims: tuple[int, ...]) -> Int4Tensors:
     num_outputs, num_inputs = dims
     stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.words), (-(-num_inputs // IN_WORD), num_outputs), WORDS)
     words = rearranged(stored, "int32", (Along(1), Along(0, IN_WORD)), GPTQ_WORDS)

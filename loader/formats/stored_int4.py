@@ -15,7 +15,7 @@ from itertools import product
 from loader.architectures.architecture import TensorGroup
 from loader.dtypes import ITEM_BYTES, SCALES_IN
 from loader.formats import int4_layout
-from loader.formats.int4_layout import COMPRESSED, IN_WORD, Part, Parts, rearranged
+from loader.formats.int4_layout import COMPRESSED, IN_WORD, Int4Tensor, Int4Tensors, rearranged
 from loader.formats.int4_settings import GROUPS, WHOLE_ROW, Int4, read
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.refused import is_read_as, refusal_of
@@ -28,16 +28,16 @@ _SHAPE, _HELD_AS, _WORDS, _WORD_BYTES = ".weight_shape", "int32", ("I32",), 4
 _UNUSED = (".input_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale")
 
 
-def _parts(settings: Int4, scales_as: str, name: str, dims: tuple[int, ...]) -> Parts:
+def _parts(settings: Int4, scales_as: str, name: str, dims: tuple[int, ...]) -> Int4Tensors:
     num_outputs, num_inputs = dims
     groups = 1 if settings.group_inputs == WHOLE_ROW else -(-num_inputs // settings.group_inputs)
     of_inputs = Along(1, settings.group_inputs) if settings.group_inputs else None  # else one group, whatever part is taken
     words = StoredTensor(COMPRESSED.of(name, COMPRESSED.words), (num_outputs, -(-num_inputs // IN_WORD)), _WORDS)
     scales = StoredTensor(COMPRESSED.of(name, COMPRESSED.scales), (num_outputs, groups), is_scale=True)
     zeros = StoredTensor(COMPRESSED.of(name, COMPRESSED.zeros), (-(-num_outputs // IN_WORD), groups), _WORDS)
-    return Parts(
-        Part(words, _HELD_AS, (Along(0), Along(1, IN_WORD)), _WORD_BYTES),
-        Part(scales, scales_as, (Along(0), of_inputs), ITEM_BYTES[scales_as]),
+    return Int4Tensors(
+        Int4Tensor(words, _HELD_AS, (Along(0), Along(1, IN_WORD)), _WORD_BYTES),
+        Int4Tensor(scales, scales_as, (Along(0), of_inputs), ITEM_BYTES[scales_as]),
         None if settings.symmetric else rearranged(zeros, "uint8", (Along(0, IN_WORD), of_inputs), ZEROS_BY_OUTPUT),
     )
 

@@ -41,7 +41,7 @@ class Matrix(NamedTuple):
         return self.dims if self.cut is None else self.cut.whole_of(self.dims)
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A part of a stored tensor. cut: which part it is; None: all of it."""
 
     shape: Dims
@@ -57,11 +57,11 @@ def matrices_of(group: TensorGroup) -> Iterator[Matrix]:
         yield Matrix(name, dims, cut)
 
 
-def stored_part(name: str, shape: Dims, axes: Axes, cut: Cut | None) -> Part:
+def stored_part(name: str, shape: Dims, axes: Axes, cut: Cut | None) -> StoredPart:
     """Returns the part of a stored tensor that belongs to a part of its matrix. shape: of the whole tensor. cut: of the matrix.
     Raises CheckpointError for a cut between numbers that are stored as one, or that have one scale."""
     if cut is None or (along := axes[cut.axis]) is None:
-        return Part(shape, None)
+        return StoredPart(shape, None)
     for begin, end in cut.ranges:
         is_last = (begin, end) == cut.ranges[-1] and end == cut.whole
         for at in (begin, *(() if is_last else (end,))):
@@ -70,4 +70,4 @@ def stored_part(name: str, shape: Dims, axes: Axes, cut: Cut | None) -> Part:
                 raise CheckpointError("config.json", name, why)
     ranges = tuple((begin // along.num, -(-end // along.num)) for begin, end in cut.ranges)
     own = Cut(along.axis, ranges, shape[along.axis])
-    return Part(own.part_of(shape), own)
+    return StoredPart(own.part_of(shape), own)

@@ -41,7 +41,7 @@ class Transit:
     slots: Slots
 
 
-class HostTier:
+class HostTierAccount:
     """The slots. At all times each slot is in exactly one of free, transit, weights and kv."""
 
     __slots__ = ("_free", "kv", "num_slots", "revision", "transit", "weights")

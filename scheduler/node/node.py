@@ -17,7 +17,7 @@ from scheduler.node.costs import LoadCosts, Rate
 from scheduler.node.events import ModelFacts, RequestFacts
 from scheduler.node.groups import joined
 from scheduler.node.history import History
-from scheduler.node.host_tier import HostTier, Slots
+from scheduler.node.host_tier import HostTierAccount, Slots
 from scheduler.node.lazy_heap import LazyHeap
 from scheduler.node.ledger import NOTHING, DeviceLedger, Size
 from scheduler.node.settings import SchedulerSettings
@@ -302,7 +302,7 @@ class Node:
         self.now = 0.0
         self.cause = "boot"
         self.actions: list[Action] = []
-        self.host = HostTier(settings.host_tier_slots)
+        self.host = HostTierAccount(settings.host_tier_slots)
         self.models: dict[str, Model] = {}
         self.devices: dict[str, Device] = {}
         self.requests: dict[int, Request] = {}

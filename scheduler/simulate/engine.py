@@ -27,9 +27,9 @@ NOTHING_RESTORED: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A request in the engine. prompt_left: tokens to be computed before it decodes, without those whose KV was restored with the
-    model."""
+class SimulatedSequence:
+    """A request's sequence in the engine. prompt_left: tokens to be computed before it decodes, without those whose KV was restored
+    with the model."""
 
     outcome: RequestOutcome
     kv_bytes: int
@@ -48,10 +48,10 @@ class Hosted:
     costs: ModelSteps
     followers: tuple[SimulatedEngine, ...] = ()
     steps: float = 0.0
-    waiting: deque[Job] = field(default_factory=deque)  # for a place in the batch or for KV
-    prompts: deque[Job] = field(default_factory=deque)
+    waiting: deque[SimulatedSequence] = field(default_factory=deque)  # for a place in the batch or for KV
+    prompts: deque[SimulatedSequence] = field(default_factory=deque)
     decoding: list[tuple[float, int]] = field(default_factory=list)  # heap of (mark, request)
-    jobs: dict[int, Job] = field(default_factory=dict)  # all of them
+    sequences: dict[int, SimulatedSequence] = field(default_factory=dict)  # all of them
     restored: dict[int, int] = field(default_factory=dict)  # request that is to come back -> tokens whose KV is there
     kv_bytes: int = 0
     backlogged: bool = False  # there was more to do than fits a turn when its latest step was planned
@@ -62,14 +62,14 @@ class Hosted:
 
     def kv_tokens(self) -> dict[int, int]:
         """Returns request -> number of tokens whose KV exists, in the order in which the requests were submitted."""
-        found = {request_id: self._kv_tokens(job) for request_id, job in self.jobs.items()}
+        found = {request_id: self._kv_tokens(sequence) for request_id, sequence in self.sequences.items()}
         return {request_id: num_tokens for request_id, num_tokens in found.items() if num_tokens > 0}
 
-    def _kv_tokens(self, job: Job) -> int:
-        request = job.outcome.request
-        if job.prompt_left:
-            return request.input_tokens + job.outcome.tokens_done - job.prompt_left
-        return request.input_tokens + int(self.steps - job.tokens_at_step + _DUE) - 1
+    def _kv_tokens(self, sequence: SimulatedSequence) -> int:
+        request = sequence.outcome.request
+        if sequence.prompt_left:
+            return request.input_tokens + sequence.outcome.tokens_done - sequence.prompt_left
+        return request.input_tokens + int(self.steps - sequence.tokens_at_step + _DUE) - 1
 
     def rows(self, turns: int) -> int:
         """Returns how many sequences decode in a step that may take so many turns (a turn is a model's time slice)."""
@@ -87,7 +87,7 @@ class _Step:
 
     hosted: Hosted
     part: float
-    chunks: list[tuple[Job, int]]
+    chunks: list[tuple[SimulatedSequence, int]]
     seconds: float
     wait_s: float
     turns: int  # it was planned to take
@@ -185,14 +185,14 @@ class SimulatedEngine:
         ends_at = self._began + step.seconds
         if hosted.steps_left() > step.part:
             hosted.steps += step.part
-        for job, tokens in step.chunks:
-            request = job.outcome.request
-            if tokens == job.prompt_left and request.output_tokens > job.outcome.tokens_done + 1:
-                job.prompt_left = 0
-                hosted.prompts.remove(job)
-                self._end_prompt(hosted, job, ends_at)
+        for sequence, tokens in step.chunks:
+            request = sequence.outcome.request
+            if tokens == sequence.prompt_left and request.output_tokens > sequence.outcome.tokens_done + 1:
+                sequence.prompt_left = 0
+                hosted.prompts.remove(sequence)
+                self._end_prompt(hosted, sequence, ends_at)
             else:
-                job.prompt_left = max(1, job.prompt_left - tokens)
+                sequence.prompt_left = max(1, sequence.prompt_left - tokens)
         return ends_at - self._now
 
     def drop(self, name: str) -> list[RequestOutcome]:
@@ -205,9 +205,9 @@ class SimulatedEngine:
             del engine._followed[name]
         self.turns.remove(name)
         for _, request_id in hosted.decoding:
-            job = hosted.jobs[request_id]
-            job.outcome.tokens_done = int(hosted.steps - job.tokens_at_step + _DUE)
-        return [job.outcome for job in hosted.jobs.values()]
+            sequence = hosted.sequences[request_id]
+            sequence.outcome.tokens_done = int(hosted.steps - sequence.tokens_at_step + _DUE)
+        return [sequence.outcome for sequence in hosted.sequences.values()]
 
     def kv_bytes(self) -> dict[str, int]:
         """Returns the KV bytes of running sequences, by model."""
@@ -229,9 +229,9 @@ class SimulatedEngine:
         tokens = request.input_tokens + request.output_tokens
         restored = hosted.restored.pop(outcome.request_id, 0)
         prompt_left = max(1, request.input_tokens + outcome.tokens_done - restored)
-        job = Job(outcome, tokens * hosted.facts.kv_bytes_per_token, prompt_left)
-        hosted.jobs[outcome.request_id] = job
-        hosted.waiting.append(job)
+        sequence = SimulatedSequence(outcome, tokens * hosted.facts.kv_bytes_per_token, prompt_left)
+        hosted.sequences[outcome.request_id] = sequence
+        hosted.waiting.append(sequence)
 
     # ---- steps of split models
 
@@ -311,25 +311,25 @@ class SimulatedEngine:
             engine.join(now + seconds)
         return _Step(hosted, part, chunks, seconds, wait_s, turns)
 
-    def _chunks(self, hosted: Hosted, turns: int, rows: int, strict: bool) -> list[tuple[Job, int]]:
+    def _chunks(self, hosted: Hosted, turns: int, rows: int, strict: bool) -> list[tuple[SimulatedSequence, int]]:
         """Returns the chunks of prompts in a step: prompts that have begun continue in order, then waiting ones are admitted,
         until the step is full."""
         if not (hosted.prompts or hosted.waiting):
             return []
         costs, num_prompts = hosted.costs, len(hosted.prompts) + len(hosted.waiting)
         left = costs.prompt_tokens(turns, rows, num_prompts, strict)
-        chunks: list[tuple[Job, int]] = []
+        chunks: list[tuple[SimulatedSequence, int]] = []
         most_rows = costs.max_rows(turns)
         at = 0
         while left > 0:
             if at == len(hosted.prompts) and not (hosted.num_running < most_rows and self._admit(hosted)):
                 break
-            job = hosted.prompts[at]
-            tokens = min(left, job.prompt_left)
-            chunks.append((job, tokens))
+            sequence = hosted.prompts[at]
+            tokens = min(left, sequence.prompt_left)
+            chunks.append((sequence, tokens))
             left -= tokens
             at += 1
-            if tokens < job.prompt_left:
+            if tokens < sequence.prompt_left:
                 left = 0
                 hosted.backlogged = hosted.backlogged or bool(turns)
         return chunks
@@ -351,9 +351,9 @@ class SimulatedEngine:
         """Admits the first waiting request if it fits. Returns whether it did."""
         if not self._fits(hosted):
             return False
-        job = hosted.waiting.popleft()
-        hosted.kv_bytes += job.kv_bytes
-        hosted.prompts.append(job)
+        sequence = hosted.waiting.popleft()
+        hosted.kv_bytes += sequence.kv_bytes
+        hosted.prompts.append(sequence)
         return True
 
     def _interrupt(self) -> None:
@@ -383,8 +383,8 @@ class SimulatedEngine:
         self.turns.charge(hosted.facts.name, step.seconds, None if turns_s is None else turns_s + step.wait_s)
         hosted.steps += step.part
         self._end_decoded(hosted)
-        for job, tokens in step.chunks:
-            job.prompt_left -= tokens
+        for sequence, tokens in step.chunks:
+            sequence.prompt_left -= tokens
         while hosted.prompts and not hosted.prompts[0].prompt_left:
             self._end_prompt(hosted, hosted.prompts.popleft(), now)
 
@@ -394,20 +394,20 @@ class SimulatedEngine:
         while hosted.decoding and hosted.decoding[0][0] <= mark:
             self._end(hosted, heappop(hosted.decoding)[1])
 
-    def _end_prompt(self, hosted: Hosted, job: Job, now: float) -> None:
-        outcome = job.outcome
+    def _end_prompt(self, hosted: Hosted, sequence: SimulatedSequence, now: float) -> None:
+        outcome = sequence.outcome
         if outcome.first_token_s is None:
             outcome.first_token_s = now
             self.first_tokens.append(outcome)
         outcome.tokens_done += 1
         left = outcome.request.output_tokens - outcome.tokens_done
-        job.tokens_at_step = hosted.steps - outcome.tokens_done
+        sequence.tokens_at_step = hosted.steps - outcome.tokens_done
         if left <= 0:
             self._end(hosted, outcome.request_id)
         else:
             heappush(hosted.decoding, (hosted.steps + left, outcome.request_id))
 
     def _end(self, hosted: Hosted, request_id: int) -> None:
-        job = hosted.jobs.pop(request_id)
-        hosted.kv_bytes -= job.kv_bytes
-        self.ended.append(job.outcome)
+        sequence = hosted.sequences.pop(request_id)
+        hosted.kv_bytes -= sequence.kv_bytes
+        self.ended.append(sequence.outcome)

@@ -22,7 +22,7 @@ from daemon.process.fd_store import MOST_QUICK_STARTS, QUICK_S, FdStore
 from daemon.process.systemd_notify import Notifier
 from engine import protocol
 from engine.memory import handles
-from scheduler.node.host_tier import HostCopy, HostTier, KeptWeights, SavedKV
+from scheduler.node.host_tier import HostCopy, HostTierAccount, KeptWeights, SavedKV
 from tests.daemon.service_manager import NotifySocket
 from tests.daemon.test_left_memory import CHUNK_BYTES, CHUNKS, ask, engine, first_life, held, load_message
 
@@ -209,7 +209,7 @@ class Copies:
     """The scheduler's side: a host tier without a scheduler."""
 
     def __init__(self, num_slots: int = 8) -> None:
-        self.tier = HostTier(num_slots)
+        self.tier = HostTierAccount(num_slots)
 
     @property
     def host_revision(self) -> int:

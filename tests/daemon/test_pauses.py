@@ -10,7 +10,7 @@ from daemon.api.generation.usage import usage_of
 from engine import protocol
 from engine.protocol import FINISH_STOP
 from scheduler.node import events
-from scheduler.node.host_tier import HostTier
+from scheduler.node.host_tier import HostTierAccount
 from tests.daemon.test_dispatcher import MIB, Harness, until
 
 
@@ -77,7 +77,7 @@ async def test_pauses_do_not_count_for_the_request_timeout() -> None:
 async def test_a_copy_of_files_that_have_just_changed_is_not_asked_for() -> None:
     """The registry knows before the scheduler is told."""
     node = Harness()
-    node.scheduler._node.host = HostTier(100)
+    node.scheduler._node.host = HostTierAccount(100)
     _, sink = node.request()
     load = node.engine.take(protocol.LoadModel)[0]
     assert load.keep_slots

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from engine.contracts.loads import LoadCancelled
 from engine.cuda import kernel_builds
 from engine.cuda.compile_process import CompileJob
-from engine.cuda.kernel_builds import KernelBuilds
+from engine.cuda.kernel_builds import CudaKernelBuilds
 from engine.protocol import KernelsTold
 from tests.engine.kernels.key_cases import BLOCK_TOKENS, CASES, KeyCase
 
@@ -66,7 +66,7 @@ class Machine:
         self.code = 0
         self.then = "pass"
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.builds = KernelBuilds(str(folder), HOPPER, BLOCK_TOKENS, 2, lambda news: self.told.append(news.told))
+        self.builds = CudaKernelBuilds(str(folder), HOPPER, BLOCK_TOKENS, 2, lambda news: self.told.append(news.told))
         patch.setattr(kernel_builds, "TELL_EVERY_S", 0.01)
         patch.setattr(kernel_builds, "_start", self._start)
 
@@ -92,7 +92,7 @@ def test_the_engine_finds_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> 
         mark.unlink()
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     told: list[KernelsTold] = []
-    KernelBuilds(str(folder), HOPPER, BLOCK_TOKENS, 2, lambda news: told.append(news.told)).need(
+    CudaKernelBuilds(str(folder), HOPPER, BLOCK_TOKENS, 2, lambda news: told.append(news.told)).need(
         COMPILED.spec, COMPILED.shape, lambda: None
     )
     (mark,) = folder.glob("compiled-*")
@@ -120,14 +120,14 @@ def test_it_happens_once_for_each_kind_of_model(machine: Machine) -> None:
         machine.need(adapters=True)
         assert len(machine.processes) == 4, "kernels of adapters are compiled when the first one comes"
     machine.processes.clear()
-    again = KernelBuilds(str(machine.folder), HOPPER, BLOCK_TOKENS, 2, lambda news: None)
+    again = CudaKernelBuilds(str(machine.folder), HOPPER, BLOCK_TOKENS, 2, lambda news: None)
     again.need(CASE.spec, CASE.shape, lambda: None)
     other_place = msgspec.structs.replace(CASE.spec, placement_id=7, model="other", path="/elsewhere", lease_chunks=9)
     again.need(other_place, CASE.shape, lambda: None)
     assert len(machine.processes) == 0
     again.need(msgspec.structs.replace(CASE.spec, kv_cache_dtype="fp8"), CASE.shape, lambda: None)
     assert len(machine.processes) == 2
-    KernelBuilds(str(machine.folder), 100, BLOCK_TOKENS, 2, lambda news: None).need(CASE.spec, CASE.shape, lambda: None)
+    CudaKernelBuilds(str(machine.folder), 100, BLOCK_TOKENS, 2, lambda news: None).need(CASE.spec, CASE.shape, lambda: None)
     assert len(machine.processes) == 4
 
 

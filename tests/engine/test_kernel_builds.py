@@ -15,7 +15,7 @@ import pytest
 
 from engine.contracts.loads import KernelNews
 from engine.cpu import kernel_builds
-from engine.cpu.kernel_builds import KernelBuilds
+from engine.cpu.kernel_builds import CpuKernelBuilds
 from engine.cpu.kernels import wanted
 from engine.host import compiled
 
@@ -34,7 +34,7 @@ for line in sys.stdin:
 
 @dataclass(eq=False)
 class Unit:
-    """A unit of kernels as KernelBuilds sees it. keeps: once other processes have compiled it, it can be loaded."""
+    """A unit of kernels as CpuKernelBuilds sees it. keeps: once other processes have compiled it, it can be loaded."""
 
     name: str
     seconds: float = 1.0
@@ -53,7 +53,7 @@ class Unit:
 
 @dataclass
 class Machine:
-    builds: KernelBuilds
+    builds: CpuKernelBuilds
     asked_for: Path
     news: list[KernelNews] = field(default_factory=list)
     used: list[tuple[str, str]] = field(default_factory=list)
@@ -69,7 +69,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
     def make(units: list[Unit], crashes_at: str = "", command: str = sys.executable) -> Machine:
         news: list[KernelNews] = []
         used: list[tuple[str, str]] = []
-        builds = KernelBuilds(2, 2, lambda dtype, quantize: used.append((dtype, quantize)), news.append)
+        builds = CpuKernelBuilds(2, 2, lambda dtype, quantize: used.append((dtype, quantize)), news.append)
         made = Machine(builds, tmp_path / "asked", news, used)
 
         def start(parallel: bool) -> subprocess.Popen[str]:

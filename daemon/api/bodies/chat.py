@@ -10,8 +10,8 @@ from msgspec import Meta, Raw, Struct
 from daemon.api.bodies.common import Common, Head, NumTop, head_of
 from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.api.bodies.messages import (
+    ContentPart,
     Message,
-    Part,
     checked_documents,
     content_of,
     hold_calls,
@@ -32,7 +32,7 @@ class Prediction(Struct):
     """What the client expects the reply to be, in large part."""
 
     type: Literal["content"]
-    content: str | list[Part]
+    content: str | list[ContentPart]
 
 
 class ChatBody(Common, kw_only=True):

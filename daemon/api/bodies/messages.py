@@ -16,7 +16,7 @@ _documents_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 _pack = msgspec.msgpack.encode
 
 
-class Part(Struct):
+class ContentPart(Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -37,7 +37,7 @@ class Called(Struct):
 
 class Message(Struct, omit_defaults=True):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[Called] | None = None
     tool_call_id: str | None = None
@@ -93,7 +93,7 @@ def content_of(message: Message, where: str) -> str | None:
     return content or message.refusal or content
 
 
-def joined(parts: list[Part], role: str, where: str) -> str:
+def joined(parts: list[ContentPart], role: str, where: str) -> str:
     """Returns the texts of a message's parts, one after the other. where: the message, for errors. Raises BadRequest naming the
     part."""
     texts, refusals = [], []

@@ -10,7 +10,7 @@ from msgspec import Meta, Raw, Struct
 from daemon.api.bodies import chat
 from daemon.api.bodies.common import Head, checked_stops
 from daemon.api.bodies.decode import check_text, decode, invalid, needed_text
-from daemon.api.bodies.messages import Called, CalledFunction, Message, Part
+from daemon.api.bodies.messages import Called, CalledFunction, ContentPart, Message
 from daemon.api.bodies.response_format import following
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
 from daemon.errors import BadRequest
@@ -163,7 +163,7 @@ def _system(system: str | list[Block] | None) -> list[Message]:
     return [Message("system", _text(system, "system"))]
 
 
-def _text(content: str | list[Block], where: str) -> str | list[Part]:
+def _text(content: str | list[Block], where: str) -> str | list[ContentPart]:
     """Returns text or text blocks, checked. Raises BadRequest for blocks of other types."""
     if isinstance(content, str):
         check_text(content, where)
@@ -171,17 +171,17 @@ def _text(content: str | list[Block], where: str) -> str | list[Part]:
     return [_part(block, f"{where}[{at}]") for at, block in enumerate(content)]
 
 
-def _part(block: Block, where: str) -> Part:
+def _part(block: Block, where: str) -> ContentPart:
     if block.type != "text":
         raise BadRequest("unsupported_parameter", f"{where}.type: {block.type[:64]!r} is not supported here", param=f"{where}.type")
-    return Part("text", needed_text(block.text, f"{where}.text"))
+    return ContentPart("text", needed_text(block.text, f"{where}.text"))
 
 
 def _user(turn: Turn, where: str) -> list[Message]:
     """Returns the results of tools as messages, and the text between and after them as the user's."""
     if isinstance(turn.content, str):
         check_text(turn.content, f"{where}.content")
-        return [Message("user", [Part("text", turn.content)])]
+        return [Message("user", [ContentPart("text", turn.content)])]
     found: list[Message] = []
     for at, block in enumerate(turn.content):
         place = f"{where}.content[{at}]"
@@ -197,7 +197,7 @@ def _assistant(turn: Turn, where: str) -> Message:
     if isinstance(turn.content, str):
         check_text(turn.content, f"{where}.content")
         return Message("assistant", turn.content)
-    parts: list[Part] = []
+    parts: list[ContentPart] = []
     calls: list[Called] = []
     thoughts: list[str] = []
     for at, block in enumerate(turn.content):
@@ -225,7 +225,7 @@ def _merged(messages: list[Message]) -> list[Message]:
     return merged
 
 
-def _parts(message: Message) -> list[Part]:
+def _parts(message: Message) -> list[ContentPart]:
     assert isinstance(message.content, list)
     return message.content
 

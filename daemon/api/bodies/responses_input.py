@@ -12,7 +12,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")
 
 
-class Part(Struct):
+class ItemPart(Struct):
     """A part of a message, of a function's output or of reasoning; which field it needs depends on the type."""
 
     type: str = "input_text"
@@ -25,12 +25,12 @@ class Item(Struct):
 
     type: str | None = None  # None: a message
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
 
 
 def chat_messages(given: str | list[Item]) -> list[Message]:
@@ -92,7 +92,7 @@ def _message(item: Item, where: str) -> Message:
     return Message(item.role, _text(item.content, f"{where}.content"))
 
 
-def _text(content: str | list[Part] | None, where: str, kinds: tuple[str, ...] = _TEXTS) -> str:
+def _text(content: str | list[ItemPart] | None, where: str, kinds: tuple[str, ...] = _TEXTS) -> str:
     """Returns a text, or text parts joined by new lines. Raises BadRequest naming the field."""
     if content is None:
         raise invalid(where, f"{where} is missing")

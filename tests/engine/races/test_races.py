@@ -162,13 +162,13 @@ def steps_do_not_wait_for_staging(run: EngineRun, monkeypatch: pytest.MonkeyPatc
 
 def drafts_do_not_wait_for_their_step(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The predictor runs on a stream of its own, beside the step that it reads."""
-    stream, after = graphs.torch.cuda.Stream(), predicting.Predicting.after
+    stream, after = graphs.torch.cuda.Stream(), predicting.CudaPredicting.after
 
     def beside(self: Any, *arguments: Any) -> Any:
         with graphs.torch.cuda.stream(stream):
             return after(self, *arguments)
 
-    monkeypatch.setattr(predicting.Predicting, "after", beside)
+    monkeypatch.setattr(predicting.CudaPredicting, "after", beside)
 
 
 WORK_SPACE = "cuBLAS's work space"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler.node.events import HostCopiesFound
-from scheduler.node.host_tier import HostCopy, HostTier, KeptWeights, SavedKV
+from scheduler.node.host_tier import HostCopy, HostTierAccount, KeptWeights, SavedKV
 from scheduler.node.node_scheduler import SchedulerSettings
 from tests.scheduler.node.fake_node import CHECKSUM, MIB, FakeNode, facts
 
@@ -235,13 +235,13 @@ def test_the_size_cannot_change_while_running() -> None:
 
 
 def test_the_account_itself() -> None:
-    tier = HostTier(4)
+    tier = HostTierAccount(4)
     assert tier.grant(1, "a", 3) == (0, 1, 2)
     with pytest.raises(ValueError, match="2 slots asked for b, 1 are free"):
         tier.grant(2, "b", 2)
     with pytest.raises(ValueError, match="not granted"):
         tier.end_grant(1, (3,))
-    tier = HostTier(4)
+    tier = HostTierAccount(4)
     tier.end_grant(1, ())
     tier.grant(1, "a", 2)
     tier.end_grant(1, (0, 1))

@@ -118,7 +118,7 @@ def test_two_prompts_do_not_both_go_beyond_their_turns_between_two_steps_of_a_th
     for request_id, model in enumerate("ab", 1):
         submit(made, request_id, model, 16, 1)
     chunks: list[tuple[str, int]] = []
-    while made.hosted["a"].jobs or made.hosted["b"].jobs:
+    while made.hosted["a"].sequences or made.hosted["b"].sequences:
         at = made.next_at()
         assert at is not None
         step = made._under_way
