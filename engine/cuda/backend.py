@@ -147,9 +147,18 @@ class CudaBackend:
         return model
 
     def _made(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
-        limits = (MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS) if self.memory.arena.is_cuda else (0, 0)
-        where = (weights, self.memory.arena, self._options.block_tokens)
-        model = CudaModel(self._ops, spec, shape, *where, *limits, lambda: self._need_adapter_kernels(spec, shape))
+        has_graphs = self.memory.arena.is_cuda
+        model = CudaModel(
+            self._ops,
+            spec,
+            shape,
+            weights,
+            arena=self.memory.arena,
+            block_tokens=self._options.block_tokens,
+            max_graph_rows=MAX_GRAPH_ROWS if has_graphs else 0,
+            max_graph_tokens=MAX_GRAPH_TOKENS if has_graphs else 0,
+            prepare_adapters=lambda: self._need_adapter_kernels(spec, shape),
+        )
         model.warm()
         return model
 

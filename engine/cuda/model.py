@@ -179,12 +179,25 @@ class CudaModel:
         self.adapted_graphs = DecodeGraphs(partial(self._decode, adapted=True), *on_device, max_graph_rows)
         self.adapted_mixed_graphs = MixedGraphs(partial(self.compute_mixed, adapted=True), *on_device, sizes)
         self._has_adapted = False  # whether a step has had a row with an adapter
-        known = (shape, spec.dtype, arena, spec.max_sequences, self._staging)
-        self.adapter_memory = DeviceAdapterMemory(*known, prepare_adapters, self._drop_adapted_graphs)
+        self.adapter_memory = DeviceAdapterMemory(
+            shape,
+            spec.dtype,
+            arena,
+            num_slots=spec.max_sequences,
+            staging=self._staging,
+            prepare=prepare_adapters,
+            bound_grew=self._drop_adapted_graphs,
+        )
         self._predicting: CudaPredicting | None = None
         if shape.predicts:
-            where = (self._staging, self._device, spec.max_sequences, self.tile_tokens)
-            self._predicting = CudaPredicting(self._loaded, self._batch_of, *where)
+            self._predicting = CudaPredicting(
+                self._loaded,
+                self._batch_of,
+                self._staging,
+                self._device,
+                num_slots=spec.max_sequences,
+                tile_tokens=self.tile_tokens,
+            )
         # what small steps keep for the predictor: one for the graphs of all sizes, each of which would keep more
         self._kept_memory: list[Tensor] = []
         if max_graph_tokens:

@@ -95,10 +95,26 @@ class Engine:
         self.models = ServedModels(configure, memory, left or (), runner.compute_threads)
         loads = Loads(runner, configure.test_disk_bytes_per_s, configure.test_copy_bytes_per_s)
         self._collector = GarbageCollector()
-        ways = (loads, channel.send, self._fail_request, self._finish_launched)
-        self.adapters = AdapterLoads(self.models, memory, *ways)
-        told = (channel.send, self._forget, memory, tier, self._resume, self._collector.loaded, self.adapters.ended)
-        self.lifecycle = Lifecycle(self.models, loads, *told, left is not None)
+        self.adapters = AdapterLoads(
+            self.models,
+            memory,
+            reads=loads,
+            send=channel.send,
+            fail=self._fail_request,
+            await_steps=self._finish_launched,
+        )
+        self.lifecycle = Lifecycle(
+            self.models,
+            loads,
+            send=channel.send,
+            forget=self._forget,
+            memory=memory,
+            tier=tier,
+            resume=self._resume,
+            loaded=self._collector.loaded,
+            adapter_read=self.adapters.ended,
+            outlives=left is not None,
+        )
         self.journal = StepJournal(journal, self.lifecycle.first_steps)
         self.preparer = None if memory is None else Preparer(memory, self.models.chunks, tier)
         self.idle_work = IdleWork(self.models, self._collector, self.preparer, self.lifecycle, self.journal)

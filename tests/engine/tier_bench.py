@@ -71,8 +71,15 @@ class TierBench:
         self.models = ServedModels(self.configure, self.memory, left)
         self.sent: list[Message] = []
         self.loads = Loads(self.runner)
-        told = (self.sent.append, lambda name: None, self.memory, self.tier)
-        self.lifecycle = Lifecycle(self.models, self.loads, *told, outlives=outlives)
+        self.lifecycle = Lifecycle(
+            self.models,
+            self.loads,
+            send=self.sent.append,
+            forget=lambda name: None,
+            memory=self.memory,
+            tier=self.tier,
+            outlives=outlives,
+        )
         _open.append(self)
         self.output: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
