@@ -71,6 +71,21 @@ def test_figures_are_those_of_the_newest_result_file() -> None:
     assert between_marks(ROOT / "docs" / "performance.md", AIMS) == aims.table(aims.results())
 
 
+MOST_PAGES, MOST_WORDS = 13, 1200  # of docs/design beside its README and its glossary; words of one
+
+
+def test_pages_of_the_design_are_few_and_listed() -> None:
+    """Whoever comes anew reads them all: a new subject belongs to a page that is there, or takes the place of another."""
+    folder = ROOT / "docs" / "design"
+    pages = {page.name for page in folder.glob("*.md")} - {"README.md", "glossary.md"}
+    assert len(pages) <= MOST_PAGES, pages
+    listed = set(LINK.findall((folder / "README.md").read_text()))
+    assert pages | {"glossary.md"} <= listed, pages - listed
+    rule = re.search(r"at most (\d+) pages of ([\d,]+) words", (ROOT / "CONTRIBUTING.md").read_text())
+    assert rule
+    assert [int(number.replace(",", "")) for number in rule.groups()] == [MOST_PAGES, MOST_WORDS]
+
+
 def test_pages_of_the_design_stay_readable() -> None:
     """A page answers one question: 1,200 words at most, no paragraph of more than 120, one glossary of 40 terms."""
     pages = {page.name: page.read_text() for page in (ROOT / "docs" / "design").glob("*.md")}
@@ -79,7 +94,7 @@ def test_pages_of_the_design_stay_readable() -> None:
     )
     assert len(re.findall(r"^\| (?!term|---)", pages.pop("glossary.md"), re.M)) <= 40
     for name, text in pages.items():
-        assert len(text.split()) <= (400 if name == "README.md" else 1200), name
+        assert len(text.split()) <= (400 if name == "README.md" else MOST_WORDS), name
         for paragraph in text.split("\n\n"):
             is_prose = not paragraph.startswith(("|", "```", "- ", "1. "))
             assert not is_prose or len(paragraph.split()) <= 120, f"{name}: {paragraph[:60]}"
