@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "daemon": {"config", "scheduler", "loader", "engine", "hearthd"},
     "hearthd": {"daemon"},
 }
-# exchange, loop.pulse: shared memory and system calls alone; memory.handles: descriptors over a socket; host: this machine
+# exchange, loop.pulse: shared memory and system calls alone; memory: descriptors over a socket, memfds; host: this machine
 DAEMON_FROM_ENGINE = {
     "engine.protocol",
     "engine.exchange",
@@ -32,8 +32,6 @@ DAEMON_FROM_ENGINE = {
     "engine.grammar.refusals",
     "engine.host.child_process",
     "engine.host.processor",
-    "engine.loop.pulse",
-    "engine.memory.handles",
     "engine.loop.pulse",
     "engine.memory.handles",
     "engine.memory.mappings",
