@@ -104,11 +104,12 @@ def _nothing() -> None:
 
 class Connection(web.RequestHandler):
     """The HTTP connection of one client. A timer limits how long a request's head may take. It is set when the client connects
-    and when a later head arrives in pieces, so requests that arrive whole need no timer."""
+    and when a later head arrives in pieces, also behind requests that are still in progress. Requests that arrive whole need no
+    timer."""
 
     __slots__ = (
-        "_answering", "_before", "_body", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_parts", "_head_timer",
-        "_is_last_look", "_lingering", "_server", "in_progress",
+        "_answering", "_before", "_body", "_body_bytes", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_parts",
+        "_head_timer", "_is_last_look", "_lingering", "_server", "in_progress",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +120,7 @@ class Connection(web.RequestHandler):
         self._server, self._answering, self._closed, self._before = server, server.answering, closed, before
         self.in_progress: InProgress | None = None  # set by the handler while the next daemon could go on with its request
         self._body: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head has arrived
+        self._body_bytes = 0  # its length by Content-Length; 0: it has none, or comes in chunks
         self._broken = False  # whether what still arrives cannot be read as HTTP and is dropped
         self._lingering: asyncio.Future[None] | None = None
         self._head_bytes = 0  # received of a head that is not complete yet
@@ -148,24 +150,34 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         if self._broken:
             return
-        num_before = self._request_count
+        num_before, num_body_bytes, is_in_body = self._request_count, self._body.total_bytes, not self._body.is_eof()
         super().data_received(data)
-        if self._request_count == num_before:
-            if data and self._is_between_requests:
-                self._on_part_of_head(data)
-            return
-        self._head_bytes, self._head_due_s = 0, 0.0
-        self._head_parts.clear()
-        for at in range(num_before - self._request_count, 0):
-            message, body = self._messages[at]
-            if isinstance(message, _ErrInfo):
-                self._break_off(message.exc)
-            elif message.version not in VERSIONS:  # the parser accepts HTTP/0.9 and 2.0 too
-                error = BadRequest("invalid_http", "only HTTP/1.1 and HTTP/1.0 are spoken here")
-                self._messages[at] = (_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD)
-                self._break_off(error)
-            else:
-                self._body = body
+        num_begun = self._request_count - num_before
+        if num_begun:
+            self._head_bytes, self._head_due_s = 0, 0.0
+            self._head_parts.clear()
+            for at in range(-num_begun, 0):
+                self._on_head(at)
+        if self._broken or self._upgraded or self._buffer_paused or not self._body.is_eof():
+            return  # no head has begun, or the parser holds requests back
+        if num_begun or (is_in_body and not self._body_bytes):
+            part = _behind(data, self._body_bytes)
+        else:
+            part = data[self._body_bytes - num_body_bytes :] if is_in_body else data
+        if part:
+            self._on_part_of_head(part)
+
+    def _on_head(self, at: int) -> None:
+        """Handles the head of a request, or the error of one. at: its index in the queue."""
+        message, body = self._messages[at]
+        if isinstance(message, _ErrInfo):
+            self._break_off(message.exc)
+        elif message.version not in VERSIONS:  # the parser accepts HTTP/0.9 and 2.0 too
+            error = BadRequest("invalid_http", "only HTTP/1.1 and HTTP/1.0 are spoken here")
+            self._messages[at] = (_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD)
+            self._break_off(error)
+        else:
+            self._body, self._body_bytes = body, int(message.headers.get("Content-Length", 0))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Handles the end of the client's data and returns whether the transport stays open. A client that ends its request
@@ -235,7 +247,7 @@ class Connection(web.RequestHandler):
 
     def so_far(self) -> ConnectionSoFar | None:
         """Returns what the next daemon needs to go on with the connection, or None if it cannot: the client does not read, has
-        sent several requests at once, speaks TLS, or the answer has begun and cannot be gone on with."""
+        sent several requests or parts of them at once, speaks TLS, or the answer has begun and cannot be gone on with."""
         transport = self.transport
         if transport is None or self._is_ending:
             return None
@@ -244,7 +256,7 @@ class Connection(web.RequestHandler):
         is_used, request = self._request_count > 0, self._current_request
         if request is None:
             return ConnectionSoFar(b"".join(self._head_parts), is_used) if self._is_between_requests else None
-        if self.in_progress is None or request.writer.output_size > 0:
+        if self.in_progress is None or request.writer.output_size > 0 or self._head_bytes:
             return None
         received = _again(request, self.in_progress)
         so_far = self.in_progress.so_far() if received else None
@@ -350,6 +362,14 @@ class Connection(web.RequestHandler):
     def _answer(self, error: HearthError) -> WholeAnswer:
         self._answering.counted("", error.status)
         return WholeAnswer(self, refusal(error, self._answering.body(error), request_id(None)))
+
+
+def _behind(data: bytes, body_bytes: int) -> bytes:
+    """Returns what follows the last whole request in data: part of a head, which has no empty line. body_bytes: the length of the
+    request's body, 0 if it has none or ends with an empty line, as chunks do. Where the request's end is not certain, because its
+    body has empty lines or its head began in earlier data, too little is returned, never a part of the request."""
+    at = data.rfind(b"\r\n\r\n", 0, max(0, len(data) - body_bytes))
+    return data[at + 4 + body_bytes :] if at >= 0 else b""
 
 
 def _again(request: web.BaseRequest, progress: InProgress, is_last: bool = False) -> bytes:

@@ -15,7 +15,7 @@ import pytest
 
 from daemon.http import connection
 from daemon.operate.control import make_control_app
-from tests.daemon.api.fakes import Node, serve
+from tests.daemon.api.fakes import Node, serve, text_script
 from tests.daemon.api.openai_error import check_error
 
 SAFETY_S = 60.0
@@ -265,6 +265,91 @@ async def test_a_later_heads_limit_counts_from_its_first_byte(node: Node) -> Non
             await whole_answer(reader)
             await until_a_silent_client_is_closed(node)
         assert (await dripped(reader, writer)).startswith(b"HTTP/1.1 408 ")
+
+
+PROMPT = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}, indent=2).replace("\n", "\r\n\r\n").encode()
+BODY_LENGTH = POST + b"Content-Length: %d\r\n\r\n" % len(PROMPT)
+CHUNKS = POST + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(PROMPT)
+WHOLE = {
+    "no body": [GET + b"\r\n"],
+    "length": [BODY_LENGTH + PROMPT],
+    "chunks": [CHUNKS + PROMPT + b"\r\n0\r\n\r\n"],
+    "chunks with a trailer": [CHUNKS + PROMPT + b"\r\n0\r\nX: a\r\n\r\n"],
+    "a later body": [BODY_LENGTH, PROMPT],
+    "a body in pieces": [BODY_LENGTH + PROMPT[:9], PROMPT[9:20], PROMPT[20:]],
+    "later chunks": [CHUNKS, PROMPT + b"\r\n0\r\n\r\n"],
+    "several": [GET + b"\r\n" + BODY_LENGTH + PROMPT + GET + b"\r\n"],
+    "several, the last with a body": [GET + b"\r\n" + CHUNKS + PROMPT + b"\r\n0\r\n\r\n" + BODY_LENGTH + PROMPT],
+}
+
+
+async def write_in_pieces(writer: asyncio.StreamWriter, pieces: list[bytes]) -> None:
+    for piece in pieces:
+        writer.write(piece)
+        await asyncio.sleep(0.05)  # so that the listener reads it alone
+
+
+@pytest.mark.usefixtures("short_limit")
+@pytest.mark.parametrize("name", WHOLE)
+async def test_part_of_a_head_behind_a_request_in_the_same_packet_is_limited(node: Node, name: str) -> None:
+    async with asyncio.timeout(SAFETY_S):
+        reader, writer = await connect(node)
+        *first, last = WHOLE[name]
+        await write_in_pieces(writer, [*first, last + b"GET /heal"])
+        answers = await reader.read()
+        writer.close()
+    statuses = [status.decode() for status in re.findall(rb"HTTP/1.1 (\d+) ", answers)]
+    assert statuses == (3 if "several" in name else 1) * ["200"] + ["408"]
+
+
+@pytest.mark.usefixtures("short_limit")
+@pytest.mark.parametrize("name", WHOLE)
+async def test_whole_requests_in_the_same_packet_leave_no_limit_behind(node: Node, name: str) -> None:
+    async with asyncio.timeout(SAFETY_S):
+        reader, writer = await connect(node)
+        for more in (b"", b"\r\n"):  # an empty line more is no head
+            *first, last = WHOLE[name]
+            await write_in_pieces(writer, [*first, last + more])
+            for _ in range(3 if "several" in name else 1):
+                assert (await whole_answer(reader)).startswith("HTTP/1.1 200 ")
+            await until_a_silent_client_is_closed(node)
+        writer.close()
+
+
+@pytest.mark.usefixtures("short_limit")
+async def test_more_requests_than_are_read_at_once_leave_no_limit_behind(node: Node) -> None:
+    async with asyncio.timeout(SAFETY_S):
+        reader, writer = await connect(node)
+        writer.write(500 * (GET + b"\r\n"))
+        for _ in range(500):
+            await whole_answer(reader)
+        await until_a_silent_client_is_closed(node)
+        writer.write(GET + b"\r\n")
+        assert (await whole_answer(reader)).startswith("HTTP/1.1 200 ")
+        writer.close()
+
+
+@pytest.mark.usefixtures("short_limit")
+async def test_a_head_behind_a_request_in_progress_is_limited(counted: list[tuple[str, int]]) -> None:
+    async with asyncio.timeout(SAFETY_S):
+        async with serve(lambda _: text_script(b"hi", delay_s=1.0), answered=lambda *told: counted.append(told)) as node:
+            reader, writer = await connect(node)
+            writer.write(BODY_LENGTH + PROMPT)
+            while not node.requests.submitted:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert node.runner.server
+            (served,) = cast(list[connection.Connection], node.runner.server.connections)
+            assert served.so_far()
+            writer.write(b"GET /heal")
+            await asyncio.sleep(0.1)
+            assert not served.so_far(), "the next daemon would not know of the part of a head"
+            await until_a_silent_client_is_closed(node)
+            await asyncio.sleep(2 * connection.LOOK_AGAIN_S)
+            writer.write(b"thz HTTP/1.1\r\nHost: localhost\r\n\r\n")  # too late
+            answers = await reader.read()
+            writer.close()
+    assert re.findall(rb"HTTP/1.1 (\d+) ", answers) == [b"200", b"408"]
+    assert counted == [("completions", 200), ("", 408)]
 
 
 @pytest.mark.usefixtures("short_limit")
