@@ -18,6 +18,7 @@ from scheduler.node.events import ModelFacts, RequestFacts
 from scheduler.node.groups import joined
 from scheduler.node.history import History
 from scheduler.node.host_tier import HostTierAccount, Slots
+from scheduler.node.kernel_waits import KernelWaits
 from scheduler.node.lazy_heap import LazyHeap
 from scheduler.node.ledger import NOTHING, DeviceLedger, Size
 from scheduler.node.settings import SchedulerSettings
@@ -310,7 +311,8 @@ class Node:
         self.placements: dict[int, Placement] = {}
         self.pinned: dict[str, Model] = {}
         self.deadlines: LazyHeap[tuple[str, str]] = LazyHeap()  # (kind, model or device)
-        self.waits: LazyHeap[int] = LazyHeap()  # request -> when it has waited too long
+        self.waits: LazyHeap[int] = LazyHeap()  # request -> when it has waited too long, unless for kernels
+        self.kernel_waits = KernelWaits()
         self.touched: dict[str, None] = {}  # models to settle
         self.stirred: dict[str, None] = {}  # devices on which something may fit now
         self.newcomers: dict[str, None] = {}  # models whose demand has changed, on devices that have not

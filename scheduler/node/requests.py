@@ -155,12 +155,19 @@ def crashed(node: Node, model: Model, request: Request) -> None:
 
 
 def expire(node: Node) -> None:
-    """Ends requests that have waited longer than max_wait_s and were never submitted."""
+    """Ends requests that have waited longer than max_wait_s and were never submitted. Time in which a load that may have kept them
+    waiting waited for kernels itself does not count."""
     for _ in range(MAX_EXPIRED_PER_EVENT):
         request_id = node.waits.pop_due(node.now)
         if request_id is None:
             return
-        model = node.requests[request_id].model
+        request = node.requests[request_id]
+        model = request.model
+        devices = {device for one in model.replicas for device in one.devices}
+        until = request.arrived + node.settings.max_wait_s + node.kernel_waits.seconds(devices, request.arrived)
+        if until > node.now:
+            node.waits.set(request_id, until)
+            continue
         refusal = admission.wait_exceeded(node, model)
         node.reject(model.dequeue(request_id), refusal)
         node.touch(model)

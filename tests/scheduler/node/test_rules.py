@@ -218,6 +218,61 @@ def test_rule_6_compiling_kernels_is_no_loads_time() -> None:
     assert next(iter(node.loads.values())).deadline_s == 20, "the next load has its kernels"
 
 
+def compile_kernels(node: FakeNode, seconds: int) -> None:
+    """The load under way waits for its kernels, and its engine tells so every second."""
+    (load,) = node.loads.values()
+    for _ in range(seconds):
+        node.sleep(1)
+        node.post(events.LoadProgressed, placement_id=load.placement_id, bytes_done=0, bytes_total=0)
+
+
+def test_compiling_kernels_is_no_time_that_a_request_waits() -> None:
+    node = node_of(40, max_wait_s=30.0, load_deadline_s=1000.0)
+    before = node.arrive("a")
+    node.sleep(10)
+    compile_kernels(node, 100)
+    meanwhile = node.arrive("a")
+    compile_kernels(node, 100)
+    node.sleep(5)
+    later = node.arrive("a")
+    node.sleep(16)
+    assert not node.refusals
+    node.sleep(2)
+    assert node.refusals.keys() == {before}, "it has waited 30 s besides"
+    node.sleep(10)
+    assert node.refusals.keys() == {before, meanwhile}
+    node.loaded("a")
+    assert later in node.running
+
+
+def test_compiling_a_models_kernels_is_no_time_that_requests_of_others_wait() -> None:
+    node = FakeNode({"cuda:0": 100, "cuda:1": 100, "cuda:2": 100}, max_wait_s=30.0, load_deadline_s=1000.0)
+    node.register(facts("a", devices=("cuda:0",)), facts("b", devices=("cuda:0", "cuda:1")), facts("c", devices=("cuda:2",)))
+    node.register(facts("d", devices=("cuda:1",)), facts("e", devices=("cuda:2",)))
+    node.arrive("a")
+    compile_kernels(node, 2)
+    for name in "dbce":
+        node.arrive(name)
+    compiled = next(load for load in node.loads.values() if load.model == "a")
+    for _ in range(50):
+        node.sleep(1)
+        node.post(events.LoadProgressed, placement_id=compiled.placement_id, bytes_done=0, bytes_total=0)
+    assert sorted(refusal.message.split()[4] for refusal in node.refusals.values()) == ["c", "d", "e"]
+    node.loaded("a")
+    node.loaded("b")
+    assert node.state("b") == "ready"
+
+
+def test_a_load_that_tells_no_more_that_it_waits_for_kernels_keeps_nobody_waiting() -> None:
+    node = node_of(40, max_wait_s=30.0, load_deadline_s=1000.0)
+    request = node.arrive("a")
+    compile_kernels(node, 20)
+    node.sleep(28)
+    assert request in node.open
+    node.sleep(5)
+    assert node.refusals[request].code == "wait_exceeded"
+
+
 def test_rule_7_only_as_much_as_is_needed_leaves() -> None:
     node = node_of(20, 40, 20, 44)
     node.bring_up("a", "b", "c")
