@@ -35,6 +35,14 @@ def test_a_request_larger_than_the_queue_is_served_by_a_cold_model(node: Node, c
     assert answer.usage.completion_tokens == 600
 
 
+def test_choices_of_several_prompts_are_taken_as_prompts_are(node: Node, client: openai.OpenAI) -> None:
+    assert node.cli("unload", "oak").returncode == 0
+    answer = client.completions.create(model="oak", prompt=["hello", "bye"], n=100, max_tokens=2, extra_body={"ignore_eos": True})
+    assert [choice.index for choice in answer.choices] == list(range(200))
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 400
+
+
 def test_others_are_refused_while_it_fills_the_queue_and_served_after(node: Node, client: openai.OpenAI) -> None:
     many = client.completions.create(model="oak", prompt=["hello"] * 100, max_tokens=20, stream=True)
     first = next(iter(many))  # its first sequences run, and the others wait

@@ -9,6 +9,7 @@ from msgspec import structs
 
 from daemon.api.bodies.common import Head
 from daemon.api.bodies.decode import invalid
+from daemon.api.bodies.prompts import MAX_PROMPTS
 from daemon.api.generation.answer_format import AnswerFormat
 from daemon.errors import BadRequest
 from daemon.models.entry import ModelEntry
@@ -94,12 +95,12 @@ def check_ids(field: str, token_ids: Iterable[int], model: ModelEntry) -> None:
 
 
 def check_n(n: int, num_prompts: int, model: ModelEntry) -> None:
-    """Raises BadRequest for more sequences than the model runs at once, since those of one request run together."""
-    if n > 1 and n * num_prompts > model.max_sequences:
+    """Raises BadRequest for more sequences than a request may have: as many as it may have prompts, or as many as the model runs at
+    once. Fewer run as places come free, and find their prompt in the prefix cache."""
+    most = max(MAX_PROMPTS, model.max_sequences)
+    if n * num_prompts > most:
         prompts = f" for {num_prompts} prompts" if num_prompts > 1 else ""
-        raise invalid(
-            "n", f"n: {n}{prompts} makes {n * num_prompts} sequences, more than max_sequences {model.max_sequences} of {model.name}"
-        )
+        raise invalid("n", f"n: {n}{prompts} makes {n * num_prompts} sequences, more than the {most} that one request may have")
 
 
 def nth(params: SamplingParams, number: int, echoed_logprobs: int = -1) -> SamplingParams:

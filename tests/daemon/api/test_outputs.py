@@ -85,11 +85,16 @@ async def test_n_for_several_prompts_and_best_of(client):
 async def test_too_many_sequences_are_refused_with_the_arithmetic():
     async with serve(models=[entry(max_sequences=8)]) as node, openai.AsyncOpenAI(base_url=f"{node.url}/v1", api_key="x") as client:
         with pytest.raises(
-            openai.BadRequestError, match="n: 3 for 3 prompts makes 9 sequences, more than max_sequences 8 of org/tiny"
+            openai.BadRequestError, match="n: 128 for 9 prompts makes 1152 sequences, more than the 1024 that one request may have"
         ):
-            await client.completions.create(model="tiny", prompt=["a", "b", "c"], n=3)
-        await client.completions.create(model="tiny", prompt=["a"] * 9)  # prompts alone queue
-        await client.completions.create(model="tiny", prompt="a", n=8)
+            await client.completions.create(model="tiny", prompt=["a"] * 9, n=128)
+        answer = await client.completions.create(model="tiny", prompt=["a", "b", "c"], n=3)
+        assert [choice.text for choice in answer.choices] == [*"aaabbbccc"], "more than max_sequences queue, as prompts do"
+    async with (
+        serve(models=[entry(max_sequences=2000)]) as node,
+        openai.AsyncOpenAI(base_url=f"{node.url}/v1", api_key="x") as client,
+    ):
+        await client.completions.create(model="tiny", prompt=["a"] * 12, n=100, max_tokens=1)
 
 
 def test_seeds_of_siblings():
