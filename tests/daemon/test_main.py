@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import stat
@@ -86,6 +87,14 @@ def test_errors_at_start(tmp_path: Path, args: list[str], code: int, words: str)
     assert result.returncode == code, result.stderr
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_log_at_start_tells_what_the_processor_means_for_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEARTHD_CPU_FEATURES", "-avx2,-neon")
+    result = hearthd("--models", str(tmp_path), "--state-dir", str(tmp_path), "--control", "/proc/nowhere/c.sock")
+    assert result.returncode == 1, "it starts no engine"
+    told = r"processor: no vectors hearthd knows( \(without .*, by HEARTHD_CPU_FEATURES\))?: everything is computed .*, slowly$"
+    assert re.search(told, result.stderr, re.M), result.stderr
 
 
 def test_port_and_socket_in_use(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from engine.contracts.loads import LoadTask
+from engine.contracts.loads import KernelNews, LoadTask
 from engine.lifecycle import kv_transfer
 from engine.lifecycle.first_step import FirstStep
 from engine.lifecycle.kv_transfer import KVTransfer
@@ -25,11 +26,24 @@ from engine.lifecycle.lifecycle import Lifecycle
 from engine.lifecycle.loads import Begun, Load, Streams
 from engine.memory.weight_gate import WeightsWithdrawn
 from engine.null.runner import NullModel, Pacer
-from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed, LoadModel, LoadStreams, SamplingParams
+from engine.protocol import (
+    EMBED,
+    Evicted,
+    EvictModel,
+    KernelsTold,
+    LoadDone,
+    LoadFailed,
+    LoadModel,
+    LoadStreams,
+    SamplingParams,
+    Submit,
+)
+from engine.serve.embedder import Embedder
 from engine.serve.served_models import Place, ServedModels
 from loader.errors import CheckpointError
 from scheduler.batch.request import BatchRequest
 from tests.engine.engine_process import load_message, null_configure
+from tests.engine.test_served_models import Node
 
 NAMES = ("a", "b", "c")
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # without shrinking, which takes minutes here
@@ -271,3 +285,49 @@ def test_a_state_that_cannot_follow_is_refused(state: State) -> None:
             with pytest.raises(RuntimeError, match=f"model m: {wanted.value} cannot follow {state.value}"):
                 life.enter(wanted)
             assert life.state is state
+
+
+class Encoder:
+    """A stand-in whose steps take a tenth of a second of device time."""
+
+    name, task, weights_bytes, vocab_size = "e", EMBED, 0, 100
+
+    def embed(self, texts: Sequence[Any], second_at: Sequence[int]) -> tuple[Any, float]:
+        return np.ones((len(texts), 1), np.float32), 0.1
+
+    def release(self) -> None:
+        pass
+
+
+def test_steps_cost_something_else_once_other_kernels_compute_them(tmp_path: Path) -> None:
+    node, loads, sent = Node(tmp_path), HandLoads(), list[Any]()
+    lifecycle = Lifecycle(node.models, loads, sent.append, lambda name: None, resume=lambda first: None)  # type: ignore[arg-type]
+    node.load("a")
+    node.submit("a", 1, 20)
+    served = node.models.by_name["a"]
+    plan = served.scheduler.plan(0)
+    assert plan is not None
+    encoder = node.models.embedders["e"] = Embedder(load_message("", "e"), Encoder(), 256)
+    for request_id in range(9):
+        node.models.charge(served, plan, 0.1)
+        encoder.submit(Submit(request_id, "e", [1, 2, 3], SamplingParams(1), task=EMBED))
+        encoder.step(encoder.next_texts(), request_id)
+    encoder.submit(Submit(9, "e", [1, 2, 3], SamplingParams(1), task=EMBED))
+    for spec in (served.spec, encoder.spec):
+        load = loads.start(spec, Place(np.zeros(0, np.int32), np.zeros(0, np.int32)))
+        lifecycle.lives[spec.model] = Life(load, State.SERVED, load_runs=False)
+
+    def expected_s() -> tuple[float, float]:
+        return served.limits.expected_s(plan), encoder.expected_s([9])
+
+    assert expected_s() == pytest.approx((0.1, 0.1))
+    progress, over = KernelsTold("float32", 1, 2, 3.0), KernelsTold("", 2, 2, 0.0)
+    loads.reports = [KernelNews(progress)]
+    lifecycle.take()
+    assert expected_s() == pytest.approx((0.1, 0.1)), "the same kernels compute them still"
+    changed: list[tuple[float, float]] = []
+    loads.reports = [KernelNews(over, lambda: changed.append(expected_s()))]
+    lifecycle.take()
+    assert changed == [pytest.approx((0.1, 0.1))]
+    assert expected_s() == (0.0, 0.0)
+    assert sent == [progress, over]
