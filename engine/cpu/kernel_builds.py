@@ -3,7 +3,8 @@ models.
 
 An engine asks for the kernels that a model's dtype needs (`need`). Those in the cache folder are used at once. The rest is handed
 out, unit by unit, to processes that end when all is done: python -P -m engine.warm --unit-by-unit. A compiler that crashes does not
-take the engine with it: its unit is not tried again, and models of the dtype continue with torch's operations.
+take the engine with it: its unit is not tried again, and models of the dtype continue with torch's operations. So they do
+where the cache folder did not keep what was compiled.
 """
 
 from __future__ import annotations
@@ -165,9 +166,11 @@ class CpuKernelBuilds:
         if problem := progress.problem or (progress.not_started if left else ""):
             self._give_up(kind, problem, progress)
             return
-        for unit in missing:
-            if not unit.load():  # the other processes' result could not be kept: the cache folder takes nothing more
-                unit.compile()
+        # compiled in this process, what is lost would take memory from the models, and a crash of the compiler would end them
+        if lost := [unit.name for unit in missing if not unit.load()]:
+            others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            self._give_up(kind, f"{compiled.folder()} did not keep {lost[0]}{others}; is its disk full?", progress)
+            return
         seconds = time.monotonic() - progress.since_s
         log.info("kernels for %s are compiled and in use: %.1f s", kind, seconds)
         self._tell(KernelNews(self._told(kind, progress, is_over=True), partial(self._use, kind.dtype, kind.quantize)))

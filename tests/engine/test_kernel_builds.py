@@ -41,14 +41,10 @@ class Unit:
     is_there: bool = False
     keeps: bool = True
     num_loads: int = 0
-    num_compiled: int = 0
 
     def load(self) -> bool:
         self.num_loads += 1
         return self.is_there or (self.keeps and self.num_loads > 1)
-
-    def compile(self) -> None:
-        self.num_compiled += 1
 
 
 @dataclass
@@ -110,7 +106,6 @@ def test_what_is_missing_is_compiled_elsewhere_and_used_when_it_is_said(machine)
     assert apply is not None
     apply()
     assert one.used == [("float32", "int8")]
-    assert [unit.num_compiled for unit in units] == [0] * 7
     assert one.builds.problems == {}
 
 
@@ -154,13 +149,18 @@ def test_one_process_does_it_all_where_another_does_not_start(machine, monkeypat
     assert one.builds.problems == {}
 
 
-def test_what_a_full_cache_folder_does_not_keep_is_compiled_here(machine):
-    units = [Unit("a", keeps=False), Unit("b")]
-    one = machine(units)
+@pytest.mark.parametrize(("lost", "told"), [("a", "a"), ("bc", "b and 1 more"), ("abcd", "a and 3 more")])
+def test_what_a_full_cache_folder_does_not_keep_is_told_and_not_used(machine, caplog, lost, told):
+    one = machine([Unit(name, keeps=name not in lost) for name in "abcd"])
     one.builds.need("bfloat16")
     one.builds.wait()
-    assert [unit.num_compiled for unit in units] == [1, 0]
-    assert one.news[-1].apply is not None
+    problem = f"kernels for bfloat16: {compiled.folder()} did not keep {told}; is its disk full?"
+    assert [news.apply for news in one.news] == [None] * len(one.news)
+    assert (one.news[-1].told.kind, one.news[-1].told.problem) == ("", problem)
+    one.builds.need("bfloat16")
+    one.builds.wait()
+    assert caplog.text.count("kernels for bfloat16 are not in use, models of it stay slow") == 1
+    assert len(one.asked) == 4
 
 
 def test_two_kinds_are_compiled_one_after_the_other(machine, monkeypatch):
@@ -183,11 +183,11 @@ def test_two_kinds_are_compiled_one_after_the_other(machine, monkeypatch):
 
 def test_an_exception_is_told(machine, monkeypatch):
     one = machine([Unit("a")])
-    monkeypatch.setattr(one.builds, "_run_process", None)  # its threads then do nothing
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    monkeypatch.setattr(Unit, "compile", lambda self: 1 / 0)
-    monkeypatch.setattr(Unit, "load", lambda self: False)
+    may_run, run = threading.Event(), one.builds._run_process
+    monkeypatch.setattr(one.builds, "_run_process", lambda *args: (may_run.wait(), run(*args)))
     one.builds.need("bfloat16")
+    monkeypatch.setattr(Unit, "load", lambda self: 1 / 0)
+    may_run.set()
     one.builds.wait()
     assert "ZeroDivisionError" in one.news[-1].told.problem
 
