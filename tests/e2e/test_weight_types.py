@@ -1,0 +1,59 @@
+"""One daemon with a model of each type of weights: all are served by compiled kernels, and say what float32 says, as far as their
+type can tell. `make test-tiers` runs it with features of the processor taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import Node
+
+CONFIG = """
+[models.int8]
+quantize = "int8"
+"""
+TEXT = "Why is the sky blue? "
+# how far log-probabilities with the same weights, rounded, are from float32's in the mean; those of other weights are 3 and more
+CLOSE = {"float32": 1e-5, "bfloat16": 0.3, "int8": 0.5}
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    folder = tmp_path_factory.mktemp("weight_types")
+    for name in CLOSE:
+        make_model(folder / "models" / name, seed=5, dtype="float32" if name == "float32" else "bfloat16", hidden_size=256)
+    with Node(folder, devices=["cpu=128MiB"], runner="torch", config=CONFIG, flags=["--threads", "1"]) as running:
+        yield running
+
+
+def logprobs(client: openai.OpenAI, model: str) -> list[float]:
+    """Returns those of a prompt of 168 tokens, whose step has as many rows, and of 8 tokens that follow."""
+    extra = {"ignore_eos": True, "allowed_token_ids": [ord("a")]}  # the same for all models
+    answer = client.completions.create(model=model, prompt=TEXT * 8, max_tokens=8, echo=True, logprobs=1, extra_body=extra)
+    assert answer.choices[0].logprobs is not None
+    return [each for each in answer.choices[0].logprobs.token_logprobs or [] if each is not None]
+
+
+@pytest.mark.parametrize("model", CLOSE)
+def test_each_type_of_weights_is_served(node: Node, client: openai.OpenAI, model: str) -> None:
+    texts = [
+        client.completions.create(model=model, prompt=TEXT, max_tokens=24, temperature=0, extra_body={"ignore_eos": True})
+        for _ in range(2)
+    ]
+    assert texts[0].usage is not None
+    assert texts[0].usage.completion_tokens == 24
+    assert texts[0].choices[0].text == texts[1].choices[0].text
+    told, exact = logprobs(client, model), logprobs(client, "float32")
+    assert len(told) == len(exact) == 8 * len(TEXT) - 1 + 8
+    assert sum(abs(one - other) for one, other in zip(told, exact, strict=True)) / len(exact) < CLOSE[model]
+    (device,) = node.json("status")["devices"]
+    assert (device["kernels"], device["problem"]) == (None, ""), "the kernels are there, and in use"
+
+
+def test_each_type_of_weights_takes_its_own_room(node: Node) -> None:
+    sizes = {row["name"]: row["weights_bytes"] for row in node.json("models")}
+    assert sizes["float32"] > 1.9 * sizes["bfloat16"] > 1.5 * 1.9 * sizes["int8"]
