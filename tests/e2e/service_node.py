@@ -30,7 +30,7 @@ class ServiceNode(Node):
 
     def start(self, ready: bool = True) -> Node:
         self.warm()
-        command, fds = self.command(), ()
+        command, fds = self.command(), tuple[int, ...]()
         passed = [(name, sock.fileno()) for name, sock in self.listeners]
         if self.notify is not None:
             self.notify.read()
