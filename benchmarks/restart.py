@@ -1,5 +1,5 @@
-"""A restart of the daemon under 50 streams, as `systemctl restart` does it: how many requests fail (should be none), the longest time
-each stream is without a token, and what is read. The weights stay on the device (`adopt_weights`), the KV is computed anew.
+"""A restart of the daemon under 50 streams, as `systemctl restart` does it: how many requests fail (should be none), the longest
+time that each stream is without a token, and what is read. Weights stay on the device (`adopt_weights`), KV is computed anew.
 
 The service manager is a stand-in that keeps what the daemon stores, as systemd does (tests/daemon/service_manager.py).
 usage: python -m benchmarks.restart [--model feather|mid] [--restarts N]

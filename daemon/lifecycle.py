@@ -33,6 +33,7 @@ from daemon.access.expiry import ExpiryLog
 from daemon.api.app import make_app, make_runner
 from daemon.contracts import Guarded
 from daemon.engines.carve_outs import isolated_models
+from daemon.engines.fork_client import ForkServer
 from daemon.errors import BadRequest, NotNow
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories
@@ -73,7 +74,7 @@ TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
 
 class DaemonRun:
     """One run of the daemon. flags: the values given on the command line, read again at each reload. files: what the settings
-    name."""
+    name. forks: the fork server, if it was started ahead."""
 
     def __init__(
         self,
@@ -83,8 +84,9 @@ class DaemonRun:
         flags: Mapping[str, Any],
         files: NamedFiles,
         inventory: Inventory | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
-        self._inventory = inventory or Driver()
+        self._inventory, self._forks = inventory or Driver(), forks
         self._config, self._devices, self._config_path, self._flags = config, devices, config_path, flags
         self._named = files  # as they were before the start
         self._keys, self._tls = files.keys, files.tls
@@ -121,7 +123,9 @@ class DaemonRun:
         scanner = ModelScanner()
         checkpoints = await self._checkpoints_to_isolate(scanner)
         sources = Sources(self._config_path, self._flags)
-        node = self._node = NodeParts(self._config, self._devices, state, self._inventory, scanner, checkpoints, store, sources)
+        node = self._node = NodeParts(
+            self._config, self._devices, state, self._inventory, scanner, checkpoints, store, sources, self._forks
+        )
         node.reload = self.reload_as_asked
         node.keys, node.tls = self._keys, self._tls
         node.audit.use(self._config.audit_log, self._config.audit_requests)
@@ -481,15 +485,17 @@ def serve(
     flags: Mapping[str, Any],
     files: NamedFiles,
     inventory: Inventory | None = None,
+    forks: ForkServer | None = None,
 ) -> int:
-    """Runs a node to its end. Returns the exit code: 0 if it stopped when told to, 1 if it could not start."""
+    """Runs a node to its end. forks: the fork server, if it was started ahead. Returns the exit code: 0 if it stopped when told to,
+    1 if it could not start."""
     import uvloop
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     faulthandler.enable()  # at a watchdog's SIGABRT the log shows where each thread was
 
     async def main() -> int:
-        return await DaemonRun(config, devices, config_path, flags, files, inventory).run()
+        return await DaemonRun(config, devices, config_path, flags, files, inventory, forks).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -497,3 +503,6 @@ def serve(
     except (sockets.SocketError, OSError) as error:
         print(f"hearthd: {error}", file=sys.stderr)
         return 1
+    finally:
+        if forks is not None:  # the node may not have come to be, whose stop ends it
+            forks.give_up()

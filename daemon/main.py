@@ -17,12 +17,10 @@ from config.devices import device_budgets
 from config.schema import NodeConfig
 from config.settings_files import present_files
 from config.units import format_bytes, machine_memory_bytes
+from daemon.engines.fork_client import ForkServer
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import Inventory, memories, remarks
-from daemon.http import listeners
-from daemon.models import models_check
-from daemon.operate import named_files
 from daemon.process import installation
 from daemon.process.arguments import ArgumentParser
 from daemon.process.version import VERSION
@@ -77,6 +75,7 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
     path, check = options.pop("config"), options.pop("check_config")
     flags = {key: value for key, value in options.items() if value is not None}
     source = path or "flags"
+    forks: ForkServer | None = None
     try:
         config = config_load.load(path, flags)
         devices = device_budgets(config, machine_memory_bytes(), source, partial(memories, inventory))
@@ -86,6 +85,13 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         if not os.path.isdir(config.models_dir):
             wrong = config_load.ConfigError(source, "models_dir", f"{config.models_dir!r} is no folder")
             raise config_load.located_setting(wrong)
+        if not check:
+            forks = ForkServer.ahead(config, devices)
+        # what needs more than a few milliseconds to import comes after that
+        from daemon.http import listeners
+        from daemon.models import models_check
+        from daemon.operate import named_files
+
         files = named_files.read(config, path, flags)
         listeners.check(config, files.keys is not None, source)
         processor = this_processor()
@@ -94,6 +100,8 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
             warnings.append(ending)
     except (config_load.ConfigError, UnknownFeature) as error:
         print(f"hearthd: {error}", file=sys.stderr)
+        if forks is not None:
+            forks.give_up()
         return EXIT_USAGE
     lacking = installation.of_devices([device.name for device in devices]) if config.runner == "torch" else []
     if check:
@@ -125,4 +133,4 @@ def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) 
         logs.log.warning("%s", remark)
     if not config.device:
         logs.log.info("no --device: cpu:0 gets %s, half of the machine's memory", format_bytes(devices[0].budget_bytes))
-    return lifecycle.serve(config, devices, path, flags, files, inventory)
+    return lifecycle.serve(config, devices, path, flags, files, inventory, forks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import select
@@ -15,6 +16,7 @@ from typing import IO
 
 import msgspec
 
+from config.schema import DeviceBudget, NodeConfig
 from daemon.engines.engine_process import EngineProcess, kill
 from daemon.process import socket_child
 from engine.forks.messages import PACKET_BYTES, Forked, ForkEngine
@@ -26,18 +28,45 @@ ANSWER_LIMIT_S = 10.0  # for any other
 STOP_LIMIT_S = 2.0
 
 
+def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> int:
+    """Returns the configured number of threads, or else this process's cores divided by the number of cpu engines, those of
+    isolated models included."""
+    num_cpu = sum(device.name.startswith("cpu") for device in devices)
+    return config.threads or max(1, len(os.sched_getaffinity(0)) // max(1, num_cpu))
+
+
 class ForkServer:
     """Forks engines of cpu devices. runner, cache_dir: of the node's settings. threads: of each engine.
 
     Every call is made in one thread of this object, since starting the server and its first answer take seconds."""
 
     def __init__(self, runner: str, cache_dir: str, threads: int) -> None:
+        self.threads = threads
         self._arguments = ["--runner", runner, "--cache-dir", cache_dir]
         self._variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}
         self._thread = ThreadPoolExecutor(1, "fork server")
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ended = False
+
+    @classmethod
+    def ahead(cls, config: NodeConfig, devices: Sequence[DeviceBudget]) -> ForkServer | None:
+        """Returns a server that is started already, since importing torch takes the longest of hearthd's start. None: the node has
+        no cpu device."""
+        if not any(device.name.startswith("cpu") for device in devices):
+            return None
+        made = cls(config.runner, config.cache_dir, threads_per_engine(config, devices))
+        with contextlib.suppress(OSError):  # the first engine that is asked for finds the same again, and says so
+            made._start_if_gone()
+        return made
+
+    def give_up(self) -> None:
+        """Ends a server that was started ahead and asked for nothing."""
+        self._ended = True
+        if self._process is not None:
+            self._process.kill()
+        self._end()
+        self._thread.shutdown(wait=False)
 
     async def fork(self, name: str, arguments: Sequence[str], descriptors: Sequence[int]) -> EngineProcess:
         """Returns a new engine. name: of the process. descriptors: those of its arguments. Raises OSError."""

@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,13 +89,6 @@ class EngineSpec:
             test_disk_bytes_per_s=self.config.test_disk_bytes_per_s,
             test_copy_bytes_per_s=self.config.test_copy_bytes_per_s,
         )
-
-
-def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> int:
-    """Returns the configured number of threads, or else this process's cores divided by the number of cpu engines, those of
-    isolated models included."""
-    num_cpu = sum(device.name.startswith("cpu") for device in devices)
-    return config.threads or max(1, len(os.sched_getaffinity(0)) // max(1, num_cpu))
 
 
 class EngineWorker:

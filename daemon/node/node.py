@@ -28,13 +28,13 @@ from daemon.engines.carve_outs import divide
 from daemon.engines.engine_events import EngineEvents
 from daemon.engines.engine_rounds import EngineRounds
 from daemon.engines.exchange_memory import exchange_memory
-from daemon.engines.fork_client import ForkServer
+from daemon.engines.fork_client import ForkServer, threads_per_engine
 from daemon.engines.host_account import HostAccount
 from daemon.engines.host_memory import HostMemory
 from daemon.engines.kept_device import KeptDevice
 from daemon.engines.kernels import Kernels
 from daemon.engines.left_memory import LeftMemory
-from daemon.engines.workers import EngineSpec, EngineWorker, threads_per_engine
+from daemon.engines.workers import EngineSpec, EngineWorker
 from daemon.errors import BadRequest, HearthError, from_refusal
 from daemon.gpu.driver import Driver
 from daemon.gpu.inventory import GpuFault, Inventory, rows_of, why_no_memory
@@ -102,9 +102,11 @@ class NodeParts:
         checkpoints: Mapping[str, Checkpoint] | None = None,
         store: FdStore | None = None,
         sources: Sources | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         """checkpoints: the content of the models folder, for the carve-outs of isolated models. store: keeps memory over a restart
-        of the daemon; None: nothing does. sources: where the settings are set; None: nowhere."""
+        of the daemon; None: nothing does. sources: where the settings are set; None: nowhere. forks: the fork server, if it was
+        started ahead."""
         loop = asyncio.get_running_loop()
         division = divide(config, devices, state, checkpoints or {})
         self.devices = devices = division.devices
@@ -133,7 +135,10 @@ class NodeParts:
         self.dispatcher.why_slow = self.kernels.sentence
         threads = threads_per_engine(config, devices)
         self._left = {device.name: self._left_memory(device) for device in devices}
-        self.forks = ForkServer(config.runner, config.cache_dir, threads)
+        if forks is not None and forks.threads != threads:  # isolated models have engines, too
+            forks.give_up()
+            forks = None
+        self.forks = forks or ForkServer(config.runner, config.cache_dir, threads)
         self.workers = {
             device.name: EngineWorker(
                 device.name,

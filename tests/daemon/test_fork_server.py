@@ -13,9 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from config.schema import DeviceBudget, NodeConfig
 from daemon.engines import fork_client
 from daemon.engines.engine_process import EngineProcess
 from daemon.engines.fork_client import ForkServer
+from daemon.errors import EXIT_USAGE
+from daemon.main import main
 from engine import protocol
 from engine.host import child_process
 from tests.e2e import processes
@@ -175,6 +178,29 @@ async def test_one_that_is_stopped_while_it_starts_keeps_nobody_waiting(server: 
         await ended.ended()
     else:
         assert str(ended) in ("hearthd is stopping", "the fork server of engines has ended")
+
+
+async def test_one_that_was_started_ahead_forks_the_first_engine() -> None:
+    config = NodeConfig(runner="null", threads=1)
+    assert ForkServer.ahead(config, [DeviceBudget("cuda:0", 1 << 30)]) is None
+    server = ForkServer.ahead(config, [DeviceBudget("cpu:0", 1 << 30)])
+    assert server is not None
+    assert server._process is not None
+    pid = server._process.pid
+    engine = await Forked.by(server)
+    assert parent_of(engine.process).pid == pid
+    engine.channel.close()
+    await engine.ended()
+    await server.end()
+
+
+def test_one_that_was_started_ahead_for_nothing_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The settings turn out to be wrong, and hearthd ends at once."""
+    before = psutil.Process().children()
+    flags = ["--models", str(tmp_path), "--keys-file", str(tmp_path / "missing"), "--runner", "null"]
+    assert main(flags) == EXIT_USAGE
+    assert "missing" in capsys.readouterr().err
+    assert psutil.Process().children() == before
 
 
 async def test_a_refusal_and_a_server_that_cannot_start_are_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from config.schema import DeviceBudget, NodeConfig
 from daemon.engines import workers
-from daemon.engines.workers import EngineSpec, EngineWorker, threads_per_engine
+from daemon.engines.fork_client import threads_per_engine
+from daemon.engines.workers import EngineSpec, EngineWorker
 from engine import protocol
 from engine.host import child_process
 from tests.e2e.chat import Stream
