@@ -2,9 +2,9 @@
 
 A stream of tokens of one model is asked for as soon as the daemon is ready, again and again until the kernels are in use and 10 s
 more; then the same of a daemon that finds them compiled. Told: seconds from ready to the first token and to the kernels' use, and
-from the first token to the first whole second at nine tenths of the later speed; tokens a second before and after; how many
-requests were refused; the most memory that the engine process and the processes that compile had (RSS), beside the engine's of the
-second daemon.
+from the first token to the first whole second at nine tenths of the later speed, and to half of it; tokens a second before and
+after; how many requests were refused; the most memory that the engine process and the processes that compile had (RSS), beside the
+engine's of the second daemon; the processor time that compiling took, which tells more than seconds where others use the machine.
 
 usage: python -m benchmarks.first_minute [--model mid] [--checkpoints FOLDER]
 """
@@ -76,6 +76,13 @@ def rss(process: psutil.Process) -> int:
     return 0
 
 
+def processor_s(process: psutil.Process) -> float:
+    with contextlib.suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
 def speed(stamps: list[float], begin_s: float, end_s: float) -> float:
     """Tokens a second."""
     return sum(begin_s <= stamp < end_s for stamp in stamps) / (end_s - begin_s) if end_s > begin_s else 0.0
@@ -99,6 +106,7 @@ def run(folder: Path, cache_dir: Path | None) -> dict[str, Any]:
         ready_s = time.perf_counter()
         client = Client(server.url, folder.name)
         engine_rss = compilers_rss = 0
+        compilers_s: dict[int, float] = {}  # process -> processor time
         in_use_s, was_told = None, False
         while in_use_s is None or time.perf_counter() - in_use_s < TAIL_S:
             (device,) = server.cli("status", "--json")["devices"]
@@ -113,7 +121,10 @@ def run(folder: Path, cache_dir: Path | None) -> dict[str, Any]:
                 in_use_s = time.perf_counter()
             for engine in (one for one in server.engines() if one.pid == device["pid"]):
                 engine_rss = max(engine_rss, rss(engine))
-                compilers_rss = max(compilers_rss, sum(map(rss, engine.children(recursive=True))))
+                compilers = engine.children(recursive=True)
+                compilers_rss = max(compilers_rss, sum(map(rss, compilers)))
+                for one in compilers:
+                    compilers_s[one.pid] = max(processor_s(one), compilers_s.get(one.pid, 0.0))
             if waited_s > 300:
                 raise RuntimeError(f"kernels are not in use after 300 s\n{server.log_end()}")
             time.sleep(0.25)
@@ -121,10 +132,14 @@ def run(folder: Path, cache_dir: Path | None) -> dict[str, Any]:
     stamps, end_s = client.stamps, client.stamps[-1]
     after = speed(stamps, in_use_s + 1, end_s)
     seconds = range(int(end_s - stamps[0]))
-    full = next((at for at in seconds if speed(stamps, stamps[0] + at, stamps[0] + at + 1) >= 0.9 * after), None)
+    half, full = (
+        next((at for at in seconds if speed(stamps, stamps[0] + at, stamps[0] + at + 1) >= share * after), None)
+        for share in (0.5, 0.9)
+    )
     return {
         "first_token_s": round(stamps[0] - ready_s, 2),
         "kernels_in_use_s": round(in_use_s - ready_s, 1),
+        "half_speed_s": half,
         "full_speed_s": full,
         "tokens_per_s_before": round(speed(stamps, stamps[0] + 1, in_use_s - 1), 1),
         "tokens_per_s_after": round(after, 1),
@@ -132,6 +147,7 @@ def run(folder: Path, cache_dir: Path | None) -> dict[str, Any]:
         "longest_gap_s": round(max(b - a for a, b in itertools.pairwise(stamps)), 3),
         "engine_mib": engine_rss // MIB,
         "compilers_mib": compilers_rss // MIB,
+        "compilers_processor_s": round(sum(compilers_s.values()), 1),
     }
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
+from loader.kernel_sets import KernelSet
 from loader.kv_layout import kv_dtype_of
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 # How a sequence ended, in `TokensOut.finish`; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -74,7 +75,7 @@ class Configure(Message, frozen=True):
     runner: str = "torch"  # torch | null
     null_step_ms: float = 10.0
     cache_dir: str = ""
-    dtypes: list[str] = []  # of the registered models, the most common first: their kernels are compiled from the start
+    kernels: list[KernelSet] = []  # that registered models need, of their most common dtype first: compiled from the start
     test_disk_bytes_per_s: int = 0  # for tests: limit for reading weights from disk; 0: none
     test_copy_bytes_per_s: int = 0  # for tests: limit for copies between the host tier and the device; 0: none
     host_tier_slots: int = 0  # of chunk_bytes each, in a memfd that the daemon made and passes as --host-tier-fd; 0: no tier

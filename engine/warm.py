@@ -60,12 +60,13 @@ def main() -> int:
         return 0
     sets = ("int8", "fp8", "mxfp4", "nvfp4", "int4", "int4_zeros", "adapters", "ranks")
     formats = [name for name in sets if getattr(options, name)]
-    return _compile(ops, options.cache_dir, options.dtype or DTYPES, formats or [""])
+    return _compile(ops, options.cache_dir, options.dtype or DTYPES, formats)
 
 
 def _compile(ops: CpuOps, cache_dir: str, dtypes: tuple[str, ...], formats: list[str]) -> int:
     from engine.cpu.kernel_builds import CpuKernelBuilds
     from engine.host.weight_decoder import weight_decoder
+    from loader.kernel_sets import OF_DECODERS, KernelSet
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     start = time.perf_counter()
@@ -79,10 +80,8 @@ def _compile(ops: CpuOps, cache_dir: str, dtypes: tuple[str, ...], formats: list
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
             shown = line
 
-    builds = CpuKernelBuilds(num_cores(), num_cores(), ops.use, tell)
-    for dtype in dtypes:
-        for quantize in formats:
-            builds.need(dtype, quantize)
+    builds = CpuKernelBuilds(num_cores(), num_cores(), ops.use, ops.give_up, tell)
+    builds.need(KernelSet(dtype, name) for dtype in dtypes for name in (*OF_DECODERS, *formats))
     weight_decoder(cache_dir)
     builds.wait()
     if shown:

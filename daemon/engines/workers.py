@@ -30,6 +30,7 @@ from daemon.metrics.swaps import KernelKills
 from daemon.process.logs import fields
 from engine import protocol
 from engine.loop.pulse import Pulse, read_pulse
+from loader.kernel_sets import KernelSet
 
 BACK_OFF_S, MAX_BACK_OFF_S, HEALTHY_AFTER_S = 0.2, 10.0, 60.0
 START_LIMIT_S = 120.0  # from spawn to EngineReady; importing torch takes a while if the disk's cache is cold
@@ -65,7 +66,7 @@ class EngineSpec:
     work_space_bytes: int
     config: NodeConfig
     threads: int
-    dtypes: tuple[str, ...] = ()
+    kernels: tuple[KernelSet, ...] = ()  # as protocol.Configure has them
     host_tier_slots: int = 0
 
     def configure(self) -> protocol.Configure:
@@ -84,7 +85,7 @@ class EngineSpec:
             runner=self.config.runner,
             null_step_ms=self.config.null_step_ms,
             cache_dir=self.config.cache_dir,
-            dtypes=list(self.dtypes),
+            kernels=list(self.kernels),
             host_tier_slots=self.host_tier_slots,
             test_disk_bytes_per_s=self.config.test_disk_bytes_per_s,
             test_copy_bytes_per_s=self.config.test_copy_bytes_per_s,

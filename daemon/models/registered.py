@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daemon.models.entry import ModelEntry
 from loader import catalog
+from loader.formats.registry import FORMATS
+from loader.kernel_needs import needed_kernels
+from loader.kernel_sets import KernelSet
 from loader.model_shape import Division, ModelShape
 from scheduler.node import events
 
@@ -26,3 +31,17 @@ class Registered:
     shape: ModelShape | None = None  # what is loaded: the checkpoint's shape, or that with its predictor
     division: Division = _WHOLE  # among how many devices
     replicas: tuple[events.ModelFacts, ...] = ()  # of further replicas
+
+    @property
+    def kernels(self) -> list[KernelSet]:
+        """The kernels that the model needs on a `cpu` device."""
+        if self.shape is None:
+            return []
+        return needed_kernels(self.shape, self.dtype, FORMATS[self.quantize], is_split=self.division.size > 1)
+
+
+def all_kernels(models: Sequence[Registered]) -> tuple[KernelSet, ...]:
+    """Returns the kernels that the models need, those of their most common dtype first."""
+    num_models = Counter(model.dtype for model in models)
+    by_dtype = sorted(models, key=lambda model: -num_models[model.dtype])
+    return tuple(dict.fromkeys(kernel_set for model in by_dtype for kernel_set in model.kernels))

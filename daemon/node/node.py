@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from math import inf
@@ -42,6 +41,7 @@ from daemon.gpu.watch import GpuWatch
 from daemon.http.tls import Tls
 from daemon.metrics.counters import Metrics
 from daemon.models.entry import ModelEntry
+from daemon.models.registered import all_kernels
 from daemon.models.registry import Registry
 from daemon.node.live_settings import LiveSettings
 from daemon.node.loaded_adapters import LoadedAdapters
@@ -197,8 +197,8 @@ class NodeParts:
             usable = [one for one in models if one.entry is not None and device.name in (one.facts.devices or [device.name])]
             facts = [one.facts for one in usable]
             fitting = [one.work_space_bytes for one in facts if one.weights_bytes + one.work_space_bytes < device.budget_bytes]
-            dtypes = tuple(dtype for dtype, _ in Counter(one.dtype for one in usable).most_common())
-            return EngineSpec(device, max(fitting, default=0), self.config, threads, dtypes, self.host_memory.num_slots)
+            kernels = all_kernels(usable)
+            return EngineSpec(device, max(fitting, default=0), self.config, threads, kernels, self.host_memory.num_slots)
 
         return spec
 

@@ -1,13 +1,13 @@
 """The `cpu` device: opens its memory, makes models, and has their kernels compiled.
 
-Until the kernels of a dtype are compiled (once per machine, by other processes), its models are served without them.
+Until a model's kernels are compiled (once per machine, by other processes), it is served without them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from engine.protocol import Configure, LoadModel
 from loader.errors import UnsupportedModel
 from loader.formats.weight_format import WeightFormat
 from loader.hf_config import CONFIG_NAME
+from loader.kernel_needs import needed_kernels
+from loader.kernel_sets import KernelSet
 from loader.model_shape import ModelShape
 from loader.sinks import HostSink
 from loader.unpack import Decoder
@@ -65,15 +67,14 @@ class CpuBackend:
         self._scratch = Scratch()
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
-        self._ops = CpuOps(self._options.cache_dir, deferred=True)
+        self._ops = CpuOps(self._options.cache_dir, deferred=True, asks=self._compile_late)
         if self._ops.kernels is None:
             self._builds = None
         else:
             from engine.cpu.kernel_builds import CpuKernelBuilds
 
-            self._builds = CpuKernelBuilds(self.compute_threads, num_cores(), self._ops.use, tell)
-            for dtype in self._options.dtypes:
-                self._builds.need(dtype)
+            self._builds = CpuKernelBuilds(self.compute_threads, num_cores(), self._ops.use, self._ops.give_up, tell)
+            self._builds.need(self._options.kernels)
         self.decoder()
 
     @property
@@ -81,12 +82,19 @@ class CpuBackend:
         return self._ops.threads_may_share()
 
     def need_kernels(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
-        self._need(spec.dtype, weight_format.kernels)
+        self._need(needed_kernels(shape, spec.dtype, weight_format))
 
-    def _need(self, dtype: str, kernels: str) -> None:
-        """Asks for a set of kernels of a dtype."""
+    def _need(self, sets: Sequence[KernelSet]) -> None:
+        """Has sets of kernels compiled, unless they are."""
         if self._builds is not None:
-            self._builds.need(dtype, kernels)
+            self._builds.need(sets)
+
+    def _compile_late(self, kernel_set: KernelSet) -> None:
+        """Has a set of kernels compiled that a step goes without, if loader/kernel_needs.py does not say that its model calls
+        it. The step does not wait."""
+        if self._builds is not None and not self._builds.knows(kernel_set):
+            log.warning("kernels for %s were not compiled ahead: no model was known to call them", kernel_set)
+            threading.Thread(target=self._builds.need, args=([kernel_set],), name="kernels", daemon=True).start()
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
         if shape.is_encoder and not weight_format.runs_encoders:
@@ -112,7 +120,7 @@ class CpuBackend:
             model.restore(spec)
         else:
             threads = threads_for(weights.num_bytes, self.compute_threads)
-            sizes, need = (self._options.block_tokens, threads), partial(self._need, spec.dtype)
+            sizes, need = (self._options.block_tokens, threads), self._need
             model = CpuModel(self._ops, spec, shape, weights, self.memory, self._scratch, *sizes, need)
         self._models[spec.model] = identity, model
         while len(self._models) > MAX_KEPT_MODELS:
@@ -131,7 +139,7 @@ class CpuBackend:
             ranks = SharedRanks(self._ops, region.stage_rank, region.stage_size, region.broken, region.ranks)
         if region.link is not None:
             stages = SharedStages(region.link, shape.hidden_size, getattr(torch, spec.dtype))
-        sizes, need = (self._options.block_tokens, threads), partial(self._need, spec.dtype)
+        sizes, need = (self._options.block_tokens, threads), self._need
         return CpuModel(self._ops, spec, shape, weights, self.memory, self._scratch, *sizes, need, ranks, kv_memory, stages)
 
     def sink(self, weights: WeightRange) -> HostSink:

@@ -1,10 +1,10 @@
 """Compiles CPU kernels in separate processes, which give all their memory back at their end, while torch's operations serve the
 models.
 
-An engine asks for the kernels that a model's dtype needs (`need`). Those in the cache folder are used at once. The rest is handed
-out, unit by unit, to processes that end when all is done: python -P -m engine.warm --unit-by-unit. A compiler that crashes does not
-take the engine with it: its unit is not tried again, and models of the dtype continue with torch's operations. So they do
-where the cache folder did not keep what was compiled.
+An engine asks for the sets of kernels that models need (`need`). Those in the cache folder are used at once. The rest is handed
+out, unit by unit, to processes that end when all is done: python -P -m engine.warm --unit-by-unit. Each set comes into use when its
+last unit is compiled. A compiler that crashes does not take the engine with it: its unit is not tried again, and what would call
+the unit's sets continues with torch's operations; so it does where the cache folder did not keep what was compiled.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from engine.contracts.loads import KernelNews
-from engine.cpu.kernels.wanted import Unit, prepare_calls, units
+from engine.cpu.kernel_units import Unit, prepare_calls, units
 from engine.host import compiled
 from engine.host.child_process import COMPILER_BYTES, MOST_COMPILERS, child_environment
 from engine.host.saved_code import make_only_what_is_saved
 from engine.protocol import KernelsTold
+from loader.kernel_sets import SAMPLING, KernelSet
 
 log = logging.getLogger("engine")
 _T = TypeVar("_T")
@@ -39,84 +39,104 @@ START_S = 2.0  # a process needs this long to import what it compiles with
 KEPT_BYTES = COMPILER_BYTES * 3 // 4  # a process with more memory than this compiles nothing more
 
 
-@dataclass(slots=True, frozen=True)
-class _Kind:
-    """The kernels that models of one dtype and quantisation need. quantize "adapters": what LoRA adapters need; "ranks": what
-    models need that are split over devices."""
+class _Build:
+    """The compilation of some sets of kernels: its progress, and an estimate of how long the rest will take. missing: each set with
+    the units that were not in the cache folder."""
 
-    dtype: str
-    quantize: str
+    def __init__(self, missing: dict[KernelSet, list[Unit]]) -> None:
+        self.missing = missing
+        self.left = {kernel_set: set(of_set) for kernel_set, of_set in missing.items()}  # what is still to be compiled
+        self.problems: dict[KernelSet, str] = {}  # how the process of one of its units ended
+        self.not_started = ""  # why no process started
+        owners: dict[Unit, KernelSet] = {}
+        for kernel_set, of_set in missing.items():
+            for unit in of_set:
+                owners.setdefault(unit, kernel_set)
+        dtypes = list(dict.fromkeys(kernel_set.dtype for kernel_set in missing))
 
-    def __str__(self) -> str:
-        if self.quantize == "adapters":
-            return f"{self.dtype} with LoRA adapters"
-        if self.quantize == "ranks":
-            return f"{self.dtype} of models that are split"
-        return f"{self.dtype} with {self.quantize} weights" if self.quantize else self.dtype
+        def turn(one: tuple[Unit, KernelSet]) -> tuple[bool, int, float]:
+            unit, kernel_set = one
+            return kernel_set.name == SAMPLING, dtypes.index(kernel_set.dtype), -unit.seconds
 
-
-class _Progress:
-    """The progress of compiling one kind of kernels, and an estimate of how long the rest will take."""
-
-    def __init__(self, missing: Sequence[Unit], num_processes: int) -> None:
-        self.num_units, self.num_done = len(missing), 0
-        self.problem = self.not_started = ""  # how the process of a failed unit ended; why no process started
+        self.queue = deque(sorted(owners.items(), key=turn))
+        self.num_units, self.num_done, self.num_processes = len(owners), 0, 1
         self.since_s = time.monotonic()
-        self._num_processes = num_processes
-        self._all_s = sum(unit.seconds for unit in missing)
-        self._longest_s = max(unit.seconds for unit in missing)
+        self._all_s = sum(unit.seconds for unit in owners)
+        self._longest_s = max(unit.seconds for unit in owners)
         self._done_s = 0.0
-        self._lock = threading.Lock()
 
-    def done(self, unit: Unit) -> None:
-        with self._lock:
-            self.num_done += 1
-            self._done_s += unit.seconds
+    def begin(self, num_processes: int) -> None:
+        self.num_processes = min(num_processes, self.num_units)
+        self.since_s = time.monotonic()
+
+    def done(self, unit: Unit, problem: str) -> list[KernelSet]:
+        """Counts a unit whose compilation has ended. Returns the sets that this was the last one of."""
+        self.num_done += 1
+        self._done_s += unit.seconds
+        of_unit = [kernel_set for kernel_set, left in self.left.items() if unit in left]
+        for kernel_set in of_unit:
+            self.left[kernel_set].discard(unit)
+            if problem:
+                self.problems.setdefault(kernel_set, problem)
+        return [kernel_set for kernel_set in of_unit if not self.left[kernel_set]]
+
+    @property
+    def title(self) -> str:
+        """What is still being compiled."""
+        return " and ".join(dict.fromkeys(kernel_set.title for kernel_set in self.left))
 
     @property
     def left_s(self) -> float:
-        with self._lock:
-            passed_s, done_s = time.monotonic() - self.since_s, self._done_s
-            planned_s = START_S + max(self._longest_s, self._all_s / self._num_processes)
-            if done_s >= self._all_s / 3:  # enough is done to tell how fast this machine is
-                planned_s = max(passed_s, passed_s * self._all_s / done_s)
-            return max(0.0, planned_s - passed_s)
+        passed_s = time.monotonic() - self.since_s
+        planned_s = START_S + max(self._longest_s, self._all_s / self.num_processes)
+        if self._done_s >= self._all_s / 3:  # enough is done to tell how fast this machine is
+            planned_s = max(passed_s, passed_s * self._all_s / self._done_s)
+        return max(0.0, planned_s - passed_s)
 
 
 class CpuKernelBuilds:
     """Compiles the kernels that one process needs. num_threads: threads that run the models' kernels. num_processes: how many
-    compilers may run at a time, MOST_COMPILERS at most. use: called with a dtype and a
-    quantisation when their kernels are compiled (CpuOps.use). tell: called from other threads with news of the compilation."""
+    compilers may run at a time, MOST_COMPILERS at most. use, give_up: called with a set of kernels once it is compiled, or cannot
+    be (CpuOps). tell: called from other threads with news of the compilation."""
 
     def __init__(
-        self, num_threads: int, num_processes: int, use: Callable[[str, str], None], tell: Callable[[KernelNews], None]
+        self,
+        num_threads: int,
+        num_processes: int,
+        use: Callable[[KernelSet], None],
+        give_up: Callable[[KernelSet], None],
+        tell: Callable[[KernelNews], None],
     ) -> None:
         self._parallel, self._num_processes = num_threads > 1, max(1, min(num_processes, MOST_COMPILERS))
-        self._use, self._tell = use, tell
+        self._use, self._give_up, self._tell = use, give_up, tell
         self._lock = threading.Lock()
-        self._known: set[_Kind] = set()
-        self._queue: deque[tuple[_Kind, list[Unit]]] = deque()
+        self._known: set[KernelSet] = set()
+        self._builds: deque[_Build] = deque()
         self._builder: threading.Thread | None = None
-        self._idle: deque[subprocess.Popen[str]] = deque()  # compilers that have done what there was of one kind
-        self.problems: dict[str, str] = {}  # kind -> why its kernels are not in use
+        self._idle: deque[subprocess.Popen[str]] = deque()  # compilers that have done what there was of one build
+        self.problems: dict[str, str] = {}  # set of kernels -> why it is not in use
 
-    def need(self, dtype: str, quantize: str = "") -> None:
-        """Asks for the kernels of a dtype. Returns once they are in use or are being compiled."""
-        kind = _Kind(compiled.kernels_dtype(dtype), quantize)
+    def knows(self, kernel_set: KernelSet) -> bool:
+        """Returns whether the kernels were asked for before."""
+        return kernel_set in self._known
+
+    def need(self, sets: Iterable[KernelSet]) -> None:
+        """Asks for sets of kernels. Returns once they are in use or are being compiled: those that steps call before those that
+        only sampling calls, those of the dtype that comes first before others, and of these the longest first."""
         with self._lock:
-            if kind in self._known:
-                return
-            self._known.add(kind)
-            wanted = units(kind.dtype, self._parallel, quantize)
-            missing = [unit for unit in wanted if not unit.load()]
-            prepare_calls(wanted)
-            if not missing:
-                self._use(kind.dtype, quantize)
-                return
-            self._queue.append((kind, missing))
-            if self._builder is None:
-                self._builder = threading.Thread(target=self._build_all, name="kernels", daemon=True)
-                self._builder.start()
+            new = [kernel_set for kernel_set in dict.fromkeys(sets) if kernel_set not in self._known]
+            self._known.update(new)
+            wanted = {kernel_set: units(kernel_set, self._parallel) for kernel_set in new}
+            missing = {kernel_set: [unit for unit in of_set if not unit.load()] for kernel_set, of_set in wanted.items()}
+            prepare_calls([unit for of_set in wanted.values() for unit in of_set])
+            for kernel_set in new:
+                if not missing[kernel_set]:
+                    self._use(kernel_set)
+            if any(missing.values()):
+                self._builds.append(_Build({kernel_set: of_set for kernel_set, of_set in missing.items() if of_set}))
+                if self._builder is None:
+                    self._builder = threading.Thread(target=self._build_all, name="kernels", daemon=True)
+                    self._builder.start()
 
     def wait(self) -> None:
         """Waits until nothing is being compiled."""
@@ -126,82 +146,97 @@ class CpuKernelBuilds:
     def _build_all(self) -> None:
         while True:
             with self._lock:
-                if not self._queue:
+                if not self._builds:
                     self._builder = None
                     return
-                kind, missing = self._queue.popleft()
+                build = self._builds.popleft()
+            problem = ""
             try:
-                self._build(kind, missing)
+                self._build(build)
             except Exception as error:
-                log.exception("kernels for %s", kind)
+                log.exception("kernels for %s", build.title)
+                problem = f"{type(error).__name__}: {error}"
+            if not self._builds:
                 self._end_idle()
-                self._give_up(kind, f"{type(error).__name__}: {error}", _Progress(missing, 1))
+            for kernel_set in list(build.left):
+                build.problems.setdefault(kernel_set, problem or build.not_started)
+                self._end_set(build, kernel_set)
 
-    def _build(self, kind: _Kind, missing: list[Unit]) -> None:
-        num_processes = min(self._num_processes, len(missing))
-        progress = _Progress(missing, num_processes)
+    def _build(self, build: _Build) -> None:
+        build.begin(self._num_processes)
         log.info(
             "kernels for %s are being compiled by %d processes, some %.0f s, once for this version and machine (%s); until then "
             "models are served by torch's operations, which are slower",
-            kind,
-            num_processes,
-            progress.left_s,
+            build.title,
+            build.num_processes,
+            build.left_s,
             compiled.folder(),
         )
-        left = deque(missing)
-        threads = [
-            threading.Thread(target=self._run_process, args=(kind, left, progress), name="compiler", daemon=True)
-            for _ in range(num_processes)
-        ]
-        for thread in threads:
-            thread.start()
-        self._tell(KernelNews(self._told(kind, progress)))
-        for thread in threads:
-            thread.join(TELL_EVERY_S)
-            while thread.is_alive():
-                self._tell(KernelNews(self._told(kind, progress)))
-                thread.join(TELL_EVERY_S)
-        if not self._queue:
-            self._end_idle()
-        if problem := progress.problem or (progress.not_started if left else ""):
-            self._give_up(kind, problem, progress)
-            return
+        ended: SimpleQueue[tuple[Unit, str] | None] = SimpleQueue()  # units with their problems; None: a thread has ended
+        for _ in range(build.num_processes):
+            threading.Thread(target=self._run_thread, args=(build, ended), name="compiler", daemon=True).start()
+        num_running = build.num_processes
+        self._tell(KernelNews(self._told(build)))
+        while num_running:
+            try:
+                found = ended.get(timeout=TELL_EVERY_S)
+            except Empty:
+                self._tell(KernelNews(self._told(build)))
+                continue
+            if found is None:
+                num_running -= 1
+            else:
+                for kernel_set in build.done(*found):
+                    self._end_set(build, kernel_set)
+
+    def _end_set(self, build: _Build, kernel_set: KernelSet) -> None:
+        """Brings a set into use between two steps, if it was compiled, and tells that it is no longer being compiled."""
+        del build.left[kernel_set]
+        problem = build.problems.get(kernel_set, "")
         # compiled in this process, what is lost would take memory from the models, and a crash of the compiler would end them
-        if lost := [unit.name for unit in missing if not unit.load()]:
-            others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            self._give_up(kind, f"{compiled.folder()} did not keep {lost[0]}{others}; is its disk full?", progress)
-            return
-        seconds = time.monotonic() - progress.since_s
-        log.info("kernels for %s are compiled and in use: %.1f s", kind, seconds)
-        self._tell(KernelNews(self._told(kind, progress, is_over=True), partial(self._use, kind.dtype, kind.quantize)))
+        try:
+            if not problem and (lost := [unit.name for unit in build.missing[kernel_set] if not unit.load()]):
+                others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+                problem = f"{compiled.folder()} did not keep {lost[0]}{others}; is its disk full?"
+        except Exception as error:
+            log.exception("kernels for %s", kernel_set)
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            log.error("kernels for %s are not in use, models that need them stay slow: %s", kernel_set, problem)
+            self.problems[str(kernel_set)] = problem
+            self._tell(KernelNews(self._told(build), partial(self._give_up, kernel_set)))
+        else:
+            log.info("kernels for %s are compiled and in use: %.1f s", kernel_set, time.monotonic() - build.since_s)
+            self._tell(KernelNews(self._told(build), partial(self._use, kernel_set)))
 
-    def _give_up(self, kind: _Kind, problem: str, progress: _Progress) -> None:
-        log.error("kernels for %s are not in use, models of it stay slow: %s", kind, problem)
-        self.problems[str(kind)] = problem
-        self._tell(KernelNews(self._told(kind, progress, is_over=True)))
-
-    def _told(self, kind: _Kind, progress: _Progress, is_over: bool = False) -> KernelsTold:
+    def _told(self, build: _Build) -> KernelsTold:
         problem = "; ".join(f"kernels for {of}: {what}" for of, what in self.problems.items())
-        if is_over and not self._queue:
-            return KernelsTold("", 0, 0, 0.0, problem)
-        return KernelsTold(str(kind), progress.num_done, progress.num_units, round(progress.left_s, 1), problem)
+        if (title := build.title) or self._builds:
+            return KernelsTold(title or self._builds[0].title, build.num_done, build.num_units, round(build.left_s, 1), problem)
+        return KernelsTold("", 0, 0, 0.0, problem)
 
-    def _run_process(self, kind: _Kind, left: deque[Unit], progress: _Progress) -> None:
+    def _run_thread(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
+        try:
+            self._run_process(build, ended)
+        finally:
+            ended.put(None)
+
+    def _run_process(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
         """Has a process compile what is left, unit by unit; starts a new process whenever one has crashed. A process that is alive
-        at the end is kept for the next kind, because starting one takes two seconds, unless it has grown large."""
-        while left:
+        at the end is kept for the next build, because starting one takes two seconds, unless it has grown large."""
+        while build.queue:
             try:
                 process = self._kept() or _start(self._parallel)
             except OSError as error:  # another thread's process may compile everything
-                progress.not_started = f"the compiler does not start: {error}"
+                build.not_started = f"the compiler does not start: {error}"
                 return
-            while (unit := _next(left)) is not None:
-                if not _compile_in(process, [kind.dtype, kind.quantize, unit.name]):
-                    progress.done(unit)
-                    progress.problem = f"the compiler ended with {_exit_of(process)} at {unit.name}"
+            while (found := _next(build.queue)) is not None:
+                unit, kernel_set = found
+                if not _compile_in(process, [*kernel_set, unit.name]):
+                    ended.put((unit, f"the compiler ended with {_exit_of(process)} at {unit.name}"))
                     _end(process)
                     break
-                progress.done(unit)
+                ended.put((unit, ""))
             else:
                 if _resident_bytes(process) <= KEPT_BYTES:
                     self._idle.append(process)
@@ -281,6 +316,6 @@ def compile_units(parallel: bool) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        dtype, quantize, name = asked.get()
-        next(unit for unit in units(dtype, parallel, quantize) if unit.name == name).compile()
+        *kernel_set, name = asked.get()
+        next(unit for unit in units(KernelSet(*kernel_set), parallel) if unit.name == name).compile()
         print("done", flush=True)

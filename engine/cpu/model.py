@@ -6,7 +6,7 @@ Shapes: R rows, T tokens, N sampling rows, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from engine.contracts.stages import Stages
 from engine.contracts.steps import StepResult
 from engine.cpu.adapters import HostAdapterMemory
 from engine.cpu.batch import GroupMemory, HostBatch, build_batch, padded_rows
-from engine.cpu.ops import ADAPTERS, RANKS, CpuOps
+from engine.cpu.ops import CpuOps
 from engine.cpu.predicting import CpuPredicting
 from engine.cpu.recording.inputs import StepInputs
 from engine.cpu.recording.program import Scratch
@@ -40,6 +40,8 @@ from engine.sampling.sampler import SamplingRows, constrain, sampling_rows
 from engine.sampling.vectors import scaled_vectors, vectors_result
 from loader import kv_layout, work_space
 from loader.formats.registry import FORMATS
+from loader.kernel_needs import needed_kernels
+from loader.kernel_sets import SAMPLING, KernelSet
 from loader.kv_layout import KVGroupSpec
 from loader.model_shape import ModelShape
 from loader.work_space import MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS
@@ -59,12 +61,12 @@ class CpuModel:
         scratch: Scratch,
         block_tokens: int,
         num_threads: int,
-        need_kernels: Callable[[str], None] = lambda kernels: None,
+        need_kernels: Callable[[Sequence[KernelSet]], None] = lambda sets: None,
         ranks: Ranks | None = None,
         kv_memory: Tensor | None = None,
         stages: Stages | None = None,
     ) -> None:
-        """need_kernels: has a further set of kernels compiled, unless it is. ranks, stages: of a share of a split model
+        """need_kernels: has sets of kernels compiled, unless they are. ranks, stages: of a share of a split model
         (shape.split), what joins it with the others of its layers, and what joins it with other layers. kv_memory:
         uint8, the model's own KV memory, which block numbers count from; None: it is the arena."""
         self._ops = ops
@@ -97,10 +99,7 @@ class CpuModel:
         max_rows, max_blocks = min(spec.max_sequences, MAX_RECORDED_ROWS), -(-spec.max_model_len // block_tokens)
         self._inputs = StepInputs(ops, self._kv, self._layer_places, max_rows, MAX_RECORDED_TOKENS, max_blocks, self._padded)
         self._max_rows, self._scratch = max_rows, scratch
-        self._dtype, self._format_kernels = spec.dtype, FORMATS[spec.quantize].kernels
-        self._need_kernels = need_kernels
-        if ranks is not None:
-            need_kernels(RANKS)
+        self._dtype, self._quantize, self._need_kernels = spec.dtype, spec.quantize, need_kernels
         self._adapters: BatchAdapters | None = None  # None: the model's steps do not compute adapters
         self.adapter_memory = HostAdapterMemory(shape, spec.dtype, self._use_adapters)
         self._predicting = None
@@ -108,23 +107,25 @@ class CpuModel:
             self._predicting = CpuPredicting(ops, self._model, self._batch, self._logits_rows)
         self._kept: list[Tensor] | None = None  # of the latest step: what the predictor reads (StepBatch.kept)
         self.arena = memory.arena
-        self._awaits_kernels = not self._has_final_kernels
+        self._awaited = self._needed_kernels()
         self._steps = self._recorded_steps()
 
+    def _needed_kernels(self) -> list[KernelSet]:
+        """Has the kernels compiled that the model's steps call, unless they are, and returns those to be awaited."""
+        further = (self._ranks is not None, self._adapters is not None)
+        needed = needed_kernels(self.shape, self._dtype, FORMATS[self._quantize], *further)
+        self._need_kernels(needed)
+        return self._ops.awaited(needed)
+
     def _recorded_steps(self) -> RecordedSteps:
-        """Returns a new store of recorded steps. It records nothing while the model's final kernels are not in use yet, because a
-        recording would go on calling the old ones."""
-        max_rows = 0 if self._awaits_kernels else self._max_rows
+        """Returns a new store of recorded steps. It records nothing while kernels of steps are not in use yet, because a recording
+        would go on calling what computes in their place. Where those of sampling are not, steps are recorded up to the logits."""
+        self._num_late = self._ops.num_late
+        max_rows = self._max_rows if all(one.name == SAMPLING for one in self._awaited) else 0
         max_decodes = min(max_rows, self._logits_rows)
         sizes = (max_decodes, max_rows, MAX_RECORDED_TOKENS)
         title = f"{self.name} in {self._dtype}"
         return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, *sizes, title)
-
-    @property
-    def _has_final_kernels(self) -> bool:
-        further = ((ADAPTERS, self._adapters), (RANKS, self._ranks))
-        sets = [self._format_kernels, *(kernels for kernels, user in further if user is not None)]
-        return all(self._ops.is_final(self._dtype, one) for one in sets)
 
     def _use_adapters(self) -> None:
         """Has steps compute adapters from now on, because there is one. Steps that do not are forgotten."""
@@ -134,8 +135,7 @@ class CpuModel:
         memory = self.arena[: len(self.arena) // dtype.itemsize * dtype.itemsize].view(dtype)
         self._adapters = BatchAdapters(np.empty(0, np.int32), tables.places, tables.ranks, memory)
         self._inputs.use_adapters(self._adapters)
-        self._need_kernels(ADAPTERS)
-        self._awaits_kernels = not self._has_final_kernels
+        self._awaited = self._needed_kernels()
         self._steps = self._recorded_steps()
 
     def _group_memory(self, arena: Tensor, group: KVGroupSpec, rotary: Rotary) -> GroupMemory:
@@ -311,11 +311,12 @@ class CpuModel:
 
     def _prepare(self) -> CausalLM[HostBatch]:
         model = self._loaded()
-        if self._awaits_kernels and self._has_final_kernels:
-            self._awaits_kernels = False
+        awaited = self._ops.awaited(self._awaited)
+        if len(awaited) < len(self._awaited) or self._ops.num_late > self._num_late:
+            self._awaited = awaited
             self._steps = self._recorded_steps()
         # the compiler processes need cores, too: more threads than free cores would mostly wait for one another
-        self._ops.set_num_threads(max(1, self.num_threads // 2) if self._awaits_kernels else self.num_threads)
+        self._ops.set_num_threads(max(1, self.num_threads // 2) if awaited else self.num_threads)
         return model
 
     def _forward(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -38,12 +38,24 @@ from engine.ops.ops import (
     Rotary,
 )
 from loader.formats.int8 import WIDENED_BYTES
+from loader.kernel_sets import (
+    ADAPTERS,
+    ATTENTION,
+    DELTAS,
+    EXPERTS,
+    GELU,
+    GREEDY,
+    LAYER_NORM,
+    OF_DECODERS,
+    PLAIN,
+    RANKS,
+    SAMPLING,
+    KernelSet,
+)
 from loader.model_shape import TemperatureShape
 from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
 _NO_SINKS = np.empty(0, np.float32)
-# sets of kernels that models need once they have LoRA adapters, and that split ones need, as formats of weights name theirs
-ADAPTERS, RANKS = "adapters", "ranks"
 BLOCK_TOKENS_STEP = 4  # paged_attention takes blocks of a multiple of this
 
 
@@ -66,11 +78,23 @@ class CpuOps:
     """An engine.ops.ops.Ops for engine.cpu.batch.HostBatch.
 
     cache_dir: where compiled kernels are kept. use_kernels: False: the reference implementation computes everything. deferred: no
-    kernel is called before `use` allows it. kernels: the module engine.cpu.kernels.entry; None without Numba."""
+    kernel is called before `use` allows it. asks: called with each set of kernels that a step goes without for the first time.
+    kernels: the module engine.cpu.kernels.entry; None without Numba. asked: the sets that steps went without. num_late: how many of
+    these came into use after that."""
 
-    def __init__(self, cache_dir: str, use_kernels: bool = True, deferred: bool = False) -> None:
+    def __init__(
+        self,
+        cache_dir: str,
+        use_kernels: bool = True,
+        deferred: bool = False,
+        asks: Callable[[KernelSet], None] = lambda kernel_set: None,
+    ) -> None:
         self.kernels: Any = None
-        self._in_use: frozenset[tuple[str, str]] | None = frozenset() if deferred else None  # dtype and quantisation; None: all
+        self._in_use: frozenset[KernelSet] | None = frozenset() if deferred else None  # None: all
+        self._given_up: frozenset[KernelSet] = frozenset()
+        self._changing, self._asks = threading.Lock(), asks
+        self.asked: set[KernelSet] = set()
+        self.num_late = 0
         if use_kernels and importlib.util.find_spec("numba") is not None:
             compiled.keep_in(cache_dir)
             compiled.use_threading_layer()
@@ -78,24 +102,34 @@ class CpuOps:
 
             self.kernels = entry
 
-    def use(self, dtype: str, quantize: str = "") -> None:
-        """Lets models of this dtype call kernels from now on. Their units (engine/cpu/kernels/wanted.py) must be compiled."""
-        if self._in_use is not None:
-            self._in_use |= {(compiled.kernels_dtype(dtype), one) for one in ("", quantize)}
+    def use(self, kernel_set: KernelSet) -> None:
+        """Lets models call these kernels from now on. They must be compiled (engine/cpu/kernel_units.py)."""
+        with self._changing:  # loads bring kernels into use, and so does the engine's loop
+            if self._in_use is not None:
+                self._in_use |= {kernel_set}
+                self.num_late += kernel_set in self.asked
 
-    def is_final(self, dtype: str, quantize: str = "") -> bool:
-        """Returns whether models of this dtype call the kernels they will always call; False while these are still being
-        compiled."""
-        return self.kernels is None or self._in_use is None or (compiled.kernels_dtype(dtype), quantize) in self._in_use
+    def give_up(self, kernel_set: KernelSet) -> None:
+        """Has models await these kernels no longer: they cannot be compiled."""
+        self._given_up |= {kernel_set}
 
-    def prepare(self, dtype: str, num_threads: int, quantize: str = "") -> None:
-        """Compiles in this process what models of this dtype need and lets them use it, so that no step compiles: half a minute,
-        once per machine. Engines have other processes do it: engine/cpu/kernel_builds.py."""
+    def awaited(self, sets: Iterable[KernelSet]) -> list[KernelSet]:
+        """Returns those of the sets that are still to come into use."""
+        if self.kernels is None or self._in_use is None:
+            return []
+        return [one for one in sets if one not in self._in_use and one not in self._given_up]
+
+    def prepare(self, dtype: str, num_threads: int, *further: str) -> None:
+        """Compiles in this process what decoders of float32 or bfloat16 need, with further sets, and lets them use it, so that no
+        step compiles: half a minute, once per machine. Engines have other processes do it: engine/cpu/kernel_builds.py."""
         if self.kernels is not None:
-            from engine.cpu.kernels import wanted
+            from engine.cpu import kernel_units
 
-            wanted.compile_all(compiled.kernels_dtype(dtype), num_threads > 1, quantize)
-            self.use(dtype, quantize)
+            edited = [KernelSet("float32", name) for name in (GREEDY, SAMPLING)]
+            sets = list(dict.fromkeys([*(KernelSet(dtype, name) for name in (*OF_DECODERS, *further)), *edited]))
+            kernel_units.compile_all(sets, num_threads > 1)
+            for one in sets:
+                self.use(one)
 
     def threads_may_share(self) -> bool:
         """Returns whether two threads may run operations at a time. Numba's own work queue serves only one."""
@@ -111,7 +145,7 @@ class CpuOps:
 
     def input_kernels(self) -> Any:
         """Returns the module that reads a recorded step's inputs off the sequence table; it has reference_inputs.py's functions."""
-        return reference_inputs if self.kernels is None or self._in_use == frozenset() else self.kernels
+        return self.kernels if self._is_in_use(PLAIN) else reference_inputs
 
     def gather_kernels(self, x: Tensor) -> Any:
         """Returns the module that puts the ranks' parts of a tensor like x together (gather_ranks); None if it may not be called
@@ -121,8 +155,8 @@ class CpuOps:
     def sum_kernels(self, x: Tensor) -> Any:
         """Returns the module that adds up the ranks' parts of a tensor like x (sum_ranks); None as for gather_kernels. The kernels
         of every dtype add up float32, too."""
-        may_be_called = self._served(x, RANKS) or (x.dtype is torch.float32 and self.is_final("bfloat16", RANKS))
-        return self.kernels if may_be_called else None
+        is_served = self._is_in_use(RANKS) if x.dtype is torch.float32 else self._served(x, RANKS)
+        return self.kernels if is_served else None
 
     def rotary_turns(self, rotary: Rotary, positions: Any, turns: Tensor) -> None:
         """Writes turns [T, 2 P] float32 for positions [T] (int32 array): cosines, then sines, of the dimensions that rotate."""
@@ -136,17 +170,28 @@ class CpuOps:
         self.rotary_turns(rotary, positions, turns)
         return turns
 
-    def _served(self, x: Tensor, quantize: str = "") -> bool:
+    def _is_in_use(self, name: str) -> bool:
+        """Returns whether a set of kernels may be called, whatever the dtype of its elements."""
+        if self.kernels is None or self._in_use is None:
+            return self.kernels is not None
+        return any(one.name == name for one in self._in_use)
+
+    def _served(self, x: Tensor, *names: str) -> bool:
+        """Returns whether kernels of these sets may be called for elements like x's. Asks for those that are missing."""
         if self.kernels is None or x.dtype not in (torch.float32, torch.bfloat16):
             return False
-        return self._in_use is None or ("float32" if x.dtype is torch.float32 else "bfloat16", quantize) in self._in_use
-
-    def _draws(self, logits: Tensor) -> bool:
-        # logits of any model may be edited, in float32, so the kernels of every dtype can sample from float32
-        return self._served(logits) or (bool(self._in_use) and logits.dtype is torch.float32)
+        if self._in_use is None:
+            return True
+        dtype = "float32" if x.dtype is torch.float32 else "bfloat16"
+        missing = [one for name in names if (one := KernelSet(dtype, name)) not in self._in_use]
+        for one in missing:
+            if one not in self.asked:
+                self.asked.add(one)
+                self._asks(one)
+        return not missing
 
     def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
-        if not self._served(weight):
+        if not self._served(weight, PLAIN):
             return reference.gather_rows(weight, ids, scale)
         out = empty(weight, len(ids), weight.shape[1])
         call(self.kernels.gather_rows, ids.numpy(), array(weight), scale, array(out))
@@ -154,13 +199,13 @@ class CpuOps:
 
     def pick(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
         """Copies rows [N] int64 of x [T, W] to out [N, W]."""
-        if not self._served(x):
+        if not self._served(x, PLAIN):
             torch.index_select(x, 0, rows, out=out)
         else:
             call(self.kernels.gather_rows, rows.numpy(), array(x), 1.0, array(out))
 
     def copy(self, x: Tensor, out: Tensor) -> None:
-        if not self._served(x):
+        if not self._served(x, PLAIN):
             call(out.view(out.shape).copy_, x.view(x.shape))
         else:
             call(self.kernels.gather_rows, np.arange(len(x)), array(x), 1.0, array(out))
@@ -180,7 +225,7 @@ class CpuOps:
         if isinstance(weight, Nvfp4Matrix):
             matrix = (weight.packed, weight.scales, weight.factors)
             return self._widened_linear("nvfp4", products.four_bits_linear, reference.nvfp4_linear, x, weight, matrix, bias)
-        if self._served(x) and (product := products.linear(self.kernels, x, weight, bias)) is not None:
+        if self._served(x, PLAIN) and (product := products.linear(self.kernels, x, weight, bias)) is not None:
             return product
         if is_recording():  # the functions that torch's linear calls
             out = empty(x, len(x), len(weight))
@@ -235,7 +280,7 @@ class CpuOps:
     ) -> Tensor:
         """Multiplies with a quantised matrix. For many rows, and without kernels, a few outputs' weights at a time are converted to
         x's dtype, never all. quantize: the set of kernels that `product` calls. twin: what computes it without them, of matrix."""
-        if self._served(x, quantize) and (made := product(self.kernels, x, weight, bias)) is not None:
+        if self._served(x, PLAIN, quantize) and (made := product(self.kernels, x, weight, bias)) is not None:
             return made
         if not is_recording():
             return twin(x, *matrix, bias, WIDENED_BYTES)
@@ -250,7 +295,7 @@ class CpuOps:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
-        if not self._served(x):
+        if not self._served(x, PLAIN):
             return reference.rms_norm(x, weight, eps, around_one)
         out = empty(x, *x.shape)
         call(self.kernels.rms_norm, array(x), array(weight), around_one, eps, array(out))
@@ -294,21 +339,21 @@ class CpuOps:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, around_one: bool = False, scale: float = 1.0
     ) -> Tensor:
-        if not self._served(x):
+        if not self._served(x, PLAIN):
             return reference.add_rms_norm(x, residual, weight, eps, around_one, scale)
         out = empty(x, *x.shape)
         call(self.kernels.add_rms_norm, array(x), array(residual), scale, array(weight), around_one, eps, array(out))
         return out
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        if not self._served(x):
+        if not self._served(x, LAYER_NORM):
             return reference.layer_norm(x, weight, bias, eps)
         return self._layer_norm(x, array(x)[:0], weight, bias, eps, 1.0)
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, scale: float = 1.0
     ) -> Tensor:
-        if not self._served(x):
+        if not self._served(x, LAYER_NORM):
             return reference.add_layer_norm(x, residual, weight, bias, eps, scale)
         return self._layer_norm(x, array(residual), weight, bias, eps, scale)
 
@@ -326,14 +371,14 @@ class CpuOps:
         return self._gate_and_mul(gate_up, gelu=True)
 
     def gelu(self, x: Tensor) -> Tensor:
-        if not self._served(x):
+        if not self._served(x, GELU):
             return reference.gelu(x)
         out = empty(x, *x.shape)
         call(self.kernels.gelu, array(x), array(out))
         return out
 
     def _gate_and_mul(self, gate_up: Tensor, gelu: bool) -> Tensor:
-        if not self._served(gate_up):
+        if not self._served(gate_up, GELU if gelu else PLAIN):
             return reference.gelu_and_mul(gate_up) if gelu else reference.silu_and_mul(gate_up)
         out = empty(gate_up, gate_up.shape[0], gate_up.shape[1] // 2)
         call(self.kernels.gelu_and_mul if gelu else self.kernels.silu_and_mul, array(gate_up), array(out))
@@ -342,7 +387,7 @@ class CpuOps:
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: HostBatch) -> Tensor:
         slots = batch.groups[0].slots
         is_part = experts.num_own < experts.num_experts
-        if self._served(x, _format_of_experts(experts)) and (not is_part or self._served(x, RANKS)):
+        if self._served(x, *_sets_of_experts(experts), *([RANKS] if is_part else [])):
             return grouped_experts.experts(self.kernels, x, scores, experts, shared, slots)
         return reference.experts(x, scores, experts, torch.from_numpy(slots) < 0, shared)
 
@@ -360,7 +405,7 @@ class CpuOps:
         eps, around_one = (0.0, False) if norms is None else (norms.eps, norms.around_one)
         group, place = batch.group_of(layer)
         kv = group.kv
-        if not self._served(qkv) or group.scales is not None:
+        if group.scales is not None or not self._served(qkv, ATTENTION):
             slots = torch.from_numpy(group.slots)
             of_norms = (query_norm, key_norm, around_one, eps)
             how = (slots, group.scales, interleaved, num_turned)
@@ -394,7 +439,7 @@ class CpuOps:
     ) -> None:
         norm, around_one, eps = (None, False, 0.0) if norms is None else (norms.query, norms.around_one, norms.eps)
         group, _ = batch.group_of(layer)
-        if not self._served(queries):
+        if not self._served(queries, ATTENTION):
             reference.rope(queries, group.cos_sin, norm, around_one, eps, heads, interleaved)
             return
         columns = array(queries)
@@ -421,7 +466,7 @@ class CpuOps:
         out = empty(qkv, qkv.shape[0], heads * head_dim)
         if batch.num_tokens < len(out):
             call(out[batch.num_tokens :].zero_)
-        served = self._served(qkv) and group.scales is None and kv.shape[4] % BLOCK_TOKENS_STEP == 0
+        served = group.scales is None and kv.shape[4] % BLOCK_TOKENS_STEP == 0 and self._served(qkv, ATTENTION)
         sizes = (kv.shape[1], place, heads, kv_heads, kv.shape[4], head_dim)
         how = (group.reach, scale, softcap)
         of_sinks = _NO_SINKS if sinks is None else sinks.numpy()
@@ -497,7 +542,7 @@ class CpuOps:
         call(reference.gate_heads, attended.view(attended.shape), x.view(x.shape), head_dim)
 
     def gated_delta(self, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: HostBatch) -> Tensor:
-        return deltas.gated_delta(self.kernels if self._served(x) else None, x, gates, rule, layer, batch)
+        return deltas.gated_delta(self.kernels if self._served(x, DELTAS) else None, x, gates, rule, layer, batch)
 
     def scaled(self, x: Tensor, scale: float) -> Tensor:
         if scale != 1.0:
@@ -510,7 +555,7 @@ class CpuOps:
         return x
 
     def greedy(self, logits: Tensor) -> tuple[Any, Any]:
-        if not self._draws(logits):
+        if not self._served(logits, GREEDY):
             best, not_finite = reference.greedy(logits)
             return best.to(torch.int32).numpy(), not_finite.numpy()
         ids, bad = np.empty(len(logits), np.int32), np.empty(len(logits), np.bool_)
@@ -521,7 +566,7 @@ class CpuOps:
         return ids, bad
 
     def sample(self, logits: Tensor, temperature: Any, top_p: Any, top_k: Any, min_p: Any, key0: Any, key1: Any) -> tuple[Any, Any]:
-        if not self._draws(logits):
+        if not self._served(logits, SAMPLING):
             arrays = (temperature, top_p, top_k, min_p, key0.astype(np.int64), key1.astype(np.int64))
             columns = [torch.from_numpy(x) for x in arrays]
             step = sampler_rows(logits.shape[1])  # the reference needs several copies of the logits
@@ -541,7 +586,7 @@ class CpuOps:
         num_top = min(num_top, logits.shape[1])
         picked, top_ids = np.empty(len(rows), np.float32), np.empty((len(rows), num_top), np.int32)
         top = np.empty((len(rows), num_top), np.float32)
-        if self._served(logits):
+        if self._served(logits, SAMPLING):
             self.kernels.top_logprobs(array(logits), rows, chosen, picked, top_ids, top)
             return picked, top_ids, top
         step = sampler_rows(logits.shape[1])
@@ -552,25 +597,29 @@ class CpuOps:
         return picked, top_ids, top
 
     def penalise(self, row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
-        if not self._draws(row):
+        if not self._served(row, SAMPLING):
             reference.penalise(row, torch.from_numpy(tokens), num_prompt, presence, frequency, repetition)
             return
         counts = np.zeros(len(row), np.int32)
         self.kernels.penalise(row.numpy(), tokens, num_prompt, presence, frequency, repetition, counts)
 
 
-def _format_of_experts(experts: ExpertMatrices) -> str:
-    """Returns which set of kernels (wanted.py) a layer's experts need besides those of their dtype."""
+def _sets_of_experts(experts: ExpertMatrices) -> Iterator[str]:
+    """Yields the sets of kernels that a layer's experts call."""
+    yield PLAIN
+    yield EXPERTS
+    if experts.gelu:
+        yield GELU
     if experts.clamped is not None or isinstance(experts.gate_up, Mxfp4Matrix):
-        return "mxfp4"
+        yield "mxfp4"
+        return
     for matrices in (experts.gate_up, experts.down):
         if isinstance(matrices, Fp8Matrix):
-            return "fp8"
-        if isinstance(matrices, Int4Matrix):
-            return _format_of_int4(matrices)
-        if isinstance(matrices, Nvfp4Matrix):
-            return "nvfp4"
-    return ""
+            yield "fp8"
+        elif isinstance(matrices, Int4Matrix):
+            yield _format_of_int4(matrices)
+        elif isinstance(matrices, Nvfp4Matrix):
+            yield "nvfp4"
 
 
 def _format_of_int4(weight: Int4Matrix) -> str:

@@ -53,12 +53,6 @@ def folder() -> str:
     return str(numba.config.CACHE_DIR)
 
 
-def kernels_dtype(dtype: str) -> str:
-    """Returns the dtype whose kernels a model of `dtype` calls. float16 has no kernels of its own, but rows whose logits are edited
-    are sampled in float32."""
-    return "float32" if dtype == "float16" else dtype
-
-
 def _compile_for_this_processor() -> None:
     """Keeps Numba from using processor features that were turned off. Kernels for other features are separate files of the same
     cache."""

@@ -113,7 +113,7 @@ class WeightFormat:
     and the words for a setting in a `quantization_config` of this kind that is not served; None: there is none, or the
     configuration is of another kind. otherwise: the name of the format that such a checkpoint is in if it holds no tensor whose
     name ends with scale_suffix; "": there is no other. ignores: whether such a checkpoint may hold this tensor in addition.
-    kernels: the set of kernels (engine/cpu/kernels/wanted.py) that it needs besides those of the dtype; "": none. widened_bytes:
+    kernels: the set of kernels (engine/cpu/kernel_units.py) that it needs besides those of the dtype; "": none. widened_bytes:
     how much of a matrix a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders, runs_experts: whether GPUs,
     encoders, and mixtures of experts support it. check: raises UnsupportedModel for a model that is not served in the format; it is
     given config.json. reorders: products copy their inputs into another order. load_bytes: what a load takes of a GPU's memory

@@ -20,6 +20,7 @@ from engine.cpu.sliced import in_slices, slices
 from engine.loading.runner import TorchRunner
 from engine.protocol import AdapterSource
 from loader.catalog import scan_one
+from loader.kernel_sets import ADAPTERS, KernelSet
 from scheduler.batch.plan import SequenceTable
 from tests.engine import model_bench
 from tests.engine.model_bench import (
@@ -246,12 +247,13 @@ def test_the_reference_computes_until_kernels_are_compiled(llama: Adapted) -> No
     runner._kernels.result()
     backend: Any = runner.backend
     asked = []
-    backend._need = lambda dtype, kernels: asked.append((dtype, kernels))
+    backend._need = asked.append
     backend._ops = ops = CpuOps(CACHE_DIR, deferred=True)
     ops.prepare("float32", 1)
     model = load(runner, llama.folder)
     place_both(runner, model, llama)
-    assert asked == [("float32", ""), ("float32", "adapters")]
+    *before, last = asked
+    assert [KernelSet("float32", ADAPTERS) in sets for sets in (*before, last)] == [False, False, True]
     wanted = expected(llama)
     for is_final in (False, True):
         if is_final:

@@ -14,16 +14,19 @@ from pathlib import Path
 import pytest
 
 from engine.contracts.loads import KernelNews
-from engine.cpu import kernel_builds
+from engine.cpu import kernel_builds, kernel_units
 from engine.cpu.kernel_builds import CpuKernelBuilds
-from engine.cpu.kernels import wanted
 from engine.host import compiled
+from loader.kernel_sets import OF_DECODERS, KernelSet
+from tests.engine.cpu_ops import SETS
 
+STEPS, ATTENTION = KernelSet("bfloat16", ""), KernelSet("bfloat16", "attention")
+SAMPLING, FLOAT32 = KernelSet("bfloat16", "sampling"), KernelSet("float32", "")
 # stands in for a process of `_start`: writes the names it is asked for to a file, and crashes at one name
 PROCESS = """
 import json, os, sys
 for line in sys.stdin:
-    name = json.loads(line)[2]
+    name = json.loads(line)[-1]
     with open(sys.argv[1], "a") as file:
         print(name, file=file)
     if name == sys.argv[2]:
@@ -52,7 +55,8 @@ class Machine:
     builds: CpuKernelBuilds
     asked_for: Path
     news: list[KernelNews] = field(default_factory=list)
-    used: list[tuple[str, str]] = field(default_factory=list)
+    used: list[KernelSet] = field(default_factory=list)
+    given_up: list[KernelSet] = field(default_factory=list)
     num_processes: int = 0
 
     @property
@@ -62,11 +66,14 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Machine]:
-    def make(units: list[Unit], crashes_at: str = "", command: str = sys.executable) -> Machine:
+    def make(
+        units: list[Unit] | dict[KernelSet, list[Unit]], crashes_at: str = "", command: str = sys.executable, processes: int = 2
+    ) -> Machine:
         news: list[KernelNews] = []
-        used: list[tuple[str, str]] = []
-        builds = CpuKernelBuilds(2, 2, lambda dtype, quantize: used.append((dtype, quantize)), news.append)
-        made = Machine(builds, tmp_path / "asked", news, used)
+        used: list[KernelSet] = []
+        given_up: list[KernelSet] = []
+        builds = CpuKernelBuilds(2, processes, used.append, given_up.append, news.append)
+        made = Machine(builds, tmp_path / "asked", news, used, given_up)
 
         def start(parallel: bool) -> subprocess.Popen[str]:
             assert parallel
@@ -75,7 +82,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
             return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
         monkeypatch.setattr(kernel_builds, "_start", start)
-        monkeypatch.setattr(kernel_builds, "units", lambda dtype, parallel, quantize: units)
+        of_set = units if isinstance(units, dict) else None
+        monkeypatch.setattr(kernel_builds, "units", lambda kernel_set, parallel: units if of_set is None else of_set[kernel_set])
         monkeypatch.setattr(kernel_builds, "prepare_calls", lambda units: None)
         return made
 
@@ -84,16 +92,19 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
 
 def test_what_is_there_is_in_use_at_once(machine):
     one = machine([Unit("a", is_there=True), Unit("b", is_there=True)])
-    one.builds.need("bfloat16")
-    assert (one.used, one.num_processes, one.news) == ([("bfloat16", "")], 0, [])
-    one.builds.need("bfloat16")
+    assert not one.builds.knows(STEPS)
+    one.builds.need([STEPS])
+    assert (one.used, one.num_processes, one.news) == ([STEPS], 0, [])
+    assert one.builds.knows(STEPS)
+    one.builds.need([STEPS, STEPS])
     assert len(one.used) == 1
 
 
 def test_what_is_missing_is_compiled_elsewhere_and_used_when_it_is_said(machine):
     units = [Unit("a", is_there=True), *(Unit(name) for name in "bcdefg")]
     one = machine(units)
-    one.builds.need("float16", "int8")
+    int8 = KernelSet("float32", "int8")
+    one.builds.need([int8])
     one.builds.wait()
     assert sorted(one.asked) == list("bcdefg")
     assert one.num_processes == 2
@@ -105,30 +116,58 @@ def test_what_is_missing_is_compiled_elsewhere_and_used_when_it_is_said(machine)
     assert 0 < first.left_s < 60
     assert apply is not None
     apply()
-    assert one.used == [("float32", "int8")]
+    assert one.used == [int8]
+    assert [unit.num_compiled for unit in units] == [0] * 7
     assert one.builds.problems == {}
 
 
-def test_a_compiler_that_crashes_is_started_again_for_the_rest_and_its_unit_is_left(machine, caplog):
-    one = machine([Unit(name) for name in "abcdef"], crashes_at="c")
-    one.builds.need("bfloat16")
+def test_steps_come_before_sampling_and_the_longest_first_and_each_set_is_used_when_it_is_there(machine):
+    """A unit that two sets share is compiled once, and both come into use after it."""
+    shared = Unit("s", 2.0)
+    sets = {
+        SAMPLING: [Unit("d", 9.0)],
+        STEPS: [Unit("a", 1.0), shared],
+        ATTENTION: [Unit("b", 3.0)],
+        KernelSet("float32", "sampling"): [Unit("e", 10.0)],
+        KernelSet("float32", ""): [Unit("c", 8.0), shared],
+    }
+    one = machine(sets, processes=1)
+    one.builds.need(sets)
     one.builds.wait()
-    assert sorted(one.asked) == list("abcdef")
+    assert one.asked == list("bsacde")
+    for news in one.news:
+        if news.apply is not None:
+            news.apply()
+    assert one.used == [ATTENTION, STEPS, KernelSet("float32", ""), SAMPLING, KernelSet("float32", "sampling")]
+    kinds = list(dict.fromkeys(news.told.kind for news in one.news))
+    assert kinds == ["sampling and bfloat16 and float32", "sampling and float32", "sampling", ""]
+    assert [news.told.kind for news in one.news].count("") == 1, "its end is told once"
+
+
+def test_a_compiler_that_crashes_is_started_again_for_the_rest_and_its_units_set_is_left(machine, caplog):
+    one = machine({STEPS: [Unit(name) for name in "abdef"], SAMPLING: [Unit("c"), Unit("g")]}, crashes_at="c")
+    one.builds.need([STEPS, SAMPLING])
+    one.builds.wait()
+    assert sorted(one.asked) == list("abcdefg")
     assert one.num_processes in (2, 3)  # no third one is needed if the crash comes last
-    assert [news.apply for news in one.news] == [None] * len(one.news)
+    for news in one.news:
+        if news.apply is not None:
+            news.apply()
+    assert (one.used, one.given_up) == ([STEPS], [SAMPLING])
     assert one.news[-1].told.kind == ""
-    assert one.news[-1].told.problem == "kernels for bfloat16: the compiler ended with signal 6 at c"
-    assert "kernels for bfloat16 are not in use" in caplog.text
-    one.builds.need("bfloat16")
+    assert one.news[-1].told.problem == "kernels for sampling in bfloat16: the compiler ended with signal 6 at c"
+    assert "kernels for sampling in bfloat16 are not in use" in caplog.text
+    one.builds.need([STEPS, SAMPLING])
     one.builds.wait()
-    assert len(one.asked) == 6
+    assert len(one.asked) == 7
 
 
 def test_without_processes_nothing_is_compiled_and_it_is_told(machine):
     one = machine([Unit("a")], command="/nonexistent/python")
-    one.builds.need("bfloat16")
+    one.builds.need([STEPS])
     one.builds.wait()
-    assert one.used == []
+    one.news[-1].apply()
+    assert (one.used, one.given_up) == ([], [STEPS])
     assert "No such file" in one.news[-1].told.problem
 
 
@@ -142,54 +181,66 @@ def test_one_process_does_it_all_where_another_does_not_start(machine, monkeypat
         return start(parallel)
 
     monkeypatch.setattr(kernel_builds, "_start", start_once)
-    one.builds.need("bfloat16")
+    one.builds.need([STEPS])
     one.builds.wait()
     assert sorted(one.asked) == list("abcd")
-    assert one.news[-1].apply is not None
+    one.news[-1].apply()
+    assert one.used == [STEPS]
     assert one.builds.problems == {}
 
 
 @pytest.mark.parametrize(("lost", "told"), [("a", "a"), ("bc", "b and 1 more"), ("abcd", "a and 3 more")])
 def test_what_a_full_cache_folder_does_not_keep_is_told_and_not_used(machine, caplog, lost, told):
     one = machine([Unit(name, keeps=name not in lost) for name in "abcd"])
-    one.builds.need("bfloat16")
+    one.builds.need([STEPS])
     one.builds.wait()
     problem = f"kernels for bfloat16: {compiled.folder()} did not keep {told}; is its disk full?"
-    assert [news.apply for news in one.news] == [None] * len(one.news)
     assert (one.news[-1].told.kind, one.news[-1].told.problem) == ("", problem)
-    one.builds.need("bfloat16")
+    one.news[-1].apply()
+    assert (one.used, one.given_up) == ([], [STEPS])
+    one.builds.need([STEPS])
     one.builds.wait()
-    assert caplog.text.count("kernels for bfloat16 are not in use, models of it stay slow") == 1
+    assert caplog.text.count("kernels for bfloat16 are not in use, models that need them stay slow") == 1
     assert len(one.asked) == 4
 
 
-def test_two_kinds_are_compiled_one_after_the_other(machine, monkeypatch):
-    one = machine([])
-    monkeypatch.setattr(kernel_builds, "units", lambda dtype, parallel, quantize: [Unit("a"), Unit("b")])
+def test_what_is_asked_for_later_is_compiled_afterwards_by_the_same_processes(machine, monkeypatch):
+    one = machine({STEPS: [Unit("a"), Unit("b")], FLOAT32: [Unit("c"), Unit("d")]})
     both_are_needed, run = threading.Event(), one.builds._run_process
     monkeypatch.setattr(one.builds, "_run_process", lambda *args: (both_are_needed.wait(), run(*args)))
-    one.builds.need("bfloat16")
-    one.builds.need("float32")
+    one.builds.need([STEPS])
+    one.builds.need([FLOAT32])
     both_are_needed.set()
     one.builds.wait()
-    assert one.num_processes == 2, "the processes of one kind compile the next, too"
+    assert one.num_processes == 2
     kinds = list(dict.fromkeys(news.told.kind for news in one.news))
     assert kinds == ["bfloat16", "float32", ""]
     for news in one.news:
         if news.apply is not None:
             news.apply()
-    assert one.used == [("bfloat16", ""), ("float32", "")]
+    assert one.used == [STEPS, FLOAT32]
 
 
 def test_an_exception_is_told(machine, monkeypatch):
     one = machine([Unit("a")])
     may_run, run = threading.Event(), one.builds._run_process
     monkeypatch.setattr(one.builds, "_run_process", lambda *args: (may_run.wait(), run(*args)))
-    one.builds.need("bfloat16")
+    one.builds.need([STEPS])
     monkeypatch.setattr(Unit, "load", lambda self: 1 / 0)
     may_run.set()
     one.builds.wait()
     assert "ZeroDivisionError" in one.news[-1].told.problem
+
+
+def test_an_exception_of_the_builder_ends_all_sets(machine, monkeypatch):
+    one = machine({STEPS: [Unit("a", keeps=False)], FLOAT32: [Unit("b", keeps=False)]})
+    monkeypatch.setattr(one.builds, "_build", lambda build: 1 / 0)
+    one.builds.need([STEPS, FLOAT32])
+    one.builds.wait()
+    for news in one.news:
+        news.apply()
+    assert one.given_up == [STEPS, FLOAT32]
+    assert one.news[-1].told.problem.count("ZeroDivisionError") == 2
 
 
 def test_a_process_compiles_what_it_is_asked_for_and_ends_with_its_input():
@@ -219,8 +270,9 @@ from engine.cpu.ops import CpuOps
 CpuOps(sys.argv[1], deferred=True)
 import numba
 import numpy as np
-from engine.cpu.kernels import wanted
-unit = next(one for one in wanted.units("float32", True, "") if one.name.startswith("rms_norm"))
+from engine.cpu import kernel_units
+from loader.kernel_sets import KernelSet
+unit = next(one for one in kernel_units.units(KernelSet("float32", ""), True) if one.name.startswith("rms_norm"))
 print(unit.name, numba.config.CACHE_DIR)
 print(unit.load(), [len(kernel.signatures) for kernel, _ in unit.kernels])
 if unit.load():
@@ -259,11 +311,21 @@ def test_a_unit_is_loaded_where_it_was_compiled_and_nowhere_compiled_by_loading(
     assert loaded(tmp_path)[2] == "True [1, 1]"
 
 
-@pytest.mark.parametrize(("dtype", "quantize"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8"), ("float32", "int8")])
-def test_units_have_names_of_their_own_and_the_longest_come_first(dtype, quantize):
-    found = wanted.units(dtype, True, quantize)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*OF_DECODERS, *SETS])
+def test_each_set_has_units_with_names_of_their_own(dtype: str, name: str) -> None:
+    found = kernel_units.units(KernelSet(dtype, name), True)
+    assert found
     assert len({unit.name for unit in found}) == len(found)
-    seconds = [unit.seconds for unit in found]
-    assert seconds == sorted(seconds, reverse=True)
-    alone = wanted.units(dtype, False, quantize)
+    alone = kernel_units.units(KernelSet(dtype, name), False)
     assert [len(unit.kernels) for unit in alone] == [1] * len(found)
+
+
+def test_a_unit_of_two_sets_is_the_same() -> None:
+    both = [set(kernel_units.units(KernelSet(dtype, "ranks"), True)) for dtype in ("float32", "bfloat16")]
+    assert {unit.name.split("-")[0] for unit in both[0] & both[1]} == {"keep_own_experts", "sum_ranks", "clear"}
+
+
+def test_an_unknown_set_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'int2' is no set of kernels"):
+        kernel_units.units(KernelSet("float32", "int2"), True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def spec(folder: Path) -> LoadModel:
 
 
 def test_kernels_that_fail_to_build_fail_the_load(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def broken(cache_dir: str, deferred: bool) -> CpuOps:
+    def broken(cache_dir: str, **options: Any) -> CpuOps:
         raise OSError("no compiler")
 
     monkeypatch.setattr(cpu_backend, "CpuOps", broken)
@@ -39,7 +40,7 @@ def test_kernels_that_fail_to_build_fail_the_load(monkeypatch: pytest.MonkeyPatc
 def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     looked = threading.Event()
     monkeypatch.setattr(kernel_wait, "TELL_EVERY_S", 0.01)
-    monkeypatch.setattr(cpu_backend, "CpuOps", lambda cache_dir, deferred: CpuOps(cache_dir, use_kernels=not looked.wait(10)))
+    monkeypatch.setattr(cpu_backend, "CpuOps", lambda cache_dir, **options: CpuOps(cache_dir, use_kernels=not looked.wait(10)))
     told: list[tuple[int, int]] = []
 
     def progress(bytes_done: int, bytes_total: int) -> None:
@@ -57,7 +58,7 @@ def test_a_load_tells_that_it_waits_for_kernels(monkeypatch: pytest.MonkeyPatch,
 def test_a_load_that_waits_for_kernels_can_be_cancelled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     looked = threading.Event()
     monkeypatch.setattr(kernel_wait, "TELL_EVERY_S", 0.01)
-    monkeypatch.setattr(cpu_backend, "CpuOps", lambda cache_dir, deferred: CpuOps(cache_dir, use_kernels=not looked.wait(10)))
+    monkeypatch.setattr(cpu_backend, "CpuOps", lambda cache_dir, **options: CpuOps(cache_dir, use_kernels=not looked.wait(10)))
     with pytest.raises(LoadCancelled, match="kernels"):
         make_runner(make_memory()).load(load_task(spec(folder), cancelled=lambda: True))
     looked.set()

@@ -61,7 +61,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Engines]:
-    configure = Configure("cpu:0", 96, 64 << 10, 1 << 20, 64, 16, 10.0, 1, cache_dir=CACHE_DIR, dtypes=["float32"])
+    configure = Configure("cpu:0", 96, 64 << 10, 1 << 20, 64, 16, 10.0, 1, cache_dir=CACHE_DIR)
     engines = Engines(2, configure, **LIMITS)
     yield engines
     engines.close()

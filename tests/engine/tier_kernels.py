@@ -12,9 +12,10 @@ import sys
 from engine.host import compiled
 from engine.host.process import prepare_process
 from engine.host.saved_code import make_only_what_is_saved
+from loader.kernel_sets import ADAPTERS, EXPERTS, GELU, PLAIN, RANKS, KernelSet
 from tests.kernel_cache import CACHE_DIR
 
-# dtype -> how the names of units (engine/cpu/kernels/wanted.py) begin
+# dtype -> how the names of units (engine/cpu/kernel_units.py) begin
 KERNELS = {
     "bfloat16": (
         *("add_adapters", "clamped_swiglu", "clear_behind", "combine", "fp8", "gather_rows", "gelu_and_mul", "grouped_four_bits"),
@@ -22,18 +23,18 @@ KERNELS = {
     ),
     "float32": ("combine", "gather_rows", "grouped_linear", "keep_own_experts", "route", "silu_and_mul"),
 }
-SETS = ("int8", "fp8", "mxfp4", "adapters", "ranks")
+SETS = (PLAIN, GELU, EXPERTS, ADAPTERS, RANKS, "int8", "fp8", "mxfp4")
 
 
 def main() -> None:
     prepare_process()
     compiled.keep_in(CACHE_DIR)
-    from engine.cpu.kernels import wanted
+    from engine.cpu import kernel_units
 
     make_only_what_is_saved(module for name, module in list(sys.modules.items()) if name.startswith("engine.cpu.kernels."))
     for dtype, begins in KERNELS.items():
-        for quantize in SETS:
-            for unit in wanted.units(dtype, False, quantize):
+        for name in SETS:
+            for unit in kernel_units.units(KernelSet(dtype, name), False):
                 if unit.name.startswith(begins):
                     unit.compile()
 

@@ -1,4 +1,4 @@
-"""The CPU kernels as engine/cpu/ops.py calls them, each for one element type at a time; wanted.py compiles them.
+"""The CPU kernels as engine/cpu/ops.py calls them, each for one element type at a time; engine/cpu/kernel_units.py compiles them.
 
 The cache folder and the threading layer must be set before this module is imported.
 """

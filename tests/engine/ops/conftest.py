@@ -13,8 +13,7 @@ from tests.engine.cpu_ops import SETS, ops
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> Iterator[None]:
     for dtype in ("float32", "bfloat16"):
-        for quantize in SETS:
-            ops.prepare(dtype, 2, quantize)
+        ops.prepare(dtype, 2, *SETS)
     yield
     ops.set_num_threads(1)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from loader.kernel_sets import OF_DECODERS, KernelSet
 from tests.engine.cpu_ops import SETS, ops
 
 # Against float64, torch's own float32 product of 2,000 inputs is off by 7e-6 on aarch64, the kernels' by 9e-7.
@@ -21,11 +22,11 @@ def compiled_as_called() -> Iterator[None]:
     """Loads the kernels that are compiled, and lets others be compiled when a test calls them, so that such tests can be run for
     many kinds of processor. A call alone does not find a kernel that was compiled for a signature, since that names its result's
     type, too. Where a model was loaded in this process before, its kernels would compile no other forms."""
-    from engine.cpu.kernels import wanted
+    from engine.cpu import kernel_units
 
     for dtype in ("float32", "bfloat16"):
-        for quantize in SETS:
-            for unit in wanted.units(dtype, True, quantize):
+        for name in (*OF_DECODERS, *SETS):
+            for unit in kernel_units.units(KernelSet(dtype, name), True):
                 unit.load()
     for one in list(vars(ops.kernels).values()):
         for form in (one.serial, one.parallel) if isinstance(one, ops.kernels.Forms) else (one,):

@@ -1,4 +1,4 @@
-"""Lists the CPU kernels that models of a dtype need, and loads each from the cache folder or compiles it.
+"""Lists the kernels of each set (loader/kernel_sets.py), and loads each from the cache folder or compiles it.
 
 They are handled in units: a kernel for one thread together with its form for all threads, so that their common parts are compiled
 only once.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ from engine.cpu.kernels.attention import paged_attention_parallel, paged_attenti
 from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
 from engine.cpu.kernels.prefill import prefill_attention_parallel, prefill_attention_serial
 from engine.cpu.recording import native
+from loader import kernel_sets
+from loader.kernel_sets import KernelSet
 
 # Seconds that both kernels of a unit take to compile on one core. They decide the order and the reported time that is left. All
 # other units take SHORT_S.
@@ -60,8 +63,9 @@ _SECONDS = {
     entry.grouped_few_rows_linear.serial: 2.0,
     entry.grouped_widened_linear.serial: 4.0,
     entry.grouped_four_bits_linear.serial: 4.0,
-    entry.delta_convolve.serial: 1.5,
-    entry.delta_rule.serial: 1.5,
+    entry.delta_convolve.serial: 2.5,
+    entry.delta_rule.serial: 5.0,
+    entry.rope_and_store.serial: 2.0,
     entry.add_adapters.serial: 6.0,
 }
 SHORT_S = 0.7
@@ -127,29 +131,27 @@ def _alone(name: str) -> AbstractContextManager[Any]:
     return lock
 
 
-def prepare_calls(units: list[Unit]) -> None:
+def prepare_calls(units: Sequence[Unit]) -> None:
     """Compiles the code that calls kernels one after the other without Python. It takes 60 ms for all of them and is not saved."""
     native.prepare([signature.args for unit in units for _, signature in unit.kernels])
 
 
-def compile_all(dtype: str, parallel: bool, quantize: str) -> None:
-    """Compiles all units in this process."""
-    wanted = units(dtype, parallel, quantize)
+def compile_all(sets: Sequence[KernelSet], parallel: bool) -> None:
+    """Compiles all units of these sets in this process."""
+    wanted = [unit for one in sets for unit in units(one, parallel)]
     for unit in wanted:
         unit.compile()
     prepare_calls(wanted)
 
 
-def units(dtype: str, parallel: bool, quantize: str) -> list[Unit]:
-    """Returns all units that models of float32 or bfloat16 call, those that take longest first. parallel: also the forms for
-    several threads."""
-    pairs = _wanted(dtype, quantize)
+def units(kernel_set: KernelSet, parallel: bool) -> list[Unit]:
+    """Returns the units of a set. parallel: also the forms for several threads. A unit that two sets have is the same in both."""
     found = []
-    for serial, shared, signature in pairs:
+    for serial, shared, signature in _wanted(*kernel_set):
         kernels = ((serial, signature), (shared, signature)) if parallel and shared is not None else ((serial, signature),)
         name = f"{serial.py_func.__name__.strip('_')}-{'-'.join(str(one) for one in signature.args[:2])}"
         found.append(Unit(_file_name(name), kernels, _SECONDS.get(serial, SHORT_S)))
-    return sorted(found, key=lambda unit: -unit.seconds)
+    return found
 
 
 def _file_name(text: str) -> str:
@@ -160,78 +162,115 @@ def _both(forms: entry.Forms, signature: Any) -> tuple[Any, Any, Any]:
     return forms.serial, forms.parallel, signature
 
 
-def _wanted(dtype: str, quantize: str) -> list[tuple[Any, Any, Any]]:
-    """Returns (kernel for one thread, the same for all threads or None if there is none, signature) of each kernel that is
-    needed."""
+def _wanted(dtype: str, name: str) -> list[tuple[Any, Any, Any]]:
+    """Returns (kernel for one thread, the same for all threads or None if there is none, signature) of each kernel of a set."""
     element = numba.float32 if dtype == "float32" else numba.uint16
     gate = rows.gate_signature(element)
-    of_prefill = prefill.prefill_attention_signature(element)
-    wanted: list[tuple[Any, Any, Any]] = [
-        (entry.penalise, None, logprobs.PENALISE),
-        (entry.step_tokens, None, inputs.STEP_TOKENS),
-        (entry.step_blocks, None, inputs.STEP_BLOCKS),
-        (entry.sampling_settings, None, inputs.SAMPLING_SETTINGS),
-        (entry.rotary_turns, None, inputs.ROTARY_TURNS),
-        (entry.route, None, experts.route_signature(element)),
-        (entry.route_by_sigmoid, None, experts.ROUTE_BY_SIGMOID),
-        (entry.top_logprobs, None, logprobs.top_logprobs_signature(element)),
-        _both(entry.greedy_float32, sampling.GREEDY_FLOAT32),
-        _both(entry.gather_rows, rows.gather_rows_signature(element)),
-        _both(entry.rms_norm, rows.rms_norm_signature(element)),
-        _both(entry.add_rms_norm, rows.add_rms_norm_signature(element)),
-        _both(entry.layer_norm, rows.layer_norm_signature(element)),
-        _both(entry.rope_and_store, rows.rope_and_store_signature(element)),
-        _both(entry.silu_and_mul, gate),
-        _both(entry.gelu, gate),
-        _both(entry.gelu_and_mul, gate),
-        _both(entry.combine, experts.combine_signature(element)),
-        _both(entry.delta_convolve, delta.delta_convolve_signature(element)),
-        _both(entry.delta_rule, delta.delta_rule_signature(element)),
-        _both(entry.sample, sampling.sample_signature(element)),
-        (paged_attention_serial, paged_attention_parallel, attention.paged_attention_signature(element)),
-        (prefill_attention_serial, prefill_attention_parallel, of_prefill),
-    ]
+    if (of_groups := _OF_FOUR_BITS.get(name)) is not None:
+        products = four_bits.grouped_four_bits_linear_signature(element, *of_groups)
+        wanted = [
+            _both(entry.grouped_four_bits_linear, products),
+            _both(entry.widen_four_bits, four_bits.widen_four_bits_signature(element, *of_groups)),
+        ]
+        return [*wanted, _both(entry.clamped_swiglu, rows.clamped_swiglu_signature(element))] if name == "mxfp4" else wanted
+    match name:
+        case kernel_sets.PLAIN:
+            return [
+                (entry.step_tokens, None, inputs.STEP_TOKENS),
+                (entry.step_blocks, None, inputs.STEP_BLOCKS),
+                (entry.sampling_settings, None, inputs.SAMPLING_SETTINGS),
+                (entry.rotary_turns, None, inputs.ROTARY_TURNS),
+                _both(entry.gather_rows, rows.gather_rows_signature(element)),
+                _both(entry.rms_norm, rows.rms_norm_signature(element)),
+                _both(entry.add_rms_norm, rows.add_rms_norm_signature(element)),
+                _both(entry.silu_and_mul, gate),
+                *_products(dtype, element),
+            ]
+        case kernel_sets.ATTENTION:
+            return _attention(dtype, element)
+        case kernel_sets.LAYER_NORM:
+            return [_both(entry.layer_norm, rows.layer_norm_signature(element))]
+        case kernel_sets.GELU:
+            return [_both(entry.gelu, gate), _both(entry.gelu_and_mul, gate)]
+        case kernel_sets.EXPERTS:
+            return [
+                (entry.route, None, experts.route_signature(element)),
+                (entry.route_by_sigmoid, None, experts.ROUTE_BY_SIGMOID),
+                _both(entry.combine, experts.combine_signature(element)),
+                _grouped_products(dtype, element),
+            ]
+        case kernel_sets.DELTAS:
+            return [
+                _both(entry.delta_convolve, delta.delta_convolve_signature(element)),
+                _both(entry.delta_rule, delta.delta_rule_signature(element)),
+            ]
+        case kernel_sets.GREEDY if dtype == "float32":
+            return [_both(entry.greedy_float32, sampling.GREEDY_FLOAT32)]
+        case kernel_sets.GREEDY:
+            return [_both(entry.greedy_bfloat16, sampling.GREEDY_BFLOAT16)]
+        case kernel_sets.SAMPLING:
+            drawn = [
+                _both(entry.sample, sampling.sample_signature(element)),
+                (entry.top_logprobs, None, logprobs.top_logprobs_signature(element)),
+            ]
+            return [*drawn, (entry.penalise, None, logprobs.PENALISE)] if dtype == "float32" else drawn
+        case kernel_sets.ADAPTERS:
+            return [_both(entry.add_adapters, adapters.add_adapters_signature(element))]
+        case kernel_sets.RANKS:
+            return _ranks(element)
+        case "int8":
+            return _int8(dtype, element)
+        case "fp8":
+            return [
+                _both(entry.fp8_linear, fp8_linear.fp8_linear_signature(element)),
+                _both(entry.grouped_fp8_linear, grouped_linear.grouped_fp8_linear_signature(element)),
+                _both(entry.fp8_rows, fp8_linear.fp8_rows_signature(element)),
+            ]
+    raise ValueError(f"{name!r} is no set of kernels")
+
+
+def _products(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
+    """Returns the kernels that multiply with plain matrices."""
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
-        widened = widened_linear.widened_linear_signature(element, element)
-        wanted.append(_both(entry.widened_linear, widened))
-        wanted.append(_both(entry.grouped_widened_linear, grouped_linear.grouped_widened_linear_signature(element)))
-    else:
-        few_rows = linear.few_rows_linear_signature(element, element)
-        wanted.append(_both(entry.few_rows_linear, few_rows))
-        wanted.append(_both(entry.grouped_few_rows_linear, grouped_linear.grouped_linear_signature(element)))
-    if HAS_TILES and dtype == "bfloat16":
-        wanted.append((prefill_tiles_serial, prefill_tiles_parallel, of_prefill))
+        return [_both(entry.widened_linear, widened_linear.widened_linear_signature(element, element))]
+    wanted = [_both(entry.few_rows_linear, linear.few_rows_linear_signature(element, element))]
     if dtype == "bfloat16" and entry.HAS_MATRIX_UNIT:
         wanted.append(_both(entry.amx_linear, amx_linear.amx_linear_signature(element)))
-    if quantize == "int8":
-        wanted += _wanted_int8(dtype, element)
-    if quantize == "fp8":
-        wanted.append(_both(entry.fp8_linear, fp8_linear.fp8_linear_signature(element)))
-        wanted.append(_both(entry.grouped_fp8_linear, grouped_linear.grouped_fp8_linear_signature(element)))
-        wanted.append(_both(entry.fp8_rows, fp8_linear.fp8_rows_signature(element)))
-    if (of_groups := _OF_FOUR_BITS.get(quantize)) is not None:
-        products = four_bits.grouped_four_bits_linear_signature(element, *of_groups)
-        wanted.append(_both(entry.grouped_four_bits_linear, products))
-        wanted.append(_both(entry.widen_four_bits, four_bits.widen_four_bits_signature(element, *of_groups)))
-    if quantize == "adapters":
-        wanted.append(_both(entry.add_adapters, adapters.add_adapters_signature(element)))
-    if quantize == "ranks":
-        for summed in dict.fromkeys((element, numba.float32)):  # models of every dtype have some numbers in float32
-            wanted.append((entry.sum_ranks, None, ranks.sum_ranks_signature(summed)))
-            wanted.append((entry.clear, None, own_experts.clear_signature(summed)))
-        wanted.append((entry.gather_ranks, None, ranks.gather_ranks_signature(element)))
-        wanted.append((entry.keep_own_experts, None, own_experts.KEEP_OWN_EXPERTS))
-        wanted.append((entry.clear_behind, None, own_experts.clear_behind_signature(element)))
-    if quantize == "mxfp4":
-        wanted.append(_both(entry.clamped_swiglu, rows.clamped_swiglu_signature(element)))
-    if dtype == "bfloat16":
-        wanted.append(_both(entry.greedy_bfloat16, sampling.GREEDY_BFLOAT16))
-        # rows whose logits are edited are sampled in float32
-        wanted.append(_both(entry.sample, sampling.sample_signature(numba.float32)))
     return wanted
 
 
-def _wanted_int8(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
+def _grouped_products(dtype: str, element: Any) -> tuple[Any, Any, Any]:
+    """Returns the kernel that multiplies with plain matrices of experts."""
+    if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
+        return _both(entry.grouped_widened_linear, grouped_linear.grouped_widened_linear_signature(element))
+    return _both(entry.grouped_few_rows_linear, grouped_linear.grouped_linear_signature(element))
+
+
+def _attention(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
+    of_prefill = prefill.prefill_attention_signature(element)
+    wanted = [
+        (paged_attention_serial, paged_attention_parallel, attention.paged_attention_signature(element)),
+        (prefill_attention_serial, prefill_attention_parallel, of_prefill),
+        _both(entry.rope_and_store, rows.rope_and_store_signature(element)),
+    ]
+    if HAS_TILES and dtype == "bfloat16":
+        wanted.append((prefill_tiles_serial, prefill_tiles_parallel, of_prefill))
+    return wanted
+
+
+def _ranks(element: Any) -> list[tuple[Any, Any, Any]]:
+    wanted = [
+        (entry.gather_ranks, None, ranks.gather_ranks_signature(element)),
+        (entry.keep_own_experts, None, own_experts.KEEP_OWN_EXPERTS),
+        (entry.clear_behind, None, own_experts.clear_behind_signature(element)),
+    ]
+    for summed in dict.fromkeys((element, numba.float32)):  # models of every dtype have some numbers in float32
+        wanted.append((entry.sum_ranks, None, ranks.sum_ranks_signature(summed)))
+        wanted.append((entry.clear, None, own_experts.clear_signature(summed)))
+    return wanted
+
+
+def _int8(dtype: str, element: Any) -> list[tuple[Any, Any, Any]]:
     wanted = []  # the first serves matrices that are too narrow, or have too many rows, for those added after it
     if dtype == "bfloat16" and not HAS_BFLOAT16_PRODUCTS:
         widened = widened_linear.widened_linear_signature(element, numba.int8)

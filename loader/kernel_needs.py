@@ -1,0 +1,58 @@
+"""Which sets of the `cpu` device's kernels a model's steps call, so that no others are compiled for it.
+
+This is the one place that says it. A step that asks for another set is served by the reference implementation until that is
+compiled, too, and the log says so (engine/cpu/ops.py); tests/engine/test_kernel_needs.py runs a model of each family.
+"""
+
+from __future__ import annotations
+
+from loader.architectures.decoder import SILU, Decoder
+from loader.architectures.eagle import layer_family
+from loader.architectures.registry import architecture_of
+from loader.architectures.wrapper import Wrapper
+from loader.formats.weight_format import WeightFormat
+from loader.kernel_sets import ADAPTERS, ATTENTION, DELTAS, EXPERTS, GELU, GREEDY, LAYER_NORM, PLAIN, RANKS, SAMPLING, KernelSet
+from loader.model_shape import ModelShape
+
+# Rows whose logits are edited are sampled in float32, whatever the model's dtype.
+_OF_EDITED_ROWS = [KernelSet("float32", GREEDY), KernelSet("float32", SAMPLING)]
+
+
+def needed_kernels(
+    shape: ModelShape, dtype: str, weight_format: WeightFormat, is_split: bool = False, has_adapters: bool = False
+) -> list[KernelSet]:
+    """Returns the sets that a model of this dtype calls. Encoders call none, and float16 has no kernels of its own."""
+    family = architecture_of(shape)
+    if not isinstance(family, Decoder | Wrapper):
+        return []
+    further = [RANKS] if is_split else []
+    samples = not shape.pooling
+    if dtype == "float16":
+        return [KernelSet("float32", name) for name in further] + (_OF_EDITED_ROWS if samples else [])
+    names = [PLAIN, *sorted(_of_layers(family.decoder_of(shape), shape)), *further]
+    if weight_format.kernels:
+        names.append(weight_format.kernels)
+    if has_adapters:
+        names.append(ADAPTERS)
+    if samples:
+        names += [GREEDY, SAMPLING]
+    found = [KernelSet(dtype, name) for name in names]
+    return found + [one for one in _OF_EDITED_ROWS if samples and one not in found]
+
+
+def _of_layers(family: Decoder, shape: ModelShape) -> set[str]:
+    """Returns what layers of a model call besides PLAIN, those of the head that drafts for it included."""
+    found = set()
+    if shape.latent is None:
+        found.add(ATTENTION)
+    if shape.delta is not None:
+        found.add(DELTAS)
+    if shape.experts is not None:
+        found.add(EXPERTS)
+    if family.has_layer_norms:
+        found.add(LAYER_NORM)
+    if family.activation != SILU or shape.layer_inputs is not None:
+        found.add(GELU)
+    if shape.eagle is not None:
+        found |= _of_layers(layer_family(shape.eagle), shape.eagle.layer)
+    return found

@@ -1,0 +1,45 @@
+"""Names the sets of the `cpu` device's kernels. A set is what one kind of operation calls: engine/cpu/kernel_units.py lists its
+kernels, engine/cpu/ops.py the operations. Weight formats have sets of their own (WeightFormat.kernels).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PLAIN = ""  # a step's inputs, embeddings, products of plain matrices, RMS norms, SwiGLU
+ATTENTION = "attention"  # over keys and values that each head has, and what rotates and stores these
+LAYER_NORM, GELU, EXPERTS, DELTAS = "layer_norm", "gelu", "experts", "deltas"
+GREEDY = "greedy"  # the most likely token
+SAMPLING = "sampling"  # any other choice, log-probabilities, penalties
+OF_DECODERS = (PLAIN, ATTENTION, LAYER_NORM, GELU, EXPERTS, DELTAS, GREEDY, SAMPLING)
+ADAPTERS = "adapters"  # of models with LoRA adapters
+RANKS = "ranks"  # of models that are split over devices
+_WORDS = {
+    PLAIN: "{dtype}",
+    ATTENTION: "attention in {dtype}",
+    LAYER_NORM: "LayerNorm in {dtype}",
+    GELU: "GELU in {dtype}",
+    EXPERTS: "experts in {dtype}",
+    DELTAS: "delta rules in {dtype}",
+    GREEDY: "greedy choice in {dtype}",
+    SAMPLING: "sampling in {dtype}",
+    ADAPTERS: "{dtype} with LoRA adapters",
+    RANKS: "{dtype} of models that are split",
+}
+
+
+class KernelSet(NamedTuple):
+    """A set of kernels for elements of one dtype, float32 or bfloat16."""
+
+    dtype: str
+    name: str
+
+    def __str__(self) -> str:
+        return _WORDS.get(self.name, "{dtype} with {name} weights").format(dtype=self.dtype, name=self.name)
+
+    @property
+    def title(self) -> str:
+        """What operators are told that the set is for: all that steps of a dtype call up to their logits is one thing."""
+        if self.name in (GREEDY, SAMPLING):
+            return "sampling"
+        return self.dtype if self.name in OF_DECODERS else str(self)
