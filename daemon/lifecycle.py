@@ -199,6 +199,7 @@ class DaemonRun:
                 for acceptor in main:
                     await acceptor.connected(handover.FLUSH_S)
                 if self._tls is not None:  # only this process has the keys of its connections, so their answers end here
+                    node.background.hold()  # which have none, so they are not waited for
                     await self._let_end(node)
                 await handover.hand_over(node, store, {"main": api, "admin": admin})
                 self._fail_rest(node)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import ssl
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,9 +197,15 @@ def test_a_restart_waits_for_answers_that_it_cannot_hand_over(authority: Authori
         node = ServiceNode(folder, notify, null_step_ms=20.0, config=CONFIG)
         node.listeners, node.trusted = [("http", listener)], authority.trusting()
         with node:
+            asked = {"model": "ash", "input": "once", "max_output_tokens": 2000, "background": True}
+            (begun,) = RawStream(node, "/v1/responses", asked).join().events
             stream = RawStream(node, "/v1/completions", LONG | {"max_tokens": 50})
             stream.wait_for_events(1)
+            since_s = time.monotonic()
             node.restart(signal.SIGUSR2)
+            assert time.monotonic() - since_s < 25, "it waited drain_timeout_s for the response in the background"
+            assert node.get(f"/v1/responses/{begun['id']}")[1]["status"] in ("queued", "in_progress")
+            assert "1 responses in the background of before the restart go on" in node.log_text()
             events = stream.join().events
             assert events[-1]["choices"][0]["finish_reason"] == "length"
             assert not any("error" in event for event in events)
