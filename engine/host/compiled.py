@@ -33,7 +33,7 @@ def keep_in(cache_dir: str) -> None:
     engine = Path(__file__).parent.parent
     for source in sorted([*engine.glob("cpu/kernels/*.py"), *engine.glob("host/*_kernels.py")]):
         digest.update(source.read_bytes())
-    base = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "hearthd"
+    base = Path(cache_dir).absolute() if cache_dir else Path.home() / ".cache" / "hearthd"  # compilers run in another folder
     keep_in_folder(writable(str(base / f"numba-{digest.hexdigest()}")))
 
 

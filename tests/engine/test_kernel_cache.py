@@ -47,6 +47,12 @@ def test_kernels_are_kept_where_that_goes(tmp_path: Path, caplog: pytest.LogCapt
     assert not caplog.text
 
 
+def test_a_folder_is_the_same_for_compilers_which_run_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compiled.keep_in("cache")
+    assert Path(compiled.folder()).parent == tmp_path / "cache"
+
+
 @pytest.mark.parametrize("room_bytes", [0, 1 << 60])
 def test_a_folder_that_takes_no_files_costs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room_bytes: int
