@@ -166,6 +166,7 @@ class DaemonRun:
             for worker in node.workers.values():
                 worker.configure()
             node.tasks.start("looking for models", rescans.run)
+            node.tasks.start("watching the models folder", self._folder_watch.run)
             self._follow_files()
             room, refuse = Room(open_files.limit()), refuse_request(node.metric.count_answer)
             listening = self._acceptors

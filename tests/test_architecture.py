@@ -80,6 +80,19 @@ ROOM_ORDER = {
     ],
 }
 MOST_LOOSE_FILES = 4  # at the top of a package that has rooms, but for __init__ and __main__
+# who may start a task by itself, (module, function): what bounds it, and who is told of its error
+BOUNDED_TASKS = {
+    ("daemon.http.acceptor", "_take"): "a connection's TLS handshake, which has a limit",
+    ("daemon.lifecycle", "_let_end"): "waits for an event while the stop waits for requests, at most drain_timeout_s",
+    ("daemon.operate.control", "_pass_on"): "waits for the next line of one operator's connection",
+    ("daemon.record.state_keeper", "save"): "one write, which the caller awaits",
+    ("daemon.scanning.scanner", "scan"): "the time limit of one scan, cancelled as that ends",
+    ("daemon.text.helper", "start"): "the start of a process, which all who need it await",
+    ("daemon.text.service", "table"): "one job, which all who need its result await",
+    ("daemon.text.service", "_worker"): "the connection to one worker, which all who need it await",
+    ("daemon.traces.exporter", "_first_of"): "waits for events within one round of a long task, cancelled at its end",
+    ("daemon.upstreams.upstreams", "watch"): "a TaskGroup within one round of a long task, which gets its error",
+}
 HEAVY = {"torch", "triton", "numba", "llvmlite", "transformers"}
 # library in which kernels are written -> the rooms that may import it: backends, and code for the host of any device
 KERNELS_IN = {"numba": ("engine.cpu", "engine.host"), "llvmlite": ("engine.cpu", "engine.host"), "triton": ("engine.cuda",)}
@@ -296,6 +309,22 @@ def test_init_files_hold_a_docstring_only() -> None:
             assert len(body) == 1, path
             assert isinstance(body[0], ast.Expr), path
             assert isinstance(body[0].value, ast.Constant), path
+
+
+def test_no_long_lived_task_ends_unseen() -> None:
+    """A task that nobody awaits and that fails is seen by no one, and what it did is not done any more. Those of `long_tasks` are
+    logged, started again and shown in /healthz."""
+    found = set()
+    for module, path in MODULES.items():
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+                names = {call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls}
+                if names & {"create_task", "ensure_future"}:
+                    found.add((module, function.name))
+    own = {where for where in found if where[0] == "daemon.process.long_tasks"}
+    assert own, "the rule sees no task"
+    assert found - own == BOUNDED_TASKS.keys()
 
 
 def test_no_systemd_import() -> None:

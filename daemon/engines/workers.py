@@ -28,6 +28,7 @@ from daemon.engines.left_memory import LeftMemory
 from daemon.engines.worker_channel import WorkerChannel
 from daemon.metrics.swaps import KernelKills
 from daemon.process.logs import fields
+from daemon.process.long_tasks import LongTasks
 from engine import protocol
 from engine.loop.pulse import Pulse, read_pulse
 from loader.kernel_sets import KernelSet
@@ -109,6 +110,7 @@ class EngineWorker:
         threads: int,
         spec: Callable[[], EngineSpec],
         events: WorkerEvents,
+        tasks: LongTasks,
         host_tier_fd: int = -1,
         gpu: str = "",
         no_memory: Callable[[str], str] = str,
@@ -116,7 +118,7 @@ class EngineWorker:
         exchange: ExchangeMemory | None = None,
         forks: ForkServer | None = None,
     ) -> None:
-        self._exchange, self._forks = exchange, forks
+        self._tasks, self._exchange, self._forks = tasks, exchange, forks
         self.device, self._threads, self._spec, self._events = device, threads, spec, events
         self._host_tier_fd, self._gpu, self._no_memory, self._left = host_tier_fd, gpu, no_memory, left
         self._kernel_kills = KernelKills()
@@ -136,7 +138,7 @@ class EngineWorker:
         self._kill_reason = ""
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._live(), name=f"engine {self.device}")
+        self._task = self._tasks.start(f"looking after the engine of {self.device}", self._live)
 
     def configure(self) -> None:
         """Lets Configure be sent to the engine, because the size of the work space is known now."""

@@ -111,7 +111,8 @@ class NodeParts:
         division = divide(config, devices, state, checkpoints or {})
         self.devices = devices = division.devices
         self.inventory = inventory or Driver()
-        self.state_keeper = StateKeeper(state)
+        self.tasks = LongTasks()
+        self.state_keeper = StateKeeper(state, self.tasks)
         self.settings = LiveSettings(config, sources or Sources(None, {}))
         self.ring, self.metric = EventRing(), Metrics()
         self.watch = LoopWatch(loop, config.loop_watch_ms / 1e3)
@@ -121,7 +122,6 @@ class NodeParts:
         self._store = store
         self.host_memory = HostMemory(settings.host_tier_slots, settings.chunk_bytes, store)
         self.scanner = scanner or ModelScanner()
-        self.tasks = LongTasks()
         self.registry = Registry(config, devices, state, division.problems, self.scanner.scan)
         self.registry.refused, self.registry.turned_away = self._refused, self._turned_away
         self.dispatcher = Dispatcher(self.scheduler, config, self.registry.source, self.ring, self.metric, self.watch)
@@ -145,6 +145,7 @@ class NodeParts:
                 threads,
                 self._spec_of(device, threads),
                 self.engine_events,
+                self.tasks,
                 self.host_memory.fd,
                 device.uuid,
                 partial(why_no_memory, self.inventory, device),
@@ -157,7 +158,9 @@ class NodeParts:
         self.engine_rounds = EngineRounds(self.workers, lambda: self.config.engine_stall_s, self.ring, self.metric)
         self.gpu_watch = GpuWatch(self.inventory, devices, self._gpu_fault)
         self.dispatcher.engines = dict(self.workers)
-        self.text = TextService(stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES)
+        self.text = TextService(
+            self.tasks, stall_s=lambda: self.config.text_stall_s, num_deaths=self.metric.text_deaths, preload=BODY_MODULES
+        )
         self.dispatcher.load_begins = self._open_text
         self.dispatcher.is_replicated = self.registry.is_replicated
         self.stored = ResponseStore(int(config.stored_responses_bytes), KeptRecords.of(store, response_store.NAME))

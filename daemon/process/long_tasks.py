@@ -1,12 +1,15 @@
-"""Tasks that run as long as the daemon. A task that fails is logged and started again, and the node reports it."""
+"""Tasks that run as long as the daemon, and work that nothing waits for. None fails unseen: it is logged, what runs as long as the
+daemon is started again, and the node reports it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 log = logging.getLogger("hearthd")
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -14,27 +17,23 @@ SOUND_AFTER_S = 60.0  # once its last failure is this old, a task is no problem 
 
 
 class LongTasks:
-    """Keeps tasks running. It must be made on the event loop. clock: monotonic."""
+    """Keeps tasks running. Tasks are started on the event loop. clock: monotonic."""
 
     def __init__(self, pause_s: float = PAUSE_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._pause_s, self._clock = pause_s, clock
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failures: dict[str, tuple[float, int, str]] = {}  # name -> time of the last failure, failures in a row, last error
 
-    def start(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
-        """Starts a task. `run` may return when its work is done; after an exception it is called again."""
-        self._keep(asyncio.get_running_loop().create_task(self._run(name, run), name=name))
+    def start(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Starts a task and returns it; it ends when `run` returns, because its work is done, or when it is cancelled. After an
+        exception `run` is called again."""
+        return self._keep(asyncio.get_running_loop().create_task(self._run(name, run), name=name))
 
-    def once(self, name: str, work: Awaitable[Any]) -> None:
-        """Runs work that ends by itself and that nothing waits for. If it raises an exception, that is logged."""
-
-        async def run() -> None:
-            try:
-                await work
-            except Exception:
-                log.exception("%s failed", name)
-
-        self._keep(asyncio.get_running_loop().create_task(run(), name=name))
+    def once(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Runs work that ends by itself and that nothing needs to wait for. If it raises an exception, that is logged."""
+        task = self._keep(asyncio.get_running_loop().create_task(work, name=name))
+        task.add_done_callback(_log_failure)
+        return task
 
     def problems(self) -> list[str]:
         """Returns a sentence for each task that failed within the last SOUND_AFTER_S seconds."""
@@ -49,9 +48,10 @@ class LongTasks:
         for task in list(self._tasks):
             task.cancel()
 
-    def _keep(self, task: asyncio.Task[Any]) -> None:
+    def _keep(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
         self._tasks.add(task)  # the loop itself holds only weak references to tasks
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _run(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -65,3 +65,8 @@ class LongTasks:
                 pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2 ** (count - 1))
                 log.exception("%s failed; it is started again in %.1f s", name, pause_s)
             await asyncio.sleep(pause_s)
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s failed", task.get_name(), exc_info=error)

@@ -5,11 +5,11 @@ was not saved, and saving is tried again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 
 from daemon.errors import ServerFault
+from daemon.process.long_tasks import LongTasks
 from daemon.record.state import NodeState
 
 log = logging.getLogger("hearthd.state")
@@ -22,11 +22,10 @@ class StateKeeper:
 
     problem: why the file does not hold the last decisions, "" if it does. since: Unix time from which on it does not."""
 
-    def __init__(self, state: NodeState, retry_s: float = RETRY_S) -> None:
-        self._state, self._retry_s = state, retry_s
+    def __init__(self, state: NodeState, tasks: LongTasks, retry_s: float = RETRY_S) -> None:
+        self._state, self._tasks, self._retry_s = state, tasks, retry_s
         self._lock = asyncio.Lock()
         self._retrying: asyncio.Task[None] | None = None
-        self._closing = asyncio.Event()
         self.problem, self.since = "", 0.0
 
     async def remember(self, command: str, name: str) -> ServerFault | None:
@@ -56,11 +55,10 @@ class StateKeeper:
 
     async def close(self) -> None:
         """Tries to save a last time, if saving has failed."""
-        self._closing.set()
-        if self._retrying is not None:
-            await self._retrying
         if self.problem:
-            await self._save()
+            await self._save()  # after a try that has begun before, since only one writes at a time
+        if self._retrying is not None:
+            self._retrying.cancel()
         if self.problem:
             log.error(
                 "pins, switched-off models and loaded adapters were not saved, the next start finds older ones: %s", self.problem
@@ -88,12 +86,9 @@ class StateKeeper:
             self.since = round(time.time(), 3)
         self.problem = problem
         if self._retrying is None or self._retrying.done():
-            self._retrying = asyncio.get_running_loop().create_task(self._retry())
+            self._retrying = self._tasks.start("saving the operator's decisions", self._retry)
 
     async def _retry(self) -> None:
         while self.problem:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), self._retry_s)
-            if self._closing.is_set():
-                return  # only here, never while a thread writes: `close` waits for this task
+            await asyncio.sleep(self._retry_s)
             await self._save()

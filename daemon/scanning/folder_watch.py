@@ -7,6 +7,7 @@ last scan has looked into are watched.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -20,8 +21,8 @@ JOIN_S = 2.0
 
 
 class FolderWatch:
-    """Calls `changed` on the event loop about 0.3 s after something happened in one of the folders. Must be made on the event
-    loop."""
+    """Calls `changed` on the event loop about 0.3 s after something happened in one of the folders, while `run` runs. Must be made
+    on the event loop."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -29,6 +30,16 @@ class FolderWatch:
         self._folders: frozenset[str] = frozenset()
         self._stopped, self._replaced = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._polling = False
+
+    async def run(self) -> None:
+        """Watches until `stop`. Raises OSError or RuntimeError if the folders can be neither watched nor polled. Calls `changed` at
+        the begin, for what happened before."""
+        ended: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(ended,), name="watch models", daemon=True)
+        self._thread.start()
+        self._changed()
+        await ended
 
     def look_at(self, folders: Iterable[str]) -> None:
         """Watches these folders instead of the earlier ones. Changes in a new folder before its watch began cause no event, so
@@ -38,9 +49,6 @@ class FolderWatch:
             return
         self._folders = found
         self._replaced.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="watch models", daemon=True)
-            self._thread.start()
         self._changed()
 
     def stop(self) -> None:
@@ -53,8 +61,23 @@ class FolderWatch:
         """Returns whether the current watch is to end. watchfiles asks this, as of an Event."""
         return self._stopped.is_set() or self._replaced.is_set()
 
-    def _run(self) -> None:
-        polling = False
+    def _run(self, ended: asyncio.Future[None]) -> None:
+        """Watches in a thread, and lets the task that waits know why it has ended."""
+        problem: Exception | None = None
+        try:
+            self._watch_on()
+        except Exception as error:
+            problem = error
+
+        def tell() -> None:
+            if not ended.done():
+                ended.set_exception(problem) if problem is not None else ended.set_result(None)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(tell)
+
+    def _watch_on(self) -> None:
+        """Watches the folders of the last `look_at` until `stop`. Raises OSError, RuntimeError."""
         while not self._stopped.is_set():
             self._replaced.clear()
             folders = [folder for folder in self._folders if os.path.isdir(folder)]
@@ -62,17 +85,16 @@ class FolderWatch:
                 self._replaced.wait(AGAIN_S)
                 continue
             try:
-                self._watch(folders, polling)
+                self._watch(folders)
             except FileNotFoundError:
                 self._stopped.wait(AGAIN_S)  # a folder has just disappeared; the next scan leaves it out
             except (OSError, RuntimeError) as error:
-                if polling:
-                    log.warning("the models folder cannot be watched (%s); `hearth reload` looks again", error)
-                    return
-                polling = True
+                if self._polling:
+                    raise
+                self._polling = True
                 log.warning("the models folder cannot be watched (%s); it is polled from now on", error)
 
-    def _watch(self, folders: list[str], polling: bool) -> None:
+    def _watch(self, folders: list[str]) -> None:
         """Watches the folders until `is_set`. Raises OSError, RuntimeError."""
         from watchfiles import watch
 
@@ -83,7 +105,7 @@ class FolderWatch:
             "raise_interrupt": False,
             "recursive": False,
             "ignore_permission_denied": True,
-            "force_polling": polling,
+            "force_polling": self._polling,
             "poll_delay_ms": POLL_MS,
         }
         for _ in watch(*folders, watch_filter=None, stop_event=self, **options):  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import msgspec
 
 from daemon.errors import NotNow, ServerFault
 from daemon.process import socket_child
+from daemon.process.long_tasks import LongTasks
 from daemon.text import deaths
 from daemon.text.connection import WorkerConnection
 from daemon.text.deaths import Death
@@ -37,9 +38,13 @@ class Helper:
     imports before it forks."""
 
     def __init__(
-        self, stall_s: Callable[[], float], on_death: Callable[[WorkerConnection, Death], None], preload: Sequence[str] = ()
+        self,
+        tasks: LongTasks,
+        stall_s: Callable[[], float],
+        on_death: Callable[[WorkerConnection, Death], None],
+        preload: Sequence[str] = (),
     ) -> None:
-        self._stall_s, self._on_death, self._preload = stall_s, on_death, preload
+        self._tasks, self._stall_s, self._on_death, self._preload = tasks, stall_s, on_death, preload
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._started_s = 0.0
@@ -119,7 +124,7 @@ class Helper:
         if process is not None:
             await asyncio.to_thread(socket_child.wait, process, END_LIMIT_S, lambda: _kill(process))
         if self._again is not None:
-            await self._again
+            await asyncio.wait([self._again])
 
     # ---- the helper's messages
 
@@ -193,13 +198,13 @@ class Helper:
             return
         process = self._release()
         assert process is not None
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(control)
+        asyncio.get_running_loop().remove_reader(control)
         control.close()
         _kill(process)
         for worker in list(self.workers.values()):
             worker.died(deaths.with_helper())
-        self._again = loop.create_task(self._start_again(process, time.monotonic() - self._started_s))
+        lived_s = time.monotonic() - self._started_s
+        self._again = self._tasks.once("starting the text helper again", self._start_again(process, lived_s))
 
     async def _start_again(self, process: subprocess.Popen[bytes], lived_s: float) -> None:
         exit_code = await asyncio.to_thread(process.wait)

@@ -21,6 +21,7 @@ import msgspec
 
 from daemon.errors import BadRequest, HearthError, NotNow
 from daemon.models.entry import ModelEntry
+from daemon.process.long_tasks import LongTasks
 from daemon.text.connection import WorkerConnection, WorkerDied
 from daemon.text.deaths import Death
 from daemon.text.helper import Helper
@@ -88,14 +89,15 @@ class TextService:
 
     def __init__(
         self,
+        tasks: LongTasks,
         max_workers: int = MAX_WORKERS,
         stall_s: Callable[[], float] = lambda: STALL_S,
         num_deaths: MutableMapping[str, int] | None = None,
         preload: Sequence[str] = (),
     ) -> None:
         """preload: modules with the functions that read bodies; workers that fork find them imported."""
-        self._max_workers = max_workers
-        self._helper = Helper(stall_s, self._died, preload)
+        self._tasks, self._max_workers = tasks, max_workers
+        self._helper = Helper(tasks, stall_s, self._died, preload)
         self._num_deaths: MutableMapping[str, int] = {} if num_deaths is None else num_deaths
         self._recent: dict[tuple[str, str], _Recent] = {}  # by model and cause
         self._repeated = RepeatedDeaths()
@@ -226,7 +228,7 @@ class TextService:
         and more, which its first request would wait for. What goes wrong is reported to the requests that meet it."""
         if self._living(_open(model)[0]) is not None:
             return
-        task = asyncio.get_running_loop().create_task(self._opened(model))
+        task = self._tasks.once(f"opening the tokenizer of {model.name} ahead", self._opened(model))
         self._ahead.add(task)
         task.add_done_callback(self._ahead.discard)
 

@@ -64,8 +64,19 @@ async def test_work_that_nobody_waits_for_is_logged_when_it_fails(caplog: pytest
             ended.set()
 
     with caplog.at_level(logging.ERROR):
-        LongTasks().once("reloading", work())
+        task = LongTasks().once("reloading", work())
         await ended.wait()
         await asyncio.sleep(0)
     assert "reloading failed" in caplog.text
     assert "KeyError" in caplog.text
+    assert task.done()
+
+
+async def test_who_starts_a_task_can_end_it(caplog: pytest.LogCaptureFixture) -> None:
+    tasks = LongTasks()
+    running = tasks.start("looking", asyncio.Event().wait)
+    short = tasks.once("reloading", asyncio.sleep(60))
+    for task in (running, short):
+        task.cancel()
+    await asyncio.wait([running, short])
+    assert (caplog.text, tasks.problems()) == ("", [])

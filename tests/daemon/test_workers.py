@@ -16,6 +16,7 @@ from config.schema import DeviceBudget, NodeConfig
 from daemon.engines import workers
 from daemon.engines.fork_client import threads_per_engine
 from daemon.engines.workers import EngineSpec, EngineWorker
+from daemon.process.long_tasks import LongTasks
 from engine import protocol
 from engine.host import child_process
 from tests.e2e.chat import Stream
@@ -133,7 +134,7 @@ async def pair() -> AsyncIterator[tuple[EngineWorker, Told]]:
     told = Told()
     config = NodeConfig(runner="null", chunk_bytes=2 << 20, null_step_ms=1.0)
     spec = EngineSpec(DeviceBudget("cpu:0", 64 << 20), 0, config, 1)
-    worker = EngineWorker("cpu:0", 1, lambda: spec, told)
+    worker = EngineWorker("cpu:0", 1, lambda: spec, told, LongTasks())
     worker.start()
     worker.configure()
     async with asyncio.timeout(60):
@@ -156,6 +157,31 @@ async def test_a_death_is_told_with_the_step_it_happened_in(pair: tuple[EngineWo
     assert "exit code" in reason
     assert (await told.ups.get()).pid != ready.pid
     assert worker.restarts == 1
+
+
+async def test_who_looks_after_an_engine_does_not_end_unseen() -> None:
+    """A device without an engine for ever is what an error in the handling of a death would mean."""
+
+    class Failing(Told):
+        def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None:
+            super().engine_down(device, running, reason)
+            if not told.messages.qsize():
+                told.messages.put_nowait("failed")
+                raise KeyError("a bug")
+
+    told, tasks = Failing(), LongTasks(pause_s=0.01)
+    spec = EngineSpec(DeviceBudget("cpu:0", 64 << 20), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
+    worker = EngineWorker("cpu:0", 1, lambda: spec, told, tasks)
+    worker.start()
+    worker.configure()
+    async with asyncio.timeout(60):
+        first = await told.ups.get()
+        worker.restart("for a test")
+        assert (await told.ups.get()).pid != first.pid
+    assert tasks.problems() == [
+        "looking after the engine of cpu:0 failed 1 times in a row, at last with KeyError: 'a bug'; it was started again"
+    ]
+    await worker.stop()
 
 
 async def test_restart_is_a_death_with_that_reason(pair: tuple[EngineWorker, Told]) -> None:
@@ -187,7 +213,7 @@ async def test_a_start_is_timed_anew_after_a_pause_of_the_daemon(monkeypatch: py
 
     monkeypatch.setattr(EngineWorker, "_expect_ready", noted)
     spec = EngineSpec(DeviceBudget("cpu:0", 64 << 20), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
-    worker = EngineWorker("cpu:0", 1, lambda: spec, told)
+    worker = EngineWorker("cpu:0", 1, lambda: spec, told, LongTasks())
     worker.start()
     async with asyncio.timeout(60):
         await is_timed.wait()  # it is spawned, and gets ready once it is configured
@@ -234,7 +260,7 @@ async def test_back_off_grows_while_an_engine_cannot_start(monkeypatch: pytest.M
     monkeypatch.setattr(workers.asyncio, "sleep", noted)
     told = Told()
     spec = EngineSpec(DeviceBudget("cpu:0", 64 << 20), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
-    worker = EngineWorker("cpu:0", 1, lambda: spec, told)
+    worker = EngineWorker("cpu:0", 1, lambda: spec, told, LongTasks())
     worker.start()
     worker.configure()
     async with asyncio.timeout(60):
@@ -255,7 +281,9 @@ async def test_a_device_out_of_memory_is_explained_by_who_holds_it(monkeypatch: 
     monkeypatch.setattr(child_process, "PACKAGES", tmp_path)
     told = Told()
     spec = EngineSpec(DeviceBudget("cuda:0", 1 << 30, "GPU-a"), 0, NodeConfig(runner="null", chunk_bytes=2 << 20), 1)
-    worker = EngineWorker("cuda:0", 1, lambda: spec, told, gpu="GPU-a", no_memory=lambda error: f"{error}, held by pid 7")
+    worker = EngineWorker(
+        "cuda:0", 1, lambda: spec, told, LongTasks(), gpu="GPU-a", no_memory=lambda error: f"{error}, held by pid 7"
+    )
     worker.start()
     worker.configure()
     async with asyncio.timeout(60):

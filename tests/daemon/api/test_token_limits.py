@@ -9,6 +9,7 @@ import pytest
 
 from daemon.api.generation.bad_words import bad_word_ids
 from daemon.errors import BadRequest
+from daemon.process.long_tasks import LongTasks
 from daemon.text.service import TextService
 from tests.daemon.api.fakes import VOCAB, entry, serve
 from tests.daemon.text.tokenizers_made import byte_fallback, byte_level, checkpoint
@@ -94,7 +95,7 @@ async def test_the_most_that_is_allowed(node, http):
 @pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["byte level", "llama 2"])
 async def test_words_are_the_tokens_that_a_text_has_at_its_beginning_and_behind_a_space(tmp_path, tokenizer):
     model = entry(path=str(checkpoint(tmp_path / "m", tokenizer)))
-    service = TextService()
+    service = TextService(LongTasks())
     try:
         told = await bad_word_ids(service, model, ["The", "  fox", "a\n", "The"])
         assert await bad_word_ids(service, model, []) == []

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from daemon.process.long_tasks import LongTasks
 from daemon.text.service import TextService
 from tests.daemon.api.fakes import entry, serve
 from tests.daemon.api.openai_error import check_error
@@ -83,7 +84,7 @@ async def test_other_refusals(http):
 
 @pytest.fixture
 async def service():
-    service = TextService()
+    service = TextService(LongTasks())
     yield service
     await service.close()
 

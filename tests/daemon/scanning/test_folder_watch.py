@@ -7,16 +7,21 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import pytest_asyncio
+import watchfiles
 
+from daemon.process.long_tasks import LongTasks
 from daemon.scanning.folder_watch import FolderWatch
 
 
 class Told:
     def __init__(self) -> None:
         self.changed = asyncio.Event()
-        self.watch = FolderWatch(self.changed.set)
+        self.watch, self.tasks = FolderWatch(self.changed.set), LongTasks(pause_s=0.01)
+        self.tasks.start("watching", self.watch.run)
 
     async def until(self, change: Path) -> None:
         """Writes the file again and again: a watch takes a moment to begin."""
@@ -31,6 +36,7 @@ class Told:
 async def told() -> AsyncIterator[Told]:
     made = Told()
     yield made
+    made.tasks.cancel()
     await asyncio.to_thread(made.watch.stop)
 
 
@@ -60,6 +66,42 @@ async def test_folders_that_are_gone_do_not_end_the_watch(tmp_path: Path, told: 
     told.watch.look_at([str(tmp_path / "gone")])
     told.watch.look_at([str(tmp_path / "a"), str(tmp_path / "gone")])
     await told.until(tmp_path / "a" / "x")
+
+
+@pytest.mark.parametrize("error", [OSError("no watches left"), RuntimeError("not a folder"), KeyError("a bug")], ids=repr)
+async def test_a_watch_that_fails_is_told_and_begins_again(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    real, tries = watchfiles.watch, list[bool]()
+
+    def failing(*folders: str, force_polling: bool, **options: Any) -> Any:
+        tries.append(force_polling)
+        if len(tries) <= 3:
+            raise error
+        return real(*folders, force_polling=False, **options)
+
+    monkeypatch.setattr(watchfiles, "watch", failing)
+    told.watch.look_at([str(tmp_path)])
+    await told.until(tmp_path / "x")
+    problem = f"{type(error).__name__}: {error}; it was started again"
+    if isinstance(error, KeyError):
+        assert tries == [False] * 4
+        assert told.tasks.problems() == [f"watching failed 3 times in a row, at last with {problem}"]
+    else:
+        assert tries == [False, True, True, True], "polled before it fails"
+        assert told.tasks.problems() == [f"watching failed 2 times in a row, at last with {problem}"]
+
+
+async def test_what_happens_while_no_watch_runs_is_looked_for(tmp_path: Path) -> None:
+    changed = asyncio.Event()
+    watch = FolderWatch(changed.set)
+    watch.look_at([str(tmp_path)])
+    changed.clear()
+    running = asyncio.ensure_future(watch.run())
+    async with asyncio.timeout(30):
+        await changed.wait()
+        await asyncio.to_thread(watch.stop)
+        await running
 
 
 async def test_links_are_not_followed(tmp_path: Path, told: Told) -> None:

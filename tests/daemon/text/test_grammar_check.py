@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from daemon.errors import BadRequest
+from daemon.process.long_tasks import LongTasks
 from daemon.text.jobs import LIMIT_BYTES
 from daemon.text.service import TextService
 
@@ -20,7 +21,7 @@ HOSTILE = "json_schema:" + json.dumps({"allOf": [{"type": "string", "pattern": f
 
 @pytest_asyncio.fixture
 async def text() -> AsyncIterator[TextService]:
-    service = TextService()
+    service = TextService(LongTasks())
     yield service
     await service.close()
 

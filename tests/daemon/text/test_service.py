@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from daemon.errors import BadRequest, HearthError
+from daemon.process.long_tasks import LongTasks
 from daemon.text.detokenizer import decode
 from daemon.text.service import TextService
 from tests.daemon.api.fakes import entry
@@ -26,7 +27,7 @@ MESSAGES = [{"role": "user", "content": "The fox, é😀"}]
 
 @pytest.fixture
 async def service():
-    service = TextService()
+    service = TextService(LongTasks())
     yield service
     await service.close()
 
@@ -285,8 +286,23 @@ async def test_templates_written_for_transformers_render(service, tmp_path):
     assert decode(await service.table(tiny), ids) == 'hi{"x": 1}4False{"a": "<é>"}'
 
 
+async def test_what_goes_wrong_ahead_of_requests_is_logged(service, tmp_path, monkeypatch, caplog):
+    """Nobody waits for it, so nobody else would hear of a bug there."""
+
+    async def build(model):
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(service, "_build", build)
+    service.open_ahead(model(checkpoint(tmp_path / "m", byte_level())))
+    (task,) = service._ahead
+    await asyncio.wait([task])
+    await asyncio.sleep(0)
+    assert "opening the tokenizer of m ahead failed" in caplog.text
+    assert "RecursionError: too deep" in caplog.text
+
+
 async def test_only_a_few_tokenizers_stay(tmp_path):
-    service = TextService(max_workers=2)
+    service = TextService(LongTasks(), max_workers=2)
     try:
         for at in range(5):
             await service.encode(model(checkpoint(tmp_path / f"m{at}", byte_level())), "x")
@@ -299,7 +315,7 @@ async def test_only_a_few_tokenizers_stay(tmp_path):
 
 
 async def test_the_helper_ignores_the_daemons_signals_and_ends_with_it(tmp_path):
-    service = TextService()
+    service = TextService(LongTasks())
     await service.encode(model(checkpoint(tmp_path / "m", byte_level())), "x")
     helper = psutil.Process(service._helper.pid)
     family = [helper, *helper.children()]
@@ -322,7 +338,7 @@ def helper_and_children(service):
 
 
 async def test_closing_waits_for_no_job(tmp_path):
-    service = TextService()
+    service = TextService(LongTasks())
     spin = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     evil = model(checkpoint(tmp_path / "evil", byte_level(), chat_template=spin))
     asking = asyncio.create_task(service.encode_chat(evil, packed(MESSAGES), {}))

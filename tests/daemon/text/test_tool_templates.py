@@ -11,6 +11,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from config.load import REASONING_PARSERS, TOOL_PARSERS
+from daemon.process.long_tasks import LongTasks
 from daemon.text.detokenizer import decode
 from daemon.text.jobs import TextFacts
 from daemon.text.service import TextService
@@ -101,7 +102,7 @@ SPECIALS = {"bos_token": "<|start|>", "eos_token": "<|end|>"}
 
 @pytest.fixture
 async def service():
-    service = TextService()
+    service = TextService(LongTasks())
     yield service
     await service.close()
 

@@ -18,6 +18,7 @@ import pytest
 from tokenizers import normalizers
 
 from daemon.errors import BadRequest, HearthError, NotNow
+from daemon.process.long_tasks import LongTasks
 from daemon.text import deaths, helper
 from daemon.text.connection import WorkerDied
 from daemon.text.deaths import from_report
@@ -40,7 +41,7 @@ class Service(TextService):
     def __init__(self) -> None:
         self.limit_s = 60.0
         self.num_deaths: dict[str, int] = {}
-        super().__init__(stall_s=lambda: self.limit_s, num_deaths=self.num_deaths)
+        super().__init__(LongTasks(), stall_s=lambda: self.limit_s, num_deaths=self.num_deaths)
 
     @property
     def worker_pids(self) -> list[int]:
