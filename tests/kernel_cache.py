@@ -22,8 +22,18 @@ def warm() -> None:
     if os.environ.get(DONE) == "compiled":
         return
     formats = ("--int8", "--fp8", "--mxfp4", "--nvfp4", "--int4", "--int4-zeros", "--adapters", "--ranks")
-    command = [sys.executable, "-m", "engine.warm", CACHE_DIR, *formats]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    _compile(ROOT, *formats)
+
+
+def warm_tree(tree: Path) -> None:
+    """Compiles the float32 kernels of a copy of the packages, which has none of its own for its path."""
+    _compile(tree, "float32")
+
+
+def _compile(tree: Path, *what: str) -> None:
+    command = [sys.executable, "-P", "-m", "engine.warm", CACHE_DIR, *what]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    subprocess.run(command, cwd=tree, check=True, stdout=subprocess.DEVNULL, env=environment)
 
 
 if __name__ == "__main__":

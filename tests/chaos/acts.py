@@ -15,7 +15,9 @@ from typing import NamedTuple
 import psutil
 
 from tests.chaos.clients import drawn, hang_up, send_garbage
-from tests.chaos.world import CONFIG, MODELS, SCANNING, SPARE, STALL_S, TEXT, World
+from tests.chaos.memory import no_more_mappings
+from tests.chaos.mounts import mount_that_hangs, slow_mount
+from tests.chaos.world import CONFIG, DEVICES, MODELS, SCANNING, SMALLER_DEVICES, SPARE, STALL_S, TEXT, World
 from tests.e2e import processes
 from tests.e2e.checkpoints import make_model
 from tests.e2e.hostile_folders import make_hostile
@@ -108,8 +110,52 @@ def restart(world: World) -> None:
 
 def kill_daemon(world: World) -> None:
     """kill -9 cuts the connections that are open; the next hearthd takes new ones from the same listener."""
-    with world.clients.cut():
+    with world.clients.cut("kill -9 of the daemon"):
         world.node.restart(signal.SIGKILL)
+
+
+def another_version(world: World) -> None:
+    """Restarts the daemon as an upgrade, or the way back, does. No client may notice, unless the two cannot read what each other
+    hands over: then the connections end, and the rest is there."""
+    before, after = world.version, world.draw.choice([one for one in world.versions if one != world.version])
+    world.node.tree, world.version = after.tree, after
+    same = before.handed_over == after.handed_over
+    with contextlib.nullcontext() if same else world.clients.cut("an upgrade that cannot go on with connections"):
+        world.node.restart(RESTART)
+    if (name := world.node.json("status")["version"]) != after.name:
+        world.complain(f"version {after.name} was started, {name} runs")
+
+
+def smaller_budgets(world: World) -> None:
+    """Budgets are read at a start: the next daemon has less for its devices and for its host tier, the one after that as before."""
+    flags = list(world.node.flags)
+    world.node.devices = list(SMALLER_DEVICES)
+    world.node.flags[flags.index("--host-tier-bytes") + 1] = "16MiB"
+    try:
+        world.node.restart(RESTART)
+        time.sleep(world.draw.random() * 4)
+    finally:
+        world.node.devices, world.node.flags = list(DEVICES), flags
+        world.node.restart(RESTART)
+
+
+def short_memory(world: World) -> None:
+    """The node and a process that the kernel ends first use up their control group's memory together."""
+    if world.groups is None:
+        return
+    daemon = psutil.Process(world.pid)
+    pids = [daemon.pid, *(child.pid for child in daemon.children(recursive=True))]
+    with world.groups.short_of_memory(pids, world.draw.choice((64 << 20, 128 << 20))):
+        time.sleep(1 + world.draw.random() * 3)
+
+
+def engine_without_mappings(world: World) -> None:
+    """What it wants to map fails for a while. It may end by that, and is another engine then."""
+    _ends_engines(world)
+    if living := engines(world):
+        with contextlib.suppress(ProcessLookupError), no_more_mappings(world.draw.choice(living)):
+            time.sleep(world.draw.random() * 2)
+        world.engines_ended_s = time.monotonic()
 
 
 def reload(world: World) -> None:
@@ -135,7 +181,7 @@ def unload(world: World) -> None:
 
 
 def load_another(world: World) -> None:
-    world.cli("load", SPARE, codes=(0, 4, 5))
+    world.behind("load", lambda: world.cli("load", SPARE, codes=None))
 
 
 def pin_and_unpin(world: World) -> None:
@@ -211,6 +257,12 @@ ACTS = (
     Act("kill -9 of a scan", 2, kill_scan),
     Act("restart", 4, restart),
     Act("kill -9 of the daemon", 1, kill_daemon),
+    Act("another version", 3, another_version),
+    Act("smaller budgets", 1, smaller_budgets),
+    Act("memory is short", 2, short_memory),
+    Act("an engine may map nothing more", 1, engine_without_mappings),
+    Act("a slow mount", 2, slow_mount),
+    Act("a mount that hangs", 2, mount_that_hangs),
     Act("reload", 2, reload),
     Act("reload of a broken file", 2, reload_of_a_broken_file),
     Act("unload", 4, unload),

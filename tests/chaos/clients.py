@@ -125,7 +125,7 @@ class Clients:
         self.counts: Counter[str] = Counter()
         self.running: dict[str, float] = {}
         self.longest_s = 0.0
-        self._cuts: list[tuple[float, float]] = []
+        self._cuts: list[tuple[float, float, str]] = []
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
@@ -136,11 +136,11 @@ class Clients:
             thread.start()
 
     @contextlib.contextmanager
-    def cut(self) -> Iterator[None]:
-        """A context in which the daemon is killed, which ends the connections of its clients."""
-        self._cuts.append((time.monotonic(), math.inf))
+    def cut(self, why: str) -> Iterator[None]:
+        """A context in which the connections of clients end. why: what ends them."""
+        self._cuts.append((time.monotonic(), math.inf, why))
         yield
-        self._cuts[-1] = (self._cuts[-1][0], time.monotonic())
+        self._cuts[-1] = (self._cuts[-1][0], time.monotonic(), why)
 
     def wait_for_running(self, before_s: float, limit_s: float = SOCKET_LIMIT_S) -> None:
         """Waits until the requests that were sent before this time have ended."""
@@ -163,13 +163,15 @@ class Clients:
             request = drawn(draw, self._models)
             begun_s = time.monotonic()
             self.running[threading.current_thread().name] = begun_s
-            self._one(request, begun_s)
+            self.one(request)
             self.running.pop(threading.current_thread().name)
             self.longest_s = max(self.longest_s, time.monotonic() - begun_s)
             if draw.random() < 0.2:
                 time.sleep(draw.random())
 
-    def _one(self, request: Request, begun_s: float) -> None:
+    def one(self, request: Request) -> None:
+        """Sends a request until it is answered, and counts how that ends."""
+        begun_s = time.monotonic()
         while True:
             try:
                 text = ask(self.url, request)
@@ -180,8 +182,9 @@ class Clients:
                     return
                 time.sleep(min(refused.seconds, 1.0))
             except (OSError, http.client.HTTPException, ValueError, Broken) as error:
-                if any(begin < time.monotonic() and begun_s < end for begin, end in self._cuts):
-                    self._count("cut by kill -9 of the daemon")
+                cuts = [why for begin, end, why in self._cuts if begin < time.monotonic() and begun_s < end]
+                if cuts:
+                    self._count(f"cut by {cuts[-1]}")
                 else:
                     self._lose(f"{request}: {type(error).__name__}: {error}")
                 return

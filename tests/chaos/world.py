@@ -1,4 +1,4 @@
-"""The node that chaos is done to: a real daemon under a stand-in for systemd, three models in memory for one, and what it holds."""
+"""The node that chaos is done to: a real daemon under a stand-in for systemd, three models in memory for one."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import os
 import random
 import socket
 import subprocess
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
-
+from tests import kernel_cache
 from tests.chaos.clients import Clients
+from tests.chaos.memory import Groups
+from tests.chaos.slow_mount import DEVICE
+from tests.chaos.versions import Version, all_versions
 from tests.daemon.service_manager import NotifySocket
-from tests.e2e import processes
 from tests.e2e.checkpoints import make_model
+from tests.e2e.node import ROOT
 from tests.e2e.service_node import ServiceNode
 
 MODELS = ("ash", "oak", "elm")
 SPARE = "yew"  # a model that no client asks for
+FAR = "far"  # a copy of the first model that is seen through a mount, for a while
+DEVICES = ("cpu:0=44MiB", "cpu:1=44MiB")
+SMALLER_DEVICES = ("cpu:0=40MiB", "cpu:1=36MiB")
 STALL_S = 10.0  # the smallest that is allowed
 CONFIG = f"""engine_stall_s = {STALL_S}
 drain_timeout_s = 5
@@ -29,15 +33,38 @@ max_wait_s = 60
 """
 TEXT, SCANNING = "daemon.text", "daemon.scanning"  # words of command lines
 STATE_DISK_BYTES = 256 << 10
-STATISTICS_S = 5.0  # KV that an engine uses is known from its last statistics, which follow an unload
-DESCRIPTORS_SLACK = 8  # processes for texts and for scans come and go, as connections do
+
+
+class Means:
+    """What of a machine can be taken away here. state_disk: whether the state folder is a disk of its own, which can be filled.
+    may_mount: whether a folder can be mounted whose reads are slow. groups: makes control groups of memory; None where none can be
+    made. skipped: what cannot be done, in words."""
+
+    def __init__(self, state_disk: bool, may_mount: bool, groups: Groups | None) -> None:
+        self.state_disk, self.may_mount, self.groups = state_disk, may_mount, groups
+        lacking = {
+            "full state disk: a tmpfs can be mounted by root only": not state_disk,
+            f"slow mounts: {DEVICE} can be mounted by root only, where it is there": not may_mount,
+            "memory is short: no control group of memory can be made here": groups is None,
+        }
+        self.skipped = [what for what, is_lacking in lacking.items() if is_lacking]
 
 
 class World:
-    """The node, its clients, and what acts need. state_disk: whether the state folder is a disk of its own, which can be filled."""
+    """The node, its clients, and what acts need. versions: those that can be installed."""
 
-    def __init__(self, node: ServiceNode, clients: Clients, draw: random.Random, state_disk: bool) -> None:
-        self.node, self.clients, self.draw, self.state_disk = node, clients, draw, state_disk
+    def __init__(
+        self,
+        node: ServiceNode,
+        clients: Clients,
+        draw: random.Random,
+        means: Means,
+        versions: tuple[Version, ...],
+    ) -> None:
+        self.node, self.clients, self.draw, self.versions = node, clients, draw, versions
+        self.state_disk, self.may_mount, self.groups = means.state_disk, means.may_mount, means.groups
+        self.version = versions[0]
+        self._behind: dict[str, threading.Thread] = {}
         self.engines_ended_s = 0.0  # when an act has ended an engine the last time
 
     @property
@@ -48,67 +75,77 @@ class World:
     def complain(self, what: str) -> None:
         self.clients.faults.append(what)
 
-    def cli(self, *args: str, codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
-        """Runs a command; another exit code than these is a complaint."""
+    def behind(self, kind: str, work: Callable[[], object]) -> None:
+        """Does work in a thread while acts go on, after the last of this kind has ended."""
+        if (before := self._behind.get(kind)) is not None:
+            before.join()
+        self._behind[kind] = threading.Thread(target=self._complaining, args=(work,), name=kind, daemon=True)
+        self._behind[kind].start()
+
+    def _complaining(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self.complain(f"{threading.current_thread().name}: {type(error).__name__}: {error}")
+
+    def join(self) -> None:
+        """Waits for what is done in threads."""
+        for kind in ("mount", "load"):  # the first begins the second
+            if (thread := self._behind.get(kind)) is not None:
+                thread.join()
+
+    def cli(self, *args: str, codes: tuple[int, ...] | None = (0,)) -> subprocess.CompletedProcess[str]:
+        """Runs a command; another exit code than these is a complaint. None: any is right."""
         done = self.node.cli(*args)
-        if done.returncode not in codes:
+        if codes is not None and done.returncode not in codes:
             self.complain(f"hearth {' '.join(args)}: exit code {done.returncode}: {done.stdout}{done.stderr}")
         return done
 
 
 @contextlib.contextmanager
-def started(folder: Path, runner: str) -> Iterator[tuple[ServiceNode, bool]]:
-    """Yields a node that runs, and whether its state folder is a disk of its own."""
+def started(folder: Path, runner: str) -> Iterator[tuple[ServiceNode, Means]]:
+    """Yields a node that runs, and what can be taken from it."""
     for at, name in enumerate((*MODELS, SPARE)):
         make_model(folder / "n" / "models" / name, seed=at, weights_bytes=4 << 20)
+    make_model(folder / "n" / FAR, seed=0, weights_bytes=4 << 20)
     state = folder / "n" / "state"
     state.mkdir()
-    state_disk = os.getuid() == 0 and not subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={STATE_DISK_BYTES}", "tmpfs", str(state)], capture_output=True
-    ).returncode  # fmt: skip
     notify = NotifySocket(folder)
     flags = ["--dtype", "float32", "--threads", "1", "--host-tier-bytes", "48MiB"]
+    with contextlib.ExitStack() as stack:
+        stack.callback(notify.close)
+        means = Means(_state_disk(stack, state), os.getuid() == 0 and os.access(DEVICE, os.W_OK), _groups())
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        node = ServiceNode(
+            folder / "n", notify, devices=DEVICES, runner=runner, config=CONFIG, flags=flags, null_step_ms=20.0
+        )  # fmt: skip
+        node.listeners = [("http", listener)]
+        stack.enter_context(node)
+        yield node, means
+
+
+def _state_disk(stack: contextlib.ExitStack, state: Path) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={STATE_DISK_BYTES}", "tmpfs", str(state)]
+    is_mounted = os.getuid() == 0 and not subprocess.run(command, capture_output=True).returncode
+    if is_mounted:
+        stack.callback(subprocess.run, ["umount", str(state)], check=False)
+    return is_mounted
+
+
+def _groups() -> Groups | None:
     try:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            node = ServiceNode(
-                folder / "n", notify, devices=["cpu:0=44MiB", "cpu:1=44MiB"], runner=runner, config=CONFIG, flags=flags,
-                null_step_ms=20.0,
-            )  # fmt: skip
-            node.listeners = [("http", listener)]
-            try:
-                with node:
-                    yield node, state_disk
-            finally:
-                notify.close()
-    finally:
-        if state_disk:
-            subprocess.run(["umount", str(state)], check=False)
+        return Groups()
+    except OSError:
+        return None
 
 
-def _chunks_in_use(node: ServiceNode) -> float:
-    chunks = [line.rpartition(" ") for line in node.get("/metrics")[1].splitlines() if line.startswith("hearth_device_chunks{")]
-    return sum(float(value) for name, _, value in chunks if 'state="weights"' in name or 'state="kv"' in name)
-
-
-def holdings(node: ServiceNode) -> dict[str, Any]:
-    """Unloads all models and returns what the node then holds: its processes by kind, the daemon's descriptors, mappings and
-    resident bytes, memory of devices and of the host tier that is not free, and requests."""
-    for name in (*MODELS, SPARE):
-        node.cli("unload", name, "--to", "cold")
-    end_s = time.monotonic() + STATISTICS_S
-    while _chunks_in_use(node) and time.monotonic() < end_s:
-        time.sleep(0.05)
-    status = node.json("status")
-    daemon = psutil.Process(status["pid"])
-    tier = status["host_tier"]
-    return {
-        "engines": sum(device["pid"] > 0 for device in status["devices"]),
-        "zombies": sum(child.status() == psutil.STATUS_ZOMBIE for child in daemon.children(recursive=True)),
-        "text_helpers": len(processes.with_word(status["pid"], TEXT)),
-        "descriptors": daemon.num_fds(),
-        "mappings": len(daemon.memory_maps(grouped=False)),
-        "rss_mib": round(daemon.memory_info().rss / 2**20, 1),
-        "chunks_in_use": _chunks_in_use(node),
-        "host_tier_bytes": tier["bytes"] - tier["free_bytes"],
-        "requests": status["requests"],
-    }
+def versions_for(folder: Path, runner: str) -> tuple[Version, ...]:
+    """Returns the versions that can be installed. Compiled kernels are found by the path of their sources, so those of the copies
+    have to be compiled, and are kept at one place for that; without them, torch's operations could give other texts."""
+    if runner == "null":
+        return all_versions(folder / "versions")
+    found = all_versions(ROOT / ".pytest_cache" / "chaos")
+    for version in found:
+        if version.tree != ROOT:
+            kernel_cache.warm_tree(version.tree)
+    return found

@@ -19,6 +19,10 @@ class ServiceNode(Node):
         super().__init__(folder, **options)
         self.notify = notify
         self.listeners: list[tuple[str, socket.socket]] = []
+        self.tree: Path | None = None  # where the daemon's packages are, if not here
+
+    def environment(self) -> dict[str, str]:
+        return environment() | ({"PYTHONPATH": str(self.tree)} if self.tree is not None else {})
 
     def restart(self, how: signal.Signals = signal.SIGTERM) -> None:
         """Ends the daemon by this signal and starts it again once its engines are gone, as systemd does."""
@@ -37,7 +41,7 @@ class ServiceNode(Node):
             passed += self.notify.stored
         if passed:
             command, fds = passing(command, passed)
-        variables = {**environment(), **(self.notify.environment if self.notify is not None else {})}
+        variables = {**self.environment(), **(self.notify.environment if self.notify is not None else {})}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=variables, pass_fds=fds

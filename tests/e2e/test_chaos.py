@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.__main__ import run
-from tests.chaos.acts import Act
+from tests.chaos.__main__ import in_turn, run
+from tests.chaos.acts import ACTS, Act
+from tests.chaos.holdings import MORE, leaks
 from tests.chaos.world import World
 from tests.conftest import REPORTED
 
@@ -26,7 +29,8 @@ def test_nothing_is_lost(tmp_path: Path, record_property: Callable[[str, str], N
     assert not said["faults"], "\n".join([*lines, *said["faults"]])
     assert said["requests"]["answered"] > 20
     assert len(said["acts"]) >= 4
-    record_property(REPORTED, f"chaos, seed {seed}: {said['requests']} in {said['seconds']} s, {sum(said['acts'].values())} acts")
+    told = f"chaos, seed {seed}: {said['requests']} in {said['seconds']} s, {sum(said['acts'].values())} acts"
+    record_property(REPORTED, f"{told}; skipped: {', '.join(said['skipped']) or 'nothing'}")
 
 
 def test_what_is_lost_is_told(tmp_path: Path) -> None:
@@ -43,3 +47,27 @@ def test_what_is_lost_is_told(tmp_path: Path) -> None:
     said = run(tmp_path, 0.1, 1, num_clients=2, acts=[Act("kill -9 that nobody knows of", 1, kill)], say=lambda line: None)
     assert said["requests"]["lost"] >= 1
     assert any("RemoteDisconnected" in fault or "ended after" in fault or "Reset" in fault for fault in said["faults"])
+
+
+def test_a_seed_repeats_the_acts_and_each_comes_before_any_comes_again() -> None:
+    first, again, other = (list(islice(in_turn(ACTS, random.Random(seed)), 80)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert set(first[: len(ACTS)]) == set(ACTS)
+    second = Counter(first[len(ACTS) :][: sum(act.weight for act in ACTS)])
+    assert second == {act: act.weight for act in ACTS}
+
+
+def test_leaks_of_the_daemon_and_of_engines_are_told() -> None:
+    process = {"descriptors": 10, "mappings": 300, "threads": 2, "rss_mib": 40.0}
+    counts = {"engines": 2, "fork_servers": 1, "text_processes": 0, "scans": 0, "other_processes": 0, "zombies": 0, "stored": 3}
+    before = {"daemon": process, "engine cpu:0": process, **counts, "chunks_in_use": 0.0, "host_tier_bytes": 0, "requests": 0}
+    assert leaks(before, before) == []
+    for name, kind in (("daemon", "daemon"), ("engine cpu:0", "engine")):
+        for what, more in MORE[kind].items():
+            assert leaks(before, before | {name: process | {what: process[what] + more}}) == []
+            (told,) = leaks(before, before | {name: process | {what: process[what] + more + 1}})
+            assert told.startswith(f"{what} of the {name}: {process[what]} before")
+    for name in ("zombies", "other_processes", "scans", "chunks_in_use", "host_tier_bytes", "requests"):
+        assert leaks(before, before | {name: 1}) == [f"at the end {name} is 1"]
+    assert leaks(before, before | {"engines": 1}) == ["engines: 2 before, 1 after"]
+    assert leaks(before, before | {"stored": 17}) == ["at the end stored is 17, more than 16"]

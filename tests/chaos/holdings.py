@@ -1,0 +1,100 @@
+"""What a node holds while it has nothing to do: the memory, descriptors, mappings and processes of its daemon and engines, and what
+of its devices is in use. Two measurements tell whether something has leaked."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import psutil
+
+from tests.chaos.world import MODELS, SCANNING, SPARE, TEXT
+from tests.e2e.service_node import ServiceNode
+
+SETTLED_S = 5.0  # KV that an engine uses is known from its last statistics, which follow an unload
+IDLE_S = 30.0  # a scanning process ends some seconds after its last scan, a compiler when it is done
+MOST_STORED = 16  # descriptors in the service manager's store: FileDescriptorStoreMax= of the unit
+MOST_TEXT = 1 + 6  # the text helper; workers for models, for bodies and for grammars
+
+NONE_OF = ("zombies", "other_processes", "scans", "chunks_in_use", "host_tier_bytes", "requests")
+SAME = ("engines", "fork_servers")
+# How much more than before of each may be held: what differs from run to run without a leak. Processes for texts and connections
+# come and go; mappings and memory follow what was computed last.
+MORE = {
+    "daemon": {"descriptors": 8, "mappings": 64, "threads": 8, "rss_mib": 32.0},
+    "engine": {"descriptors": 4, "mappings": 64, "threads": 4, "rss_mib": 48.0},
+}
+
+
+def holdings(node: ServiceNode) -> dict[str, Any]:
+    """Unloads all models and returns what the node then holds."""
+    for name in (*MODELS, SPARE):
+        node.cli("unload", name, "--to", "cold")
+    end_s = time.monotonic() + SETTLED_S
+    while _chunks_in_use(node) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    status = node.json("status")
+    daemon = psutil.Process(status["pid"])
+    end_s = time.monotonic() + IDLE_S
+    while ((kinds := _kinds(daemon))["scans"] or kinds["other_processes"]) and time.monotonic() < end_s:
+        time.sleep(0.2)
+    assert node.notify is not None
+    node.notify.read()
+    pids = {device["name"]: device["pid"] for device in status["devices"]}
+    tier = status["host_tier"]
+    return {
+        "daemon": _of(daemon),
+        **{f"engine {name}": _of(psutil.Process(pid)) for name, pid in pids.items() if pid},
+        **{kind: kinds[kind] for kind in ("engines", "fork_servers", "text_processes", "scans", "other_processes", "zombies")},
+        "stored": len(node.notify.stored),
+        "chunks_in_use": _chunks_in_use(node),
+        "host_tier_bytes": tier["bytes"] - tier["free_bytes"],
+        "requests": status["requests"],
+    }
+
+
+def leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Returns what is held at the end and should not be, in words."""
+    found = [f"at the end {name} is {after[name]}" for name in NONE_OF if after[name]]
+    found += [f"{name}: {before[name]} before, {after[name]} after" for name in SAME if after[name] != before[name]]
+    for name, most in (("text_processes", MOST_TEXT), ("stored", MOST_STORED)):
+        if after[name] > most:
+            found.append(f"at the end {name} is {after[name]}, more than {most}")
+    for process, was in before.items():
+        for what, more in MORE.get(process.split(" ")[0], {}).items():
+            if process in after and after[process][what] > was[what] + more:
+                found.append(f"{what} of the {process}: {was[what]} before, {after[process][what]} after")
+    return found
+
+
+def _of(process: psutil.Process) -> dict[str, Any]:
+    return {
+        "descriptors": process.num_fds(),
+        "mappings": len(process.memory_maps(grouped=False)),
+        "threads": process.num_threads(),
+        "rss_mib": round(process.memory_info().rss / 2**20, 1),
+    }
+
+
+def _kinds(daemon: psutil.Process) -> Counter[str]:
+    return Counter(_kind(child) for child in daemon.children(recursive=True))
+
+
+def _kind(process: psutil.Process) -> str:
+    try:
+        name, words = process.name(), process.cmdline()
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return "zombies"
+    except psutil.NoSuchProcess:
+        return "ended"
+    if name.startswith("engine "):
+        return "engines"
+    if name == "fork server":
+        return "fork_servers"
+    return "text_processes" if TEXT in words else "scans" if SCANNING in words else "other_processes"
+
+
+def _chunks_in_use(node: ServiceNode) -> float:
+    chunks = [line.rpartition(" ") for line in node.get("/metrics")[1].splitlines() if line.startswith("hearth_device_chunks{")]
+    return sum(float(value) for name, _, value in chunks if 'state="weights"' in name or 'state="kv"' in name)

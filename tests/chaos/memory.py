@@ -1,0 +1,110 @@
+"""Memory that is short: a control group in which it is used up again and again, and a limit on what one process may map.
+
+The group holds the node and a process that fills it up and that the kernel ends first, which is what a unit with `MemoryMax=`
+meets; nobody else on the machine goes short. Who may make no group can limit an engine, which needs no rights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+
+GROUPS = Path("/sys/fs/cgroup")
+# where the memory of groups is limited -> the file that does it: version 1, version 2
+LIMITS = {GROUPS / "memory": "memory.limit_in_bytes", GROUPS: "memory.max"}
+FILLED_FIRST = """
+import sys
+with open("/proc/self/oom_score_adj", "w") as file:
+    file.write("1000")
+with open(sys.argv[1], "w") as file:
+    file.write("0")
+held = []
+while True:
+    held.append(bytearray(b"x") * (1 << 20))
+"""
+
+
+class Groups:
+    """Makes control groups of memory. Raises OSError if none can be made here."""
+
+    def __init__(self) -> None:
+        top = next((top for top, limit in LIMITS.items() if (top / "cgroup.procs").exists() and _limits(top, limit)), None)
+        if top is None:
+            raise OSError("no control group of memory can be made here")
+        self._top, self._numbers = top, itertools.count(1)
+
+    @contextlib.contextmanager
+    def short_of_memory(self, pids: Iterable[int], num_bytes: int) -> Iterator[None]:
+        """A context in which these processes and their children share `num_bytes` more with one that takes all of them, over and
+        over: the kernel ends it, and it begins again. The group is a new one: what was allocated in an earlier one counts there."""
+        folder = self._top / f"hearthd-chaos-{os.getpid()}-{next(self._numbers)}"
+        folder.mkdir()
+        filling: subprocess.Popen[bytes] | None = None
+        try:
+            (folder / LIMITS[self._top]).write_text(str(num_bytes))
+            _move(folder, pids)
+            filler = [sys.executable, "-S", "-c", FILLED_FIRST, str(folder / "cgroup.procs")]
+            filling = subprocess.Popen(["sh", "-c", 'while :; do "$@"; done', "sh", *filler], stderr=subprocess.DEVNULL)
+            yield
+        finally:
+            if filling is not None:
+                filling.kill()
+                filling.wait()
+            self._leave(folder)
+
+    def _leave(self, folder: Path) -> None:
+        """Moves everybody back, ends the one that fills the group, and removes it."""
+        (folder / LIMITS[self._top]).write_text(str(1 << 40))
+        end = time.monotonic() + 30
+        while True:
+            members = [int(pid) for pid in (folder / "cgroup.procs").read_text().split()]
+            for pid in members:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(pid)
+                    if FILLED_FIRST in process.cmdline():
+                        process.kill()
+            _move(self._top, members)
+            try:
+                return folder.rmdir()
+            except OSError:  # somebody is about to end, or was forked meanwhile
+                assert time.monotonic() < end, f"{folder} cannot be removed; in it: {members}"
+            time.sleep(0.02)
+
+
+def _limits(top: Path, limit: str) -> bool:
+    """Returns whether a group below this one has a limit that can be set."""
+    folder = top / f"hearthd-try-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError:
+        return False
+    found = os.access(folder / limit, os.W_OK)
+    folder.rmdir()
+    return found
+
+
+def _move(folder: Path, pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError), (folder / "cgroup.procs").open("w") as file:
+            file.write(str(pid))
+
+
+@contextlib.contextmanager
+def no_more_mappings(process: psutil.Process) -> Iterator[None]:
+    """A context in which the process is refused any further mapping."""
+    _, hard = resource.prlimit(process.pid, resource.RLIMIT_AS)
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (process.memory_info().vms, hard))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(process.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, hard))
