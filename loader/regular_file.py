@@ -35,6 +35,8 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     with open(open_regular(path), "rb") as file:
         is_longer = os.fstat(file.fileno()).st_size > most_bytes
         data = b"" if is_longer else file.read(most_bytes + 1)  # one more, since the file may have grown meanwhile
+    if data is None:  # /proc/kmsg calls itself a regular file, too
+        raise OSError(errno.EAGAIN, "has nothing to read at the moment", os.fspath(path))
     if is_longer or len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"is longer than {most_bytes} bytes", os.fspath(path))
     return data
