@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daemon.scanning.messages import Finished, Found, FromScanner, Looking, Same, Scan
-from engine.host.child_process import child_environment
+from engine.host.child_process import child_environment, malloc_tunables
 from engine.protocol import FrameReader, encode
 from loader.adapters.adapter import Adapter
 from loader.catalog import Checkpoint, Seen, merged
@@ -304,10 +304,13 @@ class _Process(asyncio.Protocol):
 
 
 def _spawn(fd: int) -> subprocess.Popen[bytes]:
+    """Starts the process. Long headers and lists take and free blocks of megabytes. By default glibc soon takes such blocks from
+    its heap, which small ones that stay keep from shrinking; with a fixed threshold each goes back to the kernel once it is
+    freed."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "daemon.scanning", str(fd)],
         cwd="/",
-        env=child_environment(),
+        env=child_environment(GLIBC_TUNABLES=malloc_tunables(mmap_threshold=64 << 10, trim_threshold=64 << 10)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=(fd,),

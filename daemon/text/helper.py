@@ -23,7 +23,7 @@ from daemon.text.connection import WorkerConnection
 from daemon.text.deaths import Death
 from daemon.text.helper_messages import PACKET_BYTES, Ended, Fork, Forked, FromHelper, Kill, ToHelper
 from daemon.text.jobs import Open
-from engine.host.child_process import child_environment
+from engine.host.child_process import child_environment, malloc_tunables
 
 log = logging.getLogger("hearthd.text")
 END_LIMIT_S = 2.0  # after its socket was closed
@@ -246,7 +246,4 @@ def _environment() -> dict[str, str]:
     GLIBC_TUNABLES: encoding a prompt allocates and frees thousands of small blocks of one size. By default glibc keeps 7 blocks of
     a size ready and merges the others with their neighbours, only to split them again. If it keeps thousands, a prompt takes a
     quarter less time. RUST_BACKTRACE: when a library written in Rust fails, its message is useful and its stack is not."""
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if "tcache_count" not in tunables:
-        tunables = ":".join(filter(None, (tunables, "glibc.malloc.tcache_count=4000")))
-    return child_environment(GLIBC_TUNABLES=tunables, RUST_BACKTRACE="0")
+    return child_environment(GLIBC_TUNABLES=malloc_tunables(tcache_count=4000), RUST_BACKTRACE="0")

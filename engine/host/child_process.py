@@ -21,6 +21,14 @@ def child_environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGES), *given]), **more}
 
 
+def malloc_tunables(**values: int) -> str:
+    """Returns what a child's GLIBC_TUNABLES is to be: as this process has it, with these of glibc's malloc, unless it sets them
+    itself."""
+    given = os.environ.get("GLIBC_TUNABLES", "")
+    ours = (f"glibc.malloc.{name}={value}" for name, value in values.items() if f".{name}=" not in given)
+    return ":".join(filter(None, (given, *ours)))
+
+
 def limit_memory(num_bytes: int, oom_score_adj: int) -> None:
     """Limits this process to `num_bytes` of address space, or to an inherited hard limit if that is lower. Sets its
     `oom_score_adj`: when the machine runs out of memory, the kernel kills processes with a higher value first."""
