@@ -1,5 +1,5 @@
-"""Model folders that were made to hurt, drawn from a seed: configurations, headers, indexes, tokenizers, templates, links and
-special files."""
+"""Model folders that were made to hurt, drawn from a seed: configurations, headers, indexes, tokenizers, templates, LoRA adapters,
+what says how weights are quantised and vectors pooled, links and special files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from tests.loader.checkpoints import CONFIG
+from tests.loader.adapters import ADAPTER_CONFIG, Tensors, write_adapter
+from tests.loader.checkpoints import CONFIG, write_checkpoint
 
 DEEP = "[" * 100_000
 KEYS = (
@@ -35,6 +37,45 @@ KEYS = (
     "quantization_config",
     "tie_word_embeddings",
 )
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LATENTS = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4}
+DELTAS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+}
+# keys of experts, of latent attention and of the delta rule, with values that belong together
+SPARSE: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "head_dim": 4, "decoder_sparse_step": 1, "mlp_only_layers": [], **EXPERTS},
+    "DeepseekV2ForCausalLM": {"q_lora_rank": None, "n_routed_experts": 4, "first_k_dense_replace": 1, **LATENTS, **EXPERTS},
+    "DeepseekV3ForCausalLM": {
+        **{
+            "q_lora_rank": 12,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        **{"routed_scaling_factor": 2.5, "norm_topk_prob": True},
+        **LATENTS,
+        **EXPERTS,
+    },
+    "Qwen3NextForCausalLM": {"num_experts": 4, "head_dim": 8, "shared_expert_intermediate_size": 8, **DELTAS, **EXPERTS},
+}
+ADAPTER_KEYS = (*ADAPTER_CONFIG, "use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "exclude_modules")
+ADAPTED = (
+    *("model.layers.0.self_attn.q_proj",) * 3,
+    "model.layers.999.mlp.up_proj",
+    "lm_head",
+    "x" * 50_000,
+    "\u001b[2J",
+)
+POOLING_MODES = ("mean_tokens", "cls_token", "max_tokens", "lasttoken")
 FILES = (
     "config.json",
     "generation_config.json",
@@ -43,6 +84,10 @@ FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "hf_quant_config.json",
+    "modules.json",
 )
 
 
@@ -79,11 +124,92 @@ def _changed_config(folder: Path, draw: random.Random) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
 
 
+def _sparse(folder: Path, draw: random.Random) -> None:
+    """A checkpoint with experts, latent attention or layers of the delta rule whose files fit, and keys of which one does not."""
+    name = draw.choice(list(SPARSE))
+    config = CONFIG | {"architectures": [name], "model_type": "absent", "tie_word_embeddings": False} | SPARSE[name]
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    write_checkpoint(folder, config)
+    changes = {draw.choice(list(SPARSE[name])): _value(draw) for _ in range(draw.randint(0, 2))}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def _adapter(folder: Path, draw: random.Random) -> None:
+    """A LoRA adapter, in a model's folder or in one of its own."""
+    if draw.random() < 0.5:
+        shutil.rmtree(folder)
+    else:
+        folder /= "adapter"
+    rank = draw.choice([4, 4, 4, 0, 1 << 20])
+    name = draw.choice(ADAPTED)
+    stored = min(rank, 4)
+    tensors: Tensors = {
+        f"base_model.model.{name}.lora_A.weight": ("F32", (stored, 16), bytes(64 * stored)),
+        f"base_model.model.{name}.lora_B.weight": ("F32", (16, stored), bytes(64 * stored)),
+    }
+    changes = {draw.choice(ADAPTER_KEYS): _value(draw) for _ in range(draw.randint(0, 2))}
+    write_adapter(folder, tensors, **{"r": rank, **changes})
+    damage = draw.choice([None, None, "adapter_config.json", "adapter_model.safetensors"])
+    if damage is not None:
+        _damaged(folder / damage, draw)
+
+
+def _quantised(folder: Path, draw: random.Random) -> None:
+    """What NVIDIA's ModelOpt says of weights, for weights that are not so."""
+    said: dict[str, Any] = {"quant_algo": draw.choice(["FP8", "NVFP4", "W4A16_AWQ", "MIXED_PRECISION"]), "group_size": 16}
+    said[draw.choice(["quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules", "quantized_layers"])] = _value(draw)
+    path = folder / "hf_quant_config.json"
+    path.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": draw.choice([said, said, said, _value(draw)])}))
+    if draw.random() < 0.3:
+        _damaged(path, draw)
+
+
+def _pooled(folder: Path, draw: random.Random) -> None:
+    """What sentence-transformers says of vectors, of a model that makes texts or of an encoder."""
+    if draw.random() < 0.5:
+        names = ["BertModel", "XLMRobertaModel", "ModernBertModel", "Qwen3Model"]
+        config = CONFIG | {
+            "architectures": [draw.choice(names)],
+            "model_type": "absent",
+            "hidden_act": draw.choice(["gelu", "silu"]),
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+    modules: object = [{"idx": at, "name": str(at), "path": "", "type": f"sentence_transformers.models.{kind}"} for at, kind in
+                       enumerate(draw.choice([["Transformer", "Pooling"], ["Dense"], ["x" * 50_000], [7] * 10_000]))]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(draw.choice([modules, modules, _value(draw)])))
+    pooling = {f"pooling_mode_{mode}": draw.choice([True, False, _value(draw)]) for mode in POOLING_MODES}
+    path = folder / "1_Pooling" / "config.json"
+    match draw.randrange(5):
+        case 0:
+            path.parent.write_bytes(b"")
+        case 1:
+            path.parent.mkdir()
+            os.mkfifo(path)
+        case 2:
+            path.parent.mkdir()
+            path.write_text(json.dumps(pooling))
+            _damaged(path, draw)
+        case _:
+            path.parent.mkdir()
+            path.write_text(json.dumps(pooling))
+
+
 def _rubbish(folder: Path, draw: random.Random) -> None:
-    content = draw.choice(
+    _new(folder, draw).write_bytes(_rubbish_bytes(draw))
+
+
+def _rubbish_bytes(draw: random.Random) -> bytes:
+    return draw.choice(
         [b"", b"{}", b"[]", b"null", DEEP.encode(), ('{"a":' * 50_000).encode(), draw.randbytes(draw.randint(1, 5000))]
     )
-    _new(folder, draw).write_bytes(content)
+
+
+def _damaged(path: Path, draw: random.Random) -> None:
+    if draw.random() < 0.5:
+        os.truncate(path, draw.randint(0, path.stat().st_size))
+    else:
+        path.write_bytes(_rubbish_bytes(draw))
 
 
 def _cut(folder: Path, draw: random.Random) -> None:
@@ -174,6 +300,12 @@ KINDS: tuple[Callable[[Path, random.Random], None], ...] = (
     _changed_config,
     _changed_config,
     _changed_config,
+    _sparse,
+    _sparse,
+    _adapter,
+    _adapter,
+    _quantised,
+    _pooled,
     _rubbish,
     _cut,
     _grown,
@@ -194,3 +326,9 @@ def make_hostile(folder: Path, template: Path, seed: int) -> str:
     kind = draw.choice(KINDS)
     kind(folder, draw)
     return kind.__name__.removeprefix("_")
+
+
+def is_to_be_listed(folder: Path) -> bool:
+    """Returns whether the folder looks like a model, or holds one: a link that leads nowhere, round or to all of the machine does
+    not, nor does a folder of a Hugging Face cache without an organisation's name."""
+    return not folder.is_symlink() and not (folder / "models--a").exists()
