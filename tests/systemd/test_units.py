@@ -17,7 +17,7 @@ from daemon.http import sockets
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = ROOT / "systemd"
-MAX_EXPOSURE = 1.3
+MAX_EXPOSURE = 0.7
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing: the units are NOT CHECKED; apt-get install systemd"
 )
