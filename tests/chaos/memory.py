@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 
 GROUPS = Path("/sys/fs/cgroup")
-# where the memory of groups is limited -> the file that does it: version 1, version 2
-LIMITS = {GROUPS / "memory": "memory.limit_in_bytes", GROUPS: "memory.max"}
+# of version 1 and 2: where groups are, the name of that hierarchy in /proc/self/cgroup, and the file that limits memory
+KINDS = ((GROUPS / "memory", "memory", "memory.limit_in_bytes"), (GROUPS, "", "memory.max"))
 FILLED_FIRST = """
 import sys
 with open("/proc/self/oom_score_adj", "w") as file:
@@ -34,23 +34,25 @@ while True:
 
 
 class Groups:
-    """Makes control groups of memory. Raises OSError if none can be made here."""
+    """Makes control groups of memory, below this process's own. Raises OSError if none can be made here."""
 
     def __init__(self) -> None:
-        top = next((top for top, limit in LIMITS.items() if (top / "cgroup.procs").exists() and _limits(top, limit)), None)
-        if top is None:
-            raise OSError("no control group of memory can be made here")
-        self._top, self._numbers = top, itertools.count(1)
+        for top, hierarchy, limit in KINDS:
+            own = _own(top, hierarchy)
+            if (own / "cgroup.procs").exists() and _limits(own, limit):
+                self._own, self._limit, self._numbers = own, limit, itertools.count(1)
+                return
+        raise OSError("no control group of memory can be made here")
 
     @contextlib.contextmanager
     def short_of_memory(self, pids: Iterable[int], num_bytes: int) -> Iterator[None]:
         """A context in which these processes and their children share `num_bytes` more with one that takes all of them, over and
         over: the kernel ends it, and it begins again. The group is a new one: what was allocated in an earlier one counts there."""
-        folder = self._top / f"hearthd-chaos-{os.getpid()}-{next(self._numbers)}"
+        folder = self._own / f"hearthd-chaos-{os.getpid()}-{next(self._numbers)}"
         folder.mkdir()
         filling: subprocess.Popen[bytes] | None = None
         try:
-            (folder / LIMITS[self._top]).write_text(str(num_bytes))
+            (folder / self._limit).write_text(str(num_bytes))
             _move(folder, pids)
             filler = [sys.executable, "-S", "-c", FILLED_FIRST, str(folder / "cgroup.procs")]
             filling = subprocess.Popen(["sh", "-c", 'while :; do "$@"; done', "sh", *filler], stderr=subprocess.DEVNULL)
@@ -63,7 +65,7 @@ class Groups:
 
     def _leave(self, folder: Path) -> None:
         """Moves everybody back, ends the one that fills the group, and removes it."""
-        (folder / LIMITS[self._top]).write_text(str(1 << 40))
+        (folder / self._limit).write_text(str(1 << 40))
         end = time.monotonic() + 30
         while True:
             members = [int(pid) for pid in (folder / "cgroup.procs").read_text().split()]
@@ -72,7 +74,7 @@ class Groups:
                     process = psutil.Process(pid)
                     if FILLED_FIRST in process.cmdline():
                         process.kill()
-            _move(self._top, members)
+            _move(self._own, members)
             try:
                 return folder.rmdir()
             except OSError:  # somebody is about to end, or was forked meanwhile
@@ -80,9 +82,18 @@ class Groups:
             time.sleep(0.02)
 
 
-def _limits(top: Path, limit: str) -> bool:
+def _own(top: Path, hierarchy: str) -> Path:
+    """Returns the folder of this process's group: the first one where a container shows no other."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        if hierarchy in names.split(","):
+            return top / path.lstrip("/") if (top / path.lstrip("/")).is_dir() else top
+    return top
+
+
+def _limits(group: Path, limit: str) -> bool:
     """Returns whether a group below this one has a limit that can be set."""
-    folder = top / f"hearthd-try-{os.getpid()}"
+    folder = group / f"hearthd-try-{os.getpid()}"
     try:
         folder.mkdir()
     except OSError:

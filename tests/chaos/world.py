@@ -14,7 +14,7 @@ from pathlib import Path
 from tests import kernel_cache
 from tests.chaos.clients import Clients
 from tests.chaos.memory import Groups
-from tests.chaos.slow_mount import DEVICE
+from tests.chaos.slow_mount import DEVICE, SlowMount
 from tests.chaos.versions import Version, all_versions
 from tests.daemon.service_manager import NotifySocket
 from tests.e2e.checkpoints import make_model
@@ -114,7 +114,7 @@ def started(folder: Path, runner: str) -> Iterator[tuple[ServiceNode, Means]]:
     flags = ["--dtype", "float32", "--threads", "1", "--host-tier-bytes", "48MiB"]
     with contextlib.ExitStack() as stack:
         stack.callback(notify.close)
-        means = Means(_state_disk(stack, state), os.getuid() == 0 and os.access(DEVICE, os.W_OK), _groups())
+        means = Means(_state_disk(stack, state), _may_mount(folder / "n" / FAR, folder), _groups())
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         node = ServiceNode(
             folder / "n", notify, devices=DEVICES, runner=runner, config=CONFIG, flags=flags, null_step_ms=20.0
@@ -130,6 +130,16 @@ def _state_disk(stack: contextlib.ExitStack, state: Path) -> bool:
     if is_mounted:
         stack.callback(subprocess.run, ["umount", str(state)], check=False)
     return is_mounted
+
+
+def _may_mount(source: Path, folder: Path) -> bool:
+    at = folder / "mount"
+    at.mkdir()
+    try:
+        SlowMount(source, at).close()
+    except OSError:
+        return False
+    return True
 
 
 def _groups() -> Groups | None:
