@@ -12,7 +12,7 @@ import psutil
 from tests.chaos.world import MODELS, SCANNING, SPARE, TEXT
 from tests.e2e.service_node import ServiceNode
 
-SETTLED_S = 5.0  # KV that an engine uses is known from its last statistics, which follow an unload
+STATISTICS_S = 5.0  # KV that an engine uses is known from its last statistics, which follow an unload
 IDLE_S = 30.0  # a scanning process ends some seconds after its last scan, a compiler when it is done
 MOST_STORED = 16  # descriptors in the service manager's store: FileDescriptorStoreMax= of the unit
 MOST_TEXT = 1 + 6  # the text helper; workers for models, for bodies and for grammars
@@ -31,7 +31,7 @@ def holdings(node: ServiceNode) -> dict[str, Any]:
     """Unloads all models and returns what the node then holds."""
     for name in (*MODELS, SPARE):
         node.cli("unload", name, "--to", "cold")
-    end_s = time.monotonic() + SETTLED_S
+    end_s = time.monotonic() + STATISTICS_S
     while _chunks_in_use(node) and time.monotonic() < end_s:
         time.sleep(0.05)
     status = node.json("status")

@@ -1,5 +1,5 @@
 """Other versions of hearthd: copies of its packages with other numbers where processes tell each other what they speak, and in what
-a daemon hands over to the next."""
+a daemon leaves to the next."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from tests.e2e.node import ROOT
 
 
 class Version(NamedTuple):
-    """One that can be installed. tree: the folder of its packages. name: what it calls itself. handed_over: the version of what it
-    hands over; who has another one cannot go on with it."""
+    """One that can be installed. tree: the folder of its packages. name: what it calls itself. is_far: it cannot read what the
+    others leave to it, nor they what it leaves."""
 
     tree: Path
     name: str
-    handed_over: int
+    is_far: bool = False
 
 
 def all_versions(folder: Path) -> tuple[Version, ...]:
-    """Returns this version, the next one, and one that cannot read what the others hand over. The copies are made in `folder`."""
+    """Returns this version, the next one, whose formats have a field more, and one that cannot read what the others leave. The
+    copies are made in `folder`."""
     own = re.search(r'VERSION = "(.+)"', (ROOT / "daemon/process/version.py").read_text())
     assert own is not None
     next_one, far = _copy(folder / "next"), _copy(folder / "far")
@@ -30,8 +31,13 @@ def all_versions(folder: Path) -> tuple[Version, ...]:
         _change(tree / "daemon/process/version.py", rf'VERSION = "{re.escape(own[1])}"', f'VERSION = "{name}"')
         _change(tree / "engine/protocol.py", r"PROTOCOL_VERSION = \d+", "PROTOCOL_VERSION = 998")
     for file in ("daemon/http/handed_over.py", "daemon/engines/kept_device.py", "daemon/engines/host_account.py"):
-        _change(far / file, r"^VERSION = \d+", "VERSION = 999")
-    return Version(ROOT, own[1], 1), Version(next_one, "0.9.8", 1), Version(far, "0.9.9", 999)
+        given = re.search(r"^FORMAT = Format\(version=(\d+), .+\)", (ROOT / file).read_text(), re.MULTILINE)
+        assert given is not None, file
+        now = int(given[1])
+        _change(next_one / file, re.escape(given[0]), f"FORMAT = Format(version={now + 1}, reads_from={now}, readable_from={now})")
+        _change(next_one / file, r"^    readable_from: int = 0", "    readable_from: int = 0\n    further: int = 7")
+        _change(far / file, re.escape(given[0]), "FORMAT = Format(version=999, reads_from=999, readable_from=999)")
+    return Version(ROOT, own[1]), Version(next_one, "0.9.8"), Version(far, "0.9.9", is_far=True)
 
 
 def _copy(tree: Path) -> Path:
@@ -42,6 +48,6 @@ def _copy(tree: Path) -> Path:
 
 
 def _change(path: Path, pattern: str, text: str) -> None:
-    changed, number = re.subn(pattern, text, path.read_text(), flags=re.MULTILINE)
+    changed, number = re.subn(pattern, text, path.read_text(), count=1, flags=re.MULTILINE)
     assert number == 1, f"{path}: {pattern}"
     path.write_text(changed)

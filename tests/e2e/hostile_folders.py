@@ -175,8 +175,10 @@ def _pooled(folder: Path, draw: random.Random) -> None:
             "hidden_act": draw.choice(["gelu", "silu"]),
         }
         (folder / "config.json").write_text(json.dumps(config))
-    modules: object = [{"idx": at, "name": str(at), "path": "", "type": f"sentence_transformers.models.{kind}"} for at, kind in
-                       enumerate(draw.choice([["Transformer", "Pooling"], ["Dense"], ["x" * 50_000], [7] * 10_000]))]  # fmt: skip
+    kinds: list[Any] = draw.choice([["Transformer", "Pooling"], ["Dense"], ["x" * 50_000], [7] * 10_000])
+    modules = [
+        {"idx": at, "name": str(at), "path": "", "type": f"sentence_transformers.models.{each}"} for at, each in enumerate(kinds)
+    ]
     (folder / "modules.json").write_text(json.dumps(draw.choice([modules, modules, _value(draw)])))
     pooling = {f"pooling_mode_{mode}": draw.choice([True, False, _value(draw)]) for mode in POOLING_MODES}
     path = folder / "1_Pooling" / "config.json"
