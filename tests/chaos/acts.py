@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.chaos.clients import drawn, hang_up, send_garbage
+from tests.chaos.clients import KILLED, drawn, hang_up, send_garbage
 from tests.chaos.memory import no_more_mappings
 from tests.chaos.mounts import mount_that_hangs, slow_mount
 from tests.chaos.world import CONFIG, DEVICES, MODELS, SCANNING, SMALLER_DEVICES, SPARE, STALL_S, TEXT, World
@@ -110,7 +110,7 @@ def restart(world: World) -> None:
 
 def kill_daemon(world: World) -> None:
     """kill -9 cuts the connections that are open; the next hearthd takes new ones from the same listener."""
-    with world.clients.cut("kill -9 of the daemon"):
+    with world.clients.cut(KILLED):
         world.node.restart(signal.SIGKILL)
 
 

@@ -14,15 +14,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from daemon.process.fd_store import MOST_QUICK_STARTS, QUICK_S
+
 BUSY = (429, 503)
 PATIENCE_S = 180.0  # a request that was refused so long is lost; an engine may hang for 110 s
 SOCKET_LIMIT_S = 200.0
 PROMPTS = ("once upon a time", "why not")
 MAX_TOKENS = (20, 90)
+IN_BACKGROUND = 0.15  # so many of the requests are
+KILLED = "kill -9 of the daemon"
 
 
 class Request(NamedTuple):
-    """One of the requests that clients draw from. Equal requests have equal answers."""
+    """One of the requests that clients draw from. Equal requests have equal answers. is_background: it is a response that is made
+    without a client waiting, and fetched when it is done."""
 
     model: str
     prompt: str
@@ -30,13 +35,19 @@ class Request(NamedTuple):
     seed: int
     is_chat: bool
     is_stream: bool
+    is_background: bool = False
 
     @property
     def path(self) -> str:
+        if self.is_background:
+            return "/v1/responses"
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     @property
     def body(self) -> bytes:
+        if self.is_background:
+            asked = {"input": self.prompt, "max_output_tokens": self.max_tokens, "temperature": 0, "background": True}
+            return json.dumps({"model": self.model, **asked}).encode()
         text = {"messages": [{"role": "user", "content": self.prompt}]} if self.is_chat else {"prompt": self.prompt}
         settings = {"max_tokens": self.max_tokens, "seed": self.seed, "temperature": 0.8 * (self.seed % 2), "ignore_eos": True}
         return json.dumps({"model": self.model, **text, **settings, "stream": self.is_stream}).encode()
@@ -49,12 +60,20 @@ class Request(NamedTuple):
 
 def drawn(draw: random.Random, models: Sequence[str]) -> Request:
     model, prompt, max_tokens = draw.choice(models), draw.choice(PROMPTS), draw.choice(MAX_TOKENS)
+    if draw.random() < IN_BACKGROUND:
+        return Request(model, prompt, max_tokens, 0, False, False, is_background=True)
     return Request(model, prompt, max_tokens, draw.randrange(2), draw.random() < 0.5, draw.random() < 0.7)
 
 
 def all_requests(models: Sequence[str]) -> list[Request]:
     """Returns one request for each different answer."""
-    return [
+    in_background = [
+        Request(model, prompt, max_tokens, 0, False, False, is_background=True)
+        for model in models
+        for prompt in PROMPTS
+        for max_tokens in MAX_TOKENS
+    ]
+    return in_background + [
         Request(model, prompt, max_tokens, seed, is_chat, False)
         for model in models
         for prompt in PROMPTS
@@ -76,17 +95,44 @@ class Broken(Exception):
     """Raised for an answer that a client could not use."""
 
 
+class Gone(Exception):
+    """Raised for a response in the background that was accepted and is not there, or was not made."""
+
+
 def ask(url: str, request: Request) -> str:
     """Returns the text of an answer. Raises Refused, Broken, or OSError and http.client.HTTPException for a lost connection."""
     with contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=SOCKET_LIMIT_S)) as connection:
         connection.request("POST", request.path, request.body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
+        if answer.status == 200 and request.is_background:
+            return _fetched(url, json.loads(answer.read())["id"])
         if answer.status != 200:
             text = answer.read().decode(errors="replace")[:300]
             if answer.status in BUSY and (wait := answer.getheader("Retry-After")):
                 raise Refused(float(wait), text)
             raise Broken(f"status {answer.status}: {text}")
         return _stream_text(answer) if request.is_stream else _text(json.loads(answer.read()))
+
+
+def _fetched(url: str, public_id: str) -> str:
+    """Returns the text of a response in the background once it is made, whatever becomes of connections meanwhile. Raises Gone."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        with (
+            contextlib.suppress(OSError, http.client.HTTPException, ValueError),
+            contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=SOCKET_LIMIT_S)) as connection,
+        ):
+            connection.request("GET", f"/v1/responses/{public_id}")
+            answer = connection.getresponse()
+            told = json.loads(answer.read())
+            if answer.status not in (200, *BUSY):
+                raise Gone(f"{public_id}: status {answer.status}: {told}")
+            if told.get("status") == "incomplete":  # max_output_tokens, as asked for
+                return "".join(part["text"] for item in told["output"] for part in item["content"])
+            if told.get("status") not in (None, "queued", "in_progress"):
+                raise Gone(f"{public_id}: {told['status']}: {told['error']}")
+        time.sleep(0.05)
+    raise Gone(f"{public_id} was not made within {PATIENCE_S:g} s")
 
 
 def _stream_text(answer: http.client.HTTPResponse) -> str:
@@ -119,8 +165,18 @@ class Clients:
     """Threads that send requests until `stop`. faults: what became of requests that the node lost, in words. counts: how many ended
     how. running: when the requests in progress began, by thread. longest_s: the longest time a request took, refusals included."""
 
-    def __init__(self, url: str, models: Sequence[str], expected: dict[Request, str], draw: random.Random, number: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        models: Sequence[str],
+        expected: dict[Request, str],
+        draw: random.Random,
+        number: int,
+        compares_background: bool = True,
+    ) -> None:
+        """compares_background: whether the texts of responses in the background are compared, which have no seed."""
         self.url, self._models, self._expected = url, models, expected
+        self._compares_background = compares_background
         self.faults: list[str] = []
         self.counts: Counter[str] = Counter()
         self.running: dict[str, float] = {}
@@ -181,6 +237,12 @@ class Clients:
                     self._lose(f"{request} was refused for {PATIENCE_S:g} s: {refused}")
                     return
                 time.sleep(min(refused.seconds, 1.0))
+            except Gone as gone:
+                if self._was_given_up():
+                    self._count("given up after three crashes within a minute")
+                else:
+                    self._lose(f"{request}: {gone}")
+                return
             except (OSError, http.client.HTTPException, ValueError, Broken) as error:
                 cuts = [why for begin, end, why in self._cuts if begin < time.monotonic() and begun_s < end]
                 if cuts:
@@ -189,11 +251,17 @@ class Clients:
                     self._lose(f"{request}: {type(error).__name__}: {error}")
                 return
             else:
-                if text == self._expected[request.asks_the_same]:
+                if text == self._expected[request.asks_the_same] or (request.is_background and not self._compares_background):
                     self._count("answered")
                 else:
                     self._lose(f"{request}: another text: {text[:60]!r}, not {self._expected[request.asks_the_same][:60]!r}")
                 return
+
+    def _was_given_up(self) -> bool:
+        """Returns whether a daemon that was killed so often so soon has given up what was kept for it."""
+        since_s = time.monotonic() - PATIENCE_S
+        kills = sorted(end for _, end, why in self._cuts if why == KILLED and end > since_s)
+        return any(last - first < QUICK_S for first, last in zip(kills, kills[MOST_QUICK_STARTS - 1 :], strict=False))
 
     def _count(self, what: str) -> None:
         with self._lock:
