@@ -28,16 +28,20 @@ from tests.chaos.holdings import holdings, leaks
 from tests.chaos.world import FAR, MODELS, World, started, versions_for
 
 PAUSE_S = 0.4  # the longest between two acts
+SHORT_S = 120.0  # a run that is shorter leaves acts out that may take as long
+SHOWN_LINES = 40  # of the log, where something has leaked
 
 
 def in_turn(acts: Sequence[Act], draw: random.Random) -> Iterator[Act]:
-    """Yields acts in an order that is drawn: first each once, so that a short run has as many different ones as it has time for,
-    and then each as often as its weight says before any comes again."""
+    """Yields acts in an order that is drawn: first each once, those that take long at the end, so that a short run has as many
+    different ones as it has time for; and then each as often as its weight says before any comes again."""
     deck = list(acts)
+    draw.shuffle(deck)
+    yield from sorted(deck, key=lambda act: act.is_long)
     while True:
+        deck = [act for act in acts for _ in range(act.weight)]
         draw.shuffle(deck)
         yield from deck
-        deck = [act for act in acts for _ in range(act.weight)]
 
 
 def answers(url: str, requests: Iterable[Request]) -> dict[Request, str]:
@@ -65,6 +69,10 @@ def run(
     """Returns what happened: counts of acts and of requests, what was lost, what is held too much, and `faults`, which is empty if
     all is well. folder: an empty one for the node."""
     draw = random.Random(seed)
+    chosen = acts
+    if seconds < SHORT_S:
+        acts = [act for act in chosen if not act.is_long] or chosen
+    too_long = [f"{act.name}: a run of {seconds:g} s is too short" for act in chosen if act not in acts]
     versions = versions_for(folder, runner)
     with started(folder, runner) as (node, means):
         expected = answers(node.url, all_requests(MODELS))
@@ -95,7 +103,10 @@ def run(
         clients.faults += _same_answers(node.url, expected)
         after = holdings(node)
         log = node.log_text()
-    faults = [*clients.faults, *leaks(before, after)]
+    leaked = leaks(before, after)
+    if leaked:
+        say("\n".join(log.splitlines()[-SHOWN_LINES:]))
+    faults = [*clients.faults, *leaked]
     faults += [f"a traceback in the log: {part.strip()[:2000]}" for part in log.split("Traceback (most recent call last)")[1:]]
     for fault in faults[num_told:]:
         say(f"FAULT {fault}")
@@ -104,7 +115,7 @@ def run(
         "seed": seed,
         "seconds": round(seconds_taken, 1),
         "acts": dict(done),
-        "skipped": means.skipped,
+        "skipped": [*means.skipped, *too_long],
         "requests": dict(clients.counts),
         "longest_s": round(clients.longest_s, 2),
         "before": before,

@@ -29,11 +29,12 @@ RESTART = signal.SIGUSR2  # what the unit's RestartKillSignal= is
 
 
 class Act(NamedTuple):
-    """One thing that goes wrong. weight: how often it is drawn."""
+    """One thing that goes wrong. weight: how often it is drawn. is_long: it may take minutes."""
 
     name: str
     weight: int
     do: Callable[[World], None]
+    is_long: bool = False
 
 
 def _ends_engines(world: World) -> None:
@@ -251,7 +252,7 @@ def silent_clients(world: World) -> None:
 ACTS = (
     Act("kill -9 of an engine", 4, kill_engine),
     Act("an engine stands still for a while", 2, stop_engine_for_a_while),
-    Act("an engine hangs", 1, hang_engine),
+    Act("an engine hangs", 1, hang_engine, is_long=True),
     Act("kill -9 of a text process", 3, kill_text_helper),
     Act("kill -9 of the fork server", 1, kill_fork_server),
     Act("kill -9 of a scan", 2, kill_scan),

@@ -53,6 +53,7 @@ def test_a_seed_repeats_the_acts_and_each_comes_before_any_comes_again() -> None
     first, again, other = (list(islice(in_turn(ACTS, random.Random(seed)), 80)) for seed in (1, 1, 2))
     assert first == again != other
     assert set(first[: len(ACTS)]) == set(ACTS)
+    assert first[len(ACTS) - 1].is_long
     second = Counter(first[len(ACTS) :][: sum(act.weight for act in ACTS)])
     assert second == {act: act.weight for act in ACTS}
 
@@ -67,7 +68,8 @@ def test_leaks_of_the_daemon_and_of_engines_are_told() -> None:
             assert leaks(before, before | {name: process | {what: process[what] + more}}) == []
             (told,) = leaks(before, before | {name: process | {what: process[what] + more + 1}})
             assert told.startswith(f"{what} of the {name}: {process[what]} before")
-    for name in ("zombies", "other_processes", "scans", "chunks_in_use", "host_tier_bytes", "requests"):
+    for name in ("zombies", "other_processes", "chunks_in_use", "host_tier_bytes", "requests"):
         assert leaks(before, before | {name: 1}) == [f"at the end {name} is 1"]
     assert leaks(before, before | {"engines": 1}) == ["engines: 2 before, 1 after"]
+    assert leaks(before, before | {"scans": 2}) == ["at the end scans is 2, more than 1"]
     assert leaks(before, before | {"stored": 17}) == ["at the end stored is 17, more than 16"]
