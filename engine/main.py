@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.exchange import Exchange, Membership
+from engine.host.orphan import end_with
 from engine.host.process import import_torch_without_meta_kernels, name_process, prepare_process
 from engine.loop.worker import Engine
 from engine.memory.handover import Handover
@@ -101,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     channel = Channel(socket.socket(fileno=options.channel_fd))
+    end_with(options.channel_fd)
     journal = mmap.mmap(options.journal_fd, JOURNAL_BYTES)
     try:
         first, *rest = channel.wait_for_message()
