@@ -15,8 +15,8 @@ EXIT_ORPHAN = 71
 
 
 def end_with(socket_fd: int) -> None:
-    """Starts a thread that ends the process some seconds after the other end of a socket is closed."""
-    threading.Thread(target=_watch, args=(os.dup(socket_fd),), name="orphan", daemon=True).start()
+    """Starts a thread that ends the process some seconds after the other end of a socket is closed. The socket stays open here."""
+    threading.Thread(target=_watch, args=(socket_fd,), name="orphan", daemon=True).start()
 
 
 def _watch(socket_fd: int) -> None:

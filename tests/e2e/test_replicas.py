@@ -116,7 +116,7 @@ def test_streams_of_a_killed_engine_go_on_at_the_other_replica(node: Node, texts
 
 def test_a_busy_replica_makes_room_for_another_model(node: Node, texts: list[str]) -> None:
     devices = bring_both(node)
-    streams = [Stream(node, "two", prompt, 3 * NUM_TOKENS) for prompt in PROMPTS]
+    streams = [Stream(node, "two", prompt, LONG_TOKENS) for prompt in PROMPTS]
     for stream in streams:
         stream.wait_for_chunks(1)
     assert Stream(node, "wide", "room", 4).join().error == ""
