@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import astuple
 from typing import Any
 
@@ -15,13 +16,18 @@ from engine.cpu.recording.program import call, empty
 from engine.ops import reference
 from engine.ops.ops import DeltaRule
 
+# On an emulated Neoverse V1 the kernels gave wrong outputs for some shapes, on an emulated Neoverse N1 right ones. It is not known
+# yet whose fault that is (docs/aarch64.md).
+IS_TRUSTED = platform.machine() != "aarch64"
+
 
 def gated_delta(kernels: Any, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: HostBatch) -> Tensor:
-    """Does what Ops.gated_delta says. kernels: the module engine.cpu.kernels.entry; None: the reference implementation computes."""
+    """Does what Ops.gated_delta says. kernels: the module engine.cpu.kernels.entry; None: the reference implementation computes,
+    as it does where they are not trusted."""
     group, place = batch.group_of(layer)
     out = empty(x, len(x), rule.num_value_heads * rule.value_dim)
     rows = (batch.block_tokens, group.block_table, batch.starts, batch.num_new, batch.contexts)
-    if kernels is None:
+    if kernels is None or not IS_TRUSTED:
         call(_by_reference, x.view(x.shape), gates.view(gates.shape), rule, group.kv, place, *rows, out.view(out.shape))
         return out
     mixed = empty(x, len(x), rule.conv_width, torch.float32)

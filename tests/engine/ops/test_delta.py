@@ -47,6 +47,14 @@ def test_any_rows(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seed: int
     assert not found[int(rows.num_new.sum()) :].any()
 
 
+def test_kernels_that_are_not_trusted_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = delta_rows(Draw(3, torch.float32, "cpu"))
+    monkeypatch.setattr(deltas, "IS_TRUSTED", False)
+    monkeypatch.setattr(ops, "kernels", object())
+    for found, wanted in zip(computed(rows), rows.compute(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("sizes", [[1] * 70, [3, 64, 2, 1], [16, 16, 38]])
 def test_steps_of_any_size_give_the_same(sizes: list[int]) -> None:
     """The twin computes 64 tokens at a time by another formula than one by one."""
