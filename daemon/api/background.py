@@ -31,7 +31,7 @@ from engine.protocol import FINISH_NONE
 log = logging.getLogger("hearthd.api")
 NAME = "background"  # in the FD store
 CANCELLED, FAILED = "cancelled", "failed"
-EVENT_END = b"\n\n"
+_EVENT_END = b"\n\n"
 _WORD_BYTES = 4  # of the room of a record: the cached tokens, then one word for each token; each is one more than it counts
 _fields_decoder = msgspec.json.Decoder(dict[str, Raw])
 _json = msgspec.json.encode
@@ -69,7 +69,7 @@ class Run:
         self.is_over = self.is_held = False
         self.snapshot: Callable[[], bytes] | None = None
         self.failing: Callable[[HearthError], bytes] | None = None
-        self._received, self._nonce, self._created = b"", b"", 0
+        self._received = b""  # until it is in the record
         self._shown = b""  # when it was accepted
         self._place: int | None = None  # of its record
         self._result: StoredResponse | None = None
@@ -78,7 +78,7 @@ class Run:
 
     def serve(self, server: ConnectionServer, received: bytes, request: RequestSoFar) -> None:
         """Has the server answer the request. received: its bytes."""
-        self._received, self._nonce, self._created = received, request.nonce, request.created
+        self._received, self._request = received, request
         self._client.serve(server, received, request)
 
     # ---- reported by the handler
@@ -89,8 +89,8 @@ class Run:
         if self._place is None:
             self._shown = self.snapshot()
             begun = _Begun(
-                self.public_id, self.tenant, self._received, self._nonce, self._created, generation.model.identity, self._shown,
-                self.is_streamed, generation.params.max_tokens,
+                self.public_id, self.tenant, self._received, self._request.nonce, self._request.created, generation.model.identity,
+                self._shown, self.is_streamed, generation.params.max_tokens,
             )  # fmt: skip
             try:
                 self._place = self._runs.keep(begun)
@@ -113,7 +113,7 @@ class Run:
         if self.is_over:
             return
         if self.is_streamed:
-            self.events += [event + EVENT_END for event in data.split(EVENT_END)[:-1]]
+            self.events += split_events(data)
         if self._result is not None:
             self._end()
         self._wake()
@@ -134,8 +134,7 @@ class Run:
             self.write(self.failing(error))
         else:  # before there was anything to render it: after a restart
             self._result = self._ended_early(FAILED, error)
-            event = {"type": "response.failed", "response": Raw(self._result.shown), "sequence_number": len(self.events)}
-            self.write(b"event: response.failed\ndata: %b\n\n" % _json(event))
+            self.write(event("response.failed", len(self.events), response=Raw(self._result.shown)))
 
     # ---- asked by other requests
 
@@ -216,6 +215,11 @@ class Run:
             self._news = asyncio.Event()
 
 
+def event(name: str, number: int, /, **fields: object) -> bytes:
+    """Returns a response's event. number: its sequence_number."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _json({"type": name, **fields, "sequence_number": number}))
+
+
 def as_failure(error: HearthError) -> dict[str, str]:
     """Returns an error as a failed response shows it."""
     return {"code": "rate_limit_exceeded" if error.status == 429 else "server_error", "message": error.message}
@@ -273,6 +277,11 @@ class BackgroundRuns:
 
     def over(self, run: Run) -> None:
         self._by_id.pop((run.tenant, run.public_id), None)
+
+
+def split_events(packed: bytes) -> list[bytes]:
+    """Returns whole events one by one."""
+    return [one + _EVENT_END for one in packed.split(_EVENT_END)[:-1]]
 
 
 class _Noting:

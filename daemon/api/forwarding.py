@@ -21,7 +21,7 @@ from daemon.api.body_parts import read_data
 from daemon.api.endpoint import Call
 from daemon.contracts import Generation, ReportedUsage
 from daemon.errors import BadRequest, HearthError
-from daemon.http.answers import SERVER
+from daemon.http.answers import event_response
 from daemon.models.entry import ModelEntry
 from daemon.streams.stream_parts import SSE_COMMENT
 from daemon.traces.trace_context import RESPONSE_HEADER
@@ -186,14 +186,7 @@ class _Forwarded:
         self._check_type(answer, "text/event-stream")
         call, generation = self._call, self._generation
         made = AnswerStream(self._upstream.address.host, generation.model.name, generation, self._shows_usage)
-        headers = {
-            "Content-Type": "text/event-stream",
-            "Cache-Control": "no-cache",
-            "X-Request-Id": call.request_id,
-            "X-Accel-Buffering": "no",
-            "Server": SERVER,
-        }
-        response = web.StreamResponse(headers={**headers, **call.context.more_headers})
+        response = event_response(call.request_id, call.context.more_headers, "text/event-stream")
         try:
             with _client_may_go():
                 await response.prepare(call.request)

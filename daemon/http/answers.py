@@ -20,6 +20,19 @@ def json_response(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
+def event_response(request_id: str, more_headers: Mapping[str, str], content_type: str) -> web.StreamResponse:
+    """Returns a response for server-sent events that is still to be prepared."""
+    headers = {
+        "Content-Type": content_type,
+        "Cache-Control": "no-cache",
+        "X-Request-Id": request_id,
+        "X-Accel-Buffering": "no",
+        "Server": SERVER,
+        **more_headers,
+    }
+    return web.StreamResponse(headers=headers)
+
+
 def refusal(error: HearthError, body: Mapping[str, Any], request_id: str) -> bytes:
     """Returns a whole response, head and body, for a connection whose request is not read; the connection is closed after it."""
     content = json.dumps(body).encode()

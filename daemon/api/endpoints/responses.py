@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
-from daemon.api.background import FAILED, Run, as_failure
+from daemon.api.background import FAILED, Run, as_failure, event
 from daemon.api.bodies import responses_api
 from daemon.api.bodies.responses_api import ResponsesHead
 from daemon.api.body_parts import read_parts
@@ -74,6 +74,8 @@ class _Response:
     A response that is not streamed is what the last event would hold. keep: is given the finished response and its output, or None
     for that if the response has failed. run: of a response in the background, which these events are given to."""
 
+    first = b""  # the events that begin the response come with its first item, or its end
+
     def __init__(
         self, head: ResponsesHead, keep: Callable[[bytes, list[dict[str, Any]] | None], None], run: Run | None, known: AnswerHead
     ) -> None:
@@ -92,8 +94,6 @@ class _Response:
             run.snapshot, run.failing = self._snapshot, self.error
             queued = Raw(run.snapshot())
             run.write(self._event("response.created", response=queued) + self._event("response.queued", response=queued))
-
-    first = b""  # the events that begin the response come with its first item, or its end
 
     def frames(self, index: int) -> Frames:
         raise AssertionError("the events repeat the text, so all of it comes in pieces")
@@ -247,7 +247,7 @@ class _Response:
 
     def _event(self, name: str, /, **fields: object) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
-        return b"event: %b\ndata: %b\n\n" % (name.encode(), _json({"type": name, **fields, "sequence_number": number}))
+        return event(name, number, **fields)
 
 
 def _content(kind: _Kind, text: str) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from aiohttp import web
 
-from daemon.api.background import EVENT_END
+from daemon.api.background import split_events
 from daemon.api.endpoint import Call
 from daemon.api.generation.answer_format import EVENT_STREAM
-from daemon.http.answers import SERVER
+from daemon.http.answers import event_response
 from daemon.streams.stream_parts import SSE_COMMENT
 
 
@@ -33,7 +33,7 @@ class Ended:
     is_over, is_held = True, False
 
     def __init__(self, packed: bytes) -> None:
-        self.events = [event + EVENT_END for event in packed.split(EVENT_END)[:-1]]
+        self.events = split_events(packed)
         self.is_streamed = bool(packed)
 
     async def wait(self) -> None:
@@ -43,18 +43,22 @@ class Ended:
 async def send_events(call: Call, source: EventSource, begin: int) -> web.StreamResponse:
     """Sends all events from the number `begin` on. A client that has seen more of them than there are, which a restart may bring
     about, gets the last one, as that tells how the response has ended."""
-    settings = call.context.settings
-    headers = {
-        "Content-Type": EVENT_STREAM,
-        "Cache-Control": "no-cache",
-        "X-Request-Id": call.request_id,
-        "X-Accel-Buffering": "no",
-        "Server": SERVER,
-        **call.context.more_headers,
-    }
-    response = web.StreamResponse(headers=headers)
+    response = event_response(call.request_id, call.context.more_headers, EVENT_STREAM)
     await response.prepare(call.request)
-    at = begin
+    try:
+        is_whole = await _send(call, response, source, begin)
+    except TimeoutError:  # the client has stopped reading
+        is_whole = False
+    if is_whole:
+        await response.write_eof()
+    elif call.request.transport is not None:
+        call.request.transport.abort()  # an end would look like the response's
+    return response
+
+
+async def _send(call: Call, response: web.StreamResponse, source: EventSource, begin: int) -> bool:
+    """Does what send_events says, and returns whether these were all events. Raises TimeoutError if the client does not read."""
+    settings, at = call.context.settings, begin
     while True:
         waiting = source.events[at:]
         if source.is_over and not (waiting or source.is_held) and at == begin:
@@ -63,24 +67,15 @@ async def send_events(call: Call, source: EventSource, begin: int) -> web.Stream
             at += len(waiting)
             await _write(response, b"".join(waiting), settings.request_timeout_s)
         elif source.is_over:
-            break
+            return not source.is_held
         else:
             try:
-                async with asyncio.timeout(settings.sse_comment_every_s):
-                    await source.wait()
+                await asyncio.wait_for(source.wait(), settings.sse_comment_every_s)
             except TimeoutError:
                 await _write(response, SSE_COMMENT, settings.request_timeout_s)
-    if source.is_held and call.request.transport is not None:
-        call.request.transport.abort()  # its end would look like the response's
-    else:
-        await response.write_eof()
-    return response
 
 
 async def _write(response: web.StreamResponse, data: bytes, limit_s: float) -> None:
-    """Writes to a client that may read slowly, but not for ever. Raises ConnectionResetError."""
-    try:
-        async with asyncio.timeout(limit_s):
-            await response.write(data)
-    except TimeoutError as error:
-        raise ConnectionResetError("the client has stopped reading") from error
+    """Writes to a client that may read slowly, but not for ever. Raises TimeoutError."""
+    async with asyncio.timeout(limit_s):
+        await response.write(data)

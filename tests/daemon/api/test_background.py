@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import re
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 from daemon.access.admission import Access
 from daemon.access.keys import Keys
 from daemon.access.tenant import Key, Tenant
+from daemon.api.response_store import StoredResponse
 from daemon.contracts import Generation
 from daemon.errors import NotNow, ServerFault
 from daemon.process.kept_records import KeptRecords
@@ -131,6 +135,28 @@ async def test_a_silent_stream_has_comments() -> None:
             text = await answer.text()
     assert 2 < text.count(": waiting\n\n") < 20
     assert text.count("response.completed") == 2
+
+
+async def test_a_client_that_stops_reading_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    async with serve(store_bytes=64 << 20) as node:
+        assert node.background is not None
+        events = (b'data: "%b"\n\n' % (b"x" * 100_000)) * 300
+        node.background._stored.add(StoredResponse("resp_1", "", "", b"m", b"{}", False, events=events))
+        node.settings.request_timeout_s = 0.2
+
+        def received() -> int:
+            """Returns how much has arrived when the connection ends, which was not read for a second."""
+            with socket.create_connection((node.host, node.port), 20) as client:
+                client.sendall(b"GET /v1/responses/resp_1?stream=true HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                time.sleep(1.0)
+                num_bytes = 0
+                with contextlib.suppress(ConnectionResetError):
+                    while data := client.recv(1 << 20):
+                        num_bytes += len(data)
+                return num_bytes
+
+        assert 0 < await asyncio.to_thread(received) < len(events)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
