@@ -101,14 +101,11 @@ class ResponseStore:
 
     def get(self, tenant: str, public_id: str) -> StoredResponse:
         """Raises BadRequest (404)."""
-        found = self._of_tenant.get(tenant, {}).get(public_id)
-        if found is None:
-            raise BadRequest("response_not_found", f"id: {public_id[:80]!r} {_WHY_GONE}", status=404, param="id")
-        return self._read(found)
+        return self._read(self._find(tenant, public_id))
 
     def delete(self, tenant: str, public_id: str) -> None:
         """Forgets a response; those that follow it cannot be followed any more. Raises BadRequest (404)."""
-        self.get(tenant, public_id)
+        self._find(tenant, public_id)
         self._forget(tenant, public_id)
 
     def conversation(self, tenant: str, public_id: str) -> list[StoredResponse]:
@@ -125,6 +122,12 @@ class ResponseStore:
         if not found[-1].messages:  # nothing follows such a one, so the others are complete
             message = f"previous_response_id: {public_id[:80]!r} has failed or was cancelled"
             raise BadRequest("previous_response_not_completed", message, param="previous_response_id")
+        return found
+
+    def _find(self, tenant: str, public_id: str) -> _Kept:
+        found = self._of_tenant.get(tenant, {}).get(public_id)
+        if found is None:
+            raise BadRequest("response_not_found", f"id: {public_id[:80]!r} {_WHY_GONE}", status=404, param="id")
         return found
 
     def _read(self, kept: _Kept) -> StoredResponse:

@@ -78,8 +78,8 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def _connections(runner: Runner) -> list[Connection]:
-    server = runner.server
     """Returns the connections of clients."""
+    server = runner.server
     found = [each for each in server.connections if isinstance(each, Connection)] if server is not None else []
     return [each for each in found if owner_of(each.transport) is None]
 

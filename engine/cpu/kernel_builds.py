@@ -193,8 +193,7 @@ class CpuKernelBuilds:
         """Brings a set into use between two steps, if it was compiled, and tells that it is no longer being compiled."""
         del build.left[kernel_set]
         problem = build.problems.get(kernel_set, "")
-        # compiled in this process, what is lost would take memory from the models, and a crash of the compiler would end them
-        try:
+        try:  # what is lost is not compiled here: that would take memory from the models, and a compiler's crash would end them
             if not problem and (lost := [unit.name for unit in build.missing[kernel_set] if not unit.load()]):
                 others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
                 problem = f"{compiled.folder()} did not keep {lost[0]}{others}; is its disk full?"

@@ -24,7 +24,7 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_without_anything_to_read_at_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /proc/kmsg is for root: a regular file by what it says of itself. A pipe stands for it, which needs no root."""
+    """For root, /proc/kmsg is such a file: it says of itself that it is regular. The test reads a pipe, which needs no root."""
     reading, writing = os.pipe2(os.O_NONBLOCK)
     monkeypatch.setattr(regular_file, "open_regular", lambda path: reading)
     with pytest.raises(OSError, match="has nothing to read at the moment"):

@@ -124,9 +124,8 @@ MEANINGS = {
 
 
 class ResponsesHead(Head, array_like=True):
-    """The small part of a body. background: whether the response is made without a client waiting.
-    num_instructions: 1 if the first message holds the instructions, else 0. shown: the fields that
-    the response repeats, as JSON."""
+    """The small part of a body. background: whether the response is made without a client waiting. num_instructions: 1 if the first
+    message holds the instructions, else 0. shown: the fields that the response repeats, as JSON."""
 
     previous: str = ""  # previous_response_id; "" for none
     store: bool = True
