@@ -16,7 +16,9 @@ PROMPTS = [f"once upon a time there were {at} ships" for at in range(10)]
 
 
 def asked(prompt: str, **options: Any) -> dict[str, Any]:
-    return {"model": "ash", "input": prompt, "max_output_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True, **options}
+    """Returns a request whose reply has many tokens, so that it is not over before the daemon is killed."""
+    body = {"model": "ash", "input": prompt, "max_output_tokens": 400, "temperature": 0, "ignore_eos": True}
+    return {**body, "stream": True, **options}
 
 
 def text_of(events: list[Event]) -> str:

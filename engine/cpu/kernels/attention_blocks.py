@@ -12,6 +12,8 @@ from numba import float32, int32, njit
 
 from engine.cpu.kernels.attention_tiles import score_tile, value_tile
 from engine.cpu.kernels.bits import FASTMATH, bits_of_float, exp, float_of_bits, narrow, ordered
+from engine.cpu.kernels.lanes import first_lanes, load, store, total_of
+from engine.cpu.kernels.vectors import LANES
 
 CHUNK_TOKENS = 128  # positions that all heads process before any goes on to the next ones
 _one_score, _two_scores, _three_scores, _four_scores = (score_tile(num_rows, 4) for num_rows in (1, 2, 3, 4))
@@ -120,11 +122,17 @@ def soften_row(
         top_bits = max(top_bits, ordered(bits_of_float(own[t])))
     before = tops[head]
     top = max(before, float_of_bits(ordered(top_bits)))
-    total = float32(0.0)
-    for t in range(begin, end):
-        weight = exp(own[t] - top)
-        weights[g, t] = narrow(weight, weights[g, t])
-        total += weight
+    # in lanes, since the vectoriser would choose by the arrays' addresses between two loops that round differently
+    at, num = g * scores.shape[1] + begin, end - begin
+    whole = num - num % LANES
+    rest = exp(load(scores, at + whole, num - whole) - top)
+    store(weights, at + whole, num - whole, rest)
+    lanes = first_lanes(rest, num - whole)
+    for i in range(0, whole, LANES):
+        some = exp(load(scores, at + i, LANES) - top)
+        store(weights, at + i, LANES, some)
+        lanes += some
+    total = total_of(lanes)
     if top > before and totals[head] > float32(0.0):
         shrunk = exp(before - top)
         totals[head] *= shrunk
