@@ -143,7 +143,8 @@ class Service:
     def hearth(self, *args: str) -> dict[str, str]:
         programs = self.root / "opt/hearthd/current/bin"
         command = [str(programs / "python"), "-P", str(programs / "hearth"), "--control", str(self.control), *args, "--json"]
-        return dict(json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout))
+        own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which may lead to other packages
+        return dict(json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=own).stdout))
 
 
 @pytest.fixture
