@@ -138,6 +138,9 @@ class Health:
 
     ready = health
 
+    async def probe(self, limit_s: float) -> tuple[bool, dict[str, object]]:
+        return self.health()
+
     def num_open(self) -> int:
         return 0
 

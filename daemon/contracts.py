@@ -217,7 +217,7 @@ class Resident(NamedTuple):
 
 
 class HealthPort(Protocol):
-    """What the node reports about itself over HTTP. The methods are called on the event loop and never block."""
+    """What the node reports about itself over HTTP. The methods are called on the event loop and never block it."""
 
     def health(self) -> tuple[bool, dict[str, object]]:
         """Returns whether no roll-back is overdue, and the body of /healthz. The HTTP status is 503 if the first value is False.
@@ -226,6 +226,10 @@ class HealthPort(Protocol):
 
     def ready(self) -> tuple[bool, dict[str, object]]:
         """Returns whether the node takes requests (not draining, at least one engine is up), and the body of /readyz."""
+        ...
+
+    async def probe(self, limit_s: float) -> tuple[bool, dict[str, object]]:
+        """Does as ready, but has each engine that is up compute a token, and wants one at least to answer within limit_s."""
         ...
 
     def num_open(self) -> int:

@@ -16,7 +16,7 @@ import msgspec
 from loader.kernel_sets import KernelSet
 from loader.kv_layout import kv_dtype_of
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 # How a sequence ended, in `TokensOut.finish`; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
@@ -204,6 +204,12 @@ class RetireAdapter(Message, frozen=True):
     adapter: AdapterSource
 
 
+class Probe(Message, frozen=True):
+    """Has the device compute a token that is known beforehand, between two steps; `Probed` answers."""
+
+    number: int
+
+
 class Shutdown(Message, frozen=True):
     pass
 
@@ -379,6 +385,12 @@ class RequestFailed(Message, frozen=True):
     error: str
 
 
+class Probed(Message, frozen=True):
+    """The answer to the `Probe` of the same number: the device has computed its token. A wrong token is a fault."""
+
+    number: int
+
+
 class Stats(Message, frozen=True):
     """The engine's state, sent on change, at most 4 times a second. `models`: name -> [kv_bytes, active, queued, cached_bytes]."""
 
@@ -390,7 +402,7 @@ class Stats(Message, frozen=True):
     adapters: dict[str, dict[str, int]] = {}  # model -> adapter in memory -> its bytes there, of models that have some
 
 
-ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | BringAdapter | RetireAdapter | Shutdown
+ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | BringAdapter | RetireAdapter | Probe | Shutdown
 FromEngine = (
     EngineReady
     | EngineFault
@@ -406,6 +418,7 @@ FromEngine = (
     | PromptLogprobs
     | AdapterLoaded
     | RequestFailed
+    | Probed
     | Stats
 )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from daemon.contracts import Generation
 from daemon.engines.groups import Answer, Groups, Regions
 from daemon.engines.kernels import Kernels
+from daemon.engines.probes import Probes
 from daemon.errors import BadRequest, HearthError, NotNow, ServerFault
 from daemon.metrics.swaps import KernelKills, source_of
 from daemon.process.logs import fields
@@ -41,6 +42,7 @@ class EngineEvents:
         self._kernels = kernels
         self.groups = Groups(dispatcher.send, dispatcher.lease_of, dispatcher.config.block_tokens, regions, self._answered)
         dispatcher.groups = self.groups
+        self.probes = Probes(dispatcher.send)
         self.stats: dict[str, protocol.Stats] = {}
         self._dispatcher, self._budgets = dispatcher, budgets
         self._ring, self._metrics, self._open = dispatcher.ring, dispatcher.metrics, dispatcher.open
@@ -70,6 +72,7 @@ class EngineEvents:
         lost = self.groups.models_on(device)
         answers = self.groups.engine_down(device)
         self.stats.pop(device, None)
+        self.probes.engine_down(device)
         self._kernels.forget(device)
         self._dispatcher.forget_aborts(device)
         self._metrics.engine_restarts[device] += 1
@@ -131,6 +134,8 @@ class EngineEvents:
             self._adapter_loaded(device, message)
         elif kind is protocol.RequestFailed:
             self._request_failed(message)
+        elif kind is protocol.Probed:
+            self.probes.answered(device, message)
 
     def _answered(self, device: str, message: Answer) -> None:
         """Handles what an engine says about a placement, or all engines of a split model together. device: its name, or theirs as

@@ -73,6 +73,7 @@ from scheduler.node.settings import SchedulerSettings
 from scheduler.node.views import ModelView
 
 log = logging.getLogger("hearthd")
+_READINESS = {True: "ready", False: "not ready"}
 POST_AT_A_TIME = 25  # registrations posted before the event loop does other work
 
 
@@ -533,4 +534,15 @@ class NodeParts:
             reason = "no engine is up: " + ", ".join(engines)
         else:
             reason = ""
-        return not reason, {"status": "ready" if not reason else "not ready", "reason": reason, "engines": engines}
+        return not reason, {"status": _READINESS[not reason], "reason": reason, "engines": engines}
+
+    async def probe(self, limit_s: float) -> tuple[bool, dict[str, object]]:
+        """Does as `ready`, but also has every engine that is up compute a token, and wants one to answer within limit_s."""
+        good, body = self.ready()
+        if not good:
+            return good, body
+        asked = [name for name, worker in self.workers.items() if worker.up]
+        answers = await self.engine_events.probes.ask(asked, limit_s)
+        good = any(milliseconds is not None for milliseconds in answers.values())
+        reason = "" if good else f"no engine answered a probe within {limit_s:g} s: {', '.join(asked)}"
+        return good, {**body, "status": _READINESS[good], "reason": reason, "probe_ms": answers}

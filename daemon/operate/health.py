@@ -12,7 +12,8 @@ class NodeHealth:
 
     def __init__(self, node: NodeParts) -> None:
         self._node = node
-        self.health, self.ready, self.num_open, self.residents = node.health, node.ready, node.num_open, node.residents
+        self.health, self.ready, self.probe = node.health, node.ready, node.probe
+        self.num_open, self.residents = node.num_open, node.residents
 
     def metrics(self, model: str | None = None) -> bytes:
         return page.render(self._node.metric, metrics_now.now(self._node, model), model)

@@ -62,6 +62,11 @@ class Runner(Protocol):
         again."""
         ...
 
+    def probe(self, number: int) -> None:
+        """Has the device compute a token that follows from `number`, behind all that runs on it, and waits for it. Raises what the
+        device raises, and RuntimeError if the token is wrong."""
+        ...
+
 
 @runtime_checkable
 class CompilesKernels(Protocol):

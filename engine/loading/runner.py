@@ -19,6 +19,7 @@ from engine.contracts.steps import HostedEncoder, HostedModel, StreamedModel
 from engine.exchange import Exchange
 from engine.loading.kernel_wait import Compilation, time_of_kernels, wait_for_kernels
 from engine.loading.left_weights import adopt
+from engine.loading.probe import probe_token
 from engine.loading.weight_copies import KeptCopy, WeightCopies
 from engine.memory.group_region import open_region
 from engine.memory.host_registration import BACKGROUND_SHARE, RegistersHost, register
@@ -72,6 +73,11 @@ class TorchRunner:
     def _register(self, memory: RegistersHost, tier: HostTier) -> None:
         wait([self._kernels])  # loads wait for these, and none for the tier
         register(memory, "host tier", [tier.span], tier.slot_bytes, BACKGROUND_SHARE)
+
+    def probe(self, number: int) -> None:
+        token, right = probe_token(number, self.memory.arena.device)
+        if token != right:
+            raise RuntimeError(f"the device computed the token {token} of a probe, not {right}")
 
     def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
         """Calls `tell` with all earlier news about kernels, and from other threads with all later news."""

@@ -50,6 +50,8 @@ from engine.protocol import (
     EngineReady,
     EvictModel,
     LoadModel,
+    Probe,
+    Probed,
     RequestFailed,
     RetireAdapter,
     SetLease,
@@ -92,6 +94,7 @@ class Engine:
     ) -> None:
         self.channel = channel
         self.configure = configure
+        self._probe = runner.probe
         self.models = ServedModels(configure, memory, left or (), runner.compute_threads)
         loads = Loads(runner, configure.test_disk_bytes_per_s, configure.test_copy_bytes_per_s)
         self._collector = GarbageCollector()
@@ -452,6 +455,10 @@ class Engine:
                 # a model whose first step runs keeps it until something needs its memory
                 if message.model in self.models.by_name and message.model not in self.lifecycle.first_steps:
                     self.adapters.retire(self.models.by_name[message.model], message.adapter)
+            case Probe():
+                self.journal.nothing_runs()  # no request is to blame for a device that fails now
+                self._probe(message.number)
+                self.channel.send(Probed(message.number))
             case Shutdown():
                 self._shutdown = True
             case _:

@@ -267,6 +267,9 @@ class NullRunner:
         self._configure, self._tier, self._exchange = configure, tier, exchange
         self._pacer = Pacer(configure.null_step_ms / 1e3)
 
+    def probe(self, number: int) -> None:
+        """Computes nothing, as null models do."""
+
     def load(self, task: LoadTask) -> NullModel | GroupShare:
         """Loads a null model, or a share of one. Raises NullLoadError if config.json cannot be read or asks for an error, and
         LoadCancelled."""

@@ -77,6 +77,30 @@ def test_an_engine_that_is_silent_is_shown_until_it_goes_on(tmp_path: Path) -> N
         assert (device(node)["pid"], device(node)["restarts"]) == (engine, 0)
 
 
+def test_a_probe_shows_a_hung_engine_long_before_it_is_killed(tmp_path: Path) -> None:
+    with Node(tmp_path, devices=["cpu:0=64MiB", "cpu:1=64MiB"], runner="torch", config="engine_stall_s = 0\n") as node:
+        both, (first, second) = {"cpu:0", "cpu:1"}, (device(node, "cpu:0")["pid"], device(node, "cpu:1")["pid"])
+        code, told = node.get("/readyz?probe=30")
+        assert (code, told["status"], told["reason"], told["probe_ms"].keys()) == (200, "ready", "", both)
+        assert all(0 < milliseconds < 30e3 for milliseconds in told["probe_ms"].values())
+        try:
+            os.kill(first, signal.SIGSTOP)
+            node.wait_for(lambda: node.get("/readyz?probe=0.5")[1]["probe_ms"]["cpu:0"] is None, "the answer of before being old")
+            code, told = node.get("/readyz?probe=2")
+            assert (code, told["probe_ms"]["cpu:0"]) == (200, None), "the other one serves"
+            os.kill(second, signal.SIGSTOP)
+            node.wait_for(lambda: node.get("/readyz?probe=0.5")[0] == 503, "no engine that answers")
+            assert node.get("/readyz?probe=0.5")[1]["reason"] == "no engine answered a probe within 0.5 s: cpu:0, cpu:1"
+            assert node.get("/readyz")[0] == 200
+        finally:
+            for pid in (first, second):
+                os.kill(pid, signal.SIGCONT)
+        node.wait_for(lambda: None not in node.get("/readyz?probe=10")[1]["probe_ms"].values(), "answers of both")
+        os.kill(first, signal.SIGKILL)
+        node.wait_for(lambda: device(node)["pid"] not in (0, first), "a new engine")
+        node.wait_for(lambda: node.get("/readyz?probe=10")[1]["probe_ms"].keys() == both, "an answer of the new engine, too")
+
+
 def test_a_step_that_takes_longer_than_the_limit_is_not_taken_for_a_hang(tmp_path: Path) -> None:
     """The first of its size: how long it takes is not known yet."""
     make_model(tmp_path / "models" / "a")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from aiohttp import web
 
 from daemon.api.endpoint import Call, Endpoint
+from daemon.errors import BadRequest
 from daemon.http.answers import json_response
+
+MOST_PROBE_S = 60
 
 
 def _answer(call: Call, good: bool, body: dict[str, object]) -> web.Response:
@@ -19,7 +24,17 @@ async def _health(call: Call) -> web.Response:
 
 
 async def _ready(call: Call) -> web.Response:
-    return _answer(call, *call.context.health.ready())
+    if (asked := call.request.query.get("probe")) is None:
+        return _answer(call, *call.context.health.ready())
+    return _answer(call, *await call.context.health.probe(_limit_s(asked)))
+
+
+def _limit_s(asked: str) -> float:
+    """Returns how many seconds a probe may take. Raises BadRequest."""
+    if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,3})?", asked) or not 0 < float(asked) <= MOST_PROBE_S:
+        message = f"probe: {asked[:32]!r} is no number of seconds above 0 and up to {MOST_PROBE_S}"
+        raise BadRequest("invalid_request", message, param="probe")
+    return float(asked)
 
 
 async def _ping(call: Call) -> web.Response:
@@ -38,7 +53,8 @@ HEALTH = Endpoint(name="health", paths=("/health",), about="`/healthz` by vLLM's
 READYZ = Endpoint(
     name="readyz",
     paths=("/readyz",),
-    about="200 while requests are taken and an engine is up, else 503 with the reason",
+    about="200 while requests are taken and an engine is up, else 503 with the reason. `?probe=SECONDS` (at most 60) asks each "
+    "engine for a token, and is 503 if none has computed it by then; JSON has the milliseconds of each",
     handle=_ready,
     open=True,
 )

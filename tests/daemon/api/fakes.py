@@ -246,12 +246,17 @@ class FakeHealth:
 
     def __init__(self) -> None:
         self.loaded: dict[str, Resident] = {}
+        self.probe_limits_s: list[float] = []
 
     def health(self) -> tuple[bool, dict[str, object]]:
         return self.good, {"status": "ok" if self.good else "overdue"}
 
     def ready(self) -> tuple[bool, dict[str, object]]:
         return self.good, {"status": "ready" if self.good else "draining"}
+
+    async def probe(self, limit_s: float) -> tuple[bool, dict[str, object]]:
+        self.probe_limits_s.append(limit_s)
+        return self.ready()
 
     def num_open(self) -> int:
         return self.open

@@ -138,6 +138,25 @@ async def test_health_and_metrics(http, node):
             assert (answer.status, (await answer.json())["status"] in ("overdue", "draining")) == (503, True)
 
 
+@pytest.mark.parametrize(("asked", "limit_s"), [("5", 5.0), ("0.25", 0.25), ("60", 60.0), ("60.000", 60.0), ("07", 7.0)])
+async def test_readyz_passes_a_probes_limit_on(http, node, asked, limit_s):
+    async with http.get(f"/readyz?probe={asked}") as answer:
+        assert answer.status == 200
+    node.health.good = False
+    async with http.get(f"/m/tiny/readyz?probe={asked}") as answer:
+        assert answer.status == 503
+    assert node.health.probe_limits_s == [limit_s, limit_s]
+
+
+@pytest.mark.parametrize("asked", ["", "0", "0.000", "60.001", "61", "-1", "1e1", "soon", "%D9%A3", "5s", "1" * 500])
+async def test_readyz_refuses_what_is_no_limit_of_a_probe(http, node, asked):
+    async with http.get(f"/readyz?probe={asked}") as answer:
+        error = (await answer.json())["error"]
+        assert (answer.status, error["param"], error["code"]) == (400, "probe", "invalid_request")
+        assert error["message"].startswith("probe: ")
+    assert node.health.probe_limits_s == []
+
+
 async def params_of(http, node, path="/v1/chat/completions", **fields) -> SamplingParams:
     node.requests.submitted.clear()
     body = {"model": "tiny"} | ({"messages": MESSAGES} if "chat" in path else {"prompt": "hello"}) | fields

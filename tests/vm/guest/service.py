@@ -107,9 +107,9 @@ def command_line(pid: int) -> str:
 
 
 def engine_pid() -> int:
-    """The engine's process, of the one device."""
-    (found,) = [pid for pid in pids() if "engine" in command_line(pid).split()]
-    return found
+    """The engine's process, of the one device; 0 while there is none. Its command line is that of the process it was forked from."""
+    (device,) = ask("status")["devices"]
+    return int(device["pid"])
 
 
 def is_there(pid: int) -> bool:

@@ -1,0 +1,59 @@
+"""Probes: asks engines for a token that is known beforehand and waits for their answers, for `/readyz?probe=SECONDS`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from engine import protocol
+
+FRESH_S = 1.0  # an answer counts for this long, so that any number of clients costs an engine one probe a second
+
+
+@dataclass(slots=True)
+class _Probe:
+    """One question to one engine. answer: gets the milliseconds from question to answer, None if the engine has ended."""
+
+    number: int
+    asked_s: float
+    answer: asyncio.Future[float | None]
+
+
+class Probes:
+    """The probes of a node's engines, on the event loop. An engine has at most one at a time: who asks meanwhile waits for the same
+    answer. send: passes a message to a device's engine."""
+
+    def __init__(self, send: Callable[[str, protocol.Message], None]) -> None:
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._latest: dict[str, _Probe] = {}
+
+    async def ask(self, devices: Iterable[str], limit_s: float) -> Mapping[str, float | None]:
+        """Returns how many milliseconds each device's engine took to answer, None for those that have not within limit_s."""
+        probes = {device: self._probe(device) for device in devices}
+        if probes:
+            await asyncio.wait([probe.answer for probe in probes.values()], timeout=limit_s)
+        return {device: probe.answer.result() if probe.answer.done() else None for device, probe in probes.items()}
+
+    def answered(self, device: str, message: protocol.Probed) -> None:
+        probe = self._latest.get(device)
+        if probe is not None and probe.number == message.number and not probe.answer.done():
+            probe.answer.set_result(round((time.monotonic() - probe.asked_s) * 1e3, 3))
+
+    def engine_down(self, device: str) -> None:
+        """Ends the waiting for an engine that answers no more."""
+        probe = self._latest.pop(device, None)
+        if probe is not None and not probe.answer.done():
+            probe.answer.set_result(None)
+
+    def _probe(self, device: str) -> _Probe:
+        now, latest = time.monotonic(), self._latest.get(device)
+        if latest is not None and (not latest.answer.done() or now - latest.asked_s < FRESH_S):
+            return latest
+        probe = _Probe(next(self._numbers), now, asyncio.get_running_loop().create_future())
+        self._latest[device] = probe
+        self._send(device, protocol.Probe(probe.number))
+        return probe
