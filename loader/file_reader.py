@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from loader.direct_io import BLOCK_BYTES, REFUSALS, Alignment, direct_alignment, is_cached, open_direct
 from loader.errors import CheckpointError, ReadFailed
+from loader.file_calls import CallUnderWay, LeftBehind, is_local
 from loader.range_plan import ANY_ALIGNMENT, Read, Span, direct_spans, staged_spans
 from loader.sinks import Fence, WeightSink
 from loader.staging import StagingRing
@@ -33,12 +34,23 @@ class Fetched:
     fence: Fence | None
 
 
+@dataclass(slots=True, eq=False)
+class Fetching:
+    """What one reader thread is at. slot: the slot that it holds, once it has begun. Calls that may be left behind are made
+    within `call`."""
+
+    call: CallUnderWay = field(default_factory=CallUnderWay)
+    slot: memoryview | None = None
+
+
 class FileReader:
     """Reads one open weight file. Several threads may call `fetch` at once. stack: closes the descriptors that are opened here."""
 
     def __init__(self, file: str, fd: int, sink: WeightSink, ring: StagingRing, stack: ExitStack, unpacker: Unpacker) -> None:
         self._file, self._fd, self._sink, self._ring, self._unpacker = file, fd, sink, ring, unpacker
-        self._address = 0 if sink.memory is None else np.frombuffer(sink.memory, np.uint8).ctypes.data
+        # A read that was left behind may still write to where it was to bring the bytes: that must be a slot then.
+        self._memory = sink.memory if is_local(fd) else None
+        self._address = 0 if self._memory is None else np.frombuffer(self._memory, np.uint8).ctypes.data
         self._alignment = direct_alignment(fd)
         # Spans begin on whole pages even where the kernel requires less: others cost a twentieth of the speed (measured).
         self._span_alignment = Alignment(self._alignment.memory_bytes, max(self._alignment.offset_bytes, BLOCK_BYTES))
@@ -50,27 +62,28 @@ class FileReader:
         except OSError as error:
             self._refuse(error)
 
-    def fetch(self, read: Read) -> Fetched:
+    def fetch(self, read: Read, at: Fetching) -> Fetched:
         """Carries out a read. Returns when its weights are in place, or on their way there from a slot, which the caller then has
         to give back to the ring once the fence is passed.
 
         Raises ReadFailed, or CheckpointError if the file ends too early or a frame is damaged; all name file, tensor and offset.
-        Raises RuntimeError if the device failed. After an error the slot is back in the ring."""
+        Raises RuntimeError if the device failed, and LeftBehind. After an error the slot is back in the ring."""
         for begin_bytes, end_bytes in read.places:
             self._sink.prepare(begin_bytes, end_bytes)
-        slot = self._ring.take()
+        slot = at.slot = self._ring.take()
         try:
             direct_fd = self._direct_fd
-            if direct_fd is not None and is_cached(self._fd, read.begin, read.begin + read.needed_bytes):
-                direct_fd = None
+            with at.call:
+                if direct_fd is not None and is_cached(self._fd, read.begin, read.begin + read.needed_bytes):
+                    direct_fd = None
             try:
-                staged = self._into_place(read, slot, direct_fd)
+                staged = self._into_place(read, at.call, slot, direct_fd)
             except OSError as error:
                 if direct_fd is None or error.errno not in REFUSALS:
                     raise
                 self._refuse(error)
                 direct_fd = None
-                staged = self._into_place(read, slot, None)
+                staged = self._into_place(read, at.call, slot, None)
             for span in staged:
                 held = slot[span.begin - read.begin : span.end - read.begin]
                 if span.segment.frame is None:
@@ -78,6 +91,9 @@ class FileReader:
                 else:
                     self._unpacker.store(span.segment, held)
             fence = self._sink.fence()
+        except LeftBehind:
+            self._ring.give_back(slot)
+            raise
         except BaseException as error:
             self._take_back(slot)
             if isinstance(error, OSError):
@@ -99,10 +115,10 @@ class FileReader:
             log.warning("%s: %s", self._file, error)
         self._ring.give_back(slot)
 
-    def _into_place(self, read: Read, slot: memoryview, direct_fd: int | None) -> list[Span]:
+    def _into_place(self, read: Read, call: CallUnderWay, slot: memoryview, direct_fd: int | None) -> list[Span]:
         """Carries out a read. Bytes that can be read straight to where the model keeps them are, the others are read into the
         slot, a staging buffer. Returns the spans that are in the slot."""
-        memory, direct = self._sink.memory, list[Span]()
+        memory, direct = self._memory, list[Span]()
         if memory is not None:
             direct = direct_spans(read, self._address, ANY_ALIGNMENT if direct_fd is None else self._span_alignment)
         buffers, position = [], read.begin
@@ -114,16 +130,17 @@ class FileReader:
             position = span.end
         if read.end > position:
             buffers.append(slot[position - read.begin : read.end - read.begin])
-        self._read_all(read, direct_fd, buffers)
+        self._read_all(read, call if memory is None else nullcontext(), direct_fd, buffers)
         return staged_spans(read, direct)
 
-    def _read_all(self, read: Read, direct_fd: int | None, buffers: list[memoryview]) -> None:
+    def _read_all(self, read: Read, call: AbstractContextManager[None], direct_fd: int | None, buffers: list[memoryview]) -> None:
         """Fills the buffers, one after the other, with the read's bytes. preadv releases the interpreter lock, so models that are
-        loaded go on stepping. Raises CheckpointError if the file ends too early."""
+        loaded go on stepping. call: around each call. Raises CheckpointError if the file ends too early."""
         fd = self._fd if direct_fd is None else direct_fd
         done = 0
         while done < read.needed_bytes:
-            num_bytes = os.preadv(fd, buffers, read.begin + done)
+            with call:
+                num_bytes = os.preadv(fd, buffers, read.begin + done)
             done += num_bytes
             # A direct read that returns part of a block has reached the end of the file, and no read could continue from there.
             broken = direct_fd is not None and done % self._alignment.offset_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 
 from loader.direct_io import open_direct
+from loader.file_calls import is_local
 from loader.packed import Frame
 from loader.staging import StagingRing
 from loader.unpack import Decoder
@@ -23,6 +25,7 @@ log = logging.getLogger("loader")
 NAME = "read-rates.json"
 NUM_THREADS = 3  # the number of threads a load reads with
 MEASURED_BYTES = 256 << 20
+WAIT_S = 10.0  # for the measurement of another drive
 
 
 class _Kept(msgspec.Struct):
@@ -54,7 +57,9 @@ class ReadRates:
         return self._known("packed_bytes_per_s", key, lambda: _measured_packed(fd, frame, decoder, ring))
 
     def _known(self, what: str, key: str, measure: Callable[[], float]) -> float:
-        with self._lock:
+        if not self._lock.acquire(timeout=WAIT_S):
+            raise OSError(errno.ETIMEDOUT, "another drive is still being measured, and may not answer")
+        try:
             kept = self._read()
             rates: dict[str, float] = getattr(kept, what)
             if rates.get(key, 0) <= 0:
@@ -62,6 +67,8 @@ class ReadRates:
                 log.info("measured: %s of %s is %.2f GB/s", what.removesuffix("_bytes_per_s") + " rate", key, rates[key] / 1e9)
                 self._write(kept)
             return rates[key]
+        finally:
+            self._lock.release()
 
     def _read(self) -> _Kept:
         try:
@@ -92,6 +99,8 @@ def _drive(fd: int) -> str:
 def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int]) -> float:
     """Returns the bytes per second counted by weights_of(thread, bytes read), while threads read the file. Reads past the page
     cache where the file system allows that."""
+    if not is_local(fd):  # a read that does not return would keep a slot of the loads
+        ring = StagingRing(NUM_THREADS, ring.slot_bytes)
     try:
         direct = open_direct(fd)
     except OSError:

@@ -7,6 +7,7 @@ with ordinary pages, docs/performance.md).
 from __future__ import annotations
 
 import mmap
+import threading
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -38,6 +39,9 @@ class StagingRing:
         whole = np.frombuffer(self._map, np.uint8)
         start = -whole.ctypes.data % HUGE_PAGE_BYTES
         self._bytes = whole[start : start + num_slots * slot_bytes]
+        self._lost: set[int] = set()  # addresses of slots that a read holds which does not return
+        self._spare: list[memoryview] = []  # those of them that came back
+        self._lock = threading.Lock()  # of the two above
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         for slot in range(num_slots):
             self._free.put(self._bytes[slot * slot_bytes : (slot + 1) * slot_bytes].data)
@@ -57,7 +61,29 @@ class StagingRing:
 
     def give_back(self, slot: memoryview) -> None:
         """Makes the slot free again. May be called from any thread, once nothing reads from the slot any more."""
+        with self._lock:
+            if self._lost and (address := _address(slot)) in self._lost:  # another one stands in for it
+                self._lost.discard(address)
+                self._spare.append(slot)
+                return
         self._free.put(slot)
+
+    def replace(self, slot: memoryview) -> None:
+        """Puts another slot in the place of one that a read holds which does not return. `give_back` takes it once it does."""
+        with self._lock:
+            self._lost.add(_address(slot))
+            other = self._spare.pop() if self._spare else self._another()
+        self._free.put(other)
+
+    def _another(self) -> memoryview:
+        """Maps a further slot, on ordinary pages."""
+        mapped = mmap.mmap(-1, self.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped.madvise(mmap.MADV_DONTFORK)
+        return memoryview(mapped)
+
+
+def _address(slot: memoryview) -> int:
+    return np.frombuffer(slot, np.uint8).ctypes.data
 
 
 def huge_pages_enabled() -> bool:

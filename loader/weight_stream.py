@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from loader import layout, slices
 from loader.catalog import Checkpoint
 from loader.checked_again import check_unchanged, open_unchanged, scanned_again
 from loader.drafters import joined, renamed
 from loader.errors import CheckpointChanged
-from loader.file_reader import Fetched, FileReader
+from loader.file_calls import LEAVE_AFTER_S, LOOK_EVERY_S, FileCalls, LeftBehind, ReadCancelled
+from loader.file_reader import Fetched, Fetching, FileReader
 from loader.formats.plain import PLAIN
 from loader.formats.weight_format import WeightFormat
 from loader.landings import Landings, Places
@@ -39,10 +41,6 @@ log = logging.getLogger("loader")
 NUM_READERS = 3
 MIB = 1 << 20
 NUMPY_DECODER = Decoder()
-
-
-class ReadCancelled(Exception):
-    """Raised because `cancelled()` returned true."""
 
 
 @dataclass(slots=True)
@@ -159,19 +157,21 @@ def stream_weights(
 
     Reads begin in the order of the plan and end in any order. When this function returns or raises, no copy to a device is under
     way. Raises CheckpointError, which names file, tensor and offset; CheckpointChanged; ReadCancelled; RuntimeError if the device
-    failed."""
+    failed. Reads that do not return are left behind once the load is cancelled or has failed, and with them their slots."""
     reads = planned_reads(source, dtype, ring, weight_format)
     planned = sum(read.num_bytes for read in reads)
     total = source.num_bytes if source.shape.split is None else planned
     done = total - planned  # tensors that follow from others are not read
     report = ReadReport(total)
     with ExitStack() as stack:
+        calls = stack.enter_context(FileCalls(source.checkpoint.name, cancelled))
         unpacker = Unpacker(sink, decoder)
-        files = {file: FileReader(file, fd, sink, ring, stack, unpacker) for file, fd in source.descriptors.items()}
+        opened, descriptors = calls.opened, source.descriptors.items()
+        files = calls.run(lambda: {file: FileReader(file, fd, sink, ring, opened, unpacker) for file, fd in descriptors})
         landings = Landings(reads, sink)
         readers = stack.enter_context(_Readers(reads, files, ring, lambda read: landed(landings.of(read))))
         for _ in reads:
-            fetched = readers.next_done()
+            fetched = readers.next_done(cancelled)
             done += fetched.read.num_bytes
             report.direct_bytes += fetched.direct_bytes
             report.staged_bytes += fetched.staged_bytes
@@ -179,9 +179,8 @@ def stream_weights(
             if cancelled():
                 tensor = fetched.read.segments[-1].tensor
                 raise ReadCancelled(f"{tensor.file}: read of tensor {tensor.name} was cancelled")
-    sink.finish()
-    for info in source.files:
-        check_unchanged(source.descriptors[info.name], info, "model")
+        sink.finish()
+        calls.run(lambda: _check_unchanged(source))
     report.refused = {name: reader.refused for name, reader in files.items() if reader.refused}
     log.info(
         "%s: read %.1f MiB, %.1f of it past the page cache, %.1f through staging slots%s",
@@ -194,9 +193,14 @@ def stream_weights(
     return report
 
 
+def _check_unchanged(source: OpenCheckpoint) -> None:
+    for info in source.files:
+        check_unchanged(source.descriptors[info.name], info, "model")
+
+
 class _Readers:
     """Threads that carry out `reads`; each takes the next read in order. On leaving the context they end after their current
-    read.
+    read. Those whose read does not return within LEAVE_AFTER_S seconds are left behind: they touch nothing but their slots then.
 
     The threads do not wait for copies to a device. The caller's thread does, and then frees the buffer that was copied, so that
     the next read into it can begin."""
@@ -204,40 +208,57 @@ class _Readers:
     def __init__(self, reads: list[Read], files: dict[str, FileReader], ring: StagingRing, landed: Callable[[Read], None]) -> None:
         self._files, self._ring, self._landed = files, ring, landed
         self._left = enumerate(reads)  # next() on it is atomic under the interpreter lock
-        self._done: SimpleQueue[Fetched | Exception | None] = SimpleQueue()  # None: a reader thread has ended
+        self._done: SimpleQueue[Fetched | Exception | Fetching] = SimpleQueue()  # Fetching: that thread has ended
         self._failed: dict[int, Exception] = {}  # by the read's index in the plan
         self._stopped = False
-        count = min(NUM_READERS, len(reads))
-        self._num_alive = count
-        self._threads = [threading.Thread(target=self._run, name=f"reader {i}", daemon=True) for i in range(count)]
+        self._alive = {Fetching() for _ in range(min(NUM_READERS, len(reads)))}
+        self._threads = {
+            at: threading.Thread(target=self._run, args=(at,), name=f"reader {i}", daemon=True) for i, at in enumerate(self._alive)
+        }
 
     def __enter__(self) -> _Readers:
-        for thread in self._threads:
+        for thread in self._threads.values():
             thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ends the threads. Gives slots back until the last thread has ended, because one may be waiting for a slot."""
-        self._stopped = True
-        while self._num_alive:
-            item = self._done.get()
-            if item is None:
-                self._num_alive -= 1
+        self._stopped, leave_s = True, time.monotonic() + LEAVE_AFTER_S
+        while self._alive:
+            try:
+                item = self._done.get(timeout=LEAVE_AFTER_S)
+            except Empty:
+                item = None
+            if isinstance(item, Fetching):
+                self._alive.discard(item)
             elif isinstance(item, Fetched) and item.fence is not None:
                 try:
                     self._arrive(item)
                 except RuntimeError as error:  # the error that ended the load is being raised already
                     log.warning("%s: %s", item.read.file, error)
-        for thread in self._threads:
+            if time.monotonic() >= leave_s:
+                self._leave_behind()
+        for thread in self._threads.values():
             thread.join()
 
-    def next_done(self) -> Fetched:
+    def _leave_behind(self) -> None:
+        """Leaves the reads behind that are waiting for the file system, and replaces their slots. The other threads will end."""
+        left = [at for at in self._alive if at.call.leave()]
+        for at in left:
+            self._alive.remove(at)
+            del self._threads[at]
+            if at.slot is not None:
+                self._ring.replace(at.slot)
+        if left:
+            log.warning("%d reads do not return: the file system does not answer; they are left behind", len(left))
+
+    def next_done(self, cancelled: Callable[[], bool]) -> Fetched:
         """Waits until any read has ended, including its copies, and returns it. If reads failed, raises the error of the first of
-        them in the plan."""
-        item = self._done.get()
-        while item is None:
-            self._num_alive -= 1
-            item = self._done.get()
+        them in the plan. Raises ReadCancelled."""
+        item = self._next(cancelled)
+        while isinstance(item, Fetching):
+            self._alive.discard(item)
+            item = self._next(cancelled)
         if isinstance(item, Exception):
             self.__exit__()
             raise self._failed[min(self._failed)]
@@ -246,6 +267,14 @@ class _Readers:
             self._landed(item.read)
         return item
 
+    def _next(self, cancelled: Callable[[], bool]) -> Fetched | Exception | Fetching:
+        while True:
+            try:
+                return self._done.get(timeout=LOOK_EVERY_S)
+            except Empty:
+                if cancelled():
+                    raise ReadCancelled(f"{', '.join(self._files)}: the reads were cancelled") from None
+
     def _arrive(self, fetched: Fetched) -> None:
         assert fetched.fence is not None
         try:
@@ -253,19 +282,21 @@ class _Readers:
         finally:  # a device that failed no longer reads from the slot
             self._ring.give_back(fetched.slot)
 
-    def _run(self) -> None:
+    def _run(self, at: Fetching) -> None:
         try:
             for place, read in self._left:
                 if self._stopped:
                     return
                 try:
-                    fetched = self._files[read.file].fetch(read)
+                    fetched = self._files[read.file].fetch(read, at)
                     if fetched.fence is None:
                         self._landed(read)
                     self._done.put(fetched)
+                except LeftBehind:
+                    return
                 except Exception as error:
                     self._failed[place] = error
                     self._done.put(error)
                     return
         finally:
-            self._done.put(None)
+            self._done.put(at)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -27,9 +28,10 @@ from engine.memory.host_tier import HostTier
 from engine.memory.weight_arrivals import parameter_places
 from engine.memory.weight_gate import WeightGate
 from engine.memory.weight_range import WeightRange, WeightRanges
-from engine.protocol import Configure
+from engine.protocol import Configure, LoadModel
 from loader import kv_layout
 from loader.errors import CheckpointError, UnsupportedModel
+from loader.file_calls import FileCalls, ReadCancelled
 from loader.formats.registry import FORMATS
 from loader.hf_config import CONFIG_NAME
 from loader.landings import Places
@@ -39,7 +41,7 @@ from loader.read_rates import ReadRates
 from loader.source_choice import SourceChoice
 from loader.staging import StagingRing
 from loader.unpack import Decoder
-from loader.weight_stream import OpenCheckpoint, ReadCancelled, open_checkpoint, stream_weights
+from loader.weight_stream import OpenCheckpoint, open_checkpoint, stream_weights
 
 log = logging.getLogger("engine")
 
@@ -99,9 +101,10 @@ class TorchRunner:
             share = DeviceShare(group.rank, Division(len(group.members), group.expert_parts, group.num_stages))
         wait_for_kernels(self._kernels, task)
         with ExitStack() as stack:
+            files = stack.enter_context(FileCalls(spec.model, task.cancelled))
             choice = SourceChoice(self._rates, self._ring, backend.measured_decoder)
             how = (backend.reads_in_place, choice.wants_packed, spec.predicts, spec.head_path)
-            source = open_checkpoint(spec.path, spec.fingerprint, stack, *how, share)
+            source = _open(spec, files, *how, share)
             weight_format = FORMATS[spec.quantize]
             backend.check(spec, source.shape, weight_format)
             num_bytes = weights_bytes(source.shape, spec.dtype, weight_format)
@@ -118,7 +121,7 @@ class TorchRunner:
             gate: WeightGate | None = None
             early: StreamedModel | None = None
             if share is not None:
-                return self._load_share(task, choice, source, weights, compilation, stack)
+                return self._load_share(task, choice, source, weights, compilation, files)
             try:
                 early = backend.early_model(spec, source.shape, weights)
                 if early is not None:
@@ -127,7 +130,7 @@ class TorchRunner:
                     gate = WeightGate(weight_layout(source.shape, spec.dtype, weight_format))
                     task.begun(early, gate)
                 if not self._in_memory(task, weights, gate):
-                    self._read(task, choice, source, weights, gate, stack)
+                    self._read(task, choice, source, weights, gate, files)
                 task.weights_bytes = num_bytes
                 if early is not None:
                     return early
@@ -151,7 +154,7 @@ class TorchRunner:
         source: OpenCheckpoint,
         weights: WeightRange,
         compilation: Compilation,
-        stack: ExitStack,
+        files: FileCalls,
     ) -> GroupShare:
         """Loads this device's share of a split model into the mapped range. Nothing of it outlives this engine, or is kept in the
         host tier, and its KV is in a range of its own."""
@@ -165,7 +168,7 @@ class TorchRunner:
             region = open_region(self._exchange, spec, self._options.block_tokens, len(groups))
             kv = self._kv_ranges.of(spec.model, None, len(kv_chunks) * self._options.chunk_bytes)
             kv.map(kv_chunks)
-            self._read(task, choice, source, weights, None, stack)
+            self._read(task, choice, source, weights, None, files)
             compilation.wait()
             with time_of_kernels(task):
                 memory = kv.tensor(0, (kv.num_bytes,), torch.uint8)
@@ -196,10 +199,10 @@ class TorchRunner:
         source: OpenCheckpoint,
         weights: WeightRange,
         gate: WeightGate | None,
-        stack: ExitStack,
+        files: FileCalls,
     ) -> None:
         """Reads the weights from files into the range, and copies them to the host tier if they are to be kept. Reads the plain
-        files if packed ones are damaged. stack: closes what is opened."""
+        files if packed ones are damaged. files: opens and closes them."""
         spec = task.spec
         layout = weight_layout(source.shape, spec.dtype, FORMATS[spec.quantize])
         places = [(begin, end) for begin, end, _ in parameter_places(layout)]
@@ -215,7 +218,7 @@ class TorchRunner:
                 for each in behind:
                     each.begin_anew()
                 in_place = self.backend.reads_in_place
-                plain = open_checkpoint(spec.path, spec.fingerprint, stack, in_place, predicts=spec.predicts, head=spec.head_path)
+                plain = _open(spec, files, in_place, predicts=spec.predicts, head=spec.head_path)
                 self._stream(task, plain, weights, behind)
                 task.read_as = f"read its plain files: the packed ones are damaged ({error})"
 
@@ -241,6 +244,14 @@ class TorchRunner:
             decoder=self.backend.decoder() if source.is_packed else Decoder(),
         )
         task.bytes_read = report.num_bytes
+
+
+def _open(spec: LoadModel, files: FileCalls, *how: Any, **options: Any) -> OpenCheckpoint:
+    """Opens a model's checkpoint with the further arguments of open_checkpoint. Raises what that raises, and LoadCancelled."""
+    try:
+        return files.run(lambda: open_checkpoint(spec.path, spec.fingerprint, files.opened, *how, **options))
+    except ReadCancelled as error:
+        raise LoadCancelled(str(error)) from None
 
 
 def _in_background(work: Callable[[], object]) -> Future[None]:

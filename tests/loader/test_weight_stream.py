@@ -17,13 +17,14 @@ import torch
 from loader import file_reader, sinks
 from loader.catalog import scan_one
 from loader.errors import CheckpointChanged, CheckpointError, ReadFailed
+from loader.file_calls import ReadCancelled
 from loader.formats import int8_rows
 from loader.formats.int8 import INT8
 from loader.landings import Places
 from loader.layout import weight_layout, weights_bytes
 from loader.sinks import HostSink
 from loader.staging import StagingRing
-from loader.weight_stream import OpenCheckpoint, ReadCancelled, ReadReport, open_checkpoint, planned_reads, stream_weights
+from loader.weight_stream import OpenCheckpoint, ReadReport, open_checkpoint, planned_reads, stream_weights
 from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint
 
 # Matrices of 64 KiB and more, so that their places follow from the file; sizes that end within a block.

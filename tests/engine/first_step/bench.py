@@ -20,7 +20,7 @@ from engine.memory.weight_gate import WeightGate
 from engine.protocol import JOURNAL_BYTES, Configure, Evicted, EvictModel, LoadModel, Message, SamplingParams, Submit, TokensOut
 from engine.serve.channel import wait_until
 from loader.catalog import scan_one
-from loader.file_reader import Fetched, FileReader
+from loader.file_reader import Fetched, Fetching, FileReader
 from loader.range_plan import Read
 from loader.staging import StagingRing
 from tests.engine.engine_process import load_message
@@ -65,11 +65,11 @@ class Bench:
         self.spoil: Callable[[Read], None] = lambda read: None
         fetch, wait = FileReader.fetch, WeightGate.wait
 
-        def held_fetch(reader: FileReader, read: Read) -> Fetched:
+        def held_fetch(reader: FileReader, read: Read, at: Fetching) -> Fetched:
             with self.changed:
                 assert self.changed.wait_for(lambda: min(segment.stage for segment in read.segments) <= self.allowed, 30)
             self.spoil(read)
-            return fetch(reader, read)
+            return fetch(reader, read, at)
 
         def noted_wait(gate: WeightGate, stage: int) -> None:
             with self.changed:

@@ -107,7 +107,7 @@ def command_line(pid: int) -> str:
 
 
 def engine_pid() -> int:
-    """The engine's process, of the one device; 0 while there is none. Its command line is that of the process it was forked from."""
+    """The engine's process, of the one device; 0 while there is none. Its command line is that of the process it is a fork of."""
     (device,) = ask("status")["devices"]
     return int(device["pid"])
 

@@ -1,0 +1,75 @@
+"""A model's files are on a mount that stops to answer in the middle of its load. Its neighbours do not notice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.slow_mount import SlowMount
+from tests.e2e.chat import Stream
+from tests.e2e.checkpoints import make_model
+from tests.e2e.node import Node, without_drafts
+
+DEADLINE_S = 3.0
+ROLL_BACK_S = 10.0  # after which the engine would be started again
+NEAR_TOKENS = 12000
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[SlowMount]:
+    """Yields a mount below the models folder, with the model `far` on it."""
+    make_model(tmp_path / "far", seed=2, weights_bytes=24 << 20)
+    at = tmp_path / "n" / "models" / "far"
+    at.mkdir(parents=True)
+    try:
+        made = SlowMount(tmp_path / "far", at)
+    except OSError as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("begins_s", "logged"),
+    [(0.0, "the file system does not answer"), (1.0, "reads do not return")],
+    ids=["opening", "reading"],
+)
+def test_a_load_that_hangs_is_rolled_back_and_its_engine_lives_on(
+    tmp_path: Path, mount: SlowMount, begins_s: float, logged: str
+) -> None:
+    """begins_s: when the mount begins to hang, in seconds after the load."""
+    make_model(tmp_path / "n" / "models" / "near", seed=1, max_position_embeddings=16384)
+    config = f"load_deadline_s = {DEADLINE_S}\n{without_drafts('near')}"
+    flags = ["--dtype", "float32", "--threads", "1"]
+    with Node(tmp_path / "n", devices=["cpu:0=128MiB"], runner="torch", config=config, flags=flags) as node:
+        node.wait_for(lambda: "far" in {model["name"] for model in node.json("models")}, "the mounted model")
+        assert Stream(node, "far", "opens its tokenizer", 1).join().error == ""
+        assert node.cli("unload", "far", "--to", "cold").returncode == 0
+        mount.read_s = 0.02
+        pids = node.engine_pids()
+        near = Stream(node, "near", "a long story", NEAR_TOKENS)
+        near.wait_for_chunks(5)
+        if begins_s:
+            far = Stream(node, "far", "hello", 8)
+            node.wait_for(lambda: node.state("far") == "loading", "its load")
+            time.sleep(begins_s)
+        with mount.hang():
+            if not begins_s:
+                far = Stream(node, "far", "hello", 8)
+            assert "missed its deadline" in far.join().error
+            begun = time.monotonic()
+            node.wait_for(lambda: node.state("far") == "cold", "the roll-back")
+            assert time.monotonic() - begun < ROLL_BACK_S
+            assert node.get("/healthz")[1]["status"] == "ok"
+            other = Stream(node, "near", "meanwhile", 50).join()
+            assert (other.error, other.finish_reason) == ("", "length")
+        mount.read_s = 0.0
+        far = Stream(node, "far", "hello", 8).join()
+        assert (far.error, far.finish_reason) == ("", "length")
+        assert (near.join().error, near.finish_reason) == ("", "length")
+        assert node.engine_pids() == pids
+        assert logged in node.log_text()
+        assert "Traceback" not in node.log_text()
