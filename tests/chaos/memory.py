@@ -45,14 +45,28 @@ class Groups:
         raise OSError("no control group of memory can be made here")
 
     @contextlib.contextmanager
+    def limited(self, num_bytes: int) -> Iterator[Path]:
+        """A context in which this process and those that it starts may take num_bytes together. Yields the group's folder."""
+        folder = self._make(num_bytes)
+        try:
+            _move(folder, [os.getpid()])
+            yield folder
+        finally:
+            self._leave(folder)
+
+    def _make(self, num_bytes: int) -> Path:
+        folder = self._own / f"hearthd-chaos-{os.getpid()}-{next(self._numbers)}"
+        folder.mkdir()
+        (folder / self._limit).write_text(str(num_bytes))
+        return folder
+
+    @contextlib.contextmanager
     def short_of_memory(self, pids: Iterable[int], num_bytes: int) -> Iterator[None]:
         """A context in which these processes and their children share `num_bytes` more with one that takes all of them, over and
         over: the kernel ends it, and it begins again. The group is a new one: what was allocated in an earlier one counts there."""
-        folder = self._own / f"hearthd-chaos-{os.getpid()}-{next(self._numbers)}"
-        folder.mkdir()
+        folder = self._make(num_bytes)
         filling: subprocess.Popen[bytes] | None = None
         try:
-            (folder / self._limit).write_text(str(num_bytes))
             _move(folder, pids)
             filler = [sys.executable, "-S", "-c", FILLED_FIRST, str(folder / "cgroup.procs")]
             filling = subprocess.Popen(["sh", "-c", 'while :; do "$@"; done', "sh", *filler], stderr=subprocess.DEVNULL)
