@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from daemon.errors import EXIT_BUSY, EXIT_DENIED, EXIT_USAGE
 from daemon.operate.control_status import EXIT_OF_STATUS
+
+BACK_LIMIT_S = 60.0
+_ENDED = ("connection_lost", "not_running", "server_restarting")
 
 
 class CommandError(Exception):
@@ -56,7 +61,20 @@ class Client:
                 if line.strip():
                     yield json.loads(line)
         except (OSError, http.client.HTTPException) as error:
-            raise self._gone(error) from None
+            raise self.gone(error) from None
+
+    def until_back(self, error: CommandError) -> None:
+        """Waits for the next daemon, after a command of some length has met the end of this one: it is most likely being started
+        again. Raises `error` if it is no such end, or if none comes within BACK_LIMIT_S seconds."""
+        end_s = time.monotonic() + BACK_LIMIT_S
+        while error.error["code"] in _ENDED:
+            time.sleep(0.2)
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.connect(self.control)
+                return
+            if time.monotonic() > end_s:
+                break
+        raise error
 
     def result(self, lines: Iterator[dict[str, Any]]) -> dict[str, Any]:
         """Returns the result of a command, which is the last line of its answer. Raises CommandError if the command failed."""
@@ -64,7 +82,7 @@ class Client:
         for last in lines:  # noqa: B007
             pass
         if last is None or last.get("event") != "result":
-            raise self._gone(None)
+            raise self.gone(None)
         return check(last)
 
     def _request(self, method: str, path: str, socket_path: str = "") -> http.client.HTTPResponse:
@@ -86,7 +104,7 @@ class Client:
             if isinstance(error, OSError) and "too long" in str(error):
                 message = f"{self.control}: the path is too long for a socket"
                 raise CommandError(EXIT_USAGE, _error("invalid_request", message)) from None
-            raise self._gone(error) from None
+            raise self.gone(error) from None
         if response.status != 200:
             try:
                 error_object = json.loads(response.read())
@@ -96,7 +114,8 @@ class Client:
             raise CommandError(EXIT_OF_STATUS.get(response.status, 1), error_object)
         return response
 
-    def _gone(self, error: Exception | None) -> CommandError:
+    def gone(self, error: Exception | None = None) -> CommandError:
+        """Returns the error for an answer that ended too early."""
         why = f": {error}" if error is not None and str(error) else ""
         return CommandError(EXIT_BUSY, _error("connection_lost", f"hearthd ended before it answered{why}"))
 

@@ -85,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     live.add_argument("--every", metavar="SECONDS", type=float, default=1.0, help="between two looks (default 1)")
     add("queue", queue.queue, "requests that wait")
     events = add("events", story.events, "what happened on the node")
-    events.add_argument("-f", "--follow", action="store_true", help="and what happens from now on")
+    events.add_argument("-f", "--follow", action="store_true", help="and what happens from now on, over restarts of hearthd")
     add("drain", node.drain, "take no new requests, for one model or the node", "NAME", optional=True)
     add("resume", node.resume, "take requests again", "NAME", optional=True)
     add("reload", node.reload, "read the configuration file again")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from daemon.cli.client import Client
+from daemon.cli.client import Client, CommandError
 
 
 def why(client: Client, options: argparse.Namespace) -> None:
@@ -21,12 +23,28 @@ def why(client: Client, options: argparse.Namespace) -> None:
 
 
 def events(client: Client, options: argparse.Namespace) -> None:
-    """Prints past events and, with -f, those that follow until Ctrl-C."""
+    """Prints past events and, with -f, those that follow until Ctrl-C, over restarts of the daemon."""
     try:
-        for event in client.lines("GET", "/control/v1/events" + ("?follow=1" if options.follow else "")):
+        for event in _followed(client) if options.follow else client.lines("GET", "/control/v1/events"):
             print(json.dumps(event) if options.json else _line(event), flush=True)
     except KeyboardInterrupt:
         pass
+
+
+def _followed(client: Client) -> Iterator[dict[str, Any]]:
+    """Yields events as they come, one daemon's after the other's. Raises CommandError."""
+    has_begun = False
+    while True:
+        try:
+            for event in client.lines("GET", "/control/v1/events?follow=1"):
+                has_begun = True
+                yield event
+            raise client.gone()
+        except CommandError as error:
+            if not has_begun:
+                raise
+            print("hearth: hearthd has ended; waiting for the next one", file=sys.stderr, flush=True)
+            client.until_back(error)
 
 
 def _line(event: dict[str, Any]) -> str:

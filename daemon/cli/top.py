@@ -42,7 +42,13 @@ def top(client: Client, options: argparse.Namespace) -> None:
     sys.stdout.write("\x1b[?1049h\x1b[?25l")
     try:
         while True:
-            now = client.get("/control/v1/top")
+            try:
+                now = client.get("/control/v1/top")
+            except CommandError as error:
+                sys.stdout.write("\x1b[Hhearthd has ended; waiting for the next one\x1b[K")
+                sys.stdout.flush()
+                client.until_back(error)
+                continue
             columns, rows = shutil.get_terminal_size()
             shown = lines(now, before, columns, True)[: rows - 1]
             sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from daemon.cli.client import Client, CommandError
 from loader.catalog import scan_one
 from tests.e2e.chat import Stream
 from tests.e2e.checkpoints import make_model
@@ -281,6 +282,40 @@ def test_events_follow(node: Node) -> None:
                 break
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+
+
+def test_events_are_followed_over_a_restart_and_a_kill(tmp_path: Path) -> None:
+    make_model(tmp_path / "models" / "a")
+    command = [sys.executable, "-P", "-m", "daemon.cli", "--control", str(tmp_path / "c.sock"), "events", "-f", "--json"]
+    with Node(tmp_path) as node, subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["event"]
+        for end in (node.stop, node.kill):
+            end()
+            assert process.stderr.readline() == "hearth: hearthd has ended; waiting for the next one\n"
+            node.start()
+            node.cli("load", "a")
+            for line in process.stdout:
+                event = json.loads(line)
+                if event["event"] == "state" and event["new"] == "ready":
+                    break
+        process.terminate()
+        process.communicate()
+
+
+def test_events_end_where_no_daemon_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("daemon.cli.client.BACK_LIMIT_S", 0.5)
+    client = Client(str(tmp_path / "none"))
+    with pytest.raises(CommandError, match="hearthd ended before it answered"):
+        client.until_back(client.gone())
+    other = CommandError(4, {"code": "model_not_found", "message": "what a restart does not cure", "details": {}})
+    begun = time.monotonic()
+    with pytest.raises(CommandError, match="does not cure"):
+        client.until_back(other)
+    assert time.monotonic() - begun < 0.2
 
 
 def test_folders_come_and_go(node: Node) -> None:
