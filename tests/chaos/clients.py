@@ -46,8 +46,8 @@ class Request(NamedTuple):
     @property
     def body(self) -> bytes:
         if self.is_background:
-            asked = {"input": self.prompt, "max_output_tokens": self.max_tokens, "temperature": 0, "background": True}
-            return json.dumps({"model": self.model, **asked}).encode()
+            asked = {"input": self.prompt, "max_output_tokens": self.max_tokens, "temperature": 0}
+            return json.dumps({"model": self.model, **asked, "background": True, "ignore_eos": True}).encode()
         text = {"messages": [{"role": "user", "content": self.prompt}]} if self.is_chat else {"prompt": self.prompt}
         settings = {"max_tokens": self.max_tokens, "seed": self.seed, "temperature": 0.8 * (self.seed % 2), "ignore_eos": True}
         return json.dumps({"model": self.model, **text, **settings, "stream": self.is_stream}).encode()
