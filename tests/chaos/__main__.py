@@ -80,7 +80,7 @@ def run(
         _same_answers(node.url, expected)
         before = holdings(node)
         same = {each._replace(model=FAR): text for each, text in expected.items() if each.model == MODELS[0]}
-        clients = Clients(node.url, MODELS, expected | same, draw, num_clients, compares_background=runner != "null")
+        clients = Clients(node.url, MODELS, expected | same, draw, num_clients)
         world = World(node, clients, draw, means, versions)
         done, num_told = Counter[str](), 0
         begin_s = time.monotonic()

@@ -7,17 +7,24 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct, structs
 
-from daemon.api.bodies import chat
+from daemon.api.bodies import chat, common
 from daemon.api.bodies.common import Head
 from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.api.bodies.messages import Message
+from daemon.api.bodies.prompts import TokenId
 from daemon.api.bodies.response_format import JSON_OBJECT, following
 from daemon.api.bodies.responses_input import Item, chat_messages
-from daemon.api.bodies.unsupported import neutral, refuse_unsupported
+from daemon.api.bodies.unsupported import UnsupportedFields, neutral, refuse_unsupported
 from daemon.errors import BadRequest
 
 MAX_ITEMS = 100_000
 _TEXT_LOGPROBS = "message.output_text.logprobs"
+
+# fields that chats have, too, with the same meaning
+SHARED = (
+    *("top_k", "min_p", "seed", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "cache_salt", "priority"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+)
 
 Items = Annotated[list[Item], Meta(max_length=MAX_ITEMS)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
@@ -64,7 +71,7 @@ class StreamOptions(Struct):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(Struct, kw_only=True):
+class ResponsesBody(UnsupportedFields, kw_only=True):
     model: str | None = None
     input: str | Items
     instructions: str | None = None
@@ -91,6 +98,40 @@ class ResponsesBody(Struct, kw_only=True):
     context_management: Annotated[Raw, neutral("[]")] = Raw()
     conversation: Annotated[Raw, neutral()] = Raw()
     moderation: Annotated[Raw, neutral()] = Raw()
+    # what vLLM's clients add, as in chats: see SHARED
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    min_tokens: common.Count | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    presence_penalty: common.Penalty | None = None
+    frequency_penalty: common.Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[str, common.Bias], Meta(max_length=common.MAX_BIASED_TOKENS)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # what chats call otherwise, or have and responses do not
+    max_tokens: Annotated[Raw, neutral()] = Raw()
+    max_completion_tokens: Annotated[Raw, neutral()] = Raw()
+    messages: Annotated[Raw, neutral()] = Raw()
+    n: Annotated[Raw, neutral("1")] = Raw()
+    best_of: Annotated[Raw, neutral("0", "1")] = Raw()
+    logprobs: Annotated[Raw, neutral("false")] = Raw()
+    prompt_logprobs: Annotated[Raw, neutral()] = Raw()
+    response_format: Annotated[Raw, neutral('{"type":"text"}')] = Raw()
+    regex: Annotated[Raw, neutral()] = Raw()
+    grammar: Annotated[Raw, neutral()] = Raw()
+    guided_json: Annotated[Raw, neutral()] = Raw()
+    guided_regex: Annotated[Raw, neutral()] = Raw()
+    guided_grammar: Annotated[Raw, neutral()] = Raw()
+    guided_choice: Annotated[Raw, neutral()] = Raw()
+    structured_outputs: Annotated[Raw, neutral()] = Raw()
+    allowed_token_ids: Annotated[Raw, neutral()] = Raw()
+    bad_words: Annotated[Raw, neutral("[]")] = Raw()
+    truncate_prompt_tokens: Annotated[Raw, neutral()] = Raw()
     prompt: Annotated[Raw, neutral()] = Raw()
     top_logprobs: Annotated[Raw, neutral("0")] = Raw()
     truncation: Annotated[Raw, neutral('"disabled"')] = Raw()
@@ -120,6 +161,8 @@ MEANINGS = {
     "safety_identifier": "read and not used",
     "prompt_cache_key": "read and not used: prefixes are cached by themselves",
     "service_tier": "read and not used",
+    **{name: common.MEANINGS[name] for name in SHARED},
+    "chat_template_kwargs": chat.MEANINGS["chat_template_kwargs"],
 }
 
 
@@ -175,12 +218,17 @@ def _chat(fields: ResponsesBody, messages: list[Message]) -> chat.ChatBody:
         temperature=fields.temperature,
         top_p=fields.top_p,
         reasoning_effort="xhigh" if reasoning.effort == "max" else reasoning.effort,
-        chat_template_kwargs=None if text.verbosity is None else {"verbosity": text.verbosity},
+        chat_template_kwargs=_template_variables(fields.chat_template_kwargs, text.verbosity),
         response_format=_response_format(text.format),
         tools=Raw(_json([_function(tool) for tool in offered])) if offered else Raw(),
         tool_choice=choice if offered else Raw(),
         parallel_tool_calls=fields.parallel_tool_calls,
+        **{name: getattr(fields, name) for name in SHARED},
     )
+
+
+def _template_variables(given: dict[str, Any] | None, verbosity: str | None) -> dict[str, Any] | None:
+    return given if verbosity is None else {"verbosity": verbosity, **(given or {})}
 
 
 def _offered(fields: ResponsesBody) -> tuple[list[Tool], Raw]:

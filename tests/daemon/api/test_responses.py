@@ -401,6 +401,14 @@ def test_the_fields_become_a_chats() -> None:
     assert (head.max_tokens, head.temperature, head.stream, head.include_usage) == (64, 0.5, True, False)
     assert (head.tools.choice, head.tools.many, head.tools.names) == ("required", False, ["get_weather", "stop"])
     assert msgspec.msgpack.decode(head.options["kwargs"]) == {"reasoning_effort": "xhigh", "verbosity": "low"}
+    own = {"top_k": 5, "seed": 7, "min_tokens": 2, "ignore_eos": True, "cache_salt": "x", "priority": 3, "stop": ["a", "b"]}
+    own |= {"stop_token_ids": [4]}
+    outputs = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2}
+    head, _ = read(**own, **outputs, logit_bias={"9": 2.0}, n=1, chat_template_kwargs={"k": 1})
+    assert {name: getattr(head, name) for name in own} == own
+    assert {name: getattr(head.outputs, name) for name in outputs} == outputs
+    assert head.outputs.logit_bias
+    assert msgspec.msgpack.decode(head.options["kwargs"]) == {"k": 1}
     assert read(tools=TOOLS, tool_choice={"type": "function", "name": "stop"})[0].tools.name == "stop"
     assert read(tools=TOOLS, tool_choice="none")[0].tools is None
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "stop"}]}
@@ -456,6 +464,18 @@ def test_the_fields_become_a_chats() -> None:
         ({"background": 1}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
+        ({"seed": 0.5}, "seed"),
+        ({"top_k": -2}, "top_k"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"messages": []}, "messages"),
+        ({"n": 2}, "n"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"logprobs": True}, "logprobs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"bad_words": ["x"]}, "bad_words"),
     ],
 )
 def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
