@@ -1,4 +1,5 @@
-"""Pure decisions: no torch, asyncio, clock or I/O. `node` places models (daemon); `batch` picks tokens (engine).
+"""Scheduling as pure decisions: no torch, asyncio, clock or I/O. `node` places models on devices (in the daemon); `batch` picks the
+tokens of each step (in the engine).
 
 Part of hearthd.
 """

@@ -1,7 +1,8 @@
 """Start-time fair queueing (Goyal, Vin, Cheng 1996): the tenant that was served least for its weight is next.
 
-For requests that are served whole, one after the other. `Shares` counts places that are held for a while; here a request holds
-none, so the work done is counted. A tenant that had nothing waiting starts level with the others: it has neither credit nor debt.
+Serves requests whole, one after the other, and counts the work done for each tenant. (`Shares` counts the places that requests hold
+for a while; here a request holds none.) A tenant that had nothing waiting starts level with the others: it has neither credit nor
+debt.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ class _Entry:
 
 
 class FairQueue:
-    """Waiting requests: tenants by the work done for them; of one tenant by priority, then first come first served."""
+    """Waiting requests, ordered by the work done for their tenants. Of one tenant the highest priority comes first, then the
+    oldest."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tenant that waits -> (-priority, order, request id)
-        self._served: dict[str, float] = {}  # tenant -> where its next request begins
-        self._level = 0.0  # where the last one that was served began
+        self._served: dict[str, float] = {}  # tenant -> the virtual start time of its next request
+        self._level = 0.0  # the virtual start time of the request that was served last
         self._order = 0
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 class Shares:
     def __init__(self) -> None:
         self.active: dict[str, int] = {}  # tenant -> requests in service
-        self._weights: dict[str, float] = {}  # of those with any
+        self._weights: dict[str, float] = {}  # tenant with requests in service -> its weight
 
     def start(self, tenant: str, weight: float) -> None:
         self.active[tenant] = self.active.get(tenant, 0) + 1

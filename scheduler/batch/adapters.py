@@ -1,5 +1,5 @@
-"""The LoRA adapters of one model: which are in device memory, under which number, in which chunks, and the requests that wait for
-one.
+"""Tracks the LoRA adapters of one model: which are in device memory, under which number and in which chunks, and which requests
+wait for one.
 
 An adapter takes a run of adjacent chunks, drawn from the lease as KV is, so adapters and KV share one pool without a part being set
 aside for either (the idea is S-LoRA's, https://arxiv.org/abs/2311.03285). An adapter that no running sequence uses is idle: it
@@ -17,14 +17,15 @@ from scheduler.batch.chunk_pool import ChunkPool, free_runs
 from scheduler.batch.plan import IntArray
 from scheduler.batch.request import BatchRequest
 
-MAX_ADAPTERS = 64  # of one model in memory; the device's tables have a column for each
+MAX_ADAPTERS = 64  # most adapters of one model in memory; the device's tables have a column for each
 
 
 @dataclass(slots=True, eq=False)
 class ResidentAdapter:
     """An adapter in device memory. key: identifies its files. number: its column in the model's tables. num_rows: running sequences
-    that use it. last_used: larger for one that was used later. is_new: requests that waited for it are queued, and none has run;
-    another adapter must not drive it out then, or two could drive each other out for ever. is_retired: leaves with its last row."""
+    that use it. last_used: a counter, larger for an adapter that was used later. is_new: the requests that waited for it are queued
+    and none has run yet; no other adapter may take its chunks until one has, or two adapters could displace each other for ever.
+    is_retired: it leaves when its last row ends."""
 
     key: str
     number: int
@@ -36,7 +37,7 @@ class ResidentAdapter:
 
 
 class Adapters:
-    """The adapters of one model. dropped(number) is called when one leaves; nothing of it may be used from then on."""
+    """The adapters of one model. dropped(number) is called when an adapter leaves; its memory must not be read from then on."""
 
     def __init__(self, chunks: ChunkPool, most: int = MAX_ADAPTERS) -> None:
         self._chunks, self._most = chunks, most
@@ -58,14 +59,14 @@ class Adapters:
         return key in self.resident
 
     def take(self, key: str) -> ResidentAdapter:
-        """Counts one more row of a resident adapter, which stays as long as there is one."""
+        """Counts one more row that uses a resident adapter, which stays as long as a row uses it."""
         adapter = self.resident[key]
         self._uses += 1
         adapter.num_rows, adapter.last_used, adapter.is_new = adapter.num_rows + 1, self._uses, False
         return adapter
 
     def leave(self, key: str) -> None:
-        """Takes back one `take`, after which others may have its chunks if it is idle."""
+        """Takes back one `take`. If no row uses the adapter any more, its chunks may be given to others."""
         self.undo(key)
         adapter = self.resident[key]
         if adapter.is_retired and not adapter.num_rows:
@@ -74,7 +75,7 @@ class Adapters:
             self._chunks.version += 1
 
     def undo(self, key: str) -> None:
-        """Takes back a `take` of a moment ago: nobody who waits for memory is woken."""
+        """Takes back the latest `take` before its row has run; requests that wait for memory are not tried again."""
         self.resident[key].num_rows -= 1
 
     def retire(self, key: str) -> None:
@@ -87,20 +88,20 @@ class Adapters:
             self._drop(adapter)
 
     def keep(self, key: str) -> bool:
-        """Returns whether an adapter is resident; it is retired no longer."""
+        """Cancels `retire` for an adapter; returns whether it is resident."""
         adapter = self.resident.get(key)
         if adapter is not None:
             adapter.is_retired = False
         return adapter is not None
 
     def gone(self, request: BatchRequest) -> None:
-        """Notes that a queued request was aborted, for whose adapter nobody may be left."""
+        """Notes that a queued request was aborted, so that its adapter does not wait for it (is_new)."""
         if (adapter := self.resident.get(request.adapter)) is not None:
             adapter.is_new = False
 
     def place(self, key: str, num_chunks: int, make_room: Callable[[int], int] = lambda num_chunks: 0) -> ResidentAdapter | None:
-        """Draws adjacent chunks for an adapter that is not resident, and gives it a number. Idle adapters of this model leave for
-        it where they must; make_room(num_chunks) asks for chunks of others and returns how many came back. Returns None, and draws
+        """Draws adjacent chunks for an adapter that is not resident, and gives it a number. Idle adapters of this model are dropped
+        where that is needed; make_room(num_chunks) makes others give chunks back and returns how many. Returns None, and draws
         nothing, if there is no room now."""
         self._without_room.add(key)
         if not self._free_numbers and not self._drop_idle(new_ones=False):
@@ -116,20 +117,21 @@ class Adapters:
         return adapter
 
     def give_up_idle(self, num_chunks: int, new_ones: bool = True) -> int:
-        """Drops idle adapters until num_chunks are free or none is left. Returns how many chunks became free. new_ones: whether new
-        ones may leave, too: for KV, but not for an adapter."""
+        """Drops idle adapters until num_chunks are free or none is left. Returns how many chunks became free. new_ones: whether
+        adapters with is_new may be dropped, too: True to make room for KV, False to make room for an adapter."""
         given = 0
         while given < num_chunks and (freed := self._drop_idle(new_ones)):
             given += freed
         return given
 
     def give_up_all(self) -> None:
-        """Drops every adapter, also those of rows, which do not run again."""
+        """Drops every adapter, also those that rows use; these rows must not run again."""
         for adapter in list(self.resident.values()):
             self._drop(adapter)
 
     def _run_of(self, num_chunks: int) -> IntArray | None:
-        """Returns num_chunks adjacent free chunks that the lease covers, of the shortest run there is; None if there are none."""
+        """Returns num_chunks adjacent free chunks that the lease covers, from the shortest run of free chunks that is long enough;
+        None if there is no such run."""
         if self._chunks.room_chunks < num_chunks:
             return None
         runs = free_runs(self._chunks.choosable(num_chunks))
@@ -154,7 +156,7 @@ class Adapters:
         self._chunks.give_back(adapter.chunks, reserved=False)
         self.dropped(adapter.number)
 
-    # ---- requests that wait for one
+    # ---- requests that wait for an adapter
 
     @property
     def num_waiting(self) -> int:
@@ -162,19 +164,19 @@ class Adapters:
 
     @property
     def num_without_room(self) -> int:
-        """Number of requests whose adapter found no room; others wait for it to be read."""
+        """Number of requests whose adapter found no room. The other waiting requests wait for their adapter to be read."""
         return sum(request.adapter in self._without_room for request in self._waiting.values()) if self._without_room else 0
 
     @property
     def wanted(self) -> Iterable[str]:
-        """Keys of the adapters that requests wait for, in the order in which they came."""
+        """Keys of the adapters that requests wait for, in the order in which the requests came."""
         return dict.fromkeys(request.adapter for request in self._waiting.values()) if self._waiting else ()
 
     def wait(self, request: BatchRequest) -> None:
         self._waiting[request.request_id] = request
 
     def get(self, request_id: int) -> BatchRequest | None:
-        """Returns a request that waits for its adapter; None if none of that id does."""
+        """Returns the request of this id if it waits for its adapter, else None."""
         return self._waiting.get(request_id)
 
     def withdraw(self, request_id: int) -> bool:

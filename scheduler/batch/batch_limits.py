@@ -8,9 +8,9 @@ from dataclasses import dataclass
 @dataclass(slots=True, frozen=True)
 class BatchLimits:
     """Limits of one model. num_stages: how many stages a step passes through, one after the other; as many steps of different
-    sequences are under way at a time. max_model_len: prompt + output, in tokens. fingerprint and kv_dtype identify the KV's
-    content for the prefix cache. embeds: a sequence ends with its prompt, which may have max_model_len tokens; a token stands for
-    its vector behind them and takes no KV."""
+    sequences are under way at a time. max_model_len: prompt + output, in tokens. fingerprint and kv_dtype identify the KV's content
+    for the prefix cache. embeds: the model computes embeddings: a sequence ends with its prompt, which may have max_model_len
+    tokens, and one more token, without KV, stands for the vector."""
 
     max_sequences: int
     max_model_len: int

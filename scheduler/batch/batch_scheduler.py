@@ -36,8 +36,9 @@ from scheduler.batch.tenant_time import TenantTime
 
 
 class BatchScheduler:
-    """One model's sequences, waiting and running. Not thread-safe. Calls of `plan` and `finish_step` alternate; with `start_step`
-    between them a step is planned before the last one's tokens are known, and until they are only `submit` may be called."""
+    """One model's sequences, waiting and running. Not thread-safe. Calls of `plan` and `finish_step` alternate. After `start_step`
+    the next step may be planned before the tokens of the started one are known; until `finish_step` reports them, only `submit` may
+    be called besides."""
 
     def __init__(
         self,
@@ -48,10 +49,10 @@ class BatchScheduler:
         has_predictor: bool = False,
         table: SequenceTable | None = None,
     ) -> None:
-        """drafter: drafts tokens for sequences that decode; None: only what a grammar forces is drafted. KV must not have state
-        groups if there is one: a state cannot go back. has_predictor: whether the model drafts tokens, too (proposals.py); the
-        drafter is asked where it does not. table: an empty one to use, of the sizes that the limits call for; None: it makes
-        one."""
+        """drafter: drafts tokens for sequences that decode; None: only tokens that a grammar forces are drafted. With a drafter,
+        the KV cache must not have state groups, because a state cannot be rolled back. has_predictor: whether the model has a
+        predictor that drafts tokens, too (proposals.py); the drafter is asked where the predictor has drafted none. table: an empty
+        sequence table to use, of the sizes that the limits call for; None: the scheduler makes one."""
         self.model = model
         self.kv = kv
         self.limits = limits
@@ -64,9 +65,9 @@ class BatchScheduler:
         self.adapters = Adapters(kv.chunks)
         self.tenants = TenantTime(slots)
         self.num_preemptions = 0
-        self.failed: list[tuple[int, str]] = []  # (request id, why): can never run; the engine takes them from here
+        self.failed: list[tuple[int, str]] = []  # (request id, why) of requests that can never run; the engine takes them from here
         self._free_slots = list(range(slots - 1, -1, -1))
-        # of rows that decode, which plans share: tokens, and that they sample
+        # Columns of decode rows that all plans share: one new token each, and each samples.
         self._ones: IntArray = np.ones(slots, np.int32)
         self._trues: BoolArray = np.ones(slots, np.bool_)
         self._requests: list[BatchRequest | None] = [None] * slots
@@ -75,7 +76,7 @@ class BatchScheduler:
         self._ahead = StepsAhead(self.table, limits.num_stages > 1)
         self._outcomes = Outcomes(limits.eos_token_ids, self.table, self._requests)
         self._held: BoolArray = np.zeros(slots, np.bool_)  # constrained rows that may not have their next token yet
-        self._num_constrained = 0  # rows
+        self._num_constrained = 0  # constrained rows
         goes_back = not any(group.snapshot_tokens for group in kv.groups)
         proposals = Proposals(self.table, kv.block_tokens) if has_predictor else None
         self._drafts = Drafts(self.table, drafter, proposals) if goes_back else None
@@ -92,7 +93,7 @@ class BatchScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for a place or for memory, also for their adapter's."""
+        """Number of requests that wait for a slot, for memory or for their adapter."""
         return len(self.waiting) + self.adapters.num_without_room
 
     @property
@@ -106,8 +107,8 @@ class BatchScheduler:
         return len(self.running) > self._num_held or (len(self.waiting) > 0 and self._blocked_version != self.kv.chunks.version)
 
     def submit(self, request: BatchRequest) -> None:
-        """Queues a request. The caller has checked that 0 < len(tokens) < limits.max_tokens and that its id is not known yet. One
-        whose adapter is not resident waits for `adapter_arrived` first."""
+        """Queues a request. The caller has checked that 0 < len(tokens) < limits.max_tokens and that the request's id is not known
+        yet. A request whose adapter is not resident waits for `adapter_arrived` first."""
         request.order = self._next_order
         self._next_order += 1
         request.has_first_token = request.resubmitted = len(request.tokens) > request.num_prompt
@@ -121,7 +122,7 @@ class BatchScheduler:
         self._blocked_version = -1
 
     def adapter_arrived(self, key: str) -> None:
-        """Queues the requests that wait for an adapter, which is resident now."""
+        """Queues the requests that waited for this adapter, which has become resident."""
         waiting = self.adapters.take_waiting(key)
         self.adapters.resident[key].is_new = bool(waiting)
         for request in waiting:
@@ -156,7 +157,7 @@ class BatchScheduler:
 
     @property
     def drafts_masked(self) -> bool:
-        """Whether tokens that are proposed for masked sequences are drafted."""
+        """Whether the model's sequences with masked logits may have drafts proposed for them (`propose`)."""
         return self._drafts is not None
 
     def guess(self, request_id: int) -> IntArray | None:
@@ -166,8 +167,8 @@ class BatchScheduler:
         return None if slot is None or self._drafts is None else self._drafts.guess(slot)
 
     def propose(self, request_id: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
-        """Takes tokens to draft for a request with a grammar or token limits in its next step, whose masks are there
-        (masked_drafts.Proposal). A request that does not run gets none."""
+        """Takes tokens to draft in the next step of a request with a grammar or token limits; their masks have been made
+        (masked_drafts.Proposal explains the arguments). Does nothing if the request does not run."""
         slot = self._slot_of.get(request_id)
         if slot is not None and self._drafts is not None:
             self._drafts.propose(slot, tokens, sure, guessed)
@@ -201,8 +202,8 @@ class BatchScheduler:
     # ---- a step
 
     def plan(self, step_id: int, room: StepRoom | None = None, max_tokens: int | None = None) -> BatchPlan | None:
-        """Returns the next step; None if nothing can run now. Raises TokensNeeded if that depends on the tokens of a started
-        step.
+        """Returns the next step; None if nothing can run now. Raises TokensNeeded if the next step depends on tokens that a started
+        step has not reported yet.
 
         max_tokens: bound on the step (default: max_num_batched_tokens, which it must not exceed where KV groups have windows).
         room: bounds its rows and prompt tokens (None: unlimited). While as many sequences run as it has rows for, none is
@@ -214,7 +215,7 @@ class BatchScheduler:
         return self._drafts.ask(plan, self.blocks, self.limits.max_sequences, room)
 
     def _plan(self, step_id: int, room: StepRoom, max_tokens: int | None) -> BatchPlan | None:
-        """Returns the next step as `plan` does, without what the model's predictor is to draft after it."""
+        """Returns the next step as `plan` does, but does not yet say how many tokens the model's predictor is to draft after it."""
         table = self.table
         budget = self.limits.max_num_batched_tokens if max_tokens is None or self.blocks.windowed else max_tokens
         running = self._ahead.going_on(self.running.slots)
@@ -240,13 +241,13 @@ class BatchScheduler:
             room.open(budget, computed[decode], self.tenants.loads(decode, prefill, self.waiting.by_tenant()))
             decode, chunk_slots, chunk_tokens = self._plan_prefill(decode, prefill, computed, room, max_rows)
             if len(chunk_slots):
-                # A chunk of one token that ends its sequence is a decode row like any other; the order of rows is free among those.
+                # A chunk of one token that ends its sequence is a decode row like any other; decode rows may be in any order.
                 rows, new = np.concatenate((decode, chunk_slots)), np.concatenate((self._ones[: len(decode)], chunk_tokens))
                 order = np.argsort(new > 1, kind="stable")
                 rows, new = rows[order], new[order]
-                first = self._ahead.computed()[rows]  # some have come in since
+                first = self._ahead.computed()[rows]  # rows were admitted since
                 return BatchPlan(step_id, self.model, rows, first, new, first + new == self._ahead.total()[rows])
-            first = computed[decode]  # some may have gone
+            first = computed[decode]  # rows may have been preempted
         num = len(decode)
         if not num:
             return None
@@ -297,8 +298,9 @@ class BatchScheduler:
         return outcome
 
     def take_proposals(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
-        """Takes what the model's predictor drafted after the step whose results were taken in last: counts[q] tokens of tokens[q]
-        [Q, K] for the sequence in slots[q]. What is meant for one that ended while the step ran is dropped."""
+        """Takes what the model's predictor drafted after the step whose results were taken in last: for the sequence in slots[q]
+        the first counts[q] tokens of tokens[q] (tokens: [Q, K]). Tokens for a sequence that ended while the step ran are
+        dropped."""
         if self._drafts is not None and self._drafts.proposals is not None:
             there = np.isin(slots, self._taken_in)
             self._drafts.proposals.take(slots[there], counts[there], tokens[there])
@@ -306,8 +308,8 @@ class BatchScheduler:
     # ---- inside a step
 
     def _drafted(self, plan: BatchPlan, drafts: Drafts, room: StepRoom) -> BatchPlan:
-        """Returns a plan of decode rows with drafted tokens, where these are worth their rows. Raises TokensNeeded as `plan`
-        does."""
+        """Adds drafted tokens to a plan of decode rows, where they are worth the time of their rows, and returns the plan. Raises
+        TokensNeeded as `plan` does."""
         slots, first = plan.slots, plan.num_computed
         if drafts.are_none:
             return plan
@@ -318,7 +320,7 @@ class BatchScheduler:
             if drafts.wanted(slots):
                 raise TokensNeeded
             return plan
-        if not self.blocks.windowed:  # a block for tokens behind the end of the last one, if there is one to spare
+        if not self.blocks.windowed:  # a sequence whose last block is full gets another one for its drafts, if a block is free
             held = self.blocks.capacity[slots]
             full = slots[(first + 1 >= held) & (held < self.table.max_total_tokens[slots])]
             if len(full) and drafts.wanted(full):
@@ -327,7 +329,8 @@ class BatchScheduler:
         return plan if counts is None else with_drafts(plan, counts)
 
     def _rows_of_stage(self) -> int:
-        """Returns how many sequences may decode in a step that passes through stages: so many that each stage has a step."""
+        """Returns how many sequences may decode in a step of a model with several stages: few enough that every stage has a step to
+        compute."""
         return -(-(len(self.running) - self._num_held) // self.limits.num_stages)
 
     @property
@@ -347,7 +350,7 @@ class BatchScheduler:
     def _give_blocks(self, decode: IntArray, computed: IntArray) -> tuple[IntArray, IntArray]:
         """Allocates a block for each decode row at a block boundary and preempts sequences until there are enough. Returns the
         remaining rows and their numbers of computed tokens."""
-        ended = self.table.num_computed if self._ahead.apart else None  # steps under way still read what is behind
+        ended = self.table.num_computed if self._ahead.apart else None  # steps under way still read the blocks behind the window
         while True:
             first = computed[decode]
             wanting = decode[first >= self.blocks.capacity[decode]]
@@ -369,14 +372,15 @@ class BatchScheduler:
     def _plan_prefill(
         self, decode: IntArray, prefill: IntArray, computed: IntArray, room: StepRoom, max_rows: int
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Returns the remaining decode rows, slots and tokens after chunks were planned: of sequences with more than one token to
-        compute, and of requests admitted now, while fewer than max_rows run."""
+        """Plans prefill chunks for sequences with more than one token to compute and, while fewer than max_rows run, for requests
+        that it admits. Returns the decode rows that were not preempted for them, and the slots and numbers of tokens of the
+        chunks."""
         table = self.table
         slots: list[int] = []
         tokens: list[int] = []
         windowed = self.blocks.windowed
         if len(prefill) and (head := self.waiting.head()) is not None and self.tenants.comes_before(head.tenant, prefill[0]):
-            self._let_in(room, max_rows, slots, tokens, 1)  # or it would wait for the others' prompts to end
+            self._let_in(room, max_rows, slots, tokens, 1)  # otherwise it would wait until the others' prompts have ended
         for slot in prefill.tolist():
             first = int(computed[slot])
             num = room.take(first, int(table.num_tokens[slot]) - first) if table.request_id[slot] else 0
@@ -384,7 +388,7 @@ class BatchScheduler:
                 continue
             slots.append(slot)
             tokens.append(num)
-        if windowed:  # some may have gone for the sake of others
+        if windowed:  # some rows may have been preempted to make room for others
             decode = decode[table.request_id[decode] != 0]
             left = [(slot, num) for slot, num in zip(slots, tokens, strict=True) if table.request_id[slot]]
             slots, tokens = [slot for slot, _ in left], [num for _, num in left]
@@ -399,7 +403,8 @@ class BatchScheduler:
         return self.num_running - self._num_held < max_rows
 
     def _let_in(self, room: StepRoom, max_rows: int, slots: list[int], tokens: list[int], most: int) -> None:
-        """Admits at most `most` waiting requests while there is room and fewer than max_rows run, and adds their chunks."""
+        """Admits at most `most` waiting requests while there is room and fewer than max_rows run, and appends their first chunks to
+        `slots` and `tokens`."""
         for _ in range(most):
             slot = None if room.is_full or not self._may_admit(max_rows) else self._admit()
             if slot is None:
@@ -429,9 +434,9 @@ class BatchScheduler:
             extend_keys(request.keys, seed, request.tokens, self.block_tokens, num_full)
             if self._same_prompts.must_wait(request, num_full):
                 return None
-            # Sequences that run will grow: one block each for a quarter of them is left, or the newest would go at once.
+            # Running sequences will grow: a quarter as many blocks stay free, or the newest sequence would be preempted at once.
             tail_key = request.tail_key(seed, self.block_tokens)
-            adapter = self.adapters.take(request.adapter) if request.adapter else None  # which its KV must not drive out
+            adapter = self.adapters.take(request.adapter) if request.adapter else None  # else its KV could displace it
             admission = self.blocks.admit(request.keys[:num_full], num_tokens, self.num_running // 4, tail_key)
             if admission is not None:
                 self.waiting.pop()
@@ -443,7 +448,7 @@ class BatchScheduler:
             if self.num_running or chunks.num_drawn > own or chunks.num_leaving:
                 self._blocked_version = chunks.version
                 return None
-            # Alone on the engine and still too large: no wait helps.
+            # It is alone on the engine and still too large, so waiting does not help.
             self.waiting.ended(self.waiting.pop())
             self.failed.append((request.request_id, f"model {self.model}: {self.blocks.why_too_long(num_tokens)}"))
         return None
@@ -518,7 +523,7 @@ class BatchScheduler:
         self._blocked_version = -1
 
     def _preempt(self, slot: int) -> None:
-        """Preempts a sequence. Raises TokensNeeded until a started step has reported the tokens to keep."""
+        """Preempts a sequence, which keeps its tokens. Raises TokensNeeded while a started step has not reported some of them."""
         if self._ahead:
             raise TokensNeeded
         request = self._requests[slot]

@@ -15,9 +15,9 @@ from scheduler.batch.plan import BoolArray, IntArray
 
 
 class BlockPool:
-    """The blocks of one group. `reserved_chunks` are taken at once and owned until `close`. More are taken when they are needed
-    (drawn), out of those that all models of the engine share (the lease). Raises MemoryError if the
-    reserved chunks are not available."""
+    """The blocks of one KV group. `reserved_chunks` chunks are taken at once and owned until `close`. Further chunks are drawn when
+    they are needed from the lease, the chunks that all models of the engine share. Raises MemoryError if the reserved chunks are
+    not available."""
 
     def __init__(self, chunks: ChunkPool, block_bytes: int, reserved_chunks: int) -> None:
         if block_bytes <= 0:
@@ -33,7 +33,7 @@ class BlockPool:
         self._home: BoolArray = np.zeros(chunks.num_chunks, np.bool_)  # reserved chunks
         self._drawn: BoolArray = np.zeros(chunks.num_chunks, np.bool_)
         self._stack: IntArray = np.empty(self.num_blocks, np.int32)
-        self._is_free: BoolArray = np.zeros(self.num_blocks, np.bool_)  # whether it is on the stack: a small model has 100,000s
+        self._is_free: BoolArray = np.zeros(self.num_blocks, np.bool_)  # whether on the stack, which is too long to search
         self.num_free = 0
         self.num_usable = 0
         missing = reserved_chunks
@@ -58,7 +58,8 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: IntArray) -> IntArray:
-        """Takes a reference off each (distinct) block. Returns those that nobody holds now, for `put_free` or the prefix cache."""
+        """Takes a reference off each (distinct) block. Returns the blocks that nobody holds now, for `put_free` or the prefix
+        cache."""
         counts = self.refcount[blocks] - 1
         if len(counts) and counts.min() < 0:
             raise ValueError("a block was released more often than it was taken")
@@ -72,8 +73,8 @@ class BlockPool:
             self.chunks.version += 1
 
     def undo(self, blocks: IntArray, drawn_before: BoolArray) -> None:
-        """Returns blocks that were just allocated and not written to, and the chunks drawn since `drawn_chunks`, as if never
-        taken: nobody who waits for memory is woken."""
+        """Takes back an allocation before its blocks are written to, with the chunks that were drawn for it; requests that wait for
+        memory are not tried again. drawn_before: what `drawn_chunks` returned before it."""
         self.refcount[blocks] = 0
         self._push(blocks)
         vain = np.flatnonzero(self._drawn & ~drawn_before & ~self._busy_chunks()).astype(np.int32)
@@ -100,7 +101,7 @@ class BlockPool:
         before = self._drawn.copy()
         while self.num_free < num_free:
             missing_chunks = -(-(num_free - self.num_free) * self.block_bytes // self.chunks.chunk_bytes)
-            # What is drawn in vain would be missing elsewhere, and two models could wait for each other.
+            # Chunks drawn in vain would be missing elsewhere, and two models could wait for each other.
             enough = missing_chunks - 2 <= self.chunks.room_chunks and self.chunks.room_chunks > 0
             if not enough or not self._acquire(min(self.chunks.room_chunks, missing_chunks), reserved=False):
                 vain = np.flatnonzero(self._drawn & ~before).astype(np.int32)
@@ -128,7 +129,7 @@ class BlockPool:
         """Returns (blocks in use or kept, free blocks to move them to), which would empty up to `max_chunks` more drawn chunks,
         the emptiest first.
 
-        The arrays are empty if no chunk can be emptied. Free blocks of chunks that are empty already stay free."""
+        The arrays are empty if no chunk can be emptied. No block is moved into a chunk that is empty already."""
         free, num_in_chunk = self._stack[: self.num_free], self._num_busy_blocks()
         filled = num_in_chunk > 0
         sparse = np.flatnonzero(self._drawn & filled)
@@ -175,13 +176,13 @@ class BlockPool:
         return int(self._first_chunk[block])
 
     def keep_drawn(self) -> None:
-        """Makes all its chunks reserved ones, which it owns until `close`."""
+        """Makes all drawn chunks of the group reserved chunks, which it owns until `close`."""
         self.chunks.keep_drawn(self.num_drawn_chunks)
         self._home |= self._drawn
         self._drawn[:] = False
 
     def close(self) -> None:
-        """Gives every chunk back, whatever is in it."""
+        """Gives every chunk back, also those with blocks in use."""
         drawn, home = np.flatnonzero(self._drawn).astype(np.int32), np.flatnonzero(self._home).astype(np.int32)
         self._usable[:] = False
         self._is_free[:] = False
@@ -302,11 +303,12 @@ class BlockPool:
         return np.cumsum(edges[: self.chunks.num_chunks]).astype(np.int32)
 
     def _busy_chunks(self) -> BoolArray:
-        """Returns [num_chunks]: whether any such block lies in a chunk, at least partly."""
+        """Returns [num_chunks]: whether a block that a sequence uses or that holds a cached prefix lies in the chunk, at least
+        partly."""
         return self._num_busy_blocks() > 0
 
     def _sort_stack(self) -> None:
-        """Sorts the stack: on top blocks of reserved chunks, then those of the fullest drawn chunks."""
+        """Sorts the stack of free blocks: on top the blocks of reserved chunks, then those of the fullest drawn chunks."""
         free = self._stack[: self.num_free]
         if not len(free):
             return

@@ -16,9 +16,9 @@ from scheduler.batch.plan import BoolArray, IntArray
 
 
 class ChunkPool:
-    """The accounts of num_chunks chunks of chunk_bytes each; no memory is touched here.
+    """The account of who owns the num_chunks chunks of a device, of chunk_bytes each; no memory is touched here.
 
-    resident_limit: how many chunks may have physical memory at once (the rest of the budget is the work space's); None: all."""
+    resident_limit: how many chunks may have physical memory at once (the rest of the budget is for the work space); None: all."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, lease_chunks: int = 0, resident_limit: int | None = None) -> None:
         if num_chunks <= 0 or chunk_bytes <= 0:
@@ -30,12 +30,12 @@ class ChunkPool:
         self.num_reserved = 0
         self.num_drawn = 0
         self.num_weights = 0
-        self.num_leaving = 0  # owned by models whose KV is being saved: free before long
+        self.num_leaving = 0  # chunks owned by models whose KV is being saved: free before long
         # Counts everything that may let a waiting request in: a freed block, a returned chunk, a larger lease.
         self.version = 0
-        self.resident: BoolArray = np.zeros(num_chunks, np.bool_)  # have physical memory: in use, used before, or prepared
+        self.resident: BoolArray = np.zeros(num_chunks, np.bool_)  # chunks with physical memory: in use, used before, or prepared
         self.resident_limit = num_chunks if resident_limit is None else resident_limit
-        self.left: dict[str, IntArray] = {}  # model -> free chunks with its weights, in their order
+        self.left: dict[str, IntArray] = {}  # model -> free chunks that hold its weights, in the weights' order
         self._is_left: BoolArray = np.zeros(num_chunks, np.bool_)
 
     @property
@@ -64,7 +64,7 @@ class ChunkPool:
             self.num_drawn += len(chunks)
 
     def give_back(self, chunks: IntArray, *, reserved: bool, touched: bool = True) -> None:
-        """Marks chunks as free. touched: False for chunks taken a moment ago and not used. Raises ValueError if one is free
+        """Marks chunks as free. touched: False for chunks that were taken and not used. Raises ValueError if one is free
         already."""
         self._free(chunks)
         if reserved:
@@ -92,7 +92,7 @@ class ChunkPool:
         self._free(chunks)
 
     def keep_drawn(self, num: int) -> None:
-        """Makes drawn chunks their owner's; the lease no longer covers them."""
+        """Turns drawn chunks into chunks that their owner keeps; they no longer count against the lease."""
         self.num_drawn -= num
         self.num_reserved += num
 
@@ -119,8 +119,8 @@ class ChunkPool:
         self.version += 1
 
     def take_discards(self) -> list[tuple[int, int]]:
-        """Returns runs (first chunk, number) of free chunks whose memory should go back to the system, each once. A chunk keeps
-        its memory for its next owner as long as the limit allows."""
+        """Returns runs (first chunk, number of chunks) of free chunks whose memory should go back to the system. Each run is
+        returned once. A chunk keeps its memory for its next owner as long as the limit allows."""
         excess = int(np.count_nonzero(self.resident)) - self.resident_limit
         if excess <= 0:
             return []
@@ -131,7 +131,7 @@ class ChunkPool:
         self.resident &= ~gone
         return [(int(first), int(length)) for first, length in free_runs(gone)]
 
-    # ---- what an engine before this one has left
+    # ---- weights that an earlier engine has left
 
     def leave(self, model: str, chunks: IntArray) -> None:
         """Records free chunks that hold a model's weights from before this engine began. Raises ValueError for chunks that do not
@@ -143,7 +143,8 @@ class ChunkPool:
         self._is_left[chunks] = self.resident[chunks] = True
 
     def take_left(self, model: str) -> IntArray:
-        """Does what take_weights does, with the chunks that hold the model's weights. Raises KeyError if they are gone."""
+        """Takes, as take_weights does, the chunks in which an earlier engine left the model's weights. Raises KeyError if they are
+        gone."""
         chunks = self.left[model]
         self._claim(chunks)
         self.num_weights += len(chunks)
@@ -155,7 +156,8 @@ class ChunkPool:
         self._is_left[self.left.pop(model)] = False
 
     def choosable(self, num: int) -> BoolArray:
-        """Returns the free chunks to choose `num` from: empty ones, as long as they are enough."""
+        """Returns [num_chunks]: the free chunks from which to choose `num`. Chunks with weights that an earlier engine left are
+        among them only if there are too few others."""
         if not self.left:
             return self.free
         blank: BoolArray = self.free & ~self._is_left

@@ -1,8 +1,8 @@
-"""Empties drawn chunks that hold little: their blocks move to free places in the model's other chunks, and the chunks go back.
+"""Empties drawn chunks with few used blocks: these move to free blocks in the model's other chunks, and the chunks are given back.
 
-A model whose sequences came and went has blocks in almost every chunk. A copy within the device's memory costs less than
-computing them again, so it is tried before cached prefixes are dropped and long before a sequence is preempted. Block tables are
-rewritten, which is why this happens between a model's steps and never while it allocates blocks itself: a caller that allocates
+A model whose sequences came and went has blocks in almost every chunk. A copy within the device's memory costs less than computing
+the blocks again, so compaction is tried before cached prefixes are dropped and long before a sequence is preempted. Block tables
+are rewritten, which is why this happens between a model's steps and never while it allocates blocks itself: a caller that allocates
 may hold blocks that are in no table yet.
 """
 
@@ -34,7 +34,8 @@ class Compaction:
         return given
 
     def give_up_prefixes(self, scheduler: BatchScheduler, num_chunks: int) -> int:
-        """Does what `gather` does, then drops cached prefixes, the oldest first, for the chunks that are still lacking."""
+        """Gives up to num_chunks drawn chunks back as `gather` does and, if these are too few, drops cached prefixes, the oldest
+        first. Returns how many chunks were given back."""
         given = self.gather(scheduler, num_chunks)
         for g, group in enumerate(scheduler.kv.groups):
             while given < num_chunks and group.give_up_oldest(num_chunks - given):

@@ -1,4 +1,4 @@
-"""Drafts: tokens that a cheap guess expects next, computed together with a sequence's last token.
+"""Drafts tokens (speculative decoding): tokens that a cheap guess expects next are computed together with a sequence's last token.
 
 A sequence that decodes may bring drafted tokens along, each as one more row of the step, at the positions after its last token.
 Every row samples its next token with the noise of its own position, as it would without drafts. So as long as the sampled tokens
@@ -9,8 +9,8 @@ How many tokens are drafted follows from what they are worth: the chance that a 
 ones, against what a step of more rows costs (StepRoom.worth_drafting). A sequence for which nothing pays is left alone for a while,
 twice as long each time.
 
-What may follow a drafted token of a sequence with a grammar or token limits is known elsewhere, so its drafts are proposed from
-there (masked_drafts.py), those that the grammar forces among them.
+For a sequence with a grammar or token limits, the code that knows what may follow a drafted token proposes the drafts
+(masked_drafts.py), also those that the grammar forces.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from scheduler.batch.step_room import StepRoom
 
 Drafter = Callable[[IntArray, int], IntArray]  # (tokens of a sequence, how many to draft) -> that many drafted tokens, or none
 
-MOST_DRAFTED = 15  # tokens of a sequence in a step
-MOST_PAUSE = 64  # plans
+MOST_DRAFTED = 15  # most drafted tokens of a sequence in a step
+MOST_PAUSE = 64  # most plans for which a sequence is left alone
 _NEVER = np.iinfo(np.int64).max  # next_plan of a sequence for which nothing is drafted
-_PRIOR = 0.6  # a first draft's chance to hold
+_PRIOR = 0.6  # the chance that a drafted token holds, before anything is learned
 _NEWEST = 0.25  # weight of a new result in a sequence's chance, and in that of the model's new sequences
 _NEWEST_OF_MODEL = 0.02
 _NEVER = np.iinfo(np.int64).max
@@ -43,10 +43,10 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(slots=True)
 class Drafted:
-    """A drafted token. worth: the chance that it and all drafted before it hold. guessed: whether its sequence may be left alone
-    if it is not worth its row."""
+    """A drafted token. worth: the chance that it and all tokens drafted before it hold. guessed: its sequence's drafts may be
+    guesses, so drafting for the sequence may pause if this token is not worth its row."""
 
-    row: int  # of the rows that decode
+    row: int  # index among the rows that decode
     worth: float
     guessed: bool = True
 
@@ -54,13 +54,13 @@ class Drafted:
 class Drafts:
     """The drafts of one model's sequences.
 
-    chance [S]: that a drafted token holds, if those before it do. next_plan [S]: the number of the first plan in which a sequence
-    is drafted for again; pause [S]: plans it was left alone for. A masked sequence is drafted for where there is a proposal, and
-    next_guess [S] is the number of the first plan that may have guesses of it."""
+    chance [S]: that a drafted token holds, if those before it do. next_plan [S]: the number of the first plan in which tokens are
+    drafted for a sequence again; pause [S]: the length of its latest pause, in plans. A masked sequence gets drafts only when there
+    is a proposal for it, and next_guess [S] is the number of the first plan whose proposal may contain guesses."""
 
     def __init__(self, table: SequenceTable, drafter: Drafter | None, proposals: Proposals | None = None) -> None:
-        """drafter: None: only what is proposed for masked sequences and sure is drafted. proposals: of the model's own predictor,
-        if it has one; the drafter is then asked where there are none."""
+        """drafter: drafts from a sequence's own text; None: only tokens that are proposed for masked sequences and sure are
+        drafted. proposals: the drafts of the model's own predictor, if it has one; the drafter is asked where these are missing."""
         num_slots = len(table.request_id)
         self._table, self._drafter, self.proposals = table, drafter, proposals
         self._model_chance = _PRIOR
@@ -69,12 +69,12 @@ class Drafts:
         self._next_guess: LongArray = np.zeros(num_slots, np.int64)
         self._pause: IntArray = np.zeros(num_slots, np.int32)
         self._num_plans = 0
-        self._predictions: dict[int, IntArray] = {}  # by slot
+        self._predictions: dict[int, IntArray] = {}  # slot -> `prediction` of its request
         self._masked = MaskedDrafts()
 
     def join(self, slot: int, prediction: IntArray, cached: Sequence[bytes] = ()) -> None:
-        """Registers a row whose settings are in the table. prediction: tokens that its output may repeat in parts. cached: keys of
-        the cached blocks that it begins with."""
+        """Registers a row whose settings are in the table. prediction: a text, given by the client, that the output may repeat in
+        parts. cached: keys of the cached blocks that the sequence begins with."""
         self._chance[slot], self._pause[slot] = self._model_chance, 0
         self._next_plan[slot] = _NEVER if self._drafter is None or self._is_masked(slot) else 0
         self._next_guess[slot] = _NEVER if self._drafter is None else 0
@@ -84,7 +84,8 @@ class Drafts:
             self.proposals.join(slot, cached)
 
     def learned(self, slot: int, first: int, keys: Sequence[bytes], prefixes: PrefixCache) -> None:
-        """Notes that the prefix cache was told which blocks of a sequence, from its `first` one on, have these keys."""
+        """Notes that a sequence's blocks from number `first` on were added to the prefix cache. keys: of all its blocks up to the
+        last added."""
         if self.proposals is not None and self.proposals.minds(slot):
             own = self._table.block_tables[0][slot, first : len(keys)].tolist()
             owned = [prefixes.block_of(key) == block for key, block in zip(keys[first:], own, strict=True)]
@@ -102,10 +103,10 @@ class Drafts:
         """Whether nothing can be drafted for any sequence now."""
         return self._drafter is None and not len(self._masked)
 
-    # ---- of masked sequences
+    # ---- masked sequences
 
     def guess(self, slot: int) -> IntArray | None:
-        """Returns tokens that may follow those of a masked sequence; None while it is left alone."""
+        """Returns a guess of the tokens that follow in a masked sequence; None while guessing pauses for it."""
         if self._next_guess[slot] > self._num_plans + 1:
             return None
         end = int(self._table.num_tokens[slot])
@@ -114,34 +115,36 @@ class Drafts:
         return self._of(slot, end, most, proposed) if most > 0 else None
 
     def propose(self, slot: int, tokens: IntArray, sure: BoolArray, guessed: bool) -> None:
-        """Takes what may be drafted behind a masked sequence's tokens; masked_drafts.Proposal has the meanings. It replaces what
-        was proposed before."""
+        """Takes tokens to draft behind a masked sequence's tokens, in place of any earlier proposal; masked_drafts.Proposal
+        explains the arguments."""
         self._masked.drop(slot)
         self._next_plan[slot] = _NEVER
         if len(tokens) or guessed:
             self._masked.put(slot, Proposal(tokens, sure, guessed, int(self._table.num_tokens[slot])))
             self._next_plan[slot] = 0
 
-    # ---- of a plan
+    # ---- planning
 
     def count_plan(self) -> None:
-        """Begins a plan that may draft. Pauses are counted in plans, those of steps that start ahead included."""
+        """Counts a plan in which tokens may be drafted. Pauses are measured in such plans, also those of steps that start ahead."""
         self._num_plans += 1
 
     def wanted(self, slots: IntArray) -> bool:
-        """Returns whether this plan may draft for any of the slots, which needs all their tokens."""
+        """Returns whether tokens may be drafted for any of the slots in this plan. Drafting needs all tokens of a sequence, so none
+        of its steps may be under way."""
         due = bool((self._next_plan[slots] <= self._num_plans).any())
         return due or (self.proposals is not None and self.proposals.awaited(slots))
 
     def draft(self, slots: IntArray, computed: IntArray, capacity: IntArray, most_rows: int, room: StepRoom) -> IntArray | None:
-        """Writes drafts behind the tokens of sequences that decode. Returns how many each of `slots` got [R]; None: there are none.
+        """Writes drafted tokens behind the tokens of sequences that decode. Returns [R] the number of drafted tokens of each of
+        `slots`; None if there are none.
 
-        computed [R]: positions stored of each. capacity [R]: positions that its blocks can hold. most_rows: bound on the step's
-        rows, more than R. room: tells what rows cost."""
+        computed [R]: positions of each sequence whose KV is stored. capacity [R]: positions that its blocks can hold. most_rows:
+        bound on the step's rows, more than R. room: tells what further rows cost."""
         spare = most_rows - len(slots)
         due = np.flatnonzero(self._next_plan[slots] <= self._num_plans)
         proposed = self._proposed(slots, computed + 1)
-        if proposed.any():  # while a sequence is left alone, too: this was paid for already
+        if proposed.any():  # also during a pause: the predictor has drafted them already
             due = np.union1d(due, np.flatnonzero(proposed))
         if not len(due):
             return None
@@ -171,7 +174,8 @@ class Drafts:
         return counts if num else None
 
     def _under_masks(self, row: int, slot: int, num_tokens: int, most: int, chance: float) -> list[Drafted]:
-        """Writes at most so many of the tokens proposed for a masked slot behind its num_tokens, and returns them."""
+        """Writes at most `most` of the tokens proposed for a masked slot behind its num_tokens tokens, and returns them. chance:
+        that a guessed token holds."""
         proposal = self._masked.take(slot, num_tokens)
         self._next_plan[slot] = _NEVER
         if proposal is None:
@@ -183,11 +187,12 @@ class Drafts:
         return [Drafted(row, worth, proposal.guessed) for worth in proposal.worths(chance, most)]
 
     def _proposed(self, slots: IntArray, num_tokens: IntArray) -> BoolArray:
-        """Returns for each slot whether the model's predictor has drafted tokens behind its num_tokens."""
+        """Returns for each slot whether the model's predictor has drafted tokens that follow its num_tokens tokens."""
         return np.zeros(len(slots), np.bool_) if self.proposals is None else self.proposals.are_there(slots, num_tokens)
 
     def _of(self, slot: int, num_tokens: int, most: int, proposed: bool) -> IntArray:
-        """Returns at most so many tokens that may follow a slot's num_tokens. proposed: whether the predictor has drafted some."""
+        """Returns at most `most` tokens that may follow the slot's num_tokens tokens. proposed: whether the predictor has drafted
+        some."""
         if proposed and self.proposals is not None:
             return self.proposals.of(slot)[:most]
         assert self._drafter is not None
@@ -196,12 +201,12 @@ class Drafts:
             return self._drafter(tokens, most)
         output = tokens[self._table.num_prompt[slot] :]
         if len(output) <= FEWEST_TOKENS and np.array_equal(output, prediction[: len(output)]):
-            return prediction[len(output) :][:most]  # too little to be looked up
+            return prediction[len(output) :][:most]  # the output is too short for a lookup
         return self._drafter(np.concatenate((prediction, tokens)), most)
 
     def ask(self, plan: BatchPlan, blocks: SequenceBlocks, most_rows: int, room: StepRoom) -> BatchPlan:
-        """Returns the plan with what the model's predictor is to draft after it. blocks: of the sequences. most_rows: bound on the
-        rows of the next step."""
+        """Returns the plan with `to_propose` set: how many tokens the model's predictor is to draft after it. blocks: the blocks
+        that the sequences hold. most_rows: bound on the rows of the next step."""
         if self.proposals is None:
             return plan
         slots = plan.slots
@@ -209,7 +214,8 @@ class Drafts:
         return self.proposals.ask(plan, drafting, self._chance[slots], blocks, most_rows, room)
 
     def verify(self, plan: BatchPlan, ids: IntArray, bad: BoolArray, endings: Endings) -> Verified:
-        """Returns what the drafts of a step came to, and learns from it. ids, bad: what its rows sampled."""
+        """Determines which drafted tokens of a step hold, and learns from that. ids, bad: the token that each row sampled, and
+        whether its logits were not finite."""
         counting = _rows_that_count(plan, self._table, ids, bad, endings)
         slots, told = plan.slots[counting], ids[counting]
         last, counts = _lengths(slots)
@@ -223,7 +229,8 @@ class Drafts:
         return Verified(newest, told[last], bad[counting][last], counts, told, drafted)
 
     def _learn(self, slot: int, num_drafted: int, num_held: int) -> None:
-        """Learns what became of a sequence's drafts. What was sure tells nothing of guesses."""
+        """Updates the chance that a sequence's drafts hold. Tokens that were sure are left out, because they tell nothing about
+        guesses."""
         sure = self._masked.sure(slot)
         for number in range(min(num_held + 1, num_drafted)):
             if sure is not None and sure[number]:
@@ -235,17 +242,17 @@ class Drafts:
                 self._pause[slot] = 0
 
     def _leave_alone(self, slot: int) -> None:
-        """Drafts nothing for a sequence in the next plans. Pauses end together, at multiples of their length: while one sequence
-        is drafted for, no step of its model can start before the last one has ended."""
+        """Pauses drafting for a sequence for some plans. Pauses end together, at multiples of their length, because while tokens
+        are drafted for any sequence, no step of its model can start before the last one has ended."""
         pause = self._pause[slot] = min(MOST_PAUSE, max(1, 2 * int(self._pause[slot])))
         ends = self._next_guess if self._is_masked(slot) else self._next_plan
         ends[slot] = (self._num_plans // pause + 1) * pause
-        if pause == MOST_PAUSE:  # its text may have changed since
+        if pause == MOST_PAUSE:  # its text may have changed in that time
             self._chance[slot] += (self._model_chance - self._chance[slot]) / 4
 
 
 def with_drafts(plan: BatchPlan, counts: IntArray) -> BatchPlan:
-    """Returns a plan of decode rows with counts[i] drafted tokens behind row i, each as a row."""
+    """Returns the plan of decode rows with counts[i] more rows behind row i, one for each drafted token."""
     rows = np.repeat(np.arange(len(counts)), counts + 1)
     behind = (np.arange(len(rows)) - (np.cumsum(counts + 1) - counts - 1)[rows]).astype(np.int32)
     ones = np.ones(len(rows), np.int32)
@@ -261,9 +268,9 @@ def with_drafts(plan: BatchPlan, counts: IntArray) -> BatchPlan:
 
 @dataclass(slots=True)
 class Verified:
-    """What the drafts of a step came to, for Q sequences. plan: decode rows that compute the last token of each that counted, one a
-    sequence. ids, bad [Q]: what these sampled. counts [Q]: tokens that each sequence got, those that were drafted and `ids`. told:
-    all these tokens. drafted [Q]: tokens that were drafted."""
+    """The tokens of a step with drafts, for Q sequences. plan: for each sequence the last row that counts. ids, bad [Q]: the token
+    that this row sampled, and whether its logits were not finite. counts [Q]: how many tokens each sequence got: the drafted tokens
+    that hold, and one of `ids`. told: all these tokens, one sequence after the other. drafted [Q]: how many tokens were drafted."""
 
     plan: BatchPlan
     ids: IntArray
@@ -277,14 +284,15 @@ class Verified:
         return int(self.counts.max(initial=1))
 
     def complete(self, outcome: StepOutcome) -> None:
-        """Adds to an outcome that has each sequence's last token those before it."""
+        """Adds to an outcome, which has only the last token of each sequence, the tokens before it."""
         outcome.ids = self.told[~np.repeat(self.bad, self.counts)].tolist()
         outcome.counts, outcome.drafted = self.counts[~self.bad].tolist(), self.drafted[~self.bad].tolist()
 
 
 def _rows_that_count(plan: BatchPlan, table: SequenceTable, ids: IntArray, bad: BoolArray, endings: Endings) -> BoolArray:
-    """Returns for each row of a plan with drafts whether its token is the sequence's. ids, bad: what the rows sampled. A row counts
-    unless one before it, of the same sequence, sampled another token than was drafted, ended the sequence, or was bad."""
+    """Returns for each row of a plan with drafts whether its sampled token counts. It does unless an earlier row of the same
+    sequence sampled another token than was drafted, ended the sequence, or was bad. ids, bad: the token that each row sampled, and
+    whether its logits were not finite."""
     slots, position = plan.slots, plan.num_computed + 1
     goes_on = ~bad & ~endings.ended(slots, ids, position + 1)
     goes_on[:-1] &= table.tokens[slots[:-1], position[:-1]] == ids[:-1]
@@ -297,7 +305,8 @@ def _rows_that_count(plan: BatchPlan, table: SequenceTable, ids: IntArray, bad: 
 
 
 def _lengths(slots: IntArray) -> tuple[BoolArray, IntArray]:
-    """Returns for rows of sequences one after the other whether each is its sequence's last, and the number of each's rows."""
+    """Returns for each row whether it is the last of its sequence, and for each sequence its number of rows. slots: the rows'
+    slots; the rows of a sequence are adjacent."""
     last = np.ones(len(slots), np.bool_)
     last[:-1] = slots[1:] != slots[:-1]
     return last, np.diff(np.flatnonzero(last), prepend=-1).astype(np.int32)

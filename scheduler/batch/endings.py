@@ -1,8 +1,8 @@
-"""Finds the sequences that end with the token just sampled: an end id of the model's, one of the request's own, or the last
-allowed one.
+"""Finds the sequences that end with the token just sampled: it is an end id of the model, a stop id of the request, or the last
+token that the request allows.
 
-In most steps none ends. Finding that out takes a look at the ids as a list, and a count of the steps in which no sequence can
-reach its length; with one numpy operation after the other it would take several times as long.
+In most steps no sequence ends. To find that out, the ids are searched as a list, and the steps in which no sequence can reach its
+length are counted; a row of numpy operations would take several times as long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Endings:
     def __init__(self, end_ids: Sequence[int], table: SequenceTable) -> None:
         self._end_ids, self._table = frozenset(end_ids), table
         self._own: dict[int, frozenset[int]] = {}  # slot -> stop ids of its request
-        self._least_left = INT32_MAX  # tokens that no sequence has fewer of before it reaches its length
+        self._least_left = INT32_MAX  # every sequence can have at least this many more tokens before it reaches its length
 
     def join(self, slot: int, params: Sampling) -> None:
         """Registers a row whose columns are in the table."""
@@ -34,7 +34,8 @@ class Endings:
 
     def finishes(self, slots: IntArray, ids: Sequence[int], running: IntArray, most: int = 1) -> list[int]:
         """Returns how the sequences in `slots` continue (plan.FINISH_*) after their newest tokens, `ids`, which are in the table;
-        [] if none ends. Called for every step; running: slots of all sequences. most: tokens that one of them got at most."""
+        [] if none ends. Called for every step. running: slots of all sequences. most: the most tokens that any sequence got in this
+        step."""
         if not ids:
             return []
         self._least_left -= most
@@ -52,12 +53,14 @@ class Endings:
         return finishes
 
     def ended(self, slots: IntArray, ids: IntArray, num_tokens: IntArray) -> BoolArray:
-        """Returns [len(slots)]: whether a token ends its sequence, which has num_tokens with it."""
+        """Returns [len(slots)]: whether the token ids[i] ends the sequence in slots[i]. num_tokens[i]: the sequence's number of
+        tokens, this one included."""
         ended: BoolArray = self._stopped(slots, ids.tolist(), num_tokens)
         return ended | (num_tokens >= self._table.max_total_tokens[slots])
 
     def _stopped(self, slots: IntArray, ids: Sequence[int], num_tokens: IntArray) -> BoolArray:
-        """Returns [len(slots)]: whether a token is an end id that counts, as the last one of num_tokens."""
+        """Returns [len(slots)]: whether the token is an end id and the sequence has enough tokens to end with it. Arguments as of
+        `ended`."""
         table, end_ids, own = self._table, self._end_ids, self._own
         stop = np.array([token in end_ids for token in ids], np.bool_)
         stop &= ~table.ignore_eos[slots]

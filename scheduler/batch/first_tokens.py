@@ -13,7 +13,7 @@ class FirstTokens:
 
     def __init__(self, table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self._table, self._requests = table, requests
-        self._wanted: set[int] = set()  # slots
+        self._wanted: set[int] = set()  # slots that have not reported yet
 
     def join(self, slot: int, request: BatchRequest) -> None:
         if request.resubmitted or not request.has_first_token:
@@ -23,8 +23,8 @@ class FirstTokens:
         self._wanted.discard(slot)
 
     def note(self, slots: IntArray, outcome: StepOutcome) -> None:
-        """Adds to `outcome` how many tokens of their prompts the requests in these slots found cached, if this is their first
-        token, or how many were found and computed again, if it is the first after a resubmission."""
+        """Adds to `outcome`, for each request in these slots that got its first token, how many tokens of its prompt were cached.
+        For the first token after a resubmission it adds how many tokens were cached and how many were computed again."""
         if not self._wanted:
             return
         for slot in slots.tolist():

@@ -15,15 +15,16 @@ class GroupCache:
     """Allocates blocks from the cheapest source first: free blocks, chunks of the lease, own cached prefixes, others' cached
     prefixes.
 
-    window_tokens: positions a query of these layers attends to at most, its own included; 0: all. is_chunked: these are those of
-    its own chunk of so many positions, else the last ones. `reclaim(num_chunks)` makes other groups and models drop cached prefixes
-    and returns how many chunks came back.
+    window_tokens: the most positions that a query of these layers attends to, its own included; 0: all. is_chunked: a query attends
+    to the positions of its own chunk of window_tokens positions, else to the last window_tokens positions. `reclaim(num_chunks)`
+    makes other groups and models drop cached prefixes and returns how many chunks came back.
 
-    snapshot_tokens: of a group whose blocks hold states, not tokens; 0: of any other. Block i of a sequence holds the state after
-    its last computed token within block i of tokens. A step reads the state before its first token and writes those that have a
-    block: the last two, and where the prompt has passed a multiple of snapshot_tokens. A full block is never written again, so
-    it is a cached prefix like any other; those between have no block (-1 in the table). window_tokens is block_tokens + 1, so that
-    the block before the last one is kept: a sequence can be continued from there when it has ended."""
+    snapshot_tokens: positive for a group whose blocks hold states instead of tokens; 0 for any other group. Block i of a sequence
+    then holds the state after its last computed token within the i-th block of tokens. A step reads the state before its first
+    token and writes the states that have a block: the last two, and one wherever the prompt has passed a multiple of
+    snapshot_tokens. States between them have no block (-1 in the table). A full block is never written again, so it is a cached
+    prefix like any other. window_tokens is block_tokens + 1, so that the block before the last one is kept: from there a sequence
+    can be continued after its end."""
 
     def __init__(
         self,
@@ -69,13 +70,13 @@ class GroupCache:
     def most_blocks(self, num_tokens: int, chunk_tokens: int) -> int:
         """Returns the most blocks a sequence of up to num_tokens holds at once, computed in chunks of chunk_tokens at most."""
         blocks = -(-num_tokens // self.block_tokens)
-        if self.snapshot_tokens:  # those kept before the chunk, those within it, the last two
+        if self.snapshot_tokens:  # blocks kept before the chunk, blocks within it, the last two
             return min(blocks, 4 - (-chunk_tokens // self.snapshot_tokens))
         return min(blocks, -(-(self.window_tokens + chunk_tokens) // self.block_tokens) + 1) if self.window_tokens else blocks
 
     def wanted(self, first: int, end: int) -> IntArray:
-        """Returns which of a sequence's blocks from `first` to before `end` have memory when its tokens are computed up to the last
-        of them."""
+        """Returns which of a sequence's blocks `first` to `end` - 1 need memory when its tokens are computed up to the last of
+        these blocks."""
         blocks = np.arange(first, end, dtype=np.int32)
         if not self.snapshot_tokens:
             return blocks
@@ -101,7 +102,7 @@ class GroupCache:
         return None
 
     def put_back(self, blocks: IntArray) -> None:
-        """Returns blocks to the pool that were just allocated and not written to."""
+        """Returns blocks that were allocated and not written to back to the pool."""
         self.pool.put_free(self.pool.release(blocks))
 
     # ---- prefixes
@@ -112,7 +113,7 @@ class GroupCache:
         num_blocks = np.arange(len(keys) + 1, dtype=np.int32)
         gaps = np.full(len(keys) + 1, -1)
         gaps[1:] = np.where(self.prefixes.are_known(keys), -1, num_blocks[:-1])
-        last_gap = np.maximum.accumulate(gaps)  # before n
+        last_gap = np.maximum.accumulate(gaps)  # the last missing block before block n
         return np.asarray(last_gap < self.first_blocks(num_blocks * self.block_tokens))
 
     def share(self, keys: Sequence[bytes]) -> IntArray:
@@ -124,26 +125,27 @@ class GroupCache:
         return held
 
     def release(self, blocks: IntArray) -> None:
-        """Releases the blocks of one sequence, given in order. Known contents stay cached; a sequence's end is dropped before its
-        beginning."""
+        """Releases the blocks of one sequence, given in order. Blocks whose content the prefix cache knows stay cached; later the
+        sequence's end is dropped before its beginning."""
         unheld = self.pool.release(blocks)
         if len(unheld):
             self.pool.put_free(np.array(self.prefixes.keep(unheld[::-1].tolist())[::-1], np.int32))
             self.pool.chunks.version += 1
 
     def replace(self, blocks: IntArray) -> None:
-        """Does what `release` does, for blocks that are taken again at once: nobody who waits for memory is woken."""
+        """Releases blocks as `release` does, in exchange for blocks that are allocated at once; so requests that wait for memory
+        are not tried again."""
         version = self.pool.chunks.version
         if len(np.unique(blocks)) == len(blocks):
             self.release(blocks)
-        else:  # of several sequences that share one
+        else:  # several sequences that share a block
             for index in range(len(blocks)):
                 self.release(blocks[index : index + 1])
         self.pool.chunks.version = version
 
     def discard(self, blocks: IntArray, keys: Sequence[bytes] = ()) -> None:
-        """Does what `release` does, but contents that only this sequence holds leave the cache, because they may be poisoned. So
-        do the contents of `keys` that nobody holds any more because they are behind its window."""
+        """Releases blocks as `release` does, but contents that only this sequence holds leave the cache, because they may be
+        poisoned. So do blocks of `keys` that nobody holds any more because they are behind the sequence's window."""
         behind = [block for block in self.prefixes.known(keys) if not self.pool.refcount[block]]
         self.prefixes.forget(behind)
         self.pool.put_free(np.array(behind, np.int32))
@@ -156,15 +158,16 @@ class GroupCache:
             self.prefixes.add(key, block)
 
     def give_up_prefixes(self, num_chunks: int) -> int:
-        """Drops cached prefixes, the oldest first, until so many drawn chunks are free or none is left. Returns how many became
-        free."""
+        """Drops cached prefixes, the oldest first, until num_chunks drawn chunks are free or no prefix is left. Returns how many
+        chunks became free."""
         given = self.pool.shrink(num_chunks)
         while given < num_chunks and self.give_up_oldest():
             given += self.pool.shrink(num_chunks - given)
         return given
 
     def give_up_oldest(self, num_chunks: int = 1) -> bool:
-        """Drops as many of the oldest cached prefixes as so many chunks need; returns False if that cannot free a drawn chunk."""
+        """Drops the blocks of the oldest cached prefixes, as many as num_chunks chunks hold; returns False if that cannot free a
+        drawn chunk."""
         if not self.prefixes.num_unheld or not self.pool.num_drawn_chunks:
             return False
         num = max(1, num_chunks * self.pool.chunks.chunk_bytes // self.pool.block_bytes)

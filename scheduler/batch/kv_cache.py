@@ -15,7 +15,8 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True)
 class Tail:
-    """The last block of a sequence, restored from a save. num_tokens: tokens in it; blocks: one of each group."""
+    """The last, partly filled block of a sequence, restored from a save. num_tokens: tokens in it; blocks: its block in each
+    group."""
 
     key: bytes
     num_tokens: int
@@ -27,7 +28,7 @@ class KVCache:
     keys identifies the blocks of every group.
 
     `reclaim(num_chunks)` asks the engine to make other models drop cached prefixes and returns how many chunks came back. Raises
-    ValueError for groups that do not fit each other."""
+    ValueError if there is no group, or if block_tokens of the groups differ."""
 
     def __init__(self, groups: Sequence[GroupCache], reclaim: Callable[[int], int] | None = None) -> None:
         if not groups:
@@ -38,7 +39,7 @@ class KVCache:
         self.block_tokens = groups[0].block_tokens
         self.chunks = groups[0].pool.chunks
         self.reclaim = reclaim
-        self.tails: dict[bytes, int] = {}  # key of a partial block taken back -> its tokens; it may have been given up since
+        self.tails: dict[bytes, int] = {}  # key of a restored partial block, which may have been dropped -> its tokens
         self._full = [group for group in groups if not group.window_tokens]
         self._windows = [group for group in groups if group.window_tokens]
         for group in groups:
@@ -64,7 +65,8 @@ class KVCache:
         return sum(group.pool.num_used_chunks() for group in self.groups)
 
     def allocate(self, nums: Sequence[int]) -> list[IntArray] | None:
-        """Returns nums[g] blocks of each group, reference count 1; None, and nothing is taken, if one group has too few."""
+        """Returns nums[g] blocks of each group g, with a reference count of 1; None, and nothing is taken, if one group has too
+        few."""
         if len(nums) == 1:
             blocks = self.groups[0].allocate(nums[0])
             return None if blocks is None else [blocks]
@@ -82,8 +84,9 @@ class KVCache:
     # ---- prefixes
 
     def share(self, keys: Sequence[bytes]) -> tuple[int, list[IntArray]]:
-        """Returns the length in blocks of the longest prefix that every group can continue from, and each group's blocks of it
-        that later queries attend to, with a reference added: all of a full group, the last window of the others."""
+        """Returns the length in blocks of the longest cached prefix that every group can continue from, and for each group the
+        prefix's blocks that later queries attend to: all of them in a full group, the last window's in others. Adds a reference to
+        these blocks."""
         if len(self.groups) == 1 and self._full:
             held = self.groups[0].share(keys)
             return len(held), [held]
@@ -92,12 +95,12 @@ class KVCache:
         num = len(keys)
         if self._windows:
             reachable = np.logical_and.reduce([group.reachable(keys) for group in self._windows])
-            num = int(np.flatnonzero(reachable)[-1])  # no block at all always is
+            num = int(np.flatnonzero(reachable)[-1])  # a prefix of no blocks is always reachable
         return num, [group.share(keys[group.first_needed(num * self.block_tokens) : num]) for group in self.groups]
 
     def take_tail(self, key_of: Callable[[int], bytes]) -> Tail | None:
-        """Returns the partial block identified by the first of key_of(0), key_of(1), ... (prefix_cache.tail_key) that is cached,
-        now held by the caller alone; None unless all groups have one."""
+        """Returns the partial block that is identified by the first cached key among key_of(0), key_of(1), ... (see
+        prefix_cache.tail_key); None unless every group has it. The caller alone holds it from then on."""
         for serial in itertools.count():
             key = key_of(serial) if self.tails else b""
             num_tokens = self.tails.pop(key, 0)
@@ -112,7 +115,7 @@ class KVCache:
         return None
 
     def put_tail_back(self, tail: Tail) -> None:
-        """Returns a tail to the cache that was not used."""
+        """Puts a tail that was not used back into the cache."""
         self.tails[tail.key] = tail.num_tokens
         for group, block in zip(self.groups, tail.blocks, strict=True):
             held = np.array([block], np.int32)
@@ -129,7 +132,8 @@ class KVCache:
             group.release(own)
 
     def give_up_prefixes(self, num_chunks: int) -> int:
-        """Drops cached prefixes until so many drawn chunks are free or none is left. Returns how many became free."""
+        """Drops cached prefixes until num_chunks drawn chunks are free or no prefix is left. Returns how many chunks became
+        free."""
         given = 0
         for group in self.groups:
             if given < num_chunks:
@@ -145,7 +149,7 @@ class KVCache:
     def close(self) -> None:
         """Gives every chunk back; the cache must not be used afterwards."""
         for group in self.groups:
-            group.reclaim = None  # or each would keep the other's arrays until somebody collects garbage
+            group.reclaim = None  # breaks the reference cycle, which would keep the arrays until the next garbage collection
             group.close()
 
     def _make_room(self, wanting: GroupCache, num_chunks: int) -> int:

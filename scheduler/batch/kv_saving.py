@@ -16,14 +16,14 @@ from scheduler.batch.kv_cache import KVCache
 from scheduler.batch.plan import BoolArray, IntArray
 from scheduler.batch.prefix_cache import extend_keys, tail_key
 
-# One block: its key, the tokens in it, and its block in each group (-1: that group holds none of it).
+# One block of tokens: its key, its number of tokens, and its pool block in each group (-1: that group has none).
 Row = tuple[bytes, int, Sequence[int]]
 
 
 @dataclass(slots=True)
 class SavedKV:
-    """E saved blocks, parents before their children. blocks [E, G]: the block of each KV group, -1 where it has none.
-    num_lost_tokens: computed tokens of running requests that are not among these blocks."""
+    """E blocks of tokens to save, parents before their children. blocks [E, G]: the pool block in each of G KV groups, -1 where a
+    group has none. num_lost_tokens: computed tokens of running requests that are not in these blocks."""
 
     keys: list[bytes] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -41,8 +41,8 @@ class _Selection:
         self.blocks: list[list[int]] = []
 
     def add(self, rows: Sequence[Row], whole: bool) -> int:
-        """Selects as many of the rows, in order, as there is room for; with `whole` all or none. Returns how many of their tokens
-        are selected now."""
+        """Selects as many of the rows, in order, as there is room for; with `whole`, all or none. Returns how many tokens of these
+        rows are selected, those selected earlier included."""
         costs = [self._cost(row) for row in rows]
         if whole and sum(costs) > self.room_bytes:
             return 0
@@ -84,7 +84,7 @@ def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
         rows: list[Row] = [
             (key, kv.block_tokens, scheduler.blocks.blocks_at(slot, index)) for index, key in enumerate(request.keys[:num_full])
         ]
-        if num_tail and num_computed == table.num_tokens[slot] - 1:  # a prompt under way goes on from its last full block
+        if num_tail and num_computed == table.num_tokens[slot] - 1:  # a prompt under way resumes at its last full block
             tail = table.tokens[slot, num_computed - num_tail : num_computed]
             parent = request.keys[num_full - 1] if num_full else scheduler.seed_of(request)
             taken = {key for key, _, _ in rows} | set(selection.keys)
@@ -93,7 +93,7 @@ def select(scheduler: BatchScheduler, room_bytes: int) -> SavedKV:
                 serial += 1
             rows.append((key, num_tail, scheduler.blocks.blocks_at(slot, num_full)))
         lost += num_computed - selection.add(rows, whole=windowed)
-    if room_bytes:  # or all that is kept would be looked through for nothing
+    if room_bytes:  # with no room, looking through all cached blocks would be wasted
         _select_unheld(scheduler, selection)
     blocks = np.array(selection.blocks, np.int32).reshape(len(selection.keys), len(kv.groups))
     return SavedKV(selection.keys, selection.num_tokens, blocks, lost)
@@ -119,8 +119,8 @@ def _known(kv: KVCache, keys: Sequence[bytes]) -> list[Row]:
 
 
 def make_room(kv: KVCache, present: BoolArray) -> IntArray:
-    """Allocates blocks to restore saved KV into. present [E, G]: whether group g has block e. Returns blocks [F, G] for the first
-    F rows, -1 where there is none: as many as fit without taking memory from anybody."""
+    """Allocates blocks to restore saved KV into. present [E, G]: whether saved block e has a block in group g. Returns blocks [F,
+    G] for the first F saved blocks, as many as fit without taking memory from others; -1 where a group has none."""
     blocks = np.full(present.shape, -1, np.int32)
     for g, group in enumerate(kv.groups):
         rows = np.flatnonzero(present[:, g])
@@ -139,8 +139,9 @@ def make_room(kv: KVCache, present: BoolArray) -> IntArray:
 
 
 def take_back(kv: KVCache, keys: Sequence[bytes], num_tokens: Sequence[int], blocks: IntArray, good: BoolArray) -> int:
-    """Records that the blocks of `make_room` hold what `keys` identify, or nothing where not good [F]. From now on they are
-    cached prefixes, of which the first is dropped last. Returns how many tokens they hold."""
+    """Records that the blocks of `make_room` hold the KV that `keys` identify. good [F]: False for a block that could not be
+    restored, which is freed. The others become cached prefixes, of which the first is dropped last. Returns how many tokens they
+    hold."""
     restored = 0
     for g, group in enumerate(kv.groups):
         held = blocks[:, g] >= 0

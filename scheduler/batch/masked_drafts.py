@@ -1,8 +1,8 @@
 """Drafts that come from outside the scheduler, for sequences whose logits are masked.
 
-Where a grammar or a list of tokens says what may follow, the masks behind a draft are made by whoever knows it (in the engine:
-engine/serve/constraints.py). So these drafts are proposed together with their masks, after each of the sequence's tokens, instead
-of being looked up when a step is planned.
+Where a grammar or a list of tokens says what may follow, each drafted token needs the mask of its successor, which only code
+outside the scheduler can make (engine/serve/constraints.py). So these drafts are proposed together with their masks, after each of
+the sequence's tokens, instead of being looked up when a step is planned.
 
 Shapes: S slots, D drafted tokens of one sequence.
 """
@@ -19,7 +19,8 @@ from scheduler.batch.plan import BoolArray, IntArray
 @dataclass(slots=True, frozen=True)
 class Proposal:
     """Drafted tokens of one sequence. tokens [D]. sure [D]: nothing else may follow, so the token holds if those before it do.
-    guessed: it was allowed to hold guesses (Drafts.guess), even if there are none. num_tokens: of the sequence, without these."""
+    guessed: the proposal was allowed to hold guesses (Drafts.guess), even if it has none. num_tokens: the sequence's number of
+    tokens before the drafted ones."""
 
     tokens: IntArray
     sure: BoolArray
@@ -27,7 +28,8 @@ class Proposal:
     num_tokens: int
 
     def worths(self, chance: float, most: int) -> list[float]:
-        """Returns for each of the first `most` tokens the chance that it and all before it hold. chance: that a guess holds."""
+        """Returns for each of the first `most` tokens the chance that it and all tokens before it hold. chance: that a guessed
+        token holds."""
         worths: list[float] = np.cumprod(np.where(self.sure[:most], 1.0, chance)).tolist()
         return worths
 
@@ -36,8 +38,8 @@ class MaskedDrafts:
     """The proposals for a sequence table's slots."""
 
     def __init__(self) -> None:
-        self._next: dict[int, Proposal] = {}  # by slot: not drafted yet
-        self._drafted: dict[int, Proposal] = {}  # in the step that runs
+        self._next: dict[int, Proposal] = {}  # slot -> the proposal for its next step
+        self._drafted: dict[int, Proposal] = {}  # slot -> the proposal that the running step computes
 
     def __len__(self) -> int:
         return len(self._next)
@@ -46,7 +48,8 @@ class MaskedDrafts:
         self._next[slot] = proposal
 
     def take(self, slot: int, num_tokens: int) -> Proposal | None:
-        """Returns the proposal for a slot that has num_tokens now, for the step that is planned; None if there is none."""
+        """Takes the proposal for a slot into the step that is being planned, and returns it; None if there is none for the slot's
+        current num_tokens."""
         proposal = self._next.pop(slot, None)
         if proposal is None or proposal.num_tokens != num_tokens:
             return None
@@ -54,7 +57,7 @@ class MaskedDrafts:
         return proposal
 
     def sure(self, slot: int) -> BoolArray | None:
-        """Returns Proposal.sure of what a slot drafted in the step that has ended; None if its draft was not proposed."""
+        """Returns `sure` of the proposal that a slot had in the step that has ended; None if it had none."""
         proposal = self._drafted.pop(slot, None)
         return None if proposal is None else proposal.sure
 

@@ -11,13 +11,13 @@ from scheduler.batch.request import BatchRequest
 
 
 class Outcomes:
-    """The outcomes of a sequence table's steps; requests [S]: of its rows, shared with the batch scheduler."""
+    """Makes the outcomes of a sequence table's steps. requests [S]: the request in each slot, shared with the batch scheduler."""
 
     def __init__(self, end_ids: Sequence[int], table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self._table = table
         self._endings = Endings(end_ids, table)
         self._first_tokens = FirstTokens(table, requests)
-        self._named: tuple[IntArray | None, list[int]] = (None, [])  # slots, and the requests in them
+        self._named: tuple[IntArray | None, list[int]] = (None, [])  # slots of the latest step, and the ids of the requests in them
 
     def join(self, slot: int, request: BatchRequest, params: Sampling) -> None:
         """Registers a row whose columns are in the table."""
@@ -33,9 +33,9 @@ class Outcomes:
         return self._endings
 
     def of(self, slots: IntArray, ids: list[int], failed: list[int], running: IntArray, most: int = 1) -> StepOutcome:
-        """Returns the outcome of a step. ids: the newest tokens of the sequences in `slots`, already in the table; failed:
-        requests that got no token; running: slots of all sequences. While the same sequences sample, `slots` may be the same
-        array. most: tokens that one sequence got at most; `ids` has the last of each."""
+        """Returns the outcome of a step. ids: the newest tokens of the sequences in `slots`, already in the table; failed: requests
+        that got no token; running: slots of all sequences. While the same sequences sample, `slots` may be the same array, which
+        saves work. most: the most tokens that any sequence got; `ids` has only the last token of each."""
         if slots is not self._named[0]:
             self._named = slots, self._table.request_id[slots].tolist()
         outcome = StepOutcome(self._named[1], ids, self._endings.finishes(slots, ids, running, most), failed)

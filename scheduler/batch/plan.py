@@ -1,4 +1,4 @@
-"""What one step computes, and the columns it reads: the batch scheduler's output.
+"""Describes what one step computes and the columns it reads: the batch scheduler's output.
 
 Shapes: S slots of a model (its max_sequences), R rows of a step, B blocks a sequence may hold, L its maximum length.
 Token ids, block tables and sampling settings live in one `SequenceTable` per model, written in place: a step passes row
@@ -88,11 +88,11 @@ class SequenceTable:
     max_total_tokens: IntArray  # prompt + max_tokens, capped by max_model_len
     ignore_eos: BoolArray
     min_p: FloatArray
-    edits_logits: BoolArray  # has penalties or a logit bias
-    prompt_logprobs: BoolArray  # those of its prompt are owed
-    num_prompt_logprobs: IntArray  # alternatives to each of them
-    constrained: BoolArray  # after each of its tokens the row is held until what may follow is known
-    limited: BoolArray  # tokens are ruled out by name: what may follow depends on the row's tokens alone
+    edits_logits: BoolArray  # the row has penalties or a logit bias
+    prompt_logprobs: BoolArray  # log-probabilities of its prompt are still to be reported
+    num_prompt_logprobs: IntArray  # alternatives reported for each prompt token
+    constrained: BoolArray  # after each token the row is held until it is known which tokens may follow
+    limited: BoolArray  # a list of tokens is ruled out: which may follow depends on the row's tokens alone
     params: list[object | None]  # engine.protocol.SamplingParams of the row
     adapter: IntArray  # number of the row's LoRA adapter among the model's resident ones; -1: none
 
@@ -150,11 +150,11 @@ def write_sampling(table: SequenceTable, slot: int, params: Sampling, num_prompt
 
 @dataclass(slots=True)
 class BatchPlan:
-    """What one step computes: row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and
-    samples one token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first. all_decode: every row
-    has one new token and samples; False where nobody looked. drafted: slots may have several rows, one for their last token and one
-    for each token that was drafted behind it and is in the table (drafting.py). to_propose: how many tokens the model's predictor
-    is to draft behind what each row's sequence has after the step; None: it does not see the step."""
+    """What one step computes: row i runs `num_new[i]` tokens of slot `slots[i]` from position `num_computed[i]` on, and samples one
+    token if `samples[i]` (its last token is in this step). Decode rows (num_new 1) come first. all_decode: every row has one new
+    token and samples; False if that was not checked. drafted: a slot may have several rows, one for its last token and one for each
+    token drafted behind it, which are in the table, too (drafting.py). to_propose: how many tokens the model's predictor is to
+    draft after the step for each row's sequence; None: the predictor does not see the step."""
 
     step_id: int
     model: str
@@ -169,11 +169,11 @@ class BatchPlan:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The results of a step: row k is one request and its token, or counts[k] tokens if `counts` is not empty. `finish` is empty if
-    none ended (plan.FINISH_*). `bad`: requests that ended because their logits were not finite. `cached`: prompt tokens found in
-    the prefix cache, with a request's first token. `resumed`: cached and recomputed tokens, with the next token of a request that
-    came with output. `drafted`: tokens that were drafted for each, with `counts`. Steps of the same requests may share the list of
-    their ids."""
+    """The results of a step: row k is one request and its token, or counts[k] tokens if `counts` is not empty. `finish`: how each
+    row goes on (plan.FINISH_*), empty if none ended. `bad`: requests that ended because their logits were not finite. `cached`:
+    tokens of the prompt found in the prefix cache, reported with a request's first token. `resumed`: cached and recomputed tokens,
+    reported with the next token of a request that was submitted with output. `drafted`: how many tokens were drafted for each row,
+    if `counts` is not empty. Steps of the same requests may share the list of their ids."""
 
     request_ids: list[int]
     ids: list[int]

@@ -40,8 +40,8 @@ def extend_keys(keys: list[bytes], seed: bytes, tokens: IntArray, block_tokens: 
 
 
 def tail_key(parent: bytes, tokens: IntArray, serial: int) -> bytes:
-    """Returns the key of a partial block: `tokens`, fewer than a block's, after the block of key `parent`. serial: sequences with
-    the same tokens hold a block each, because they will continue in it."""
+    """Returns the key of a partial block: `tokens`, fewer than a block holds, after the block whose key is `parent`. serial:
+    numbers the sequences with the same tokens, each of which has a partial block of its own, because it continues in it."""
     data = tokens.astype(np.int32).tobytes() + bytes([serial % 256])  # no full block's data has such a length
     return hashlib.blake2b(parent + data, digest_size=KEY_BYTES).digest()
 
@@ -98,7 +98,8 @@ class PrefixCache:
             self._unheld.pop(block, None)
 
     def keep(self, blocks: Iterable[int]) -> list[int]:
-        """Caches blocks that nobody holds any more, the first to be dropped in front. Returns those without known content."""
+        """Keeps blocks that nobody holds any more in the cache, ordered so that the first is dropped first. Returns the blocks
+        whose content is not known, which are not kept."""
         unknown = []
         for block in blocks:
             if block in self._key_of:
@@ -118,7 +119,7 @@ class PrefixCache:
         return blocks
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Records that the content of sources[i] is now in targets[i]. The order of dropping stays."""
+        """Records that the content of sources[i] is now in targets[i]. The order in which blocks are dropped stays."""
         moved = dict(zip(sources, targets, strict=True))
         keys = [(moved[block], key) for block in sources if (key := self._key_of.pop(block, None)) is not None]
         for block, key in keys:
@@ -127,7 +128,7 @@ class PrefixCache:
             self._unheld = {moved.get(block, block): None for block in self._unheld}
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Drops contents that must not be found any more: they are not trusted, or their memory is needed."""
+        """Makes blocks' contents unknown, because they are not trusted or their memory is needed."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:

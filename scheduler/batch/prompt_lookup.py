@@ -1,4 +1,4 @@
-"""Drafts tokens from a sequence's own text: what followed its last tokens where they stood before (prompt lookup)."""
+"""Drafts tokens from a sequence's own text: those that followed an earlier occurrence of its last tokens (prompt lookup)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import numpy as np
 
 from scheduler.batch.plan import IntArray
 
-FEWEST_TOKENS = 2  # that must have stood together before
-MOST_TOKENS = 8  # that are compared: more would not choose better
+FEWEST_TOKENS = 2  # shortest repeated run of tokens that counts as a match
+MOST_TOKENS = 8  # most tokens compared: longer matches do not predict better
 
 
 def looked_up(tokens: IntArray, num_drafted: int) -> IntArray:
     """Returns num_drafted tokens that may follow `tokens`, or none.
 
-    They are those that followed the latest earlier place at which as many of the last tokens stand as anywhere, at least
-    FEWEST_TOKENS of them. Where that place is so near the end that fewer tokens follow it, the text repeats itself, and the draft
-    repeats it further."""
+    The draft is what followed the longest earlier match of the last tokens, at least FEWEST_TOKENS long; among equal ones the
+    latest. If the match is so near the end that fewer than num_drafted tokens follow it, the text repeats itself, and so does the
+    draft."""
     last = len(tokens) - 1
     if last < FEWEST_TOKENS:
         return tokens[:0]

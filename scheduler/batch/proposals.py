@@ -1,9 +1,9 @@
-"""Tokens that a model's own predictor has drafted (engine/models/predictor.py), and how many it is asked for.
+"""Keeps the tokens that a model's own predictor has drafted (engine/models/predictor.py), and decides how many to ask it for.
 
-The predictor runs behind a step, on what the step computed, and drafts for the next one. It has keys and values of its own, at the
-positions of the model's: where it did not see a step, it lacks those of the step's tokens for good. A sequence with such a hole is
-not drafted for any more, nor is one that begins with cached blocks that have one. It sees every step with parts of prompts, and
-others as long as drafting may pay before long.
+The predictor runs after a step, on the step's hidden states, and drafts for the next one. It has keys and values of its own for
+every position; those of the tokens of a step that it did not see are missing for good. A sequence with such a hole gets no more
+drafts, nor does one that begins with cached blocks with a hole. The predictor sees every step with parts of prompts, and decode
+steps as long as drafting may soon pay.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, SequenceTable
 from scheduler.batch.sequence_blocks import SequenceBlocks
 from scheduler.batch.step_room import StepRoom
 
-MOST_PROPOSED = 5  # tokens of a sequence: a predictor is less and less sure of what follows its own drafts
-MOST_PAUSE = 64  # plans; after that many without a draft the predictor is left out, or after fewer if to see a step costs much
-WASTED_STEPS = 2.0  # that a predictor may cost while no draft pays, before it is left out
-RETRY_PLANS = 2_000  # for which a predictor is taken to be too slow before its time is measured anew
+MOST_PROPOSED = 5  # most tokens drafted for a sequence: a predictor is less and less sure of what follows its own drafts
+MOST_PAUSE = 64  # plans without a draft after which the predictor is left out; fewer if it costs much to see a step
+WASTED_STEPS = 2.0  # the time, in steps, that a predictor may cost while no draft pays, before it is left out
+RETRY_PLANS = 2_000  # plans for which a predictor counts as too slow before its time is measured anew
 _NO_HOLE = np.iinfo(np.int32).max
-_MOST_KEYS = 1 << 16  # of cached blocks with holes; the oldest are forgotten beyond, and count as seen
+_MOST_KEYS = 1 << 16  # most keys of cached blocks with holes; beyond that the oldest are forgotten and count as seen
 
 
 class Proposals:
-    """The proposals of one model's predictor. block_tokens: positions in a block of the prefix cache.
+    """The drafts of one model's predictor. block_tokens: positions in a block of the prefix cache.
 
-    on_trial: whether what is proposed now is to be verified whatever it is worth, because that would not be learned otherwise.
-    hole [S]: the first position of each sequence that the predictor has not seen. tokens [S, K], counts [S], behind [S]: what it
-    drafted for each, and how many tokens the sequence had then. asked [S]: whether it drafts behind the latest planned step. holed:
-    keys of cached blocks with positions that it has not seen."""
+    on_trial: whether the tokens drafted now are verified even if they do not seem worth it, to learn what they are worth. hole [S]:
+    the first position of each sequence that the predictor has not seen. tokens [S, K], counts [S]: the tokens drafted for each
+    sequence, and how many; behind [S]: how many tokens the sequence had then. asked [S]: whether the predictor drafts for the
+    sequence after the latest planned step. holed: keys of cached blocks with positions that the predictor has not seen."""
 
     def __init__(self, table: SequenceTable, block_tokens: int) -> None:
         num_slots = len(table.request_id)
@@ -44,19 +44,19 @@ class Proposals:
         self._behind: IntArray = np.zeros(num_slots, np.int32)
         self._asked: BoolArray = np.zeros(num_slots, np.bool_)
         self._holed: dict[bytes, None] = {}
-        self._pause = self._paused = 0  # plans without drafts: how many there are to be, and how many there were
+        self._pause = self._paused = 0  # plans without drafts: length of the pause, plans so far
         self._num_slow = 0  # plans for which the predictor was too slow
 
     def join(self, slot: int, cached: Sequence[bytes]) -> None:
-        """Registers a sequence. cached: keys of the cached blocks that it begins with. The last position of each may have been
-        seen beside another token than the sequence has behind it."""
+        """Registers a sequence. cached: keys of the cached blocks that it begins with. (The predictor sees each position together
+        with the next token; at the last position of these blocks it may have seen another one than this sequence has.)"""
         first = next((at for at, key in enumerate(cached) if key in self._holed), None) if self._holed else None
         self._hole[slot] = _NO_HOLE if first is None else first * self._block_tokens
         self._counts[slot], self._asked[slot] = 0, False
 
     def learned(self, slot: int, first: int, keys: Sequence[bytes], owned: Sequence[bool]) -> None:
-        """Notes which blocks of a sequence, from its `first` one on, are in the prefix cache under these keys now. owned: those
-        that are; of the others the cache had one already."""
+        """Notes that the prefix cache was given a sequence's blocks from number `first` on, under these keys. owned: whether it
+        keeps this sequence's block; where False, it had another block of this key already."""
         for at, (key, is_owned) in enumerate(zip(keys, owned, strict=True), first):
             if not is_owned:
                 continue
@@ -79,9 +79,10 @@ class Proposals:
         most_rows: int,
         room: StepRoom,
     ) -> BatchPlan:
-        """Returns the plan with what the predictor is to draft after it, if it is to see it. drafting [R]: rows behind which drafts
-        may be of use. chances [R]: that a drafted token of each row's sequence holds. blocks: a sequence at the end of its last one
-        gets another, if there is one to spare. most_rows: bound on the rows of the next step."""
+        """Returns the plan with `to_propose` set, if the predictor is to see the step, else unchanged. drafting [R]: rows whose
+        sequences can use drafts. chances [R]: the chance that a drafted token of each row's sequence holds. blocks: the blocks that
+        sequences hold; a sequence that has no room for its drafts gets another block, if one is free. most_rows: bound on the rows
+        of the next step."""
         self.on_trial = False
         self._asked[:] = False
         if self._is_too_slow(plan, room):
@@ -102,7 +103,7 @@ class Proposals:
         ends = self._table.max_total_tokens[plan.slots]
         held = blocks.capacity[plan.slots]
         short = np.unique(plan.slots[drafting & (held < np.minimum(computed + 1 + num, ends))])
-        if num and len(short) and not blocks.windowed:  # what is behind a window then is still read in this step
+        if num and len(short) and not blocks.windowed:  # with windows, this step still reads blocks that extending would free
             blocks.extend(short, blocks.capacity)
         # the last drafted token is sampled, but not computed
         most = np.minimum(blocks.capacity[plan.slots] - computed + 1, ends - computed - 2)
@@ -122,9 +123,9 @@ class Proposals:
         return True
 
     def _depth(self, room: StepRoom, numbers: tuple[int, int, int], context: float, chance: float) -> int:
-        """Returns how many tokens to draft for each sequence. numbers, context, chance: as StepRoom.worth_proposing takes
-        them. While nothing pays, one is drafted and verified after a pause, twice as long each time, because texts and batches
-        change. The predictor still sees the step after that, which verifies it."""
+        """Returns how many tokens to draft for each sequence. numbers, context, chance: arguments of StepRoom.worth_proposing.
+        While drafting does not pay, one token is drafted and verified after each pause, because texts and batches change; each
+        pause is twice as long as the last. The predictor also sees the step that verifies this token."""
         num = room.worth_proposing(*numbers, context, chance, MOST_PROPOSED)
         if num:
             self._pause = self._paused = 0
@@ -137,20 +138,21 @@ class Proposals:
         return int(self.on_trial)
 
     def take(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
-        """Takes what was drafted behind sequences whose newest tokens are in the table: counts[q] tokens of tokens[q]."""
+        """Takes the predictor's drafts for sequences whose newest tokens are in the table: for slots[q] the first counts[q] of
+        tokens[q]."""
         num = tokens.shape[1]
         self._tokens[slots, :num] = tokens
         self._counts[slots], self._behind[slots] = counts, self._table.num_tokens[slots]
 
     def awaited(self, slots: IntArray) -> bool:
-        """Returns whether the predictor drafts behind the latest planned step for any of the slots."""
+        """Returns whether the predictor drafts for any of the slots after the latest planned step."""
         return bool(self._asked[slots].any())
 
     def are_there(self, slots: IntArray, num_tokens: IntArray) -> BoolArray:
-        """Returns for each slot whether tokens were drafted behind its num_tokens."""
+        """Returns for each slot whether the predictor has drafted tokens that follow its num_tokens tokens."""
         fits = (self._behind[slots] == num_tokens) & (self._counts[slots] > 0)
         return np.asarray(fits & (self._hole[slots] == _NO_HOLE))
 
     def of(self, slot: int) -> IntArray:
-        """Returns what was drafted for a slot last."""
+        """Returns the tokens that the predictor drafted last for a slot."""
         return self._tokens[slot, : self._counts[slot]]

@@ -6,25 +6,26 @@ _NEWEST = 0.2  # weight of a new time
 
 
 class ProposingCosts:
-    """Seconds by the number of sequences, in classes that double. Unknown ones count nothing, so that they are tried."""
+    """Seconds that a predictor takes, by classes of the number of sequences: 1, 2 to 3, 4 to 7 and so on. An unknown time counts as
+    0, so that it is tried."""
 
     def __init__(self) -> None:
         self._seen: dict[int, float] = {}
-        self._drafting: dict[int, float] = {}  # of one token for each sequence
+        self._drafting: dict[int, float] = {}  # class -> seconds to draft one token for each sequence
 
     def note(self, num_sequences: int, num_drafted: int, seen_s: float, drafting_s: float) -> None:
-        """Learns from a step in which each sequence had one token. num_drafted: how many were drafted for each, at most."""
+        """Learns from a step in which each sequence had one token. num_drafted: the most tokens drafted for any sequence."""
         size = num_sequences.bit_length()
         _learn(self._seen, size, seen_s)
         if num_drafted:
             _learn(self._drafting, size, drafting_s / num_drafted)
 
     def knows(self, num_sequences: int) -> bool:
-        """Returns whether tokens were drafted for about so many sequences."""
+        """Returns whether the time to draft for about num_sequences sequences has been measured."""
         return num_sequences.bit_length() in self._drafting
 
     def seconds(self, num_sequences: int, num_drafted: int) -> float:
-        """Returns the seconds behind a step that drafts so many tokens for each of the sequences."""
+        """Returns the seconds that the predictor takes after a step to draft num_drafted tokens for each sequence."""
         size = num_sequences.bit_length()
         return self._seen.get(size, 0.0) + num_drafted * self._drafting.get(size, 0.0)
 

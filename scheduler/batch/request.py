@@ -18,7 +18,7 @@ from scheduler.shares import Shares
 class BatchRequest:
     """A waiting request. tokens: prompt, then the output so far (after a resubmission or preemption); both are computed again.
 
-    `order` is its place in first-come order. It survives preemption, so a preempted request waits in front of others of its
+    `order` is its place in the order of arrival. It survives preemption, so a preempted request waits in front of others of its
     priority."""
 
     request_id: int
@@ -26,28 +26,28 @@ class BatchRequest:
     num_prompt: int
     params: Sampling
     tenant: str = ""
-    cache_salt: str = ""  # requests with different ones share no cached prefix
+    cache_salt: str = ""  # requests with different salts share no cached prefix
     weight: float = 1.0  # the tenant's share
-    priority: int = 0  # against others of its tenant
+    priority: int = 0  # compared with other requests of its tenant
     order: int = 0
-    keys: list[bytes] = field(default_factory=list)  # of the full blocks of `tokens`, as far as they are known
+    keys: list[bytes] = field(default_factory=list)  # keys of the full blocks of `tokens`, as far as computed
     num_cached: int = 0
-    num_recomputed: int = 0  # of a resubmitted one
+    num_recomputed: int = 0  # tokens of a resubmitted request that were computed again
     has_first_token: bool = False
     constrained: bool = False  # SequenceTable.constrained
-    held: bool = False  # constrained, and what may follow its last token is not known yet
+    held: bool = False  # constrained, and which tokens may follow its last one is not known yet
     prediction: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))  # tokens that its output may repeat in parts
-    adapter: str = ""  # key of its LoRA adapter; "": it has none
+    adapter: str = ""  # key of its LoRA adapter; "": none
     resubmitted: bool = False  # it came with output, and its next token is not there yet
 
     def num_shareable_blocks(self, block_tokens: int) -> int:
-        """Number of leading blocks it may take from the prefix cache. The last token is always computed, because its logits are
-        what the request needs. With log-probabilities of the prompt every token is computed."""
+        """Number of leading blocks that the request may take from the prefix cache. The last token is always computed, because its
+        logits are what the request needs. With log-probabilities of the prompt every token is computed."""
         return 0 if self._owes_prompt_logprobs else (len(self.tokens) - 1) // block_tokens
 
     def tail_key(self, seed: bytes, block_tokens: int) -> Callable[[int], bytes] | None:
-        """Returns the keys (by serial) of the partial block between the shareable blocks and the last token; None if there are no
-        such tokens. `keys` must cover the shareable blocks."""
+        """Returns a function that gives, for a serial number, the key of the partial block between the shareable blocks and the
+        last token; None if there are no tokens between them. `keys` must cover the shareable blocks."""
         num_full = self.num_shareable_blocks(block_tokens)
         tail = self.tokens[num_full * block_tokens : -1]
         if not len(tail) or self._owes_prompt_logprobs:
@@ -60,8 +60,8 @@ class BatchRequest:
 
 
 class WaitingQueue:
-    """Waiting requests, ordered by the tenants' shares; of one tenant the highest priority first, then first come first served.
-    Withdrawn requests are skipped when their turn comes."""
+    """Waiting requests, ordered by the tenants' shares. Of one tenant the highest priority comes first, then the oldest. Withdrawn
+    requests are skipped when their turn comes."""
 
     def __init__(self) -> None:
         self._heaps: dict[str, list[tuple[int, int, int]]] = {}  # tenant -> (-priority, order, request id)
@@ -98,7 +98,8 @@ class WaitingQueue:
         return self._first(tenant)
 
     def pop(self) -> BatchRequest:
-        """Removes and returns the next request, which is in service until `ended`. Raises IndexError when empty."""
+        """Removes and returns the next request, which counts as in service until `ended` is called. Raises IndexError when
+        empty."""
         request = self.head()
         if request is None:
             raise IndexError("no request waits")

@@ -1,4 +1,5 @@
-"""The running sequences. The array of their slots stays the same object while they do, so that results for it can be reused.
+"""Tracks the running sequences. The array of their slots stays the same object while the sequences stay the same, so that results
+for it can be reused.
 
 Shapes: S slots.
 """
@@ -14,13 +15,13 @@ from scheduler.batch.request import BatchRequest
 
 
 class Running:
-    """The running sequences. slots: in order of admission, never changed in place. requests [S]: of the table's rows, shared with
-    the batch scheduler."""
+    """The running sequences. slots: their slots in the order of admission, an array that is never changed in place. requests [S]:
+    the request in each slot, shared with the batch scheduler."""
 
     def __init__(self, table: SequenceTable, requests: Sequence[BatchRequest | None]) -> None:
         self.slots: IntArray = np.zeros(0, np.int32)
         self._table, self._requests = table, requests
-        self._decode: IntArray | None = None  # slots that are known to decode, as they go on doing
+        self._decode: IntArray | None = None  # the result of `split` while every sequence decodes and none joins or leaves
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -33,7 +34,8 @@ class Running:
         self.slots = self.slots[self._table.request_id[self.slots] != 0]
 
     def split(self, slots: IntArray, computed: IntArray, total: IntArray) -> tuple[IntArray, IntArray]:
-        """Splits slots into those with one token to compute and those with more. computed, total [S]: tokens."""
+        """Splits slots into those with one token to compute and those with more. computed, total [S]: each sequence's computed
+        tokens and all its tokens."""
         if slots is self._decode:
             return slots, slots[:0]
         decodes = total[slots] - computed[slots] == 1
@@ -43,12 +45,12 @@ class Running:
         return slots[decodes], slots[~decodes]
 
     def requests(self) -> list[tuple[int, BatchRequest]]:
-        """Returns (slot, request), the oldest first."""
+        """Returns (slot, request) of each running sequence, the oldest first."""
         return [(slot, request) for slot in self.slots.tolist() if (request := self._requests[slot]) is not None]
 
     def victim(self, tenant: str | None) -> int:
-        """Returns the slot of the newest sequence of the lowest priority. If one tenant crowds the others out, the victim is one
-        of its own, whatever priority they have."""
+        """Returns the slot of the newest sequence of the lowest priority. If `tenant` is not None, because it crowds the others
+        out, only its own sequences are considered."""
         running = self.requests()
         if tenant is not None:
             running = [(slot, request) for slot, request in running if request.tenant == tenant]

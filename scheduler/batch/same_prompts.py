@@ -1,5 +1,5 @@
-"""Handles several sequences of one prompt that arrive together (n of one request): the first computes it, the others wait and
-share it.
+"""Handles sequences with the same prompt that arrive together (`n` of a request): the first computes the prompt, the others wait
+and share its KV.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from scheduler.batch.request import BatchRequest
 
 
 class SamePrompts:
-    """Which running sequence computes which prompt. The columns [S] are the batch scheduler's own; held rows make no progress."""
+    """Knows which running sequence computes which prompt. The columns [S] are the batch scheduler's own; held rows make no
+    progress."""
 
     def __init__(self, slot_of: Mapping[int, int], num_computed: IntArray, held: BoolArray, block_tokens: int) -> None:
         self._slot_of, self._num_computed, self._held, self._block_tokens = slot_of, num_computed, held, block_tokens
-        self._first: WeakValueDictionary[bytes, BatchRequest] = WeakValueDictionary()  # by the key of the last full block
+        self._first: WeakValueDictionary[bytes, BatchRequest] = WeakValueDictionary()  # by the prompt's last full block
 
     def must_wait(self, request: BatchRequest, num_full: int) -> bool:
-        """Returns whether another sequence is about to compute the same num_full blocks. If none is, this request will compute
-        them."""
+        """Returns whether another sequence is about to compute the same num_full blocks of the prompt. If not, this request is
+        noted as the one that computes them."""
         if not num_full:
             return False
         key = request.keys[num_full - 1]

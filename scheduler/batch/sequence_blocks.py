@@ -1,8 +1,9 @@
-"""The blocks that each running sequence holds, in every KV group.
+"""Tracks the blocks that each running sequence holds, in every KV group.
 
 A full group's blocks are allocated for all tokens of a sequence when it is admitted. A window group's blocks are allocated as the
-sequence grows and freed once they are behind the window of every later query; their table entries become -1. A state group's are,
-too, and of the blocks that a chunk of a prompt spans only a few are allocated (GroupCache.snapshot_tokens).
+sequence grows and freed once they are behind the window of every later query; their table entries become -1. A state group's blocks
+are handled like a window group's, and of the blocks that a chunk of a prompt spans only a few are allocated
+(GroupCache.snapshot_tokens).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True)
 class Admission:
-    """The blocks a sequence starts with. num_shared: leading blocks whose KV is cached; num_tail_tokens: cached tokens in the
-    next block. blocks[g]: blocks held already, those later queries attend to, and in a full group the rest."""
+    """The blocks that a sequence starts with. num_shared: leading blocks whose KV is cached. num_tail_tokens: cached tokens in the
+    block after them. blocks[g]: the sequence's blocks in group g: the cached blocks that later queries attend to and, in a full
+    group, the blocks of all further tokens."""
 
     num_shared: int
     num_tail_tokens: int
@@ -27,7 +29,8 @@ class Admission:
 
 
 class SequenceBlocks:
-    """Block columns of a sequence table. block_tables[g] [S, B]: the table's own. chunk_tokens: of a row in one step."""
+    """The block columns of a sequence table. block_tables[g] [S, B]: the block table of group g, which is the sequence table's own.
+    chunk_tokens: the most tokens that a step computes for one row."""
 
     def __init__(self, kv: KVCache, block_tables: list[IntArray], chunk_tokens: int) -> None:
         num_slots = len(block_tables[0])
@@ -35,7 +38,7 @@ class SequenceBlocks:
         self.block_tokens = kv.block_tokens
         self.windowed = any(group.window_tokens for group in kv.groups)
         self.capacity: IntArray = np.zeros(num_slots, np.int32)  # tokens that the blocks of every group can hold
-        self.num_learned: IntArray = np.zeros(num_slots, np.int32)  # leading blocks the prefix cache knows
+        self.num_learned: IntArray = np.zeros(num_slots, np.int32)  # leading blocks that the prefix cache knows
         self._is_simple = len(kv.groups) == 1 and not self.windowed
         self._tables = block_tables
         self._chunk_tokens = chunk_tokens
@@ -48,16 +51,16 @@ class SequenceBlocks:
     def admit(
         self, keys: Sequence[bytes], num_tokens: int, headroom: int, tail_key: Callable[[int], bytes] | None = None
     ) -> Admission | None:
-        """Allocates blocks for a sequence of num_tokens that may begin with `keys`; None, and nothing is taken, unless all blocks
-        it will hold at once are there, plus `headroom` blocks of each group. tail_key(serial): key of its tokens after `keys`,
-        without the last one."""
+        """Allocates blocks for a sequence of num_tokens tokens, whose leading blocks have these keys and may be cached. Returns
+        None, and takes nothing, unless all blocks that it will hold at once are available, plus `headroom` blocks in each group.
+        tail_key(serial): the key of the tokens after the blocks of `keys`, without the last token."""
         num_shared, shared = self.kv.share(keys)
         tail = self.kv.take_tail(tail_key) if tail_key is not None and num_shared == len(keys) else None
         num_tail_blocks = 0 if tail is None else 1
         missing = -(-num_tokens // self.block_tokens) - num_shared - num_tail_blocks
         most = []
         for group, own in zip(self.kv.groups, shared, strict=True):
-            # What only this sequence holds comes back as it falls behind.
+            # Blocks that only this sequence holds become free as they fall behind its window.
             comes_back = int(np.count_nonzero(group.pool.refcount[own] == 1)) if group.window_tokens else 0
             most.append(min(missing, group.most_blocks(num_tokens, self._chunk_tokens) - comes_back))
         new = self.kv.allocate([num + headroom for num in most])
@@ -75,7 +78,7 @@ class SequenceBlocks:
         return Admission(num_shared, 0 if tail is None else tail.num_tokens, blocks)
 
     def why_too_long(self, num_tokens: int) -> str:
-        """Returns the arithmetic for a sequence that does not fit even alone, for the group that lacks most."""
+        """Returns the sum that shows why a sequence does not fit even alone, for the group that lacks most blocks."""
         num, group = max(
             ((group.most_blocks(num_tokens, self._chunk_tokens), group) for group in self.kv.groups),
             key=lambda pair: pair[0] / max(1, pair[1].pool.num_usable),
@@ -105,7 +108,8 @@ class SequenceBlocks:
         self.kv.release(self._held(slot))
 
     def leave_poisoned(self, slot: int, keys: Sequence[bytes]) -> None:
-        """Does what `leave` does, but nothing of this sequence, whose blocks have `keys`, can be found again."""
+        """Releases the slot's blocks as `leave` does, and removes what only this sequence computed from the prefix cache. keys: the
+        keys of its blocks."""
         for group, blocks in zip(self.kv.groups, self._held(slot), strict=True):
             group.discard(blocks, keys if group.window_tokens else ())
 
@@ -130,15 +134,15 @@ class SequenceBlocks:
         place[sources] = targets
         table, starts, ends = self._tables[g], self._starts[g], self._ends[g]
         for slot in slots:
-            held = table[slot, starts[slot] : ends[slot]]  # a view
+            held = table[slot, starts[slot] : ends[slot]]  # a view, so writing to it changes the table
             held[held >= 0] = place[held[held >= 0]]
 
     # ---- moving on
 
     def extend(self, slots: IntArray, num_computed: IntArray, ended: IntArray | None = None) -> bool:
-        """Allocates room for the next token of each of `slots`, at position num_computed[slot] beyond its `capacity`: at most one
-        block in each group. Returns False, and no slot gets one, if blocks are lacking. Blocks behind the windows of queries from
-        position ended[slot] on are freed (None: num_computed)."""
+        """Allocates room for the next token of each of `slots`, at position num_computed[slot], which exceeds the slot's
+        `capacity`: at most one block in each group. Returns False, and no slot gets a block, if there are too few. Frees blocks
+        behind the windows of queries from position ended[slot] on (None: from num_computed[slot] on)."""
         if self._is_simple:
             got = self.kv.groups[0].allocate(len(slots))
             if got is not None:
@@ -162,8 +166,8 @@ class SequenceBlocks:
         return True
 
     def cover(self, slot: int, num_tokens: int) -> bool:
-        """Allocates room for the first num_tokens of a slot in window groups. Returns False, and nothing changes, if blocks are
-        lacking."""
+        """Allocates room for the first num_tokens of a slot in window groups. Returns False, and nothing changes, if there are too
+        few blocks."""
         end = -(-num_tokens // self.block_tokens)
         lacking = [group.wanted(int(ends[slot]), end) for group, ends in zip(self.kv.groups, self._ends, strict=True)]
         new = self.kv.allocate([len(places) for places in lacking])
@@ -187,7 +191,8 @@ class SequenceBlocks:
     # ---- inside
 
     def _free_behind(self, slots: IntArray, positions: IntArray) -> None:
-        """Frees blocks behind the window of decode rows at a block boundary: usually one block each, or all of a chunk."""
+        """Frees blocks behind the windows of decode rows at a block boundary: usually one block a row; with chunked windows, all
+        blocks of a chunk."""
         for group, table, starts in zip(self.kv.groups, self._tables, self._starts, strict=True):
             if group.is_chunked:
                 due = starts[slots] < group.first_blocks(positions)

@@ -1,10 +1,11 @@
 """Learns what a step costs from the steps that ran: a part for its number of tokens and a part for the contexts they attend to.
 
-Sizes form classes, four to an octave, because matrix products are computed for multiples of that many rows. Each class has the
-average seconds of its steps and the average contexts they had. Between known classes the cost is interpolated, and extrapolated
-up to twice the largest. A larger step never costs less than a smaller one, so a class above a larger class (the set-up of a first
-product, a stall) counts as that one. The cost of contexts is learned from differences within a class, where size plays no part. A
-factor follows the latest steps; it stands for what currently makes all steps slower than the known costs.
+Step sizes form classes, four between a size and its double, because matrix products are computed for multiples of some number of
+rows. Each class has the average seconds of its steps and the average contexts they had. Between known classes the cost is
+interpolated, and extrapolated up to twice the largest. A larger step never costs less than a smaller one, so a class above a larger
+class (the set-up of a first product, a stall) counts as that one. The cost of contexts is learned from differences within a class,
+where size plays no part. A factor follows the latest steps; it stands for what currently makes all steps slower than the known
+costs.
 
 Callers only ask for steps whose cost is known, so a size believed too expensive would never run again. Therefore a class is
 hardly judged by its first two steps, which set up products and record calls (1.3 to 3 times a step, as measured), nor by a stall
@@ -19,15 +20,15 @@ from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
 
-_NEWEST = 0.1  # weight of a new measurement
-_NEWEST_DRIFT = 0.2  # the same, in what all steps of the moment take
-_KEPT = 0.98  # of what was seen of contexts, with each measurement
+_NEWEST = 0.1  # weight of a new measurement in an average
+_NEWEST_DRIFT = 0.2  # weight of a new measurement in the factor of the latest steps
+_KEPT = 0.98  # share of the statistics of contexts that is kept with each new measurement
 _UNMOVED = 0.1  # contexts that differ by less than this share of their size teach little
-_MOST_AT_ONCE = 1.25  # a measurement counts as so many times what was expected at most: a stall is not what a size costs
+_MOST_AT_ONCE = 1.25  # a measurement counts as at most so many times the expected cost, because it may include a stall
 _MOST_DRIFT_AT_ONCE, _MOST_DRIFT = 1.5, 4.0
-_FORGOTTEN = 250  # measurements after its last: seconds, while several models are busy
+_FORGOTTEN = 250  # a class is forgotten after so many measurements of others: some seconds, while several models are busy
 _FIRM = 3  # steps after which a class is judged by what they took
-_ROOM = 1.2  # from one class to the next cost grows by no more, or first steps did not tell it
+_ROOM = 1.2  # largest factor from one class's cost to the next; a larger one is taken for set-up work
 
 
 def class_tokens(num_tokens: int, least_step: int = 1) -> int:
@@ -52,25 +53,25 @@ class _Class:
 
 
 class StepCosts:
-    """The learned costs of one model's steps on one device. Times are device seconds, measured by the caller.
+    """Learned costs of one model's steps on one device. Times are device seconds, measured by the caller.
 
-    contexts: num_contexts numbers that the cost grows with (positions read, queries times positions). least_step: the smallest
-    distance in tokens between two classes."""
+    A step's contexts are num_contexts numbers with which its cost grows, for example positions read, or queries times positions.
+    least_step: the smallest distance in tokens between two classes."""
 
     def __init__(self, num_contexts: int = 0, least_step: int = 1) -> None:
         self._least_step, self._all_classes = least_step, _classes(least_step)
         self._classes: dict[int, _Class] = {}
-        self._num = 0  # measurements
+        self._num = 0  # measurements so far
         self._curve: list[tuple[int, float]] | None = []  # (tokens, seconds without contexts) in order; None: to be made again
-        self._each_s = [0.0] * num_contexts  # a context's seconds for one
-        self._together = [[0.0] * num_contexts for _ in range(num_contexts)]  # how contexts vary within classes
-        self._with_s = [0.0] * num_contexts  # how seconds vary with them
-        self._drift = 1.0  # what the latest steps took, over what was known of them
+        self._each_s = [0.0] * num_contexts  # seconds for one unit of each context
+        self._together = [[0.0] * num_contexts for _ in range(num_contexts)]  # covariance of contexts within classes
+        self._with_s = [0.0] * num_contexts  # covariance of seconds with each context
+        self._drift = 1.0  # what the latest steps took, divided by their known costs
 
     @classmethod
     def known(cls, seconds: Callable[[int], float], each_s: Sequence[float] = (), least_step: int = 1) -> StepCosts:
-        """Returns costs as if all sizes had run: seconds(tokens) without contexts, each_s for one unit of each context. For
-        simulations."""
+        """Returns costs as if steps of all sizes had run, for simulations. seconds(tokens): a step's cost without contexts. each_s:
+        seconds for one unit of each context."""
         costs = cls(len(each_s), least_step)
         costs._each_s = list(each_s)
         nothing = [0.0] * len(each_s)
@@ -122,13 +123,14 @@ class StepCosts:
         return self._base_s(curve, num_tokens) + self._contexts_s(contexts) if curve else 0.0
 
     def firm_seconds(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Returns `seconds`, but 0.0 until three steps of that size have run: the first ones include set-up work."""
+        """Returns what `seconds` does, but 0.0 until three steps of that size have run, because the first ones include set-up
+        work."""
         known = self._classes.get(self.filled(num_tokens))
         return self.seconds(num_tokens, contexts) if known is not None and known.num >= _FIRM else 0.0
 
     def hoped(self, num_tokens: int, contexts: Sequence[float] = ()) -> float:
-        """Returns `seconds`, but of a size that has hardly run at most what the next smaller one would let expect, so that it is
-        tried; 0.0 if no step is known."""
+        """Returns what `seconds` does, but for a size that has hardly run at most what the next smaller class lets expect, so that
+        the size is tried; 0.0 if no step is known."""
         curve = self._known()
         if not curve:
             return 0.0
@@ -176,7 +178,7 @@ class StepCosts:
         return classes[at - 1] if at else 0
 
     def filled(self, num_tokens: int) -> int:
-        """Returns the largest step that costs as much as one of num_tokens."""
+        """Returns the largest number of tokens that costs as much as num_tokens: the end of its class."""
         return class_tokens(num_tokens, self._least_step)
 
     def _forget(self) -> None:
@@ -229,8 +231,8 @@ class StepCosts:
         return self._curve
 
     def _without_contexts(self) -> list[tuple[int, float]]:
-        """Returns (tokens, seconds) of each class in order. A class with few steps is not believed much more expensive than those
-        below it."""
+        """Returns (tokens, seconds) of each class in order, without the cost of contexts. A class with few steps counts as at most
+        a little more expensive than the class below it."""
         found: list[tuple[int, float]] = []
         for at, known in sorted(self._classes.items()):
             seconds = max(0.0, known.seconds - self._contexts_s(known.contexts))

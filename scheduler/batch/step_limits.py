@@ -1,10 +1,10 @@
-"""Limits the size of a step, so that neither the sequences in it nor the other models on the device wait long for its end.
+"""Limits the size of a step, so that neither its sequences nor the other models on the device wait long for its end.
 
 While a model is alone on the device and none of its sequences decodes, it computes prompts at full speed. Next to decoding
 sequences, a prompt's chunk may stretch their step by a factor; the factor grows with the number of prompts for each of these
 sequences, because whoever waits for a first token waits as well. With several tenants the factor applies to each tenant's own
-sequences and prompts: what the others add may stretch the step its sequences would have alone by the same factor, or up to its
-share of the device.
+sequences and prompts: the work of other tenants may stretch the step that a tenant's sequences would have alone by the same factor,
+or up to the tenant's share of the device.
 
 While several models are busy, each step keeps within a turn, batch and chunk alike, and what does not fit stays queued. When
 several of them have more work than fits, they pool their turns: one of them uses all pooled turns in a single step, and the next
@@ -24,10 +24,10 @@ from scheduler.batch.tenant_time import TenantLoad
 
 # Every step reads all weights, so a step that costs hardly more than the model's cheapest is allowed.
 NEARLY_FREE = 1.25
-LEAST_CHUNK_TOKENS = 8  # of a prompt: smaller chunks would multiply the time of the whole prompt
-SMALL_CHUNK_TOKENS = 16  # including the decoding rows of the step
+LEAST_CHUNK_TOKENS = 8  # smallest chunk of a prompt: smaller ones would multiply the time of the whole prompt
+SMALL_CHUNK_TOKENS = 16  # largest step that tells the cost of a small chunk, decoding rows included
 CHUNK_STEP_TOKENS = 16  # steps with chunks are computed in whole tiles of this many tokens
-MOST_TURNS = 4  # that one step may pool: its own streams wait for their next tokens until it ends
+MOST_TURNS = 4  # most turns that one step may pool: its own streams wait for their next tokens until it ends
 
 
 def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
@@ -43,11 +43,11 @@ def turns_of_step(num_busy: int, num_backlogged: int, backlogged: bool) -> int:
 class StepLimits:
     """The limits of one model's steps, from the step costs it learns.
 
-    turn_s: length of a turn in device seconds. stretch: the factor by which a prompt's chunk may lengthen a step (a turn is
-    always allowed); 0: unlimited. decoding: costs of steps in which every sequence has one token; their context is the number of
-    positions read. prompting: costs of steps with prompt tokens, by all their tokens; their contexts are the positions that
-    decoding rows read, the positions that chunks read, and the pairs of a chunk's token with a position. proposing: what a model's
-    predictor takes behind a step."""
+    turn_s: length of a turn in device seconds. stretch: the factor by which a prompt's chunk may lengthen a step (a turn is always
+    allowed); 0: unlimited. decoding: costs of steps in which every sequence has one token; their context is the number of positions
+    read. prompting: costs of steps with prompt tokens, by all their tokens; their contexts are the positions that decoding rows
+    read, the positions that chunks read, and the pairs of a chunk's token with a position. proposing: the time that a model's
+    predictor takes after a step."""
 
     turn_s: float
     stretch: float
@@ -66,7 +66,7 @@ class StepLimits:
         self.forget_predictor()
 
     def forget_predictor(self) -> None:
-        """Drops what is known of the predictor's time."""
+        """Drops the learned costs of the predictor."""
         self.proposing = ProposingCosts()
 
     def expected_s(self, plan: BatchPlan) -> float:
@@ -90,7 +90,7 @@ class StepLimits:
         """Returns how many of `most` sequences with `context` positions each may decode in a step of `turns` turns while other
         models wait."""
         fewest = self.decoding.fewest_tokens
-        if fewest > 1 and self.decoding.least() > self.turn_s:  # it is not known yet whether fewer rows would take less time
+        if fewest > 1 and self.decoding.least() > self.turn_s:  # whether fewer rows take less time has not been measured yet
             return min(most, fewest // 2)
         return max(1, self.decoding.tokens_within(self.turns_s(turns), most, lambda rows: (rows * context,), one_more=True))
 
@@ -116,17 +116,17 @@ class StepLimits:
             return most
         fewest = min(load.num_rows for load in loads if load.num_rows)
         if fewest < self.decoding.fewest_tokens // 2:
-            return min(most, fewest)  # running this many teaches what they cost alone
+            return min(most, fewest)  # running this many rows measures what they cost without a prompt
         if any(load.num_prompts for load in loads):
             longest_s = max(self.turn_s, longest_s / self.stretch)
         return max(1, self.decoding.tokens_within(longest_s, most, lambda rows: (rows * context,)))
 
     def worth_drafting(self, num_rows: int, context: float, worths: Sequence[float], turns: int) -> int:
-        """Returns how many drafted tokens, in this order, give a step of num_rows decoding sequences the most tokens a second; 0
-        while it is not known what such a step costs.
+        """Returns how many of the drafted tokens, taken in the order of `worths`, give a step of num_rows decoding sequences the
+        most tokens a second; 0 while the cost of such a step is not known.
 
-        context: average number of positions a row attends to. worths: the chance that each holds, never growing. turns: as in
-        StepRoom."""
+        context: average number of positions a row attends to. worths: the chance that each drafted token holds, in descending
+        order. turns: as in StepRoom."""
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
             return 0
@@ -136,7 +136,7 @@ class StepLimits:
             expected += worth
             rows = num_rows + number
             if number < len(worths) and rows < self.decoding.filled(rows):
-                continue  # one more costs no more
+                continue  # one more row costs no more
             step_s = self.decoding.hoped(rows, (rows * context,))
             if step_s > longest_s:
                 break
@@ -147,11 +147,12 @@ class StepLimits:
     def worth_proposing(
         self, num_rows: int, num_drafting: int, spare: int, context: float, chance: float, most: int, turns: int
     ) -> int:
-        """Returns how many tokens, at most `most`, a predictor is to draft for each of num_drafting of num_rows decoding sequences,
-        so that all get the most tokens a second; 0: none. While it is not known what steps cost, it is one.
+        """Returns how many tokens, at most `most`, a predictor is to draft for each of the num_drafting among num_rows decoding
+        sequences that use drafts, so that all together get the most tokens a second. The result is 0 if drafting does not pay, and
+        at most 1 while the costs of steps are not known.
 
-        spare: rows for drafted tokens, of which at most so many are verified. context: average number of positions a row attends
-        to. chance: that a drafted token holds, if those before it do. turns: as in StepRoom."""
+        spare: rows that the next step has for drafted tokens, which limit how many are verified. context: average number of
+        positions a row attends to. chance: that a drafted token holds, if those drafted before it do. turns: as in StepRoom."""
         plain_s = self.decoding.hoped(num_rows, (num_rows * context,))
         if plain_s <= 0.0:
             return min(1, most, spare)
@@ -171,12 +172,14 @@ class StepLimits:
         return best
 
     def predictor_share(self, num_rows: int, context: float) -> float:
-        """Returns StepRoom.predictor_share."""
+        """Returns how long the predictor takes to see a step of num_rows decoding sequences, as a share of the step; 0.0 if that is
+        not known."""
         step_s = self.decoding.hoped(num_rows, (num_rows * context,))
         return self.proposing.seconds(num_rows, 0) / step_s if step_s > 0.0 else 0.0
 
     def predictor_is_too_slow(self, num_rows: int, context: float, most: int) -> bool:
-        """Returns StepRoom.predictor_is_too_slow; False while it is not known."""
+        """Returns whether the predictor needs longer to draft `most` tokens than `most` steps of num_rows decoding sequences take;
+        False while that is not known."""
         step_s = self.decoding.hoped(num_rows, (num_rows * context,))
         return self.proposing.knows(num_rows) and 0.0 < most * step_s <= self.proposing.seconds(num_rows, most)
 
@@ -218,7 +221,8 @@ class StepLimits:
         return times * self._decode_s(load.num_rows, load.num_rows * context)
 
     def _decode_s(self, num_rows: int, context: float) -> float:
-        """Returns the seconds of a step that only decodes. This number of rows may so far have run only together with prompts."""
+        """Returns the seconds of a step that only decodes. Where steps with prompts cost less, their cost counts, because this
+        number of rows may have run only beside prompts so far."""
         alone = self.decoding.seconds(num_rows, (context,))
         with_prompts = self.prompting.seconds(num_rows, (context, 0.0, 0.0))
         return min(alone, with_prompts) if alone and with_prompts else alone

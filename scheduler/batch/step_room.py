@@ -1,4 +1,4 @@
-"""Room of one step: how many rows may decode and how many prompt tokens fit, each at the cost of its own context."""
+"""Keeps the room of one step: how many rows may decode and how many prompt tokens fit, each at the cost of its own context."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class StepRoom:
     """The room of one step, filled in order: `open` sets what the step decodes, then prompts take their tokens one after the
     other.
 
-    limits: None: only max_tokens (of prompts) and max_rows apply. turns: how many turns the step may take while other models
-    wait; 0: no other model waits. strict: prompts keep within the turns as well (StepLimits.longest_s). backlogged: set while the
-    step is filled, if there were more rows than fit one turn or part of a prompt is left."""
+    limits: the model's step limits; None: only max_tokens (of prompts) and max_rows apply. turns: how many turns the step may take
+    while other models wait; 0: no other model waits. strict: prompts keep within the turns as well (StepLimits.longest_s).
+    backlogged: set while the step is filled, if more rows want to decode than fit one turn or if part of a prompt does not fit."""
 
     def __init__(
         self,
@@ -30,11 +30,12 @@ class StepRoom:
         self.backlogged = False
         self._left = self._tokens = 0
         self._longest_s: float | None = None
-        self._contexts = (0.0, 0.0, 0.0)  # StepLimits.prompting has the meanings
+        self._contexts = (0.0, 0.0, 0.0)  # contexts of the step; StepLimits explains those of `prompting`
         self._taken = False
 
     def rows(self, most: int, contexts: IntArray, running: IntArray, num_waiting: int = 0) -> int:
-        """Returns how many sequences may decode, at most `most`. contexts: positions of each slot; running: slots."""
+        """Returns how many sequences may decode, at most `most`. contexts: number of positions of each slot; running: slots of the
+        running sequences."""
         if self._turns and self._limits is not None:
             context = float(contexts[running].mean()) if len(running) else 0.0
             of_one = self._limits.max_rows(most, context)
@@ -43,7 +44,8 @@ class StepRoom:
         return most if self._max_rows is None else min(most, self._max_rows)
 
     def rows_beside_prompt(self, most: int, contexts: IntArray) -> int:
-        """Returns `rows` of a step with a prompt: while other models wait, room for its smallest chunk is kept.
+        """Returns how many sequences may decode beside a prompt: while other models wait, room for the prompt's smallest chunk is
+        kept.
 
         contexts: positions of each sequence that wants to decode."""
         if self._limits is None or not len(contexts):
@@ -51,41 +53,44 @@ class StepRoom:
         return self._limits.rows_beside_prompt(min(most, len(contexts)), float(contexts.mean()), self._turns, self._strict)
 
     def rows_beside(self, loads: Sequence[TenantLoad], most: int, contexts: IntArray) -> int:
-        """Returns `rows` where sequences of several tenants want to decode."""
+        """Returns how many sequences may decode where those of several tenants want to."""
         if self._turns or self._limits is None or not len(contexts):
             return most
         return self._limits.rows_beside(loads, most, float(contexts.mean()))
 
     def worth_drafting(self, contexts: IntArray, worths: Sequence[float]) -> int:
         """Returns how many drafted tokens to add to a step that only decodes. contexts: positions of each sequence. worths: the
-        chance that each drafted token holds, never growing."""
+        chance that each drafted token holds, in descending order."""
         if self._limits is None:
             return len(worths)
         return self._limits.worth_drafting(len(contexts), float(contexts.mean()), worths, self._turns)
 
     def worth_proposing(self, num_rows: int, num_drafting: int, spare: int, context: float, chance: float, most: int) -> int:
-        """Returns how many tokens, at most `most`, a model's predictor is to draft for each of num_drafting of num_rows sequences.
-        spare: rows that the next step has for drafted tokens. context: average number of positions of each. chance: that a drafted
-        token holds."""
+        """Returns how many tokens, at most `most`, a model's predictor is to draft for each of the num_drafting among num_rows
+        sequences that use drafts. spare: rows that the next step has for drafted tokens. context: average number of positions of a
+        sequence. chance: that a drafted token holds."""
         if self._limits is None:
             return min(most, -(-spare // num_drafting))
         return self._limits.worth_proposing(num_rows, num_drafting, spare, context, chance, most, self._turns)
 
     def predictor_share(self, num_rows: int, context: float) -> float:
-        """Returns what share of a step of so many decoding sequences the predictor takes to see it; 0.0 if that is not known."""
+        """Returns how long the predictor takes to see a step of num_rows decoding sequences, as a share of the step; 0.0 if that is
+        not known."""
         return 0.0 if self._limits is None else self._limits.predictor_share(num_rows, context)
 
     def predictor_is_too_slow(self, num_rows: int, context: float, most: int) -> bool:
-        """Returns whether `most` drafted tokens take the predictor longer than so many steps of that many decoding sequences."""
+        """Returns whether the predictor needs longer to draft `most` tokens than `most` steps of num_rows decoding sequences
+        take."""
         return self._limits is not None and self._limits.predictor_is_too_slow(num_rows, context, most)
 
     def forget_predictor(self) -> None:
-        """Drops what is known of the predictor's time."""
+        """Drops the learned costs of the predictor."""
         if self._limits is not None:
             self._limits.forget_predictor()
 
     def open(self, max_tokens: int, contexts: IntArray, loads: Sequence[TenantLoad]) -> None:
-        """Sets what the step decodes. contexts: positions of each sequence that decodes. max_tokens: bound on the whole step."""
+        """Begins a step with its decoding sequences. contexts: number of positions of each. max_tokens: bound on the tokens of the
+        whole step. loads: the load of each tenant."""
         num_rows, context = len(contexts), float(contexts.sum())
         self._left = max_tokens - num_rows
         if self._max_tokens is not None:
@@ -102,8 +107,8 @@ class StepRoom:
     def take(self, num_computed: int, wanted: int) -> int:
         """Returns how many tokens a prompt with num_computed stored tokens gets; 0: the step is full.
 
-        The step is full once a prompt got less than it wanted. If there is no room, the first prompt still gets
-        LEAST_CHUNK_TOKENS and what costs no more, so that prompts always progress."""
+        The step is full once a prompt got less than it wanted. If there is no room, the first prompt still gets LEAST_CHUNK_TOKENS,
+        and as many more as cost nothing, so that prompts always progress."""
         most = min(wanted, self._left)
         if most <= 0:
             return 0
@@ -123,7 +128,7 @@ class StepRoom:
         return self._limits.prompting.filled(self._tokens + LEAST_CHUNK_TOKENS) - self._tokens
 
     def _within(self, num_computed: int, most: int, longest_s: float) -> int:
-        """Returns how many tokens of such a prompt, at most `most`, fit a step of longest_s."""
+        """Returns how many tokens of a prompt with num_computed stored tokens, at most `most`, fit a step of longest_s seconds."""
         assert self._limits is not None
         before = self._tokens
         tokens = self._limits.prompting.tokens_within(

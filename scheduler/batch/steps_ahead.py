@@ -1,4 +1,4 @@
-"""Steps that have started and whose tokens are not known yet, as far as the next plan depends on them.
+"""Tracks steps that have started and whose tokens are not known yet, as far as the next plan depends on them.
 
 Shapes: S slots, R rows of a step, N of them sampling.
 """
@@ -20,8 +20,8 @@ class TokensNeeded(Exception):
 class StepsAhead:
     """The started steps of a SequenceTable, whose own counts include finished steps only.
 
-    num_new [S]: tokens that started steps compute; num_sampled [S]: tokens they will have sampled. apart: a sequence is in no step
-    while a started one samples its next token, so the next plan never depends on tokens that are not known."""
+    num_new [S]: tokens that started steps compute; num_sampled [S]: tokens that they sample. apart: a sequence whose next token a
+    started step samples is in no other step, so the next plan never depends on tokens that are not known."""
 
     def __init__(self, table: SequenceTable, apart: bool = False) -> None:
         self._table, self.apart = table, apart
@@ -29,7 +29,7 @@ class StepsAhead:
         self._waits: BoolArray = np.zeros(num_slots, np.bool_)
         self._num_new: IntArray = np.zeros(num_slots, np.int32)
         self._num_sampled: IntArray = np.zeros(num_slots, np.int32)
-        self._steps: deque[tuple[BatchPlan, LongArray]] = deque()  # with the request of each row
+        self._steps: deque[tuple[BatchPlan, LongArray]] = deque()  # oldest first, each with the request ids of its rows
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -37,7 +37,8 @@ class StepsAhead:
     def join(self, slot: int) -> None:
         """Registers a row whose settings are in the table.
 
-        A row must wait for its last token if the host changes its logits for each token, or reports more than the token."""
+        A row cannot run in a next step before its last token is known if the host changes its logits for each token, or reports
+        more than the token."""
         table = self._table
         masked = table.constrained[slot] | table.limited[slot]
         told = table.prompt_logprobs[slot] | (table.num_logprobs[slot] >= 0)
@@ -49,7 +50,7 @@ class StepsAhead:
         self._num_new[slot] = self._num_sampled[slot] = 0
 
     def computed(self) -> IntArray:
-        """Returns [S]: tokens whose KV is stored once all started steps have run."""
+        """Returns [S]: the number of tokens whose KV is stored once all started steps have run."""
         return self._table.num_computed + self._num_new if self._steps else self._table.num_computed
 
     def total(self) -> IntArray:
@@ -57,8 +58,8 @@ class StepsAhead:
         return self._table.num_tokens + self._num_sampled if self._steps else self._table.num_tokens
 
     def going_on(self, running: IntArray) -> IntArray:
-        """Returns the running slots that need another step after the started ones, and may be in one now. Raises TokensNeeded if
-        one of them must wait for its token, or if tokens are being drafted for the next step."""
+        """Returns the running slots that need another step after the started ones and may be in it now. Raises TokensNeeded if one
+        of them must wait for its token, or if the started step has drafted tokens or lets the predictor draft some."""
         if not self._steps:
             return running
         if self.apart:
@@ -75,7 +76,8 @@ class StepsAhead:
         self._steps.append((plan, self._table.request_id[plan.slots]))
 
     def finish(self, plan: BatchPlan, ids: IntArray, bad: BoolArray) -> tuple[BatchPlan, IntArray, BoolArray]:
-        """Ends the oldest started step. Returns its plan, ids [N] and bad [N] without rows whose request has ended meanwhile."""
+        """Ends the oldest started step. Returns its plan, ids [N] and bad [N] without the rows whose request has ended
+        meanwhile."""
         started, request_ids = self._steps.popleft()
         if started is not plan:
             raise RuntimeError(f"step {plan.step_id} ends before step {started.step_id}")

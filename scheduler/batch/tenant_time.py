@@ -20,10 +20,10 @@ FORGIVEN_S = 0.25
 
 @dataclass(slots=True, frozen=True)
 class TenantLoad:
-    """What one tenant wants of a step. share: its part of the device, by weight among the tenants that want any."""
+    """What one tenant wants computed in a step. share: its part of the device by weight, among the tenants that want anything."""
 
     num_rows: int  # sequences that decode
-    num_prompts: int  # waiting or under way
+    num_prompts: int  # prompts that wait or are being computed
     share: float = 1.0
 
 
@@ -32,13 +32,13 @@ class TenantTime:
 
     def __init__(self, num_slots: int) -> None:
         self._of_slot: IntArray = np.zeros(num_slots, np.int32)
-        self._ran_at: LongArray = np.zeros(num_slots, np.int64)  # which of the limited steps a row was last in
-        self._num_runs: LongArray = np.zeros(num_slots, np.int64)  # limited steps a row was in
+        self._ran_at: LongArray = np.zeros(num_slots, np.int64)  # number of the last limited step that a row was in
+        self._num_runs: LongArray = np.zeros(num_slots, np.int64)  # how many limited steps a row was in
         self._num_limited = 0
         self._index: dict[str, int] = {}
         self._num_sequences: dict[str, int] = {}
-        self._free = list(range(num_slots - 1, -1, -1))  # indexes
-        self._used_s: FloatArray = np.zeros(num_slots, np.float64)  # over the tenant's weight
+        self._free = list(range(num_slots - 1, -1, -1))  # free indexes of accounts
+        self._used_s: FloatArray = np.zeros(num_slots, np.float64)  # seconds used by each tenant, divided by its weight
         self._weight: FloatArray = np.ones(num_slots, np.float64)
 
     def join(self, slot: int, tenant: str, weight: float) -> None:
@@ -77,8 +77,8 @@ class TenantTime:
         """Returns at most `most` of the slots: least served tenants first, and of one tenant the sequences that have waited
         longest.
 
-        Among sequences that ran in the same step, those that were in fewest steps come first: ordered by slot, the last ones
-        would fall behind for good."""
+        Among sequences that last ran in the same step, those that were in fewest steps come first; if they were ordered by slot,
+        the last ones would fall behind for good."""
         if len(slots) <= most:
             return slots
         self._num_limited += 1
@@ -95,12 +95,12 @@ class TenantTime:
         return slots[np.argsort(self._used_s[self._of_slot[slots]], kind="stable")]
 
     def comes_before(self, tenant: str, slot: int) -> bool:
-        """Returns whether a tenant has used less than the tenant of a slot; a tenant without an account has."""
+        """Returns whether a tenant has used less time than the tenant of a slot; True for a tenant without an account."""
         index = self._index.get(tenant)
         return index is None or bool(self._used_s[index] < self._used_s[self._of_slot[slot]])
 
     def loads(self, decode: IntArray, prefill: IntArray, waiting: Mapping[str, tuple[int, float]]) -> list[TenantLoad]:
-        """Returns the load of each tenant. decode, prefill: slots. waiting: tenant -> (requests that wait, weight)."""
+        """Returns the load of each tenant. decode, prefill: slots. waiting: tenant -> (number of requests that wait, weight)."""
         if len(self._index) + len(waiting) < 2 or (len(self._index) == 1 and self._index.keys() == waiting.keys()):
             return [TenantLoad(len(decode), len(prefill) + sum(number for number, _ in waiting.values()))]
         rows = np.bincount(self._of_slot[decode], minlength=len(self._used_s))

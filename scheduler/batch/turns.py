@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 _NEWEST = 0.3  # weight of the last step in the running average of a model's step time
-_FORGIVEN = 0.25  # of a share: a model that got this much more than its share does not have to wait for it
+_FORGIVEN = 0.25  # a model that got at most this part of a share too much does not have to wait for it
 
 
 class Turns:
@@ -31,7 +31,7 @@ class Turns:
         self._weight: dict[str, float] = {}
         self._step_s: dict[str, float] = {}  # average length of each model's latest steps
         self._ended_s: dict[str, float] = {}  # when each model's last step ended
-        self._busy: tuple[str, ...] = ()  # as of the last call of next
+        self._busy: tuple[str, ...] = ()  # busy models when `next` was called last
         self._before_pooled: set[str] = set()  # models that must run a step before the next pooled one
         self._over_s = 0.0  # seconds that steps took beyond their turns, minus what later steps left of theirs
 
@@ -80,7 +80,7 @@ class Turns:
     def next(self, busy: Collection[str], backlogged: Collection[str] = ()) -> str | None:
         """Returns the busy model whose step is next; None if no model is busy.
 
-        A model that is alone or not busy never falls behind; time it is ahead by is worked off as time passes. backlogged: busy
+        A model that is alone or not busy never falls behind its share; what it is ahead shrinks as time passes. backlogged: busy
         models with more work than fits their turns; two or more of them pool their turns."""
         pooling = backlogged if len(backlogged) > 1 else ()
         for name, ahead_s in self._ahead_s.items():
