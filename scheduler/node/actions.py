@@ -50,20 +50,20 @@ class Load(Action):
     device: str
     weights_chunks: int
     kv_reserved_chunks: int
-    lease_chunks: int  # the device's KV lease once it is in
-    further: tuple[tuple[str, int], ...] = ()  # of a model that is split: the other devices, by rank, and the lease of each
+    lease_chunks: int  # the device's KV lease once the model is loaded
+    further: tuple[tuple[str, int], ...] = ()  # for a split model: its other devices, by rank, and the lease of each
     deadline_s: float  # seconds from now
-    fingerprint: str = ""  # of the files that are meant
-    source_slots: tuple[int, ...] = ()  # of the host tier: the weights are there, in order; empty: they are read from disk
+    fingerprint: str = ""  # identifies the files to load
+    source_slots: tuple[int, ...] = ()  # slots of the host tier that hold the weights, in order; empty: they are read from disk
     checksum: int = 0  # of the weights in source_slots
-    keep_slots: tuple[int, ...] = ()  # to be filled with the weights on the way
-    kv_slots: tuple[int, ...] = ()  # KV saved at an eviction, to be taken back
+    keep_slots: tuple[int, ...] = ()  # slots of the host tier to copy the weights to while they are read
+    kv_slots: tuple[int, ...] = ()  # slots with KV saved at an eviction, to be restored
     kv_index: bytes = b""
     reason: str = ""  # one of LOAD_REASONS
 
     @property
     def leases(self) -> dict[str, int]:
-        """All devices that it is for, by rank, and the lease of each."""
+        """All devices that the action concerns, by rank, and the lease of each."""
         return _leases(self)
 
 
@@ -81,22 +81,22 @@ LOAD_REASONS = {
 class Evict(Action):
     """Evicts a copy whose model has drained, is paused, was unloaded by the operator, or whose load is rolled back.
 
-    `placement_id` identifies the copy (that of its Load); `EvictFinished` answers with it. Requests of the model that the engine
-    aborts for it are queued again already and must not be reported as finished."""
+    `placement_id` identifies the copy: it is the id of its Load, and `EvictFinished` names it. Requests that the engine aborts for
+    the eviction are in the queue again already and must not be reported as finished."""
 
     placement_id: int
     model: str
     device: str
-    lease_chunks: int  # after it; the dispatcher passes it on
-    further: tuple[tuple[str, int], ...] = ()  # as in Load; only devices that hold a share still
-    save_slots: tuple[int, ...] = ()  # of the host tier, for its KV
+    lease_chunks: int  # the device's KV lease after the eviction; the dispatcher tells the engine
+    further: tuple[tuple[str, int], ...] = ()  # as in Load, but only devices that still hold a share
+    save_slots: tuple[int, ...] = ()  # slots of the host tier to save its KV in
     reason: str = ""  # one of leave_rules.EVICT_REASONS
-    to: str = "cold"  # or warm: where it is afterwards
-    age_s: float = 0.0  # since it became ready
+    to: str = "cold"  # its state afterwards: cold or warm
+    age_s: float = 0.0  # seconds since it became ready
 
     @property
     def leases(self) -> dict[str, int]:
-        """All devices that it is for, by rank, and the lease of each."""
+        """All devices that the action concerns, by rank, and the lease of each."""
         return _leases(self)
 
 
@@ -118,7 +118,7 @@ EVICT_REASONS = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestsPaused(Action):
-    """Tells that a model is taken from the device under these requests. They wait in its queue with their streams open, and are
+    """Tells that a model leaves its device while these requests run. They wait in its queue with their streams open, and are
     submitted again with their output once it is back."""
 
     model: str
@@ -127,7 +127,7 @@ class RequestsPaused(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GrantLease(Action):
-    """Tells an engine its lease, which changed without a load or an eviction, or the engine has just come up."""
+    """Tells an engine its lease, because it changed without a load or an eviction or because the engine has just started."""
 
     device: str
     lease_chunks: int
@@ -135,7 +135,8 @@ class GrantLease(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Submit(Action):
-    """Submits a request, also again after a crash: the dispatcher sends the prompt and the output that the client already has."""
+    """Submits a request to an engine, for the first time or again after a crash: the dispatcher sends the prompt and the output
+    that the client already has."""
 
     request_id: int
     model: str
@@ -152,7 +153,7 @@ class Reject(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class AbortInEngine(Action):
-    """Stops a submitted request in its engine; its client has gone or was told already."""
+    """Stops a submitted request in its engine, because its client has gone or was told the outcome already."""
 
     request_id: int
     device: str
@@ -179,7 +180,7 @@ class StateChanged(Action):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CommandDone(Action):
-    """Answers the operator's event with the same cause; `refusal` None means that it was done."""
+    """Answers the operator's command whose `cause` this is; `refusal` None means that the command was carried out."""
 
     model: str
     refusal: Refusal | None = None

@@ -24,7 +24,7 @@ def refuse(node: Node, model: Model | None, facts: RequestFacts) -> Refusal | No
         return refusal
     if model.closed:
         return Refusal("model_draining", f"{name} is being drained by the operator", node.settings.drain_retry_after_s)
-    # a part's request was taken whole: else one that is larger than the queue never could be
+    # all sequences of a client's request are accepted with the first one, or a request larger than the queue never could be
     if not facts.part_of and not facts.was_accepted:
         refusal = queue_full(node, model, facts.tenant)
         if refusal is not None:
@@ -73,8 +73,8 @@ def wait_exceeded(node: Node, model: Model) -> Refusal:
 
 
 def num_waiting(node: Node, model: Model) -> int:
-    """Returns how many waiting sequences count against max_queued. Of one tenant at most max_queued_per_tenant count, however
-    many sequences its requests have."""
+    """Returns how many waiting sequences count against max_queued. At most max_queued_per_tenant of one tenant count, however many
+    sequences its requests have."""
     num = len(model.queue) - model.num_resubmissions
     if num < max_queued(node, model):
         return num
@@ -87,13 +87,15 @@ def max_queued(node: Node, model: Model) -> int:
 
 
 def max_queued_per_tenant(node: Node, model: Model) -> int:
-    """Returns a bound below max_queued, so that one tenant alone cannot fill the queue."""
+    """Returns how many sequences of one tenant may wait: by default half of max_queued, so that no tenant alone can fill the
+    queue."""
     most = max_queued(node, model)
     return min(most, node.settings.max_queued_per_tenant or ceil(most / 2))
 
 
 def retry_after_s(node: Node, model: Model) -> float:
-    """Returns when a place in the queue should be free: the queue's length over its service rate, or the time of a load."""
+    """Returns in how many seconds a place in the queue should be free: the queue's length over its service rate, or the time of a
+    load."""
     wait = 1.0
     rate = model.served.recent_per_s(node.now)
     if rate > 0 and model.copy is not None:

@@ -20,7 +20,8 @@ from scheduler.node.node import Model, Node
 
 
 def load(node: Node, event: LoadRequested | WarmRequested) -> None:
-    """Loads a model. Answered when it is ready or cannot be loaded. One that is there already stays until it is requested again."""
+    """Loads a model. The command is answered when the model is ready or cannot be loaded. A model that is loaded already stays at
+    least until it is requested again."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -37,7 +38,7 @@ def load(node: Node, event: LoadRequested | WarmRequested) -> None:
 
 
 def warm(node: Node, event: WarmRequested) -> None:
-    """Loads a model that nobody asks for yet. It never waits in line: it would come before requests by its age."""
+    """Loads a model that no request waits for yet. It never waits in line, because its age would put it before requests."""
     model = node.models.get(event.model)
     is_resting = model is not None and model.copy is None and model.placement is None
     if model is not None and is_resting and not model.removed and admission.closed(node, model) is None:
@@ -69,7 +70,7 @@ def in_use(node: Node, model: Model) -> Refusal | None:
 
 
 def pin(node: Node, event: PinRequested) -> None:
-    """Pins a model at once; answered like a load."""
+    """Pins a model at once and loads it; the command is answered as for a load."""
     model = _find(node, event.model)
     if model is None:
         return
@@ -79,7 +80,7 @@ def pin(node: Node, event: PinRequested) -> None:
         _done(node, event.model, refusal)
         return
     if model.victim_of and model.copy is not None and not model.copy.evict_sent:
-        placements.drop(node, node.placements[model.victim_of])  # pinned: never a victim; the other looks for room elsewhere
+        placements.drop(node, node.placements[model.victim_of])  # that placement looks for room elsewhere
     if model.state == residency.READY:
         _done(node, event.model, None)
         return
@@ -98,9 +99,11 @@ def unpin(node: Node, event: UnpinRequested) -> None:
 
 
 def unload(node: Node, event: UnloadRequested) -> None:
-    """Evicts a model now; answered when that is done. Its running requests wait at the front of the queue and may bring it back.
+    """Evicts a model now; the command is answered when the model has left. Its running requests wait at the front of the queue and
+    may bring it back.
 
-    To cold: nothing of it stays in host memory. To warm: its weights there stay, and KV worth saving is saved."""
+    `to` cold: nothing of the model stays in host memory. `to` warm: its weights in host memory stay, and KV worth saving is
+    saved."""
     model = _find(node, event.model)
     if model is None:
         return

@@ -1,4 +1,4 @@
-"""Learned costs: how long a load will take, and how often a model is requested."""
+"""Learns costs: how long a load takes, and how often a model is requested."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 K = TypeVar("K")
 
-_NEW = 0.3  # weight of the newest figure in what is learned
+_NEW = 0.3  # weight of the newest figure in a learned average
 
 
 class LoadCosts:
@@ -19,25 +19,26 @@ class LoadCosts:
     def __init__(self, bandwidth_bytes_per_s: float, overhead_s: float, copy_bytes_per_s: float = 4e9) -> None:
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
         self.overhead_s = overhead_s
-        self.copy_bytes_per_s = copy_bytes_per_s  # between host memory and the device
-        self.prefill_tokens_per_s: dict[str, float] = {}  # by model, of those that were measured
+        self.copy_bytes_per_s = copy_bytes_per_s  # bandwidth between host memory and the device
+        self.prefill_tokens_per_s: dict[str, float] = {}  # model -> measured speed of prompts
         self._seconds: dict[tuple[str, int], float] = {}
         self._from_host: dict[tuple[str, int], float] = {}
 
     def predict_s(self, model: str, weights_bytes: int) -> float:
-        """Returns the seconds of a load from disk: what this model's loads took, else bytes over bandwidth."""
+        """Returns the predicted seconds of a load from disk: the average of this model's loads; without any, its bytes over the
+        bandwidth."""
         known = self._seconds.get((model, weights_bytes))
         return known if known is not None else self.overhead_s + weights_bytes / self.bandwidth_bytes_per_s
 
     def predict_from_host_s(self, model: str, weights_bytes: int) -> float:
-        """Returns the seconds of a load from host memory, which is never predicted to be slower than from disk."""
+        """Returns the predicted seconds of a load from host memory, at most those of a load from disk."""
         known = self._from_host.get((model, weights_bytes))
         seconds = known if known is not None else weights_bytes / self.copy_bytes_per_s
         return min(seconds, self.predict_s(model, weights_bytes))
 
     def saved_s_per_token(self, model: str, kv_bytes_per_token: float) -> float:
-        """Returns by how many seconds copying a token's KV back from host memory is faster than computing it. A model that was
-        never measured counts as slow to compute."""
+        """Returns how many seconds it saves to copy a token's KV back from host memory instead of computing it. A model without
+        measurements counts as slow to compute."""
         rate = self.prefill_tokens_per_s.get(model)
         return (1 / rate if rate else 1.0) - kv_bytes_per_token / self.copy_bytes_per_s
 
@@ -71,14 +72,15 @@ def _average(known: dict[K, float], key: K, new: float) -> None:
 
 
 def _averaged_bandwidth(bytes_per_s: float, new_s_per_byte: float) -> float:
-    """Returns the bandwidth averaged as seconds per byte, so that one load of a cached file does not promise the impossible."""
+    """Returns the new average of a bandwidth. Seconds per byte are averaged, so that one load of a cached file does not make disk
+    loads look far too fast."""
     per_byte = 1 / bytes_per_s
     return 1 / (per_byte + _NEW * (new_s_per_byte - per_byte))
 
 
 class Rate:
-    """Events per second: the mean of two exponentially weighted averages with half-lives of 1 and 15 minutes, so that a burst
-    counts at once and a steady stream is not forgotten in a pause."""
+    """A rate in events per second: the mean of two exponentially weighted averages with half-lives of 1 and 15 minutes, so that a
+    burst counts at once and a steady stream is not forgotten in a pause."""
 
     __slots__ = ("_at", "_long", "_short")
 
@@ -102,5 +104,5 @@ class Rate:
         return (self._short * 2.0 ** (-passed / self.SHORT_S) + self._long * 2.0 ** (-passed / self.LONG_S)) / 2
 
     def recent_per_s(self, now: float) -> float:
-        """Returns the short average alone: the current rate."""
+        """Returns the current rate: the short average alone."""
         return self._short * 2.0 ** (-max(0.0, now - self._at) / self.SHORT_S)

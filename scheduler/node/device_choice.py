@@ -10,12 +10,12 @@ from scheduler.node.eviction import Resident
 
 @dataclass(slots=True)
 class Option:
-    """One device, or a group of them, and which models would have to leave for the model."""
+    """One device or group of devices for a model, and which other models would have to leave it."""
 
     devices: tuple[str, ...]  # by rank
     victims: list[Resident]
-    lease_chunks: int  # before it, on the device with least
-    left: bool = False  # its weights are there still, since an engine died
+    lease_chunks: int  # the lease before the load, on the device with the smallest lease
+    left: bool = False  # its weights are still there, left by an engine that died
 
     @property
     def forced(self) -> bool:
@@ -28,8 +28,8 @@ class Option:
 
 
 def rank(option: Option) -> tuple[bool, bool, float, bool, int, tuple[str, ...]]:
-    """Returns what options are compared by. The best has the least: first it disturbs no running request, then it evicts nothing,
-    then it loses least, then it reads nothing, then it has the most room (so that models spread)."""
+    """Returns the sort key of an option; the least is best. The criteria in order: it disturbs no running request, it evicts
+    nothing, its evictions cost least, its weights need not be read, it has the most room (so that models spread)."""
     return option.forced, bool(option.victims), option.cost, not option.left, -option.lease_chunks, option.devices
 
 

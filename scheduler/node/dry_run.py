@@ -1,4 +1,4 @@
-"""Shows what a placement would do without doing it: the same scores and choice of victims, on the current state."""
+"""Shows what a placement would do without doing it, with the same scores and choice of victims, on the current state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ FITS, EVICTS, FORCES, WAITS, THERE, REFUSED = "fits", "evicts", "forces", "waits
 
 
 def load(node: Node, model: Model) -> LoadPlan:
-    """Returns what loading the model would do now for a request that is not overdue, which forces nobody out; if that is not
-    enough, what an overdue request would do. O(residents)."""
+    """Returns what loading the model would do now for a request that is not overdue, which forces no busy model out; if the model
+    cannot be placed that way, what an overdue request would do. O(residents)."""
     refusal = admission.removed(model) if model.removed else admission.closed(node, model)
     if refusal is None and model.copy is None and not pins.has_place(node, model):
         refusal = pins.would_not_fit(node, model)
@@ -37,7 +37,7 @@ def load(node: Node, model: Model) -> LoadPlan:
 
 
 def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
-    """Returns which idle models would leave to free so many bytes; busy ones are not forced out."""
+    """Returns which idle models would leave the device to free num_bytes; busy ones are not forced out."""
     chunks = -(-num_bytes // node.settings.chunk_bytes)
     room_chunks = device.ledger.room_for(0)
     residents = [
@@ -51,7 +51,7 @@ def room(node: Node, device: Device, num_bytes: int) -> DevicePlan:
 
 
 def _option(node: Node, model: Model, device: Device) -> Option | None:
-    """Returns what the model, or a share of it, would take on the device alone."""
+    """Returns the option of the model, or a share of it, on this device alone; None if it cannot be placed there."""
     return look.plan(node, model, (device.name,), may_force=False) or look.plan(node, model, (device.name,), may_force=True)
 
 

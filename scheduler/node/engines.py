@@ -1,5 +1,5 @@
-"""Starts and deaths of engines. A death empties the device's account; all its requests wait again, first in their queues. A model
-that was split over it and other devices leaves the others, too.
+"""Handles starts and deaths of engines. A death empties the device's account; all its requests wait again, first in their queues. A
+model that is split over this device and others leaves the others, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from scheduler.node.node import LOADS, Device, Node
 
 
 def declare(node: Node, name: str, budget_bytes: int) -> Device:
-    """Adds a device of this node, with or without an engine yet. The caller judges models anew."""
+    """Adds a device of this node, whether or not its engine has started. The caller must judge all models again."""
     settings = node.settings
     device = Device(
         name=name,
@@ -42,14 +42,14 @@ def up(node: Node, event: EngineUp) -> None:
 
 
 def judge_all(node: Node) -> None:
-    """Judges all models, the only pass over all of them: a device is new, or its budget has changed."""
+    """Judges all models (models.judge) because a device is new or its budget has changed. It is the only pass over all models."""
     for model in node.models.values():
         placements.unlist(node, model)
         models.judge(node, model)
         models.raise_work_space(node, model)
         if model.copy is None and model.placement is None:
             models.rest(node, model, "devices have changed")
-        elif pins.place_of(model) == ():  # it leaves what is left of its devices
+        elif pins.place_of(model) == ():  # it leaves those of its devices that are left
             pins.check_home(node, model)
 
 
@@ -60,12 +60,13 @@ def down(node: Node, event: EngineDown) -> None:
 
 
 def end(node: Node, device: Device, running: tuple[int, ...], reason: str) -> None:
-    """Handles the death of an engine. `running`: requests of the step in flight. A load is to blame only if there was no step."""
+    """Handles the death of an engine. `running`: requests of the step that was running. A load is blamed only if no step was
+    running."""
     device.up, device.held_for = False, ""
     reason = f"the engine of {device.name} {reason}"
     for placement in list(device.placements.values()):
         if placement.stage != LOADS:
-            for name in [name for name in placement.victims if name in device.resident]:  # they are gone; others stay after all
+            for name in [name for name in placement.victims if name in device.resident]:  # only these are gone
                 del placement.victims[name]
                 node.models[name].victim_of = 0
             placements.drop(node, placement, reason)

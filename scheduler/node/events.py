@@ -20,7 +20,7 @@ class Event:
 
 @dataclass(slots=True, frozen=True)
 class ModelFacts:
-    """The facts about a model that placing it needs, from checkpoint headers and the config, never from a driver."""
+    """The facts about a model that its placement needs, from checkpoint headers and the config, never from a driver."""
 
     name: str
     weights_bytes: int
@@ -28,7 +28,7 @@ class ModelFacts:
     work_space_bytes: int
     max_model_len: int  # tokens; one request of that length is the reserved KV (or kv_floor_tokens, if larger)
     kv_floor_tokens: int = 0
-    kv_reserved_bytes: int = 0  # of a model with windows or states; 0: those tokens times kv_bytes_per_token
+    kv_reserved_bytes: int = 0  # for a model with windows or states; 0: reserved tokens times kv_bytes_per_token
     max_sequences: int = 256
     max_queued: int = 256
     priority: float = 1.0
@@ -38,27 +38,27 @@ class ModelFacts:
     fingerprint: str = ""
     incomplete: str = ""  # which file is missing or too short; empty: complete
     keep_alive_s: float = inf  # how long it may stay on a device after its last request; inf: until its memory is needed
-    # devices that it is split over; its bytes are then those of each share, and it has no KV but what is reserved. 1: it is whole
+    # How many devices it is split over; 1: none. A split model's bytes are those of a share, and it has no KV beyond its reserve.
     num_ranks: int = 1
-    unusable: str = ""  # why its files or settings can't be served however long one waits; empty: they can
-    if_too_large: str = ""  # what a refusal tells behind the arithmetic of a model that fits nowhere
+    unusable: str = ""  # why its files or settings can never be served; empty: they can
+    if_too_large: str = ""  # text that a refusal adds to the arithmetic if the model fits nowhere
     replica_of: str = ""  # the model whose further replica this is (replicas.py); "": it is a model itself
-    # of a further replica: it is loaded when the model has so many requests for each replica there is; 0: when it has any
+    # For a further replica: how many requests each loaded replica must have before this one is loaded; 0: any request will do.
     replica_at: int = 0
 
     @property
     def is_split(self) -> bool:
-        """Whether it needs several devices. Then it has no KV beyond its reserve."""
+        """Whether the model is split over several devices; it then has no KV beyond its reserve."""
         return self.num_ranks > 1
 
     @property
     def uses_host_tier(self) -> bool:
-        """Whether host memory may hold its weights and KV: not those of shares, nor of further replicas."""
+        """Whether host memory may hold the model's weights and KV: False for a split model and for a further replica."""
         return not self.is_split and not self.replica_of
 
     @property
     def costs_name(self) -> str:
-        """The name by which its costs are learnt: replicas have theirs in common."""
+        """The name under which its costs are learned: that of the model, which all its replicas share."""
         return self.replica_of or self.name
 
 
@@ -73,10 +73,10 @@ class RequestFacts:
     tenant: str = ""
     weight: float = 1.0  # the tenant's share
     priority: int = 0
-    keep_alive_s: float | None = None  # how long the model may stay after it, from now on; None: as before
-    part_of: int = 0  # request_id of the first sequence of a client's request that makes several; 0: it is the first
-    was_accepted: bool = False  # by the daemon before this one: no queue is too full for it
-    # of a model with several: the replicas that have computed a prefix of the prompt, as far as is known, and its tokens
+    keep_alive_s: float | None = None  # how long the model may stay after this and later requests; None: as before
+    part_of: int = 0  # if a client's request has several sequences, the request_id of the first; 0: this is the first
+    was_accepted: bool = False  # accepted by the daemon before this one, so no queue is too full for it
+    # For a model with several replicas: those known to have a prefix of the prompt cached, and the tokens of that prefix.
     cached: tuple[tuple[str, int], ...] = ()
 
 
@@ -99,8 +99,8 @@ class ModelRemoved(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HostCopiesFound(Event):
-    """Host memory has outlived the daemon before this one: these copies are in its slots. Posted before any engine is up. Copies of
-    unknown models and other files are ignored, and their slots stay free."""
+    """Host memory has outlived the daemon before this one, and these copies are in its slots. Posted before any engine is up.
+    Copies of unknown models, or of files that have changed, are ignored, and their slots stay free."""
 
     copies: tuple[tuple[str, HostCopy], ...]  # (model, KeptWeights or SavedKV)
 
@@ -109,7 +109,7 @@ class HostCopiesFound(Event):
 class EngineUp(Event):
     device: str
     budget_bytes: int
-    left: tuple[str, ...] = ()  # models whose weights are on the device still: loading them reads and copies nothing
+    left: tuple[str, ...] = ()  # models whose weights are still on the device: loading them reads and copies nothing
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -123,18 +123,19 @@ class EngineDown(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadFinished(Event):
-    """A load has ended. Slots of Load may be written or given away again; those meant to keep the weights hold them if `kept`."""
+    """A load has ended. The slots named in its Load may be used for something else again; if `kept`, its keep_slots hold the
+    weights."""
 
     placement_id: int
     seconds: float
-    kept: bool = False  # a whole copy of the weights is in keep_slots, or in the source_slots it came from
-    checksum: int = 0  # of that copy
-    copy_s: float = 0.0  # of the seconds, spent copying from host memory
+    kept: bool = False  # a whole copy of the weights is in keep_slots, or in the source_slots that it was read from
+    checksum: int = 0  # checksum of the copy in host memory
+    copy_s: float = 0.0  # the part of `seconds` spent copying from host memory
     source_rejected: str = ""  # why the copy in source_slots was not used
-    read_as: str = ""  # which of its files were read and why, where some are packed
-    kernels_s: float = 0.0  # of the seconds, spent on kernels alone, while no weights were read
+    read_as: str = ""  # which of the model's files were read and why, if some are packed
+    kernels_s: float = 0.0  # the part of `seconds` spent on kernels alone, while no weights were read
     restored_kv_tokens: int = 0
-    adopted: bool = False  # the weights were on the device already: nothing is learnt of the disk or the host's memory
+    adopted: bool = False  # the weights were on the device already, so nothing is learned about disk or host memory
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -164,15 +165,15 @@ class LoadProgressed(Event):
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EvictFinished(Event):
     placement_id: int
-    kv_slots: tuple[int, ...] = ()  # of save_slots, those that hold KV now
-    kv_index: bytes = b""  # the engine's account of them
+    kv_slots: tuple[int, ...] = ()  # those of save_slots that hold KV now
+    kv_index: bytes = b""  # the engine's index of the saved KV
     saved_kv_tokens: int = 0
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVNoted(Event):
-    """KV of an engine's models: model -> bytes of (running sequences, cached prefixes). waiting: model -> requests in the engine
-    that have not started."""
+    """The KV in use by an engine's models. kv_bytes: model -> bytes of (running sequences, cached prefixes). waiting: model ->
+    requests in the engine that have not started."""
 
     device: str
     kv_bytes: dict[str, tuple[int, int]]
@@ -199,8 +200,9 @@ class RequestArrived(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestExpected(Event):
-    """A request of the tenant for this model will arrive once its prompt is tokenized. Nothing answers it: if the load can begin at
-    once, as for WarmRequested, it does; if not, the request will wait in line as any other. Each has a cause of its own."""
+    """A request of the tenant for this model will arrive once its prompt is tokenized. If the load can begin at once, as for
+    WarmRequested, it does; if not, the request will wait in line as any other. The event is not answered. Each has a cause of its
+    own."""
 
     model: str
     tenant: str = ""
@@ -224,8 +226,8 @@ class RequestCancelled(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestFinished(Event):
-    """The engine is done with a request, successfully or not. Not sent for requests it aborted for an Evict or AbortInEngine.
-    Unknown ids are ignored."""
+    """The engine is done with a request, successfully or not. Not sent for requests that the engine aborted for an Evict or
+    AbortInEngine. Unknown ids are ignored."""
 
     request_id: int
 
@@ -244,8 +246,8 @@ class KeepAliveSet(Event):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadRequested(Event):
-    """`hearth load`; answered by CommandDone with this event's cause. The model then stays until it was requested, whatever its
-    keep_alive says."""
+    """`hearth load`; answered by a CommandDone with this event's cause. The loaded model stays at least until it is requested,
+    whatever its keep_alive says."""
 
     model: str
 
@@ -253,7 +255,7 @@ class LoadRequested(Event):
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WarmRequested(Event):
     """A load ahead of requests (`warm`), answered like LoadRequested. It is refused unless it can begin at once, no other model
-    waits for the device, and only idle models have to leave that have been used since they were loaded."""
+    waits for the device, and the models that have to leave are idle and have been used since they were loaded."""
 
     model: str
 

@@ -1,6 +1,7 @@
 """Chooses the models that leave a device to make room: a pure function of numbers.
 
-Victims ascend by value = priority x request rate x reload seconds / bytes freed: the cost of missing them per byte gained.
+Victims are chosen in ascending order of value = priority x request rate x reload seconds / bytes freed: the expected cost of the
+model's absence per byte gained.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Target:
-    """What has to fit. `room_chunks`: the device's total minus what is promised to others."""
+    """The model that has to fit on a device. `room_chunks`: the device's total minus what is promised to others."""
 
     chunks: int
     work_space_chunks: int
@@ -37,7 +38,7 @@ def value(priority: float, requests_per_s: float, reload_s: float, freed_bytes: 
 
 
 class _Place:
-    """One device while victims are chosen: who has to fit, and who still stays."""
+    """One device while victims are chosen: the model that has to fit, and the models that still stay."""
 
     __slots__ = ("_held", "_resident", "_staying", "_target")
 
@@ -71,14 +72,14 @@ class _Place:
 
 
 def victims(target: Target, resident: Iterable[Resident]) -> list[Resident] | None:
-    """Returns as few victims as needed: idle before busy ones, least value first (ties: longest unused). [] if the target fits
-    already, None if it cannot fit."""
+    """Returns as few victims as needed: idle models before busy ones, least value first, and of equal ones the longest unused. []
+    if the target fits already; None if it cannot fit."""
     return victims_on_all([(target, resident)])
 
 
 def victims_on_all(members: Sequence[tuple[Target, Iterable[Resident]]]) -> list[Resident] | None:
-    """Returns the victims for a model that has to fit on each of several devices; else as `victims`. A victim leaves all of the
-    devices on which it is."""
+    """Returns the victims for a model that has to fit on each of several devices, chosen as by `victims`. A victim leaves all of
+    its devices."""
     places = [_Place(target, resident) for target, resident in members]
     evictable = {model.name: model for place in places for model in place.evictable}
     order = sorted(evictable.values(), key=lambda model: (model.busy, model.value, model.last_used, model.name))
@@ -94,7 +95,7 @@ def victims_on_all(members: Sequence[tuple[Target, Iterable[Resident]]]) -> list
             short = [place for place in short if not place.fits]
     if short:
         return None
-    # A later, larger victim may have made earlier ones superfluous: spare the dearest first.
+    # A later, larger victim may have made earlier ones superfluous: the most valuable are spared first.
     for victim in reversed(chosen[:-1]):
         for place in places:
             place.put_back(victim.name)

@@ -1,7 +1,7 @@
-"""Requests that are being read: their model's load need not wait until their prompts are tokenized.
+"""Handles requests that are still being read, so that a load of their model need not wait until their prompts are tokenized.
 
-A model is expected from then until the request arrives or is given up. Meanwhile it is wanted as by a request, but only where its
-load can begin at once, as a load ahead of requests may: it waits in line for the request itself.
+From then until the request arrives or is given up, its model is expected: it is loaded as for a request if the load can begin at
+once, as a load ahead of requests may. Otherwise the model gets its place in line only when the request itself arrives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def begins(node: Node, event: RequestExpected) -> None:
     facts = RequestFacts(request_id=0, model=event.model, num_prompt_tokens=0, max_tokens=0, tenant=event.tenant)
     if admission.refuse(node, model, facts) is not None:
         return
-    if model.expected:  # by another request, which may be given up
+    if model.expected:  # another request expects it, which may be given up
         model.expected[event.cause] = None
         return
     if model.placement is not None or commands.in_use(node, model) is not None:

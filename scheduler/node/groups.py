@@ -1,4 +1,4 @@
-"""Says which devices may hold a model together. A whole model takes any one of those that it may live on. A model that is split
+"""Determines which devices may hold a model together. A whole model takes any one of the devices on which it may be. A split model
 (ModelFacts.num_ranks > 1) takes several of one kind, each of which holds one share.
 """
 
@@ -19,7 +19,8 @@ def kind_of(device: str) -> str:
 
 
 def pools(devices: Iterable[str], num_ranks: int) -> list[tuple[str, ...]]:
-    """Returns the sets of devices of which any num_ranks may hold a model together, in the given order; [] if they are too few."""
+    """Returns sets of devices, in the given order; any num_ranks devices of a set may hold a model together. [] if there are too
+    few devices."""
     if num_ranks == 1:
         return [alone] if (alone := tuple(devices)) else []
     by_kind: dict[str, list[str]] = {}
@@ -29,9 +30,10 @@ def pools(devices: Iterable[str], num_ranks: int) -> list[tuple[str, ...]]:
 
 
 def groups(preferred: Sequence[str], num_ranks: int) -> list[tuple[str, ...]]:
-    """Returns the groups that may hold a model, each in the order of its ranks, which is that of the names. preferred: the devices
-    that could hold a share, the best first. The groups of the best devices come first: of three devices these are (1, 2), (1, 3)
-    and (2, 3). Of each kind of device at most MAX_GROUPS groups are returned, but all devices for a whole model."""
+    """Returns the groups of devices that may hold a model, each in the order of its ranks, which is the order of the devices'
+    names. preferred: the devices that could hold a share, the best first. The groups of the best devices come first: of three
+    devices these are (1, 2), (1, 3) and (2, 3). Of each kind of device at most MAX_GROUPS groups are returned, but all devices for
+    a whole model."""
     if num_ranks == 1:
         return [(device,) for device in preferred]
     return [group for pool in pools(preferred, num_ranks) for group in _of_pool(pool, num_ranks)]
@@ -42,5 +44,5 @@ def _of_pool(pool: tuple[str, ...], num_ranks: int) -> Iterator[tuple[str, ...]]
 
 
 def joined(devices: Iterable[str]) -> str:
-    """Returns the name of a group, such as "cpu:0+cpu:1". That of one device is the device's."""
+    """Returns the name of a group of devices, such as "cpu:0+cpu:1". The name of a single device is its own."""
     return "+".join(devices)

@@ -1,4 +1,5 @@
-"""The last placements and what decided them, for `hearth history`. Bounded; the oldest are dropped first."""
+"""Records the last placements and what decided them, for `hearth history`. Their number is bounded; the oldest are dropped
+first."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class History:
         self._records: OrderedDict[int, PlacementView] = OrderedDict()
 
     def begun(self, now: float, placement: _Placement, option: Option, num_bytes: int, waited_s: float) -> None:
-        """Records a placement. `num_bytes`: its weights, on each of its devices. `waited_s`: since its oldest request arrived or a
-        command asked for it."""
+        """Records a placement. `num_bytes`: bytes of the weights on each of its devices. `waited_s`: seconds since its oldest
+        request arrived or a command asked for it."""
         self._records[placement.id] = PlacementView(
             id=placement.id,
             model=placement.model,
@@ -46,13 +47,15 @@ class History:
             self._records.popitem(last=False)
 
     def ended(self, placement_id: int, now: float, outcome: str, load_s: float = 0.0, source: str = "") -> None:
-        """Records an outcome. Only the first counts: what happens to the copy later is no part of its placement."""
+        """Records the outcome of a placement. Only the first one counts: what happens to the copy later is not part of its
+        placement."""
         record = self._records.get(placement_id)
         if record is not None and not record.outcome:
             record.ended, record.outcome, record.load_s, record.source = now, outcome, load_s, source
 
     def views(self, model: str = "") -> list[PlacementView]:
-        """Returns placements, the oldest first; for one model also those that made it leave."""
+        """Returns the recorded placements, the oldest first. model: only its own placements and those for which it left; "":
+        all."""
         return [
             record
             for record in self._records.values()

@@ -13,13 +13,13 @@ Slots = tuple[int, ...]
 
 @dataclass(slots=True)
 class HostCopy:
-    """One model's copy of one kind in host memory. It is valid for checkpoints of this fingerprint only."""
+    """One model's copy of one kind (weights or KV) in host memory. It is valid only for the checkpoint with this fingerprint."""
 
     fingerprint: str
     slots: Slots
     num_bytes: int
-    lent: int = 0  # to the load of this placement; 0: nobody reads it
-    void: bool = False  # to be given up once nobody reads it
+    lent: int = 0  # id of the placement whose load reads it; 0: none
+    void: bool = False  # whether its slots are to be freed once no load reads it
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class KeptWeights(HostCopy):
 
 @dataclass(slots=True)
 class SavedKV(HostCopy):
-    index: bytes = b""  # the engine's: which tokens of whom
+    index: bytes = b""  # the engine's index: which tokens of which tenants
     num_tokens: int = 0
 
 
@@ -42,7 +42,7 @@ class Transit:
 
 
 class HostTierAccount:
-    """The slots. At all times each slot is in exactly one of free, transit, weights and kv."""
+    """The account of the slots. At all times each slot is in exactly one of free, transit, weights and kv."""
 
     __slots__ = ("_free", "kv", "num_slots", "revision", "transit", "weights")
 
@@ -51,7 +51,7 @@ class HostTierAccount:
         self._free = list(range(num_slots - 1, -1, -1))
         self.weights: dict[str, KeptWeights] = {}
         self.kv: dict[str, SavedKV] = {}
-        self.transit: dict[int, Transit] = {}  # placement -> slots
+        self.transit: dict[int, Transit] = {}  # placement id -> the slots granted to it
         self.revision = 0  # counts the changes of what the slots hold
 
     @property
@@ -84,8 +84,8 @@ class HostTierAccount:
         return slots
 
     def end_grant(self, placement_id: int, keep: Slots = ()) -> None:
-        """Ends a grant: of its slots only `keep` hold something, and now belong to a copy. Raises ValueError for a slot that was
-        not granted."""
+        """Ends a grant. keep: those of its slots that hold something and now belong to a copy; the others become free. Raises
+        ValueError for a slot that was not granted."""
         granted = self.transit.pop(placement_id, None)
         slots = granted.slots if granted is not None else ()
         kept = set(keep)
@@ -94,7 +94,7 @@ class HostTierAccount:
         self._put_back(tuple(slot for slot in slots if slot not in kept))
 
     def hold(self, model: str, copy: HostCopy) -> None:
-        """Records a copy in slots that were granted to it. The grant has ended."""
+        """Records a copy in slots that were granted for it, after their grant has ended."""
         self.revision += 1
         if isinstance(copy, SavedKV):
             self.kv[model] = copy
@@ -113,7 +113,7 @@ class HostTierAccount:
         return True
 
     def valid_copies(self) -> list[tuple[str, HostCopy]]:
-        """Returns all (model, copy) but those that are to be given up."""
+        """Returns all (model, copy) except copies that are dropped as soon as no load reads them."""
         return [(model, copy) for model, copy in self.copies() if not copy.void]
 
     def drop_weights(self, model: str) -> None:
@@ -135,13 +135,13 @@ class HostTierAccount:
         self._put_back(copy.slots)
 
     def lend(self, model: str, placement_id: int) -> None:
-        """Marks a model's weights as read by its load."""
+        """Marks a model's weights as being read by its load."""
         for kind in (self.weights, self.kv):
             if (copy := kind.get(model)) is not None:
                 copy.lent = placement_id
 
     def returned(self, model: str) -> None:
-        """Ends the reading; weights that were dropped meanwhile are freed."""
+        """Notes that no load reads a model's weights any more; they are freed if they were dropped meanwhile."""
         for kind in (self.weights, self.kv):
             copy = kind.get(model)
             if copy is not None:

@@ -15,7 +15,7 @@ from scheduler.node.node import Model, Node
 
 
 def set_by_client(node: Node, event: KeepAliveSet) -> None:
-    """Sets how long the copy stays, without a request to serve. Ignored for a model that is on no
+    """Sets how long the copy stays after its last request, for a client that asks for no answer. Ignored for a model that is on no
     device and that nobody waits for."""
     model = node.models.get(event.model)
     if model is not None:
@@ -27,12 +27,12 @@ def set_by_client(node: Node, event: KeepAliveSet) -> None:
 
 
 def leaves_at(model: Model) -> float | None:
-    """Returns when an idle model leaves if no request comes; None if an operator wanted it and it was not requested since, or if it
-    may stay for ever."""
+    """Returns when an idle model leaves if no request comes; None if it may stay for ever, or if an operator loaded it and it has
+    not been requested since."""
     copy = model.copy
     if copy is None or model.keep_alive_s == inf:
         return None
-    replicas = model.replicas  # none of them leaves while another is used, because it would come back with the next request
+    replicas = model.replicas  # no replica leaves while another is used, because it would come back with the next request
     if not any(one.copy is not None and one.copy.requested for one in replicas):
         return None
     return max(copy.ready_at or 0.0, *(one.last_used or 0.0 for one in replicas)) + model.keep_alive_s

@@ -21,7 +21,7 @@ from scheduler.node.node import Copy, Device, Model, Node, Placement
 
 
 def same_files(one: ModelFacts, other: ModelFacts) -> bool:
-    """Returns whether what was kept or saved for one checkpoint is valid for the other."""
+    """Returns whether the copies in host memory that were made of one checkpoint are valid for the other."""
     return (one.fingerprint, one.weights_bytes, one.kv_bytes_per_token, one.num_ranks) == (
         other.fingerprint,
         other.weights_bytes,
@@ -43,7 +43,7 @@ def found(node: Node, event: HostCopiesFound) -> None:
             cool(node, model, "its weights are in host memory from before the restart")
 
 
-# ---- what it is worth
+# ---- the value of a copy
 
 
 def loads_per_s(node: Node, model: Model) -> float:
@@ -89,9 +89,9 @@ def value_of(node: Node, name: str, copy: HostCopy) -> float:
 
 
 def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots, KeptWeights | None, SavedKV | None]:
-    """Returns for a load that begins: slots to keep its weights in while they are read, the copy to load from, and the KV to
-    restore. left: the weights are on the device already, so nothing is read that could be kept. A split model and a further
-    replica get none of them."""
+    """Returns for a load that begins: slots in which to keep its weights while they are read, the copy in host memory to load from,
+    and the KV to restore. left: the weights are on the device already, so nothing is read that could be kept. A split model or a
+    further replica gets none of these."""
     model, host = node.models[placement.model], node.host
     if not host.num_slots or not placement.facts.uses_host_tier:
         return (), None, None
@@ -107,7 +107,8 @@ def grants_of_load(node: Node, placement: Placement, left: bool) -> tuple[Slots,
 
 
 def make_room(node: Node, model: Model, num_slots: int, worth: float, whole: bool) -> int:
-    """Frees up to num_slots slots that hold something less valuable; returns how many can be granted. whole: all or none."""
+    """Makes up to num_slots slots free by dropping copies that are worth less than `worth`; returns how many can be granted. whole:
+    all or none."""
     host = node.host
     if num_slots <= host.num_free or not num_slots:
         return num_slots
@@ -155,15 +156,15 @@ def cool(node: Node, model: Model, reason: str) -> None:
 
 
 def drop_all(node: Node, model: Model, reason: str) -> None:
-    """Drops everything of a model from host memory."""
+    """Drops a model's weights and KV from host memory."""
     node.host.drop_weights(model.name)
     node.host.drop_kv(model.name)
     cool(node, model, reason)
 
 
 def load_ended(node: Node, model: Model, copy: Copy, checksum: int | None) -> None:
-    """Ends a load's use of host memory; its saved KV is on the device or of no use. checksum: of the copy of the weights that is
-    complete now; None: there is none (any more)."""
+    """Ends a load's use of host memory; its saved KV is on the device now, or of no use. checksum: the checksum of the copy of its
+    weights that is now complete; None: there is no such copy (any more)."""
     host = node.host
     if checksum is None:
         host.end_grant(copy.placement_id)
@@ -190,8 +191,8 @@ def copy_ended(node: Node, model: Model, copy: Copy) -> None:
 
 
 def grants_of_eviction(node: Node, model: Model, copy: Copy) -> Slots:
-    """Returns slots to save a model's KV in: fewer than it has if the rest is worth less than what is there; none if computing it
-    again is faster, or host memory holds nothing of the model."""
+    """Returns slots in which to save a model's KV. They are fewer than the KV needs if the rest of it is worth less than what the
+    slots hold. There are none if computing the KV again is faster, or if host memory may not hold anything of the model."""
     host, device = node.host, node.devices[copy.leader]
     per_token = copy.facts.kv_bytes_per_token
     num_bytes = model.kv_bytes
@@ -210,7 +211,7 @@ def saved(node: Node, model: Model, copy: Copy, slots: Slots, index: bytes, num_
     """Records what an eviction saved; it stays until it is restored or dropped."""
     host = node.host
     if copy.ready_at is None:
-        return  # a load that was withdrawn: what was saved before is good still
+        return  # the load was withdrawn: what was saved before is still good
     host.drop_kv(model.name)
     host.end_grant(copy.placement_id, slots)
     if not slots:

@@ -1,5 +1,5 @@
-"""When loads waited for their kernels to be compiled. That is no part of the time that a request may wait: it comes once on a
-machine, takes longer than a load and is nobody's turn."""
+"""Records when loads waited for their kernels to be compiled. This time does not count as a request's waiting time, because
+compilation happens once on a machine, takes longer than a load and takes no turn from others."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-TOLD_EVERY_S = 1.0  # engines tell so often that a load waits, for the first time after so long
-LAPSE_S = 2.0  # a load that was not told to wait for so long does not wait any more
-MOST_KEPT = 64  # each kind of model is compiled once, for some seconds at least
+TOLD_EVERY_S = 1.0  # engines report that a load waits after this time and then at this interval
+LAPSE_S = 2.0  # a load for which no wait was reported for so long does not wait any more
+MOST_KEPT = 64  # most waits remembered; each kind of model is compiled once, for some seconds at least
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class KernelWait:
 
 
 class KernelWaits:
-    """The last of these times, in the order of their beginnings."""
+    """The latest times in which loads waited for kernels, in the order of their beginnings."""
 
     def __init__(self) -> None:
         self._waits: deque[KernelWait] = deque(maxlen=MOST_KEPT)
@@ -34,7 +34,8 @@ class KernelWaits:
         self._waits.append(KernelWait(devices, now - TOLD_EVERY_S, now + LAPSE_S))
 
     def seconds(self, devices: Collection[str], since: float) -> float:
-        """Returns for how long since then loads on any of the devices have waited or, as long as they were just told to, will."""
+        """Returns for how many seconds after `since` loads on any of the devices have waited for kernels. A wait that was reported
+        just now counts beyond the present, until a further report is due."""
         total_s, counted_to = 0.0, since
         for wait in self._waits:
             if wait.until > counted_to and any(name in wait.devices for name in devices):

@@ -1,5 +1,4 @@
-"""Turns idle weights into KV: if requests wait in an engine for KV, an idle model leaves its device and comes back when it is
-requested.
+"""Makes room for KV: if requests wait in an engine for KV, an idle model leaves its device and comes back when it is requested.
 
 That pays while more requests wait than would, on average, for the model to come back: its request rate times its reload seconds.
 One model leaves at a time, so that the freed memory has an effect before the next one is considered.
@@ -13,7 +12,7 @@ from scheduler.node import look, residency
 from scheduler.node.node import Device, Model, Node
 from scheduler.node.placements import evict
 
-# Less than this share of what there is, or than so many prompts of usual length, is as good as nothing.
+# Free KV memory below this share of all, or below so many prompts of usual length, counts as none.
 _SHORT_SHARE, _SHORT_PROMPTS = 0.1, 2
 
 
@@ -22,7 +21,7 @@ def widen(node: Node, device: Device, waiting: Mapping[str, int]) -> None:
     if not device.up:
         return
     short = [device.resident[name] for name, num in waiting.items() if num and name in device.resident]
-    short = [model for model in short if model.copy is not None and not model.copy.facts.is_split]  # these have their reserve alone
+    short = [model for model in short if model.copy is not None and not model.copy.facts.is_split]  # those use only their reserve
     short = [model for model in short if len(model.running) - waiting[model.name] < model.window and is_short(node, device, model)]
     if not short:
         return

@@ -9,8 +9,8 @@ K = TypeVar("K")
 
 
 class LazyHeap(Generic[K]):
-    """Keys by priority, the smallest first, ties by key. Every operation is O(log n), amortised: stale entries are swept when
-    they outnumber the live ones."""
+    """A heap of keys by priority, the smallest first, ties by key. Every operation is O(log n), amortised: stale entries are
+    removed when they outnumber the live ones."""
 
     __slots__ = ("_heap", "_live")
 

@@ -30,7 +30,7 @@ def leaves_at(model: Model) -> float | None:
 
 
 def apply(node: Node, model: Model) -> None:
-    """Evicts an idle model whose time is up, and otherwise sets or removes the deadline at which it will be."""
+    """Evicts an idle model whose time is up; otherwise sets the deadline at which that will be, or removes it."""
     found = next_of(model)
     if found is None:
         node.deadlines.discard(("leave", model.name))

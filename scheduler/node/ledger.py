@@ -1,4 +1,5 @@
-"""The account of a device's memory, in chunks. What the driver reports as free is only compared with it, never decided on."""
+"""Keeps the account of a device's memory, in chunks. Decisions follow this account; the free memory that the driver reports is only
+compared with it."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def amount(num_bytes: int) -> str:
 
 
 def arithmetic(facts: ModelFacts, chunk_bytes: int, budgets: dict[str, int]) -> str:
-    """Returns why a model fits on none of the devices (name -> budget in bytes), or its shares on too few, with each sum."""
+    """Returns why a model fits on none of the devices, or its shares on too few, with the sum for each device. budgets: device name
+    -> budget in bytes."""
     size = size_of(facts, chunk_bytes)
     each = f"{'at most ' if facts.kv_reserved_bytes else ''}{facts.kv_bytes_per_token} bytes"
     weights, kv, work = (n * chunk_bytes for n in (size.weights_chunks, size.kv_chunks, size.work_space_chunks))
@@ -57,7 +59,7 @@ def arithmetic(facts: ModelFacts, chunk_bytes: int, budgets: dict[str, int]) -> 
         f" of {each} + work space {amount(work)} = {amount(weights + kv + work)}"
         f", in chunks of {chunk_bytes} bytes"
     ]
-    num_roomy: dict[str, int] = {}  # by kind of device
+    num_roomy: dict[str, int] = {}  # kind of device -> how many have room for a share
     for device, budget in sorted(budgets.items()):
         kind = kind_of(device)
         if facts.is_split and not kind:
@@ -87,7 +89,7 @@ class DeviceLedger:
         self.work_space_chunks = 0
         self.held_chunks = 0
         self._held: dict[str, Size] = {}
-        self.promised: dict[int, tuple[int, int]] = {}  # placement -> (chunks, its work space)
+        self.promised: dict[int, tuple[int, int]] = {}  # placement id -> (chunks, work space)
 
     @property
     def held(self) -> dict[str, Size]:
@@ -95,7 +97,7 @@ class DeviceLedger:
 
     @property
     def lease_chunks(self) -> int:
-        """The lease, never negative: a promise may count on chunks that its victims still hold."""
+        """The lease. Never negative, although a promise may count on chunks that its victims still hold."""
         return max(0, self.total_chunks - self.work_space_chunks - self.held_chunks - self.promised_chunks)
 
     @property
@@ -120,8 +122,8 @@ class DeviceLedger:
         )
 
     def raise_work_space(self, chunks: int) -> bool:
-        """Enlarges the work space for a model that was registered, out of chunks that nothing uses. Returns False if nothing
-        changed: it is large enough, or there is no room now."""
+        """Enlarges the work space for a newly registered model, out of chunks that nothing uses. Returns False if it did not
+        change, because it is large enough or there is no room now."""
         extra = chunks - self.work_space_chunks
         if extra <= 0 or extra > self.lease_chunks:
             return False
@@ -129,15 +131,15 @@ class DeviceLedger:
         return True
 
     def has_room(self, placement_id: int, size: Size) -> bool:
-        """Returns whether a placement's copy could be held now. What leaves for another placement was not counted when this one was
-        planned, but takes chunks, and perhaps a larger work space, until it has left."""
+        """Returns whether there is room for a placement's copy now. A model that leaves for another placement was not counted when
+        this one was planned, but it takes chunks, and perhaps a larger work space, until it has left."""
         others = [promise for other, promise in self.promised.items() if other != placement_id]
         works = (*(one.work_space_chunks for one in self._held.values()), *(work for _, work in others), size.work_space_chunks)
         return self.held_chunks + size.chunks + sum(chunks for chunks, _ in others) + max(works) <= self.total_chunks
 
     def hold(self, model: str, size: Size) -> None:
-        """Takes a copy's chunks. A work space larger than any copy needs is reduced for it. Raises ValueError if it cannot fit:
-        the caller has chosen too few victims."""
+        """Takes a copy's chunks. If these are too few, a work space larger than any copy needs is reduced. Raises ValueError if the
+        copy does not fit, because the caller has chosen too few victims."""
         if model in self._held:
             raise ValueError(f"{model} is held already")
         self._held[model] = size

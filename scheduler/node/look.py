@@ -1,8 +1,8 @@
 """Chooses which model is placed next on a device, where, and which models leave for it: rules 7, 8 and 9.
 
-A split model needs several devices at the same moment. While its work is the longest overdue on a device and another device that
-it needs is still occupied by a placement, nothing else begins on the first one (Device.held_for). Otherwise, devices that become
-free by turns would never be free together.
+A split model needs several devices at the same moment. While its work is the longest overdue on a device and another device that it
+needs is still occupied by a placement, nothing else begins on the first one (Device.held_for). Without this rule, devices that
+become free at different times would never be free together.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from scheduler.node.eviction import Resident, Target
 from scheduler.node.groups import groups, pools
 from scheduler.node.node import Device, Model, Node, Placement
 
-# A model that can't be placed now must not hide those behind it; nor may an event look at all of them.
+# How many models in line are looked at: one that can't be placed now must not block those behind it, but an event must stay cheap.
 _NUM_CANDIDATES = 8
 
 
 def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option] | None:
-    """Returns the placement to begin on a device; None: nothing can begin now, and a deadline is set if time alone will change
-    that.
+    """Returns the placement to begin on a device. None: nothing can begin now; a deadline is set if that will change with time
+    alone.
 
-    Rule 8: the model that has been overdue longest (only that one may force busy models out), else the one with most waiting work
-    per reload second. Nothing else begins on the device while the first waits for other devices (see above)."""
+    Rule 8: the model that has been overdue longest comes first (it alone may force busy models out), else the one with most waiting
+    work per reload second. Nothing else begins on the device while the first one waits for other devices (see above)."""
     oldest = device.by_age.peek()
     if oldest is None:
         return None
@@ -35,7 +35,7 @@ def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option
     for name in names:
         model = node.models[name]
         if not pins.fits_beside_pins(model, device):
-            node.touch(model)  # pins have come since: settling takes it off this device's list
+            node.touch(model)  # pins have left it no room since: settling takes it off this device's list
             continue
         option = best_option(node, model, overdue and name == oldest[1], idle)
         if option is not None:
@@ -52,7 +52,8 @@ def next_option(node: Node, device: Device) -> tuple[Model, device_choice.Option
 
 
 def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> device_choice.Option | None:
-    """Returns the best option of a model. `idle`: device -> chunks of its idle models, reused over the candidates of one look."""
+    """Returns the best option for a model. `idle`: a cache, device -> chunks of its idle models, for the candidates that are
+    compared at one time."""
     found = options(node, model, False, idle)
     if not found and may_force:
         found = options(node, model, True)
@@ -60,8 +61,8 @@ def best_option(node: Node, model: Model, may_force: bool, idle: dict[str, int] 
 
 
 def options(node: Node, model: Model, may_force: bool, idle: dict[str, int] | None = None) -> list[device_choice.Option]:
-    """Returns the devices that the model could take now. For a split model these are groups of the devices that have room for a
-    share; if there are many groups, only those of the devices that have most room or least to lose (groups.MAX_GROUPS)."""
+    """Returns the devices that the model could take now. A split model's options are groups of devices that have room for a share;
+    of many groups only those of the devices with most room or least to lose are returned (groups.MAX_GROUPS)."""
     members = [member for name in model.devices if (member := member_on(node, model, name, may_force, None, idle)) is not None]
     alone = [option for member in members if (option := option_on(model, [member])) is not None]
     if not model.facts.is_split:
@@ -73,7 +74,8 @@ def options(node: Node, model: Model, may_force: bool, idle: dict[str, int] | No
 
 
 def waits_for_others(node: Node, model: Model) -> bool:
-    """Returns whether enough of the model's devices have engines, but not enough of these are free of placements now."""
+    """Returns whether a split model waits for devices that are occupied by placements: enough of its devices have engines, but too
+    few of these are free."""
     up = [name for name in model.devices if node.devices[name].up]
     free = (name for name in up if node.devices[name].available)
     num_ranks = model.facts.num_ranks
@@ -82,7 +84,7 @@ def waits_for_others(node: Node, model: Model) -> bool:
 
 @dataclass(slots=True)
 class _Member:
-    """One device of those that a model could take together: what has to fit on it, and who is there."""
+    """One of the devices that a model could take together: what has to fit on it, and which models are there."""
 
     device: Device
     target: Target
@@ -92,14 +94,14 @@ class _Member:
 def plan(
     node: Node, model: Model, devices: tuple[str, ...], may_force: bool, instead: Placement | None = None
 ) -> device_choice.Option | None:
-    """Returns which models would have to leave the device now, or all of several devices. `instead`: a placement under way whose
-    room and idle victims count as free. Only one placement of a device forces models out at a time."""
+    """Returns which models would have to leave the device, or each of several devices, now. `instead`: a placement under way whose
+    room and idle victims count as free. Only one placement of a device at a time forces busy models out."""
     members = [member for name in devices if (member := member_on(node, model, name, may_force, instead, None)) is not None]
     return option_on(model, members) if len(members) == len(devices) else None
 
 
 def option_on(model: Model, members: list[_Member]) -> device_choice.Option | None:
-    """Returns which models would have to leave for a model that takes all of these devices; None if too few can."""
+    """Returns which models would have to leave for a model that takes all of these devices; None if too few can leave."""
     chosen = eviction.victims_on_all([(member.target, member.residents) for member in members])
     if chosen is None:
         return None
@@ -111,7 +113,8 @@ def option_on(model: Model, members: list[_Member]) -> device_choice.Option | No
 def member_on(
     node: Node, model: Model, name: str, may_force: bool, instead: Placement | None, idle: dict[str, int] | None
 ) -> _Member | None:
-    """Returns what taking a device, or a share of it, means for a model; None if there is no room, whoever may leave."""
+    """Returns a device as the model, or a share of it, could take it; None if there is no room even if every model that may leave
+    does."""
     device = node.devices[name]
     if not device.available or device.held_for not in ("", model.name) or not pins.fits_beside_pins(model, device):
         return None
@@ -144,9 +147,9 @@ def member_on(
 
 
 def evictable(node: Node, model: Model, may_force: bool, instead: Placement | None) -> bool:
-    """Returns whether a model may leave: it is ready, not pinned and idle; or it is busy, may be forced out, and has been there
-    long enough. These are rules 1, 7 and 9 of docs/design/models.md. instead: a placement whose idle victims count as free, because
-    the new one would take its place."""
+    """Returns whether a model may leave. It must be ready and not pinned, and either idle, or busy and loaded for long enough that
+    it may be forced out (rules 1, 7 and 9 of docs/design/models.md). instead: a placement whose idle victims may leave as well,
+    because the new one would take its place."""
     if model.state != residency.READY:
         copy = model.copy
         chosen = instead is not None and model.victim_of == instead.id and copy is not None and not copy.evict_sent
@@ -161,8 +164,8 @@ def evictable(node: Node, model: Model, may_force: bool, instead: Placement | No
 
 
 def may_drain(device: Device, model: Model) -> bool:
-    """Returns whether a busy model may leave the device for work that is not overdue: another replica goes on, and nothing else
-    drains there (rule 13)."""
+    """Returns whether a busy model may leave the device for work that is not overdue: another of its replicas stays, and nothing
+    else drains on the device (rule 13)."""
     return model.is_spare and model.state == residency.READY and device.draining is None
 
 
@@ -178,7 +181,7 @@ def describe(node: Node, device: Device, model: Model, may_leave: bool) -> Resid
 
 
 def score(node: Node, model: Model, device: Device, chunks: int) -> float:
-    """Returns the cost of missing a model per byte that its eviction frees; 0 if another replica is ready."""
+    """Returns the cost of a model's absence per byte that its eviction frees; 0 if another replica is ready."""
     if model.is_spare:
         return 0.0
     reload_s = node.reload_s(model, device)

@@ -9,8 +9,8 @@ from scheduler.node.node import Model, Node
 
 
 def judge(node: Node, model: Model) -> None:
-    """Sets the devices on which a model, or its share, fits when they are empty; if there are none, or too few for its shares, the
-    full arithmetic (rule 2). O(devices)."""
+    """Sets the devices on which a model, or a share of it, fits when they are empty. If there are none, or too few for its shares,
+    sets the arithmetic that shows why (rule 2). O(devices)."""
     facts, settings = model.facts, node.settings
     model.size = size_of(facts, settings.chunk_bytes)
     need = model.size.chunks + model.size.work_space_chunks
@@ -26,7 +26,7 @@ def judge(node: Node, model: Model) -> None:
 
 
 def raise_work_space(node: Node, model: Model) -> None:
-    """Raises the devices' work space for the model, now where the lease is free, else when it is placed."""
+    """Raises the devices' work space for the model where the lease has room. Elsewhere it is raised when the model is placed."""
     for name in model.devices:
         device = node.devices[name]
         if device.ledger.raise_work_space(model.size.work_space_chunks) and device.up:
@@ -64,7 +64,7 @@ def rest(node: Node, model: Model, reason: str) -> None:
 
 
 def forget(node: Node, model: Model) -> None:
-    """Removes a model whose folder is gone and of which nothing runs or is loaded."""
+    """Removes a model whose folder is gone, if none of its requests runs and no copy of it is loaded."""
     for kind in ("retry", "quarantine", "load", "evict"):
         node.deadlines.discard((kind, model.name))
     for device in node.devices.values():
@@ -76,7 +76,7 @@ def forget(node: Node, model: Model) -> None:
     del node.models[model.name]
     if model.first is not None:
         model.first.others.remove(model)
-        node.touch(model.first)  # it may wait to be forgotten, too
+        node.touch(model.first)  # the primary may wait to be forgotten, too
     node.touched.pop(model.name, None)
     node.crowded_replicas.pop(model.name, None)
 
@@ -85,8 +85,8 @@ def forget(node: Node, model: Model) -> None:
 
 
 def note_failed_load(node: Node, model: Model, reason: str, permanent: bool) -> None:
-    """Counts a failed load. A temporary failure is tried again after 1, 2, 4 ... s; after so many failures in a row as the
-    setting `failed_loads` says, the model is quarantined. Must be called before the model's state is set to cold or warm."""
+    """Counts a failed load. A temporary failure is tried again after 1, 2, 4 ... s; after `failed_loads` failures in a row (a
+    setting), the model is quarantined. Must be called before the model's state is set to cold or warm."""
     settings = node.settings
     model.failed_loads += 1
     if permanent:
@@ -100,7 +100,7 @@ def note_failed_load(node: Node, model: Model, reason: str, permanent: bool) -> 
 
 
 def note_crash(node: Node, model: Model) -> None:
-    """Counts a request of the model that was in too many crashes of its engine."""
+    """Counts a request of the model that was running in too many crashes of its engine."""
     settings, primary = node.settings, model.primary
     primary.faults = [at for at in primary.faults if at > node.now - settings.crash_window_s]
     primary.faults.append(node.now)

@@ -1,7 +1,7 @@
-"""The state of the node: models, devices, requests, copies and placements.
+"""Holds the state of the node: models, devices, requests, copies and placements.
 
-Handlers change it and mark what they touched; `settle` draws the consequences for that alone, so an event costs no more than what
-it touches.
+Handlers change the state and mark what they touched; `settle` then handles the consequences for that alone, so an event costs no
+more than what it touches.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from scheduler.node.settings import SchedulerSettings
 from scheduler.node.story import EndedRequests, Story
 from scheduler.shares import Shares
 
-# Stages of a placement, in order. Loading ends it: what is left then is the copy.
+# Stages of a placement, in order. It ends with the load; the copy remains.
 VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_LOADER, LOADS = "victims drain", "victims leave", "waits for another load", "loads"
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """model: the one in whose queue it waits, or the replica in whose engine it runs."""
+    """A request that waits or runs. model: the model in whose queue it waits, or the replica in whose engine it runs."""
 
     facts: RequestFacts
     arrived: float
     model: Model
-    device: str = ""  # where it was submitted; "" while queued
+    device: str = ""  # the device whose engine has it; "" while queued
     submitted_at: float = 0.0
-    resubmission: bool = False  # was submitted before: no wait limit, no queue bound
-    paused_at: float | None = None  # since when it waits for its model to come back
+    resubmission: bool = False  # it was submitted before, so no wait limit and no queue bound apply
+    paused_at: float | None = None  # when it began to wait for its model to come back
     crashes: int = 0
 
     @property
     def waits_since(self) -> float:
-        """Start of its waiting time. A paused request has had its turn, so it counts from the pause."""
+        """Start of its waiting time. A paused request has had its turn, so its waiting time starts with the pause."""
         return self.arrived if self.paused_at is None else self.paused_at
 
 
@@ -63,12 +63,12 @@ class TenantQueue:
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A model's memory on its device or devices, from Load until its eviction was answered. Its facts are those it was loaded
-    with.
+    """A model's memory on its device or devices, from the Load until the eviction is answered. facts: the facts with which it was
+    loaded.
 
-    devices: those that hold it, by rank. The first one leads: it is the one that requests are submitted to. Those whose engine
-    dies are removed, and the others are then evicted. keep_slots: slots of the host tier to be filled while it loads; from_host: it
-    was to be loaded from there."""
+    devices: the devices that hold it, by rank. The first one leads: requests are submitted to its engine. A device whose engine
+    dies is removed from the list, and the copy is then evicted from the others. keep_slots: slots of the host tier to be filled
+    while it loads; from_host: whether it was to be loaded from the host tier."""
 
     placement_id: int
     devices: tuple[str, ...]
@@ -76,10 +76,10 @@ class Copy:
     size: Size
     keep_slots: Slots = ()
     from_host: bool = False
-    streams: bool = False  # while it loads: prompts may run behind its weights
-    requested: bool = False  # a request asked for it, or will, so keep_alive counts; False: only a command or a pin did
+    streams: bool = False  # it still loads, and prompts may run as its weights arrive
+    requested: bool = False  # a request asked for it, or will, so keep_alive applies; False: only a command or a pin did
     ready_at: float | None = None
-    tenure_ends: float = 0.0  # rule 9: when it may be made to leave though it is busy
+    tenure_ends: float = 0.0  # rule 9: from when on it may be made to leave although it is busy
     evict_sent: bool = False
     rolling_back: bool = False
     overdue: bool = False
@@ -90,7 +90,7 @@ class Copy:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its devices hold their share still."""
+        """Whether all of its devices still hold their share."""
         return len(self.devices) == self.facts.num_ranks
 
 
@@ -105,7 +105,7 @@ class Placement:
     facts: ModelFacts
     cause: str
     forced: bool
-    victims: dict[str, None]  # models that still hold memory it needs
+    victims: dict[str, None]  # models that still hold memory that it needs
     stage: str = VICTIMS_DRAIN
 
 
@@ -113,49 +113,49 @@ class Placement:
 class Model:
     facts: ModelFacts
     size: Size
-    devices: tuple[str, ...]  # allowed ones on which it (its share, if it is split) fits when they are empty
-    too_large: str = ""  # the arithmetic, when there is none
+    devices: tuple[str, ...]  # allowed devices on which it (or a share, if it is split) fits when they are empty
+    too_large: str = ""  # the arithmetic, if it fits on no device
     state: str = ""
     reason: str = ""
     copy: Copy | None = None
     placement: Placement | None = None
-    queue: OrderedDict[int, Request] = field(default_factory=OrderedDict)  # by age
-    num_resubmissions: int = 0  # of those queued
-    queue_of: dict[str, TenantQueue] = field(default_factory=dict)  # tenants with any queued
-    shares: Shares = field(default_factory=Shares)  # of those running, in all replicas
+    queue: OrderedDict[int, Request] = field(default_factory=OrderedDict)  # waiting requests by id, the oldest first
+    num_resubmissions: int = 0  # queued requests that were submitted before
+    queue_of: dict[str, TenantQueue] = field(default_factory=dict)  # tenant with queued requests -> its part of the queue
+    shares: Shares = field(default_factory=Shares)  # the tenants' shares of running requests, in all replicas
     running: dict[int, Request] = field(default_factory=dict)
     pinned: bool = False
     home: tuple[str, ...] = ()  # the device or devices that keep room for a pinned model
     enabled: bool = True
-    closed: bool = False  # the operator drains it
+    closed: bool = False  # the operator drains it: it takes no new requests
     removed: bool = False
-    victim_of: int = 0  # placement; 0: none
-    load_causes: list[str] = field(default_factory=list)  # commands that wait for ready
-    expected: dict[str, None] = field(default_factory=dict)  # causes of RequestExpected: requests that will want it
+    victim_of: int = 0  # id of the placement for which it leaves; 0: none
+    load_causes: list[str] = field(default_factory=list)  # causes of commands that wait until it is ready
+    expected: dict[str, None] = field(default_factory=dict)  # causes of the RequestExpected events whose requests have not arrived
     unload_causes: list[str] = field(default_factory=list)
-    asked_at: float = 0.0  # since when a command, a pin or a request that is being read wants it
+    asked_at: float = 0.0  # when a command, a pin or a request that is being read began to want it
     arrivals: Rate = field(default_factory=Rate)
     served: Rate = field(default_factory=Rate)
-    loads: Rate = field(default_factory=Rate)  # from wherever its weights came
+    loads: Rate = field(default_factory=Rate)  # loads, whether from disk or from host memory
     last_used: float | None = None
-    failure: str = ""  # why it is failed
-    failed_loads: int = 0  # in a row
+    failure: str = ""  # why its state is failed
+    failed_loads: int = 0  # number of failed loads in a row
     num_quarantines: int = 0
     quarantined_until: float | None = None
     retry_at: float = 0.0
     faults: list[float] = field(default_factory=list)
     progress: tuple[int, int] | None = None
     paused: bool = False  # it was preempted, and requests wait for it to come back
-    gives_kv: bool = False  # it leaves so that others have more KV
+    gives_kv: bool = False  # it leaves so that others have more room for KV
     leaves_by: str = ""  # the rule of leave_rules.py by which it leaves; "": none
-    asked_keep_alive_s: float | None = None  # by a request, in place of the configured one, until the model has left
-    unload_to: str = ""  # what the operator's unload under way shall leave: cold or warm
-    kv_bytes: int = 0  # of the copy, as its engine last told it; running sequences and kept prefixes
-    kv_running_bytes: int = 0  # of the first alone
+    asked_keep_alive_s: float | None = None  # what a request asked for; replaces the configured one during this stay
+    unload_to: str = ""  # state after the operator's unload that is under way: cold or warm
+    kv_bytes: int = 0  # KV of the copy, last reported by its engine: running sequences and cached prefixes
+    kv_running_bytes: int = 0  # the part of kv_bytes that running sequences hold
     mean_prompt_tokens: float = 0.0
     story: Story = field(default_factory=Story)
-    first: Model | None = None  # of a further replica: the model
-    others: list[Model] = field(default_factory=list)  # of a model: its further replicas, by number
+    first: Model | None = None  # for a further replica: its model, the primary
+    others: list[Model] = field(default_factory=list)  # for a primary: its further replicas, by number
 
     @property
     def name(self) -> str:
@@ -163,18 +163,19 @@ class Model:
 
     @property
     def window(self) -> int:
-        """Most requests it may have in its engine, in sequences; times window_per_sequence."""
+        """The most requests that it may have in its engine, before the factor window_per_sequence."""
         return (self.copy.facts if self.copy else self.facts).max_sequences
 
     @property
     def keep_alive_s(self) -> float:
-        """How long it may stay on its device after its last request; inf: until its memory is needed."""
+        """How long the model may stay on its device after its last request; inf: until its memory is needed."""
         asked_s = self.primary.asked_keep_alive_s
         return self.facts.keep_alive_s if asked_s is None else asked_s
 
     @property
     def primary(self) -> Model:
-        """The model itself, if this is a further replica of it: it has the queue, and what is counted is counted there."""
+        """The model of which this is a further replica, else this model itself. The primary has the queue and the statistics of all
+        replicas."""
         return self if self.first is None else self.first
 
     @property
@@ -184,21 +185,21 @@ class Model:
 
     @property
     def occupies(self) -> tuple[str, ...]:
-        """The devices that it, or what is left of it, is on, else those to which it is on its way; () if there are none."""
+        """The devices that hold the model or what is left of it, else those onto which it is being placed; () if there are none."""
         if self.copy is not None:
             return self.copy.devices
         return () if self.placement is None else self.placement.devices
 
     @property
     def is_spare(self) -> bool:
-        """Whether another replica goes on if this one leaves: all that are ready are spare but the first of them."""
+        """Whether another replica serves the model if this one leaves. Of the ready replicas all but the first are spare."""
         if not self.primary.others or self.pinned:
             return False
         return next((one for one in self.replicas if one.state == residency.READY and not one.leaves), self) is not self
 
     @property
     def is_used(self) -> bool:
-        """Whether the model has requests, in this replica or in another."""
+        """Whether the model has requests, in this replica or in another one."""
         if not self.primary.others:
             return bool(self.running or self.queue)
         return bool(self.primary.queue) or any(one.running for one in self.replicas)
@@ -210,13 +211,13 @@ class Model:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether its requests go to the engine at once."""
+        """Whether its requests are submitted to its engine at once."""
         streams = self.state == residency.LOADING and self.copy is not None and self.copy.streams
         return self.state == residency.READY or streams
 
     @property
     def leaves(self) -> bool:
-        """Whether it drains on its own account, whether or not another model needs its room."""
+        """Whether it drains for a reason of its own, not only because another model needs its room."""
         return self.removed or not self.enabled
 
     def enqueue(self, request: Request, first: bool = False) -> None:
@@ -243,7 +244,8 @@ class Model:
         return request
 
     def dequeue_next(self) -> Request:
-        """Removes and returns the next request: the oldest of the tenant that has least running for its weight. O(tenants)."""
+        """Removes and returns the next request: the oldest one of the tenant that has the fewest running requests for its weight.
+        O(tenants)."""
         if len(self.queue_of) == 1:
             return self.dequeue(next(iter(self.queue)))
         firsts = {tenant: next(iter(own.requests.values())) for tenant, own in self.queue_of.items()}
@@ -269,21 +271,21 @@ class Device:
     costs: LoadCosts
     up: bool = False
     resident: dict[str, Model] = field(default_factory=dict)  # models with a copy here
-    placements: dict[int, Placement] = field(default_factory=dict)  # under way; at most one loads, at most one drains busy victims
+    placements: dict[int, Placement] = field(default_factory=dict)  # by id, under way; at most one loads, one drains busy victims
     loading: Placement | None = None
-    by_age: LazyHeap[str] = field(default_factory=LazyHeap)  # cold models that want to come here, by when they are overdue
+    by_age: LazyHeap[str] = field(default_factory=LazyHeap)  # cold models in line for this device, by when they are overdue
     by_work: LazyHeap[str] = field(default_factory=LazyHeap)  # the same, by waiting work per reload second
-    crowded_out: dict[str, None] = field(default_factory=dict)  # models kept off by pins
-    pinned: Size = NOTHING  # room kept for pinned models whose home this is
-    lease_told_chunks: int = 0  # what its engine was last told
+    crowded_out: dict[str, None] = field(default_factory=dict)  # models for which pins leave no room here
+    pinned: Size = NOTHING  # room kept for the pinned models whose home this is
+    lease_told_chunks: int = 0  # the lease that its engine was last told
     held_for: str = ""  # the split model that waits for this device and others, so that nothing else may begin here; "": none
     problem: str = ""
     kv_short_at: float = -inf  # when requests in its engine last waited for KV
-    left: set[str] = field(default_factory=set)  # models whose weights an engine that died has left here, until they are loaded
+    left: set[str] = field(default_factory=set)  # models whose weights a dead engine has left here, not loaded since
 
     @property
     def draining(self) -> Placement | None:
-        """The placement whose busy victims run to their end; others may pass it."""
+        """The placement that waits until its busy victims have drained; other placements may overtake it."""
         for placement in self.placements.values():
             if placement.stage == VICTIMS_DRAIN:
                 return placement
@@ -291,7 +293,7 @@ class Device:
 
     @property
     def available(self) -> bool:
-        """Whether a placement may begin: nothing is under way except waiting for busy victims."""
+        """Whether a placement may begin: no other is under way, except one that waits for busy victims."""
         return self.up and all(placement.stage == VICTIMS_DRAIN for placement in self.placements.values())
 
 
@@ -307,22 +309,22 @@ class Node:
         self.models: dict[str, Model] = {}
         self.devices: dict[str, Device] = {}
         self.requests: dict[int, Request] = {}
-        self.copies: dict[int, str] = {}  # placement -> model
+        self.copies: dict[int, str] = {}  # placement id -> model
         self.placements: dict[int, Placement] = {}
         self.pinned: dict[str, Model] = {}
-        self.deadlines: LazyHeap[tuple[str, str]] = LazyHeap()  # (kind, model or device)
-        self.waits: LazyHeap[int] = LazyHeap()  # request -> when it has waited too long, unless for kernels
+        self.deadlines: LazyHeap[tuple[str, str]] = LazyHeap()  # keys: (kind of deadline, model or device)
+        self.waits: LazyHeap[int] = LazyHeap()  # request id -> when it has waited too long, not counting waits for kernels
         self.kernel_waits = KernelWaits()
         self.touched: dict[str, None] = {}  # models to settle
-        self.stirred: dict[str, None] = {}  # devices on which something may fit now
-        self.newcomers: dict[str, None] = {}  # models whose demand has changed, on devices that have not
-        self.crowded_replicas: dict[str, object] = {}  # models whose further replicas found no room -> what there was (replicas.py)
+        self.stirred: dict[str, None] = {}  # devices on which a placement may fit now
+        self.newcomers: dict[str, None] = {}  # models whose demand has changed while their devices have not
+        self.crowded_replicas: dict[str, object] = {}  # model whose further replica found no room -> what room there was
         self.ended = EndedRequests()
         self.history = History()
         self.draining = False
         self.num_placements = 0
 
-    # ---- telling
+    # ---- reporting
 
     def emit(self, action: Action) -> None:
         self.actions.append(action)
@@ -340,7 +342,7 @@ class Node:
         self.emit(StateChanged(cause=self.cause, model=model.name, old=old, new=state, reason=reason, device=device))
 
     def reject(self, request: Request, refusal: Refusal) -> None:
-        """Ends a request that is in no queue any more."""
+        """Ends a request that is no longer in a queue."""
         request_id = request.facts.request_id
         del self.requests[request_id]
         self.waits.discard(request_id)
@@ -359,7 +361,7 @@ class Node:
         causes.clear()
 
     def answer_loads(self, model: Model, refusal: Refusal | None) -> None:
-        """Answers the commands that wait for the model to be ready, and forgets what else wants it ahead of requests."""
+        """Answers the commands that wait until the model is ready, and forgets whatever else wants it ahead of requests."""
         self.answer(model.load_causes, model.name, refusal)
         model.expected.clear()
 
@@ -371,7 +373,7 @@ class Node:
     # ---- touching
 
     def touch(self, model: Model) -> None:
-        """Has the model settled, and its replicas with it: each may come, leave or serve because of what happens to another."""
+        """Marks the model and all its replicas to be settled: what happens to one may make another load, leave or take requests."""
         for one in model.replicas if model.primary.others else (model,):
             self.touched[one.name] = None
 
@@ -380,14 +382,15 @@ class Node:
             self.stirred[name] = None
 
     def stir_held(self) -> None:
-        """Has the devices looked at on which nothing begins because a split model waits for others, which have changed."""
+        """Marks the devices to be looked at on which nothing begins because a split model waits for other devices, which have
+        changed."""
         self.stir(device.name for device in self.devices.values() if device.held_for)
 
-    # ---- asking
+    # ---- queries
 
     def window(self, model: Model) -> int:
-        """Returns how many requests a replica may have in its engine. Where there may be others, none waits there that another one
-        could begin."""
+        """Returns how many requests a replica may have in its engine. If the model may have several replicas, no request waits in
+        one engine that another could begin."""
         return model.window * (1 if model.primary.others else self.settings.window_per_sequence)
 
     def is_warm(self, model: Model) -> bool:
@@ -406,12 +409,13 @@ class Node:
         return max(self.reload_s(model, self.devices[name]) for name in devices)
 
     def tenure_s(self, model: Model, devices: Iterable[str]) -> float:
-        """Returns how long a model that has just come may stay (rule 9)."""
+        """Returns how long a busy model that has just been loaded may stay (rule 9)."""
         return max(self.settings.tenure_s, self.settings.tenure_reloads * self.slowest_reload_s(model, devices))
 
     def wanted(self, model: Model) -> bool:
-        """Returns whether a request, also one that is being read, a command or a pin waits for the model to be loaded. Requests do
-        not that wait for another replica, which is full: such a load takes free memory only (replicas.py)."""
+        """Returns whether a request (also one that is still being read), a command or a pin waits for the model to be loaded.
+        Requests that wait because another replica is full do not count: for them a replica is loaded only into free memory
+        (replicas.py)."""
         return bool(model.queue and not model.served_elsewhere) or self.wanted_ahead(model)
 
     def wanted_ahead(self, model: Model) -> bool:
@@ -419,13 +423,13 @@ class Node:
         return bool(model.load_causes or model.expected or model.pinned)
 
     def waits_since(self, model: Model) -> float:
-        """Returns since when its oldest request, a command or a pin has waited for it, or a request is being read."""
+        """Returns since when its oldest request, a command or a pin has waited for the model, or a request for it has been read."""
         since = next(iter(model.queue.values())).waits_since if model.queue else self.now
         return min(since, model.asked_at) if self.wanted_ahead(model) else since
 
     def overdue_at(self, model: Model, reload_s: float) -> float:
-        """Returns when its work becomes overdue. A model that loads slowly ranks behind an equally old one that loads fast (rule
-        8)."""
+        """Returns when the model's waiting work becomes overdue. A model that loads slowly ranks behind one that loads fast if
+        their work is equally old (rule 8)."""
         return self.waits_since(model) + reload_s + self.settings.overdue_after_s
 
     def resting(self, model: Model) -> bool:

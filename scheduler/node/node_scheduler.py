@@ -82,8 +82,8 @@ _HANDLERS: dict[type[Event], Callable[[Node, Any], None]] = {
 
 
 class NodeScheduler:
-    """The state machine. `devices`: name -> budget in bytes of the devices that will come up, so that models can be judged before
-    engines are."""
+    """The state machine. `devices`: name -> budget in bytes of the devices whose engines will start, so that models can be judged
+    before that."""
 
     def __init__(self, settings: SchedulerSettings, devices: Mapping[str, int] | None = None) -> None:
         self._node = Node(settings)
@@ -91,7 +91,8 @@ class NodeScheduler:
             engines.declare(self._node, name, budget_bytes)
 
     def handle(self, event: Event) -> list[Action]:
-        """Returns the actions to carry out now, in order. Time never goes back: an older `now` counts as the latest one."""
+        """Handles an event and returns the actions to carry out now, in order. Time never goes back: an older `now` counts as the
+        latest one."""
         node = self._node
         node.now = max(node.now, event.now)
         node.cause = event.cause
@@ -107,7 +108,8 @@ class NodeScheduler:
         return min(first, default=None)
 
     def reconfigure(self, settings: SchedulerSettings) -> None:
-        """Sets new limits, from the next event on. Raises ValueError for another chunk_bytes or host tier, which need a restart."""
+        """Sets new settings, from the next event on. Raises ValueError if chunk_bytes or the host tier's size changes, which needs
+        a restart."""
         if settings.host_tier_slots != self._node.settings.host_tier_slots:
             raise ValueError(f"host_tier_slots cannot change while running: it is {self._node.settings.host_tier_slots}")
         if settings.chunk_bytes != self._node.settings.chunk_bytes:
@@ -135,7 +137,7 @@ class NodeScheduler:
         return None if model is None else model.state
 
     def too_large(self, name: str) -> str:
-        """Returns the arithmetic of a model that fits on no device; "" for any other, also while a copy is loaded that did fit."""
+        """Returns why a model fits on no device, as a sum; "" for any other model, also while a copy is loaded that did fit."""
         model = self._node.models.get(name)
         if model is None or model.state != residency.REFUSED or model.facts.unusable:
             return ""
@@ -158,7 +160,7 @@ class NodeScheduler:
         return self._node.host.valid_copies()
 
     def queue(self) -> list[QueuedView]:
-        """Returns the waiting requests by model, in the order of their submission; among tenants their shares decide."""
+        """Returns the waiting requests by model, in the order in which they will be submitted as the tenants' shares decide."""
         return [
             QueuedView(request_id, model.name, request.facts.tenant, position, request.arrived, request.resubmission)
             for model in self._node.models.values()
@@ -181,17 +183,18 @@ class NodeScheduler:
         return None if model is None else dry_run.load(self._node, model)
 
     def plan_room(self, device: str, num_bytes: int, now: float) -> DevicePlan | None:
-        """Returns which models would leave the device to free so many bytes; None if it is unknown. Only the time changes."""
+        """Returns which models would leave the device to free num_bytes; None if the device is unknown. Nothing but the time
+        changes."""
         self._node.now = max(self._node.now, now)
         known = self._node.devices.get(device)
         return None if known is None else dry_run.room(self._node, known, num_bytes)
 
     def history(self, model: str = "") -> list[PlacementView]:
-        """Returns the last placements, oldest first; for one model also those it left for."""
+        """Returns the last placements, oldest first. model: only its own placements and those for which it left; "": all."""
         return self._node.history.views(model)
 
     def health(self) -> list[str]:
-        """Returns overdue roll-backs: what an operator must know and a restart of the engine has not yet cured. [] is healthy."""
+        """Returns a line for each overdue roll-back that a restart of its engine has not cured yet; [] if the node is healthy."""
         return [device.problem for device in self._node.devices.values() if device.problem]
 
     @property

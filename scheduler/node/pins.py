@@ -1,5 +1,5 @@
-"""Room kept for pinned models. Each has a home, which is a device, or several if it is split; all models pinned on a device must
-fit together, loaded or not.
+"""Keeps room for pinned models. Each has a home: a device, or several if the model is split. All models pinned on a device must fit
+there together, loaded or not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from scheduler.node.node import Device, Model, Node
 
 
 def fits_beside_pins(model: Model, device: Device) -> bool:
-    """Returns whether the model could be on the device together with all that is pinned there."""
+    """Returns whether the model fits on the device together with all models pinned there."""
     if device.name in model.home:
         return True
     size, pinned = size_kept(model), device.pinned
@@ -20,14 +20,14 @@ def fits_beside_pins(model: Model, device: Device) -> bool:
 
 
 def has_place(node: Node, model: Model) -> bool:
-    """Returns whether the pins leave the model room on one of its devices, or on as many as it needs."""
+    """Returns whether pins leave the model room on one of its devices, or on as many as it needs if it is split."""
     roomy = (name for name in model.devices if fits_beside_pins(model, node.devices[name]))
     return not model.devices or bool(pools(roomy, model.facts.num_ranks))
 
 
 def pin(node: Node, model: Model) -> Refusal | None:
-    """Keeps room for the model where it is or is going to, else on those of its devices that have the most, or returns why there
-    is none."""
+    """Keeps room for the model on the devices where it is or is being placed, else on those of its devices with the most room.
+    Returns why there is no room, or None."""
     if model.pinned:
         return None
     home = place_of(model) or most_room(node, model)
@@ -40,7 +40,8 @@ def pin(node: Node, model: Model) -> Refusal | None:
 
 
 def place_of(model: Model) -> tuple[str, ...]:
-    """Returns the devices that a model is on or going to; () if there are none, or one of them has died."""
+    """Returns the devices that hold a model or onto which it is being placed; () if there are none, or if the engine of one has
+    died."""
     return () if model.copy is not None and not model.copy.is_whole else model.occupies
 
 
@@ -59,8 +60,8 @@ def unpin(node: Node, model: Model) -> None:
 
 
 def check_home(node: Node, model: Model) -> None:
-    """Checks the home of a model without a whole copy whose needs may have changed: it keeps its home, gets another, or is
-    unpinned."""
+    """Checks the home of a pinned model without a whole copy, whose size may have changed: it keeps its home, gets another one, or
+    is unpinned."""
     if not model.pinned:
         return
     home = [node.devices[name] for name in model.home]

@@ -24,10 +24,10 @@ from scheduler.node.node import LOADS, VICTIMS_DRAIN, VICTIMS_LEAVE, WAITS_FOR_L
 
 
 def place_next(node: Node, device: Device) -> None:
-    """Begins every placement that can begin on a device on which something changed."""
+    """Begins every placement that can begin on a device that has changed."""
     if not device.up:
         return
-    device.held_for = ""  # until the look below finds that it still is
+    device.held_for = ""  # until next_option below finds that it is still held
     for waiting in list(device.placements.values()):
         if waiting.stage == WAITS_FOR_LOADER:
             advance(node, waiting)
@@ -35,18 +35,18 @@ def place_next(node: Node, device: Device) -> None:
     if draining is not None and device.available:
         model = node.models[draining.model]
         option = look.plan(node, model, draining.devices, may_force=False, instead=draining)
-        if option is not None:  # others have become idle: the busy ones need not leave after all
+        if option is not None:  # other models have become idle, so the busy victims need not leave after all
             drop(node, draining)
             begin(node, model, option)
     while device.available and (found := look.next_option(node, device)) is not None:
         begin(node, *found)
-    if device.ledger.lease_chunks > device.lease_told_chunks:  # something left, or was given up
+    if device.ledger.lease_chunks > device.lease_told_chunks:  # a model has left, or a placement was dropped
         node.grant(device)
 
 
 def place_newcomer(node: Node, model: Model) -> None:
-    """Places a model whose demand alone has changed. The others could not be placed when their devices last changed, so only it
-    is considered."""
+    """Places a model whose demand has changed while its devices have not. Other models could not be placed when the devices last
+    changed, so only this one is considered."""
     if not node.resting(model) or not any(model.name in node.devices[name].by_age for name in model.devices):
         return
     option = look.best_option(node, model, may_force=False)
@@ -56,7 +56,7 @@ def place_newcomer(node: Node, model: Model) -> None:
     for name in model.devices:
         first = node.devices[name].by_age.peek()
         if node.devices[name].held_for == model.name:
-            node.stirred[name] = None  # it may not be the longest overdue any more
+            node.stirred[name] = None  # another model may be the longest overdue now
         if first is not None:
             if first[0] > node.now:
                 if ("look", name) not in node.deadlines:
@@ -97,7 +97,7 @@ def begin(node: Node, model: Model, option: Option) -> None:
 
 
 def promise(node: Node, placement: Placement) -> None:
-    """Keeps from others what the placement needs on each device beyond the chunks its victims still hold there."""
+    """Reserves, on each of its devices, what the placement needs beyond the chunks that its victims still hold there."""
     for name in placement.devices:
         ledger = node.devices[name].ledger
         held = sum(ledger.held[victim].chunks for victim in placement.victims if victim in ledger.held)
@@ -105,7 +105,7 @@ def promise(node: Node, placement: Placement) -> None:
 
 
 def advance(node: Node, placement: Placement) -> None:
-    """Takes every step of a placement that nothing prevents."""
+    """Takes every step of a placement that can be taken now."""
     if placement.stage == VICTIMS_DRAIN:
         if any(node.models[name].running for name in placement.victims):
             return
@@ -132,7 +132,7 @@ def drained_too_long(node: Node, model: Model) -> None:
 
 
 def set_load_deadline(node: Node, copy: Copy) -> float:
-    """Sets the deadline of a load, in seconds from now."""
+    """Sets the deadline of a load, and returns it in seconds from now."""
     facts, deadline_s = copy.facts, node.settings.load_deadline_s
     if deadline_s is None:
         predicted_s = max(node.devices[name].costs.predict_s(facts.costs_name, facts.weights_bytes) for name in copy.devices)
@@ -182,7 +182,7 @@ def load(node: Node, placement: Placement) -> None:
 
 
 def hold(node: Node, device: Device, placement: Placement) -> None:
-    """Takes the memory of a placement that begins to load on one of its devices, and that device's loader."""
+    """Takes the memory of a placement that begins to load, and the loader, on one of its devices."""
     model, ledger = node.models[placement.model], device.ledger
     ledger.withdraw(placement.id)
     ledger.hold(model.name, placement.size)
@@ -208,8 +208,8 @@ def _why_loaded(model: Model) -> str:
 
 
 def drop(node: Node, placement: Placement, reason: str = "") -> None:
-    """Drops a placement before it loads. Victims not told to leave become ready again; freed chunks go back to the lease. reason:
-    what the history says of it, if there is more to say than the stage that it was in."""
+    """Drops a placement before it loads. Victims without an Evict become ready again; freed chunks go back to the lease. reason:
+    the outcome to record in the history; "": the stage that the placement was in."""
     model = node.models[placement.model]
     undo(node, placement)
     outcome = f"dropped while its {placement.stage}" if placement.victims else "dropped"
@@ -228,7 +228,7 @@ def drop(node: Node, placement: Placement, reason: str = "") -> None:
 
 
 def undo(node: Node, placement: Placement) -> None:
-    """Removes a placement from the records. What it holds or has promised is left to the caller."""
+    """Removes a placement from the records. The caller must release the memory that it holds or has promised."""
     model = node.models[placement.model]
     del node.placements[placement.id]
     for name in placement.devices:
@@ -254,7 +254,7 @@ def unlist(node: Node, model: Model) -> None:
         if model.name in device.by_age:
             first = device.by_age.peek()
             if (first is not None and first[1] == model.name) or device.held_for == model.name:
-                node.stirred[name] = None  # the next in line may do what this one could not
+                node.stirred[name] = None  # the next in line may find room where this one could not
             device.by_age.discard(model.name)
             device.by_work.discard(model.name)
         device.crowded_out.pop(model.name, None)
@@ -264,7 +264,7 @@ def unlist(node: Node, model: Model) -> None:
 
 
 def evict(node: Node, model: Model) -> None:
-    """Evicts a copy whose requests have ended or were taken back. It also cancels a load under way."""
+    """Evicts a copy whose requests have ended or are back in the queue. Also cancels a load under way."""
     copy = model.copy
     assert copy is not None
     assert not model.running, f"{model.name} has running requests"
@@ -313,8 +313,8 @@ def _why_evicted(model: Model, copy: Copy) -> str:
 
 
 def lease_after_evictions(device: Device) -> int:
-    """Returns the lease once every copy that was told to leave has left. Memory freed for a placement is never lent to the engine
-    in between."""
+    """Returns the lease that remains once every copy with an Evict has left. Memory that is freed for a placement is never lent to
+    the engine in between."""
     ledger = device.ledger
     held = 0
     for model in device.resident.values():
@@ -336,7 +336,7 @@ def _held_still(device: Device, name: str) -> int:
 
 
 def evict_finished(node: Node, event: EvictFinished) -> None:
-    """Handles the answer to an eviction. Unknown ids answer what has ended with an engine already."""
+    """Handles the answer to an eviction. Unknown ids are ignored: the engine has died, which ended the eviction."""
     name = node.copies.get(event.placement_id)
     if name is None:
         return
@@ -348,7 +348,7 @@ def evict_finished(node: Node, event: EvictFinished) -> None:
 
 
 def release(node: Node, model: Model, reason: str) -> None:
-    """Frees a copy's memory, continues what it was freed for, and then sets the state of the model at rest."""
+    """Frees a copy's memory, continues the placement for which it was freed, and sets the state of the model without a copy."""
     copy = model.copy
     assert copy is not None
     for name in copy.devices:
@@ -377,8 +377,8 @@ def release(node: Node, model: Model, reason: str) -> None:
 
 
 def lose_share(node: Node, model: Model, device: Device, reason: str) -> None:
-    """Handles the loss of a copy's memory on one device, whose engine has died. Shares on other devices are of no use: they are
-    evicted, and their memory is held until that is answered."""
+    """Handles the loss of a copy's memory on one device, whose engine has died. Shares on other devices are useless now: they are
+    evicted, and their memory counts as held until the eviction is answered."""
     copy, placement = model.copy, model.placement
     assert copy is not None
     if copy.devices == (device.name,):
@@ -397,7 +397,7 @@ def lose_share(node: Node, model: Model, device: Device, reason: str) -> None:
 
 
 def evict_overdue(node: Node, model: Model) -> None:
-    """Restarts the engines of a copy that does not leave: which of several has not answered is unknown here. Only an overdue
+    """Restarts all engines of a copy that does not leave, because it is unknown which of them has not answered. Only an overdue
     roll-back makes the node unhealthy."""
     copy = model.copy
     assert copy is not None

@@ -1,10 +1,11 @@
 """Lets a busy model that has to make room drain for a time, then pauses it.
 
-Only overdue work forces busy models out (rule 9). They drain for at least preempt_after_s, and until the work they leave for is
-overdue by preempt_after_swaps x the cost of pausing them: what ends within that time is better left to end, while work that has
-been overdue for long need not wait for it again. Then they are taken from the device between two steps. Their requests wait in
-front of their queue, age anew, and continue when the model is back, from saved or recomputed KV. Where other replicas of the model
-have room for all of them, they go on there at once, so such a replica drains for preempt_after_s at most.
+Only overdue work forces busy models out (rule 9). They drain for at least preempt_after_s, and until the work for which they leave
+is overdue by preempt_after_swaps x the cost of pausing them: requests that end within that time are better left to end, while work
+that has been overdue for long need not wait for them again. Then the models are taken from the device between two steps. Their
+requests wait at the front of their queue, count as newly arrived, and continue from saved or recomputed KV when the model is back.
+If other replicas of the model have room for all of these requests, they continue there at once, so such a replica drains for
+preempt_after_s at most.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from scheduler.node.node import Model, Node, Placement
 
 
 def foresee(node: Node, placement: Placement) -> None:
-    """Sets the deadline of busy victims that have begun to drain."""
+    """Sets the deadline after which busy victims that have begun to drain are paused."""
     settings = node.settings
     pause_at = node.now + settings.preempt_after_s
     busy = [victim for name in placement.victims if (victim := node.models[name]).running]
@@ -48,7 +49,7 @@ def pause_cost_s(node: Node, model: Model) -> float:
 
 
 def pause_victims(node: Node, placement: Placement) -> None:
-    """Pauses victims whose time is up."""
+    """Pauses the busy victims of a placement whose time to drain is up."""
     for name in placement.victims:
         victim = node.models[name]
         if victim.running:

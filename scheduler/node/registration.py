@@ -1,4 +1,4 @@
-"""Registers, changes and removes models as their folders do."""
+"""Registers, changes and removes models as their folders appear, change and disappear."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler.node.placements import drop, unlist
 
 def registered(node: Node, event: ModelRegistered) -> None:
     """Handles a new model, or new files or settings: an existing copy stays as it is, and the new facts apply from the next load
-    on. A further replica is registered after its model; KeyError if it is not."""
+    on. A further replica must be registered after its model; otherwise raises KeyError."""
     facts = event.facts
     model = node.models.get(facts.name)
     if model is None:
@@ -46,7 +46,7 @@ def registered(node: Node, event: ModelRegistered) -> None:
 
 
 def pin_as_registered(node: Node, model: Model, old: ModelFacts | None) -> None:
-    """Applies the configured pin if it is new; otherwise the operator's command stays in force."""
+    """Pins or unpins the model if the configured pin has changed; otherwise the operator's last command stays in force."""
     if old is not None and old.pinned == model.facts.pinned:
         return
     if not model.facts.pinned:
@@ -72,8 +72,8 @@ def removed(node: Node, event: ModelRemoved) -> None:
 
 
 def withdraw(node: Node, model: Model) -> None:
-    """Removes the model from the lists of models that want a device, and drops its placement under way: both rely on what was
-    known of the model before."""
+    """Removes the model from the lists of models that want a device, and drops its placement under way, because both rely on the
+    old facts about the model."""
     unlist(node, model)
     if model.placement is not None and model.copy is None:
         drop(node, model.placement)

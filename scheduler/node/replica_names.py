@@ -8,13 +8,13 @@ from dataclasses import replace
 from scheduler.node.events import ModelFacts
 
 MARK = "#"
-# With replicas = "auto": requests on each replica before another one is loaded. A step of fewer costs little more than of one.
+# With replicas = "auto": requests on each replica before another one is loaded. With fewer, a step costs little more than with one.
 REPLICA_AT = 8
 
 
 def further(facts: ModelFacts, number: int, by_load: bool) -> tuple[ModelFacts, ...]:
-    """Returns the facts of the model's further replicas. number: of all replicas. by_load: they are loaded when REPLICA_AT requests
-    run on each, and not as soon as there is one."""
+    """Returns the facts of the model's further replicas. number: how many replicas there are in all. by_load: whether a further one
+    is loaded only when REPLICA_AT requests run on each; else as soon as the model has a request."""
     at = REPLICA_AT if by_load else 0
     names = (f"{facts.name}{MARK}{position}" for position in range(2, number + 1))
     return tuple(replace(facts, name=name, replica_of=facts.name, replica_at=at, pinned=False) for name in names)

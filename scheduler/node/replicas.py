@@ -15,7 +15,7 @@ from scheduler.node import admission, device_choice, look, placements, requests,
 from scheduler.node.groups import joined
 from scheduler.node.node import Device, Model, Node
 
-KV_SHORT_S = 30.0  # so long a device gets no further replica after requests there have waited for KV
+KV_SHORT_S = 30.0  # how long a device gets no further replica after requests there have waited for KV
 
 
 def spread(node: Node, model: Model) -> None:
@@ -33,7 +33,8 @@ def spread(node: Node, model: Model) -> None:
 
 
 def wanted(node: Node, model: Model) -> Model | None:
-    """Returns the replica that should be loaded beside those that are ready; None if there is none, or another is on its way."""
+    """Returns the replica that should be loaded beside those that are ready; None if none should, or if another one is being
+    loaded."""
     if model.closed or model.removed or not model.enabled or not any(one.state == residency.READY for one in model.replicas):
         return None
     if any(one.placement is not None for one in model.replicas):
@@ -47,7 +48,7 @@ def wanted(node: Node, model: Model) -> Model | None:
 
 
 def _grow(node: Node, model: Model, further: Model) -> None:
-    """Begins to load a further replica where it takes free memory alone, and comes before nobody."""
+    """Begins to load a further replica if it takes only free memory and no other model waits for that memory."""
     options = [option for option in look.options(node, further, may_force=False) if not option.victims]
     options = [option for option in options if all(_is_quiet(node, node.devices[name]) for name in option.devices)]
     option = device_choice.choose(options)
@@ -83,14 +84,14 @@ def _is_quiet(node: Node, device: Device) -> bool:
 
 
 def look_again(node: Node) -> None:
-    """Has the models looked at whose further replicas found no room, and whose devices have changed since."""
+    """Looks again at models whose further replicas found no room and whose devices have changed since."""
     for name, room in node.crowded_replicas.items():
         if room != _room(node, node.models[name]):
             node.touched[name] = None
 
 
 def _room(node: Node, model: Model) -> tuple[object, ...]:
-    """Returns what decides whether a further replica finds room. O(devices)."""
+    """Returns the facts that decide whether a further replica finds room, to be compared later. O(devices)."""
     devices = (node.devices[name] for name in model.devices)
     state = tuple((one.available, one.held_for, one.ledger.lease_chunks, one.pinned, _is_quiet(node, one)) for one in devices)
     return (*state, *(one.occupies for one in model.replicas))

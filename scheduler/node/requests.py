@@ -1,4 +1,5 @@
-"""The life of a request: it arrives, waits or is submitted, ends; it returns to its queue's front when its copy is gone."""
+"""Handles the life of a request: it arrives, waits or is submitted, and ends; it returns to the front of its queue if its model's
+copy is gone."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from scheduler.node.actions import AbortInEngine, Refusal, Reject, RequestsPause
 from scheduler.node.events import RequestArrived, RequestCancelled, RequestFinished
 from scheduler.node.node import Model, Node, Request
 
-# An event has a bounded cost: what expires beyond this is due again at once.
+# Most requests that one event expires, so that its cost is bounded; the others are due again at once.
 MAX_EXPIRED_PER_EVENT = 32
 
 
 def arrived(node: Node, event: RequestArrived) -> None:
-    """Handles a new request. Rule 4: for a ready model it is submitted at once, whatever else is loading."""
+    """Handles a new request. Rule 4: a request for a ready model is submitted at once, whatever else is loading."""
     facts = event.request
     if facts.request_id in node.requests:
         raise ValueError(f"request {facts.request_id} has arrived before")
@@ -46,8 +47,8 @@ def arrived(node: Node, event: RequestArrived) -> None:
 
 
 def touch_used(node: Node, model: Model) -> None:
-    """Has the replica settled that a request has come to or left, and the primary, which may want a further one. The others are
-    settled only where the time that they may stay has changed with it."""
+    """Marks the replica that a request has joined or left to be settled, and the primary, which may want a further replica. The
+    other replicas are marked only if the time that they may stay has changed with it."""
     if model.primary.others and model.keep_alive_s != inf:
         node.touch(model)
     else:
@@ -55,8 +56,8 @@ def touch_used(node: Node, model: Model) -> None:
 
 
 def limit_wait(node: Node, request: Request) -> None:
-    """Sets the time a request may wait. Of a client's request with several sequences only the first is limited: once it runs, the
-    answer has begun, and the others take their turns."""
+    """Sets how long a request may wait. If a client's request has several sequences, only the first is limited: once it runs, the
+    answer has begun, and the others wait for their turns."""
     if not request.resubmission and not request.facts.part_of:
         node.waits.set(request.facts.request_id, request.arrived + node.settings.max_wait_s)
 
@@ -81,7 +82,7 @@ def submit_queued(node: Node, model: Model) -> None:
         assert replica is not None
         submit(node, replica, request)
         if replica is not model:
-            node.touch(model)  # fewer wait for its own copy
+            node.touch(model)  # fewer requests wait for its own copy
 
 
 def finished(node: Node, event: RequestFinished) -> None:
@@ -116,8 +117,8 @@ def leave(node: Node, request_id: int, how: str) -> Request | None:
 
 
 def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
-    """Returns requests that lost their copy to the front of the queue, in the order in which they arrived there. They wait
-    without limit, because their clients have been promised an answer."""
+    """Puts requests whose copy is gone back at the front of the queue, in their order of arrival. They wait without limit, because
+    their clients have been promised an answer."""
     for request in reversed(list(running)):
         model.stop(request.facts.request_id)
         request.device, request.resubmission = "", True
@@ -126,7 +127,7 @@ def take_back(node: Node, model: Model, running: Iterable[Request]) -> None:
 
 
 def recall(node: Node, model: Model) -> None:
-    """Returns the requests of a load that failed to the queue: they have had no token, and wait as if they had never been
+    """Puts the requests of a failed load back into the queue: they have had no token, and wait as if they had never been
     submitted."""
     for request in reversed(list(model.running.values())):
         model.stop(request.facts.request_id)
@@ -148,15 +149,15 @@ def pause(node: Node, model: Model) -> None:
 
 
 def crashed(node: Node, model: Model, request: Request) -> None:
-    """Ends a request that was running in too many crashes."""
+    """Ends a request that was running in too many crashes of engines."""
     model.stop(request.facts.request_id)
     message = f"the engine of {model.name} died {request.crashes} times while this request was running"
     node.reject(request, Refusal("crashed_twice", message))
 
 
 def expire(node: Node) -> None:
-    """Ends requests that have waited longer than max_wait_s and were never submitted. Time in which a load that may have kept them
-    waiting waited for kernels itself does not count."""
+    """Ends requests that have waited longer than max_wait_s and were never submitted. Time in which loads on their model's devices
+    waited for kernels does not count."""
     for _ in range(MAX_EXPIRED_PER_EVENT):
         request_id = node.waits.pop_due(node.now)
         if request_id is None:

@@ -1,4 +1,4 @@
-"""Chooses the replica that a request goes to: by what its prompt has cached there, and by how much runs there."""
+"""Chooses the replica that a request goes to, by how much of its prompt is cached there and how many requests run there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from scheduler.node import residency
 from scheduler.node.events import RequestFacts
 from scheduler.node.node import Model, Node
 
-# A request follows its cached prefix if that is at least this share of its prompt, and the replica runs no more than this many
-# times what the least busy one runs, and this many requests more. So a conversation stays where its cache is, but a prompt that
-# everybody begins with does not bring everybody to one device.
+# A request goes where its prefix is cached if that is at least this share of its prompt, and if the replica runs at most this many
+# times the requests of the least busy one plus this many. So a conversation stays where its cache is, but a prefix that all prompts
+# share does not bring all of them to one device.
 CACHED_SHARE, BUSIER_TIMES, BUSIER_BY = 0.5, 1.5, 4
 
 
@@ -18,8 +18,8 @@ def has_room(node: Node, model: Model) -> bool:
 
 
 def choose(node: Node, model: Model, facts: RequestFacts) -> Model | None:
-    """Returns the replica that the request goes to now; None if all are full, or none is there. One that still loads is chosen if
-    no other has room. O(replicas)."""
+    """Returns the replica that the request goes to now; None if all are full or none is loaded. A replica that is still loading is
+    chosen only if no other has room. O(replicas)."""
     if not model.others:
         return model if _has_room(node, model) else None
     with_room = [one for one in model.replicas if _has_room(node, one)]

@@ -1,4 +1,4 @@
-"""Draws the consequences of a change: each touched model takes every step it can, then each stirred device is looked at."""
+"""Handles the consequences of an event: each touched model takes every step it can, then each stirred device is looked at."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def settle_model(node: Node, model: Model) -> None:
         node.answer_loads(model, None)
         if model.primary.queue:
             requests.submit_queued(node, model.primary)
-        if not model.running:  # idle: somebody may want its room
+        if not model.running:  # it is idle, so another model may take its room
             node.stir(copy.devices)
             leave_rules.apply(node, model)
     elif model.takes_requests and model.primary.queue:
@@ -53,14 +53,14 @@ def settle_model(node: Node, model: Model) -> None:
 
 
 def settle_resting(node: Node, model: Model) -> None:
-    if model.paused and not model.num_resubmissions:  # nobody waits for it to come back any more
+    if model.paused and not model.num_resubmissions:  # no request waits for it to come back any more
         model.paused = False
         if model.state == residency.PAUSED:
             models.rest(node, model, "its paused requests have ended")
     placement = model.placement
     if placement is not None:
         devices = [node.devices[name] for name in placement.devices]
-        room_kept = not all(pins.fits_beside_pins(model, device) for device in devices)  # a pin has come since
+        room_kept = not all(pins.fits_beside_pins(model, device) for device in devices)  # a pin has been set since
         if model.state in residency.PLACEABLE and node.wanted(model) and not room_kept:
             placements.advance(node, placement)
         else:
@@ -69,17 +69,17 @@ def settle_resting(node: Node, model: Model) -> None:
         placements.unlist(node, model)
         if not model.others:
             models.forget(node, model)
-        elif model.state != residency.COLD:  # it is forgotten after them: they use its queue while they drain
+        elif model.state != residency.COLD:  # a primary is forgotten after its replicas, which use its queue while they drain
             models.rest(node, model, "its folder is gone")
     else:
         enlist(node, model)
-    if not node.wanted(model) and all(one.copy is None for one in model.replicas):  # nobody did, or it was crowded out just now
-        model.asked_keep_alive_s = None  # a request's word counts for one stay on a device
+    if not node.wanted(model) and all(one.copy is None for one in model.replicas):  # or pins have just left it no room
+        model.asked_keep_alive_s = None  # a request's keep_alive applies to one stay on a device
 
 
 def enlist(node: Node, model: Model) -> None:
-    """Puts a wanted model on the lists of its devices, at its current rank (rule 8), or removes it. A split model waits in line for
-    each of its devices."""
+    """Puts a wanted model on the lists of its devices, at its current rank (rule 8), and removes a model that is not wanted. A
+    split model waits in line for each of its devices."""
     if not node.wanted(model) or not node.resting(model) or model.retry_at > node.now:
         placements.unlist(node, model)
         return

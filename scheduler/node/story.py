@@ -1,4 +1,4 @@
-"""What happened to each model and to the last requests, for `hearth why`. Bounded."""
+"""Records what happened to each model and to the last requests, for `hearth why`. The number of lines is bounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Story:
 
 
 class EndedRequests:
-    """How the last requests ended. Requests that still run report it themselves."""
+    """Records how the last requests ended. Requests that have not ended are described from their own records."""
 
     __slots__ = ("_ends",)
 

@@ -1,4 +1,5 @@
-"""The invariants of the node, each named in its error. O(everything): tests check them after every event."""
+"""Checks the invariants of the node; the error names the violated one. O(everything): for tests, which check them after every
+event."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def check_model(node: Node, model: Model) -> None:
     assert model.state in residency.ALL, f"state of {name}: {model.state!r}"
     assert (copy is not None) == (model.state in residency.IN_MEMORY), f"memory of {name}: {model.state} with copy {copy}"
     assert not model.running or model.state in residency.RUNNING or model.takes_requests, f"{name} has running requests"
-    most = model.window * node.settings.window_per_sequence  # of one that had no other replica when they were submitted
+    most = model.window * node.settings.window_per_sequence  # the window without other replicas, as it may have been
     assert len(model.running) <= most or model.state != residency.READY, f"window of {name}"
     if model.takes_requests:
         full = len(model.running) >= node.window(model)
@@ -100,7 +101,7 @@ def check_model(node: Node, model: Model) -> None:
 
 
 def check_members(node: Node, model: Model, copy: Copy) -> None:
-    """Checks that a copy is on all of its devices and on no other, and that it leaves if it has lost one of them."""
+    """Checks that a copy is recorded on all of its devices and on no other, and that it leaves if it has lost one of them."""
     name = model.name
     on = {device.name for device in node.devices.values() if device.resident.get(name) is model}
     assert copy.devices, f"the copy of {name} is on no device"
@@ -131,7 +132,7 @@ def check_replicas(node: Node, model: Model) -> None:
 
 
 def check_placement(node: Node, placement: Placement) -> None:
-    """Checks that a placement is under way on all of its devices and on no other, with the same promise or load on each."""
+    """Checks that a placement is recorded on all of its devices and on no other, with the same promise or load on each."""
     name, devices = placement.model, [node.devices[device] for device in placement.devices]
     on = [device for device in node.devices.values() if device.placements.get(placement.id) is placement]
     assert {device.name for device in on} == set(placement.devices), f"placement {placement.id} is not on all of its devices"

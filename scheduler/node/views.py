@@ -1,4 +1,4 @@
-"""What the scheduler shows: plain values, copied on request."""
+"""Defines what the scheduler shows to others: plain values, copied on request."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from math import inf
 class ModelView:
     name: str
     state: str
-    device: str  # "" when on none; of a model that is split, the names of its devices, such as "cpu:0+cpu:1"
-    weights_bytes: int  # of a split model: of each share; so is the next
+    device: str  # "" if on none; for a split model the names of its devices, such as "cpu:0+cpu:1"
+    weights_bytes: int  # bytes of each share if the model is split; the same holds for the next field
     kv_reserved_bytes: int
     active: int  # requests submitted to the engine
     queued: int
     pinned: bool
-    last_used: float | None  # monotonic seconds of its last arrival or end of a request
+    last_used: float | None  # monotonic seconds of the last arrival or end of one of its requests
     reason: str
-    placement_id: int | None  # of its copy, else of the placement under way
-    progress: tuple[int, int] | None  # bytes done and total of a load under way
-    devices: tuple[str, ...] = ()  # those of `device`, by rank
-    num_ranks: int = 1  # over how many devices it is split; 1: it is whole
-    kept_bytes: int = 0  # of its weights in host memory
-    saved_kv_tokens: int = 0  # whose KV is in host memory
+    placement_id: int | None  # id of the placement of its copy, else of the placement under way
+    progress: tuple[int, int] | None  # (bytes done, bytes in all) of a load under way
+    devices: tuple[str, ...] = ()  # the devices named in `device`, by rank
+    num_ranks: int = 1  # how many devices it is split over; 1: it is whole
+    kept_bytes: int = 0  # bytes of its weights in host memory
+    saved_kv_tokens: int = 0  # number of tokens whose KV is in host memory
     quarantined_until: float | None = None  # monotonic seconds
     keep_alive_s: float = inf  # how long it may stay after its last request; inf: until its memory is needed
-    leaves_at: float | None = None  # monotonic seconds: when it leaves for having had no request so long; None: it does not
+    leaves_at: float | None = None  # monotonic seconds at which it leaves if no request comes; None: it stays
 
     @property
     def num_shares(self) -> int:
-        """How many devices hold it, or would if it were loaded: how often the bytes of a share count."""
+        """How many devices hold it, or would if it were loaded. Its bytes in all are those of a share times this number."""
         return len(self.devices) or self.num_ranks
 
 
@@ -43,11 +43,11 @@ class DeviceView:
     total_chunks: int
     work_space_chunks: int
     held: dict[str, int]  # model -> chunks of weights and reserved KV
-    weights_chunks: int  # of the held ones
+    weights_chunks: int  # how many of the held chunks are weights
     promised_chunks: int
     lease_chunks: int
-    loading: str  # model, or ""
-    num_waiting: int  # models that want to come here
+    loading: str  # name of the model that is loading; "": none
+    num_waiting: int  # number of models in line for this device
     problem: str  # an overdue roll-back, or ""
 
 
@@ -55,7 +55,7 @@ class DeviceView:
 class HostTierView:
     num_slots: int
     slot_bytes: int
-    slots: dict[str, int]  # by kind: free, transit, weights, kv
+    slots: dict[str, int]  # number of slots by kind: free, transit, weights, kv
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,13 +70,13 @@ class QueuedView:
 
 @dataclass(slots=True, frozen=True)
 class VictimView:
-    """A model that left for a placement, as it was when that was decided."""
+    """A model that left for a placement, as it was when the placement was decided."""
 
     name: str
     score: float  # priority x requests/s x reload seconds / bytes freed
     chunks: int
     busy: bool  # it was forced out
-    idle_s: float | None  # since its last request; None: it was busy
+    idle_s: float | None  # seconds since its last request; None: it was busy
 
 
 @dataclass(slots=True)
@@ -88,19 +88,19 @@ class PlacementView:
     device: str  # as in ModelView
     cause: str
     begun: float
-    waited_s: float  # before it
+    waited_s: float  # seconds from the oldest request or command to the placement
     weights_bytes: int
     forced: bool
     victims: tuple[VictimView, ...]
     ended: float | None = None
-    outcome: str = ""  # ready, or why not; "" while it is under way
+    outcome: str = ""  # ready, or why it did not become ready; "" while it is under way
     load_s: float = 0.0
     source: str = ""  # disk or host
 
 
 @dataclass(slots=True, frozen=True)
 class CandidateView:
-    """A model on a device, and what speaks for or against evicting it."""
+    """A model on a device, and whether and why it would be evicted."""
 
     name: str
     state: str
@@ -108,11 +108,11 @@ class CandidateView:
     requests_per_s: float
     reload_s: float
     freed_bytes: int
-    idle_s: float | None  # since its last request; None: busy or never used
+    idle_s: float | None  # seconds since its last request; None: busy or never used
     active: int
     queued: int
     victim: bool
-    reason: str  # why it would leave, or stays
+    reason: str  # why it would leave or would stay
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,10 +122,10 @@ class DevicePlan:
     device: str
     verdict: str
     reason: str
-    needed_bytes: int  # beside its work space
-    free_bytes: int  # of those, without anybody leaving
+    needed_bytes: int  # bytes needed besides the work space
+    free_bytes: int  # the part of needed_bytes that is free without any eviction
     total_bytes: int
-    candidates: tuple[CandidateView, ...]  # by score, those that would leave first
+    candidates: tuple[CandidateView, ...]  # models that would leave first, then by score
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,7 +137,7 @@ class LoadPlan:
     state: str
     verdict: str
     reason: str
-    device: str  # the chosen one, as in ModelView; "": none
+    device: str  # the chosen device, as in ModelView; "": none
     source: str  # disk or host
-    load_s: float  # predicted
+    load_s: float  # predicted seconds of the load
     devices: tuple[DevicePlan, ...]
