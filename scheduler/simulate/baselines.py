@@ -1,6 +1,7 @@
-"""Placement rules of other systems, to compare the node scheduler with. All of them load a model when a request for it arrives,
-in the order of the oldest waiting request, one placement at a time on each device. They differ in which model leaves for it.
-Requests for a ready model are submitted at once; a busy victim drains. A split model goes to several devices of one kind at once.
+"""Implements placement rules of other systems, to compare the node scheduler with them. All of them load a model when a request for
+it arrives, in the order of the oldest waiting request, one placement at a time on each device. They differ in which models leave to
+make room. Requests for a ready model are submitted at once; a busy victim drains. A split model goes to several devices of one kind
+at once.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Place:
     coming: str = ""
 
     def free_chunks(self, work_space_chunks: int = 0, without: Sequence[Resident] = ()) -> int:
-        """Returns the number of free chunks, if the models in `without` were gone. The work space of the largest model that
-        stays, or work_space_chunks if that is more, counts as used."""
+        """Returns the number of chunks that would be free if the models in `without` were gone. The largest work space of the
+        models that stay, or work_space_chunks if that is more, counts as used."""
         gone = {one.name for one in without}
         staying = [one.size for one in self.residents.values() if one.name not in gone]
         work = max([work_space_chunks, *(size.work_space_chunks for size in staying)])
@@ -114,8 +115,8 @@ class Clairvoyant:
 
 
 class OnDemand:
-    """A Decider that follows a Rule. It keeps in host memory what it reads from disk, as far as that memory reaches. It preempts no
-    running request and saves no KV."""
+    """A Decider that follows a Rule. It keeps the weights that it reads from disk in host memory, as far as there is room. It
+    preempts no running request and saves no KV."""
 
     def __init__(self, rule: Rule, chunk_bytes: int, host_tier_slots: int = 0) -> None:
         self.rule, self.chunk_bytes = rule, chunk_bytes
@@ -129,8 +130,8 @@ class OnDemand:
         self.where: dict[str, list[Place]] = {}  # model -> the devices it is on or comes to, by rank
         self.queues: dict[str, list[int]] = {}
         self.waiting: OrderedDict[str, None] = OrderedDict()  # models to be placed, by their oldest request
-        self.models: dict[int, str] = {}  # running request -> model
-        self.copies: dict[int, str] = {}  # placement -> model
+        self.models: dict[int, str] = {}  # id of a running request -> model
+        self.copies: dict[int, str] = {}  # placement id -> model
         self.num_placements = 0
         self.actions: list[Action] = []
 
@@ -169,7 +170,7 @@ class OnDemand:
         return None if places is None else places[0].residents.get(name)
 
     def _groups(self, name: str, places: Iterable[Place]) -> list[list[Place]]:
-        """Returns the devices, or groups of them, of these that have room for a model when they are empty."""
+        """Returns those of the devices, or groups of them, that have room for a model when they are empty."""
         size = self.sizes[name]
         roomy = [place.name for place in places if size.chunks + size.work_space_chunks <= place.total_chunks]
         return [[self.places[device] for device in group] for group in groups(roomy, self.num_ranks[name])]
@@ -221,10 +222,10 @@ class OnDemand:
             if place.coming and place.coming not in place.residents:
                 self._load_if_room(place.coming)
         for name in list(self.waiting):
-            if name in self.where:  # it drains still
+            if name in self.where:  # it is still draining
                 continue
             if not self._begin(name):
-                return  # in order
+                return  # models are placed in order, so those behind wait, too
 
     def _begin(self, name: str) -> bool:
         size = self.sizes[name]

@@ -36,7 +36,7 @@ def _replay(
 ) -> int:
     """Returns the number of loads of one replay. by_size: victims are ordered by the distance to their next use times their size.
     That product is computed at a model's last use and not updated, which is good enough for an order of victims."""
-    resident: dict[str, float] = {}  # model -> its present key
+    resident: dict[str, float] = {}  # model -> its current key in the heap
     heap: list[tuple[float, str]] = []  # largest key first; stale entries are left in it
     held = num_loads = 0
     for at, request in enumerate(trace):

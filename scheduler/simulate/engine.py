@@ -21,8 +21,8 @@ from scheduler.simulate.costs import Costs
 from scheduler.simulate.outcome import RequestOutcome
 from scheduler.simulate.steps import ModelSteps, StepSettings
 
-_DUE = 1e-6  # of a step: what rounding leaves
-_FEWEST_ROUNDS = 2  # that are worth being one
+_DUE = 1e-6  # tolerance for rounding, as a fraction of a step
+_FEWEST_ROUNDS = 2  # fewest rounds that are worth simulating as one event
 NOTHING_RESTORED: Mapping[int, int] = MappingProxyType({})
 
 
@@ -34,25 +34,25 @@ class SimulatedSequence:
     outcome: RequestOutcome
     kv_bytes: int
     prompt_left: int
-    tokens_at_step: float = 0.0  # steps of its model when it began to decode, less the tokens it had then
+    tokens_at_step: float = 0.0  # number of its model's steps when it began to decode, minus the tokens that it had then
 
 
 @dataclass(slots=True, eq=False)
 class Hosted:
     """A loaded model. followers: the engines of its other devices, if it is split. steps: the number of decode steps so far; a
-    sequence ends when it reaches the sequence's mark. If a step has no room for all sequences that decode, it counts as a fraction
-    of a step, because the sequences take turns."""
+    sequence ends when it reaches the sequence's mark. A step without room for all decoding sequences counts as a fraction of a
+    step, because the sequences take turns."""
 
     facts: ModelFacts
     reserved_bytes: int
     costs: ModelSteps
     followers: tuple[SimulatedEngine, ...] = ()
     steps: float = 0.0
-    waiting: deque[SimulatedSequence] = field(default_factory=deque)  # for a place in the batch or for KV
+    waiting: deque[SimulatedSequence] = field(default_factory=deque)  # sequences that wait for a place in the batch or for KV
     prompts: deque[SimulatedSequence] = field(default_factory=deque)
     decoding: list[tuple[float, int]] = field(default_factory=list)  # heap of (mark, request)
-    sequences: dict[int, SimulatedSequence] = field(default_factory=dict)  # all of them
-    restored: dict[int, int] = field(default_factory=dict)  # request that is to come back -> tokens whose KV is there
+    sequences: dict[int, SimulatedSequence] = field(default_factory=dict)  # all sequences by request id
+    restored: dict[int, int] = field(default_factory=dict)  # request to be submitted again -> tokens whose KV was restored
     kv_bytes: int = 0
     backlogged: bool = False  # there was more to do than fits a turn when its latest step was planned
 
@@ -83,19 +83,19 @@ class Hosted:
 @dataclass(slots=True)
 class _Step:
     """One step of one model. part: the fraction of the decoding sequences that take part in it. chunks: tokens of prompts. seconds:
-    with those for which it waits for other devices (wait_s)."""
+    its length, including the time in which it waits for other devices (wait_s)."""
 
     hosted: Hosted
     part: float
     chunks: list[tuple[SimulatedSequence, int]]
     seconds: float
     wait_s: float
-    turns: int  # it was planned to take
+    turns: int  # number of turns that it was planned to take
 
 
 @dataclass(slots=True)
 class _Joined:
-    """Steps that other engines lead. They occupy the device until the time `until`."""
+    """Steps that other engines lead, which occupy this device until the time `until`."""
 
     until: float
 
@@ -117,15 +117,15 @@ class SimulatedEngine:
     def __init__(self, costs: Costs, settings: StepSettings) -> None:
         self.costs, self.settings = costs, settings
         self.lease_bytes = 0
-        self.first_tokens: list[RequestOutcome] = []  # since they were last taken
+        self.first_tokens: list[RequestOutcome] = []  # outcomes added since the caller last took them
         self.ended: list[RequestOutcome] = []
         self.hosted: dict[str, Hosted] = {}
         self.turns = Turns()
-        self._followed: dict[str, Hosted] = {}  # models that have a share here and are led by other engines
-        self._joined_until = 0.0  # the end of the last of their steps
-        self._steps: dict[str, ModelSteps] = {}  # of all that were ever hosted
+        self._followed: dict[str, Hosted] = {}  # models with a share on this device that other engines lead
+        self._joined_until = 0.0  # the end of the last step that another engine leads
+        self._steps: dict[str, ModelSteps] = {}  # step limits of all models that were ever hosted
         self._under_way: _Step | _Rounds | _Joined | None = None
-        self._began = self._now = 0.0  # of what is under way; the time told last
+        self._began = self._now = 0.0  # beginning of what is under way; latest time passed to `advance`
 
     # ---- time
 
@@ -285,7 +285,7 @@ class SimulatedEngine:
         decoded = [(hosted, part * longest_s / seconds) for hosted, part, seconds in taken]
         num = int(min(hosted.steps_left() / each for hosted, each in decoded) + _DUE)
         if len(models) > 1:
-            num -= 1  # the last steps are taken in order
+            num -= 1  # the last steps are simulated one by one
         return _Rounds(decoded, longest_s * len(models), num) if num >= _FEWEST_ROUNDS else None
 
     def _turns_of(self, hosted: Hosted, busy: Iterable[Hosted]) -> int:

@@ -16,7 +16,7 @@ class RequestOutcome:
     request_id: int
     request: TraceRequest
     missed: bool = False  # its model was not ready when it arrived: it waited for a load
-    submitted_s: float | None = None  # to an engine, the first time
+    submitted_s: float | None = None  # time when it was first submitted to an engine
     first_token_s: float | None = None
     finished_s: float | None = None
     refusal: str = ""
@@ -36,10 +36,10 @@ class Swaps:
     num_disk_loads: int = 0
     num_host_loads: int = 0
     num_evictions: int = 0
-    num_preemptions: int = 0  # evictions under running requests
+    num_preemptions: int = 0  # evictions of models with running requests
     disk_bytes: int = 0
-    host_bytes: int = 0  # copied from host memory instead
-    saved_kv_tokens: int = 0  # to host memory, of what was preempted
+    host_bytes: int = 0  # bytes copied from host memory instead of being read
+    saved_kv_tokens: int = 0  # tokens of preempted requests whose KV was saved in host memory
     restored_kv_tokens: int = 0
 
 
@@ -64,12 +64,12 @@ class Figures:
     mean_wait_s: float | None
     p50_wait_s: float | None
     p99_wait_s: float | None
-    mean_queue_s: float | None  # arrival to the engine
+    mean_queue_s: float | None  # mean time from arrival to submission to an engine
     slo_attainment: float
     worst_model: str
     worst_slo_attainment: float
     swaps: Swaps
-    duration_s: float  # first arrival to last end
+    duration_s: float  # time from the first arrival to the last end
     models: dict[str, ModelFigures] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:

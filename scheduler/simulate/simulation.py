@@ -17,8 +17,8 @@ from scheduler.simulate.outcome import RequestOutcome, Swaps
 from scheduler.simulate.steps import StepSettings
 from scheduler.simulate.trace import TraceRequest
 
-PROGRESS_EVERY = 1000  # requests
-# As the daemon and its engines do: how often what is measured is told, and from what length on a prompt says how fast it goes.
+PROGRESS_EVERY = 1000  # requests between two reports of progress
+# As in the daemon and its engines: how often measurements are reported, and from what length on a prompt's speed is measured.
 NOTE_KV_EVERY_S, MEASURE_PREFILL_EVERY_S, MEASURED_PREFILL_TOKENS = 0.25, 0.5, 32
 
 
@@ -62,7 +62,7 @@ class Run:
 class _Copy:
     load: actions.Load
     ready_s: float | None = None
-    restored: dict[int, int] = field(default_factory=dict)  # request -> tokens whose KV comes back with it
+    restored: dict[int, int] = field(default_factory=dict)  # request id -> number of tokens whose KV is restored with the model
 
 
 class Simulation:
@@ -83,11 +83,11 @@ class Simulation:
         self.num_events = self.num_ended = 0
         self._due: list[tuple[float, int, Event]] = []
         self._num_due = 0
-        self._copies: dict[int, _Copy] = {}  # by placement
-        self._placement_of: dict[tuple[str, str], int] = {}  # (device, model)
-        self._saved_kv: dict[bytes, dict[int, int]] = {}  # index of an eviction -> request -> tokens
+        self._copies: dict[int, _Copy] = {}  # placement id -> copy
+        self._placement_of: dict[tuple[str, str], int] = {}  # (device, model) -> placement id
+        self._saved_kv: dict[bytes, dict[int, int]] = {}  # index of an eviction -> request id -> saved tokens
         self._note_kv_at = dict.fromkeys(node.devices, 0.0)
-        self._measure_prefill_at: dict[str, float] = {}  # by model
+        self._measure_prefill_at: dict[str, float] = {}  # model -> time of its next measurement
         self._carry: dict[type[actions.Action], Callable[[Any], None]] = {
             actions.Load: self._load,
             actions.Evict: self._evict,

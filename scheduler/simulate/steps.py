@@ -12,7 +12,7 @@ from scheduler.batch.step_costs import StepCosts
 from scheduler.batch.step_limits import CHUNK_STEP_TOKENS, LEAST_CHUNK_TOKENS, StepLimits
 from scheduler.batch.tenant_time import TenantLoad
 
-_CONTEXT = 1.0  # of every sequence, so that a step's context is how many sequences decode in it
+_CONTEXT = 1.0  # context of every sequence, so that a step's context is the number of sequences that decode in it
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,9 +56,9 @@ class ModelSteps:
             StepCosts.known(seconds.of),
             StepCosts.known(lambda tokens: seconds.of(0, tokens), (beyond_token_s, 0.0, 0.0), CHUNK_STEP_TOKENS),
         )
-        self._max_rows: dict[int, int] = {}  # by turns
-        self._rows_beside_prompt: dict[tuple[int, int, bool], int] = {}  # by turns, rows and whether strict
-        self._room: dict[tuple[int, int, int, bool], int] = {}  # by turns, rows, prompts and whether strict
+        self._max_rows: dict[int, int] = {}  # turns -> max_rows
+        self._rows_beside_prompt: dict[tuple[int, int, bool], int] = {}  # (turns, rows, strict) -> result
+        self._room: dict[tuple[int, int, int, bool], int] = {}  # (turns, rows, prompts, strict) -> result
 
     def max_rows(self, turns: int) -> int:
         """Returns how many sequences may decode in one step."""
@@ -82,7 +82,7 @@ class ModelSteps:
         return found
 
     def prompt_tokens(self, turns: int, num_rows: int, num_prompts: int, strict: bool = False) -> int:
-        """Returns how many tokens of prompts a step may compute while num_rows sequences decode; a few even if there is no room.
+        """Returns how many tokens of prompts a step may compute while num_rows sequences decode; always at least a few.
         num_prompts: prompts that have begun or wait. strict: see StepRoom."""
         key = turns, num_rows, num_prompts, strict
         found = self._room.get(key)
