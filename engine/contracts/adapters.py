@@ -1,4 +1,4 @@
-"""The interface between what loads LoRA adapters and a model that takes them."""
+"""Defines the interface between the code that loads LoRA adapters and a model that takes them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class ReadAdapter:
 
 
 class AdapterMemory(Protocol):
-    """A model's tables of the adapters in its device's memory, by their numbers (scheduler/batch/adapters.py)."""
+    """A model's tables of the adapters in device memory, indexed by the adapters' numbers (scheduler/batch/adapters.py)."""
 
     def prepare(self) -> None:
-        """Has compiled what steps with adapters need and cannot do without. Called in a thread, before each `read`; it may take a
+        """Compiles the kernels without which steps with adapters cannot run. Called in a thread, before each `read`; it may take a
         minute the first time."""
         ...
 
     def read(self, source: AdapterSource) -> ReadAdapter:
-        """Reads an adapter's files. Called in a thread, while steps run. Raises CheckpointError, which names file and tensor or
-        key, and CheckpointChanged."""
+        """Reads an adapter's files. Called in a thread, while steps run. Raises CheckpointError, which names the file and the
+        tensor or key, and CheckpointChanged."""
         ...
 
     def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
-        """Makes an adapter known whose matrices lie in the arena from first_byte on. Called while no step is under way. After the
-        first one the model's steps are recorded, or captured, anew, and from then on compute adapters, too."""
+        """Registers an adapter whose matrices lie in the arena from first_byte on. Called while no step is under way. After the
+        first adapter the model's steps are recorded, or captured, again, and from then on compute adapters, too."""
         ...
 
     def clear(self, number: int) -> None:
-        """Forgets an adapter, which no row uses any more."""
+        """Removes an adapter that no row uses any more."""
         ...

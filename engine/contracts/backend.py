@@ -1,4 +1,5 @@
-"""The interface between what loads models and one kind of device. engine/cpu/backend.py and engine/cuda/backend.py implement it."""
+"""Defines the interface between the code that loads models and one kind of device. engine/cpu/backend.py and engine/cuda/backend.py
+implement it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Backend(Protocol):
 
     @property
     def compute_threads(self) -> int:
-        """Threads of the host that compute the steps of a large model; 1 unless the host computes them."""
+        """How many threads of the host compute the steps of a large model; 1 if the device computes them itself."""
         ...
 
     @property
@@ -39,7 +40,7 @@ class Backend(Protocol):
 
     @property
     def steps_may_overlap(self) -> bool:
-        """Whether a model's first step may run in a thread of its own, during steps of other models."""
+        """Whether a model's first step may run in a thread of its own while steps of other models run."""
         ...
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
@@ -50,9 +51,10 @@ class Backend(Protocol):
     def need_kernels(
         self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat
     ) -> Callable[[Callable[[], None]], None] | None:
-        """Asks for the kernels of a model, at once. Returns None on a device that serves the model without them, otherwise a
-        function that compiles them, and is called with `waiting`, in any thread: it calls that every second, and what that raises
-        ends the compilation and is raised. `model` and `split_model` are called once it has returned."""
+        """Asks for the kernels of a model, without waiting. Returns None on a device that serves the model without them, otherwise
+        a function that compiles them. That function is called in any thread with a callable `waiting`, which it calls every second;
+        an error that `waiting` raises ends the compilation and is passed on. `model` and `split_model` are called only after it has
+        returned."""
         ...
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
@@ -60,8 +62,8 @@ class Backend(Protocol):
         ...
 
     def early_model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> StreamedModel | None:
-        """Returns the model before its weights have arrived, so that its first step can run while they do. Returns None for a
-        device or a model that cannot do that: then `model` makes it."""
+        """Returns the model before its weights have arrived, so that its first step can run while they arrive. Returns None if the
+        device or the model cannot do that; `model` is called later then."""
         ...
 
     def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> HostedModel | HostedEncoder:
@@ -69,15 +71,15 @@ class Backend(Protocol):
         ...
 
     def sink(self, weights: WeightRange) -> WeightSink:
-        """Returns what stores a model's weights in its mapped range."""
+        """Returns the sink that stores a model's weights in its mapped range."""
         ...
 
     def decoder(self) -> Decoder:
-        """Returns what decodes packed weights on the host."""
+        """Returns the decoder of packed weights on the host."""
         ...
 
     def measured_decoder(self) -> Decoder:
-        """Returns a decoder for measurements. It does with a frame what loads do, wherever they decode."""
+        """Returns a decoder for measurements: it decodes a frame in the same place as loads do, on the host or on the device."""
         ...
 
 
@@ -88,15 +90,15 @@ class SplitsModels(Protocol):
     def split_model(
         self, spec: LoadModel, shape: ModelShape, weights: WeightRange, kv_memory: Tensor, region: GroupRegion
     ) -> SplitModel:
-        """Returns one share of a model once its weights have arrived. kv_memory: uint8, where its blocks are, from block 0 on.
-        region: what the shares' engines have in common."""
+        """Returns one share of a model once its weights have arrived. kv_memory: uint8, the memory of the share's KV blocks, from
+        block 0 on. region: the memory that the engines of all shares have in common."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class OpenDevice:
-    """A device that an engine has opened. configure: the engine's settings, with chunks that exist. left: the weights that an
-    earlier engine left in its memory; None: the memory ends with this process."""
+    """A device that an engine has opened. configure: the engine's settings, with the number of chunks that the device really has.
+    left: the weights that an earlier engine left in the device's memory; None: the memory ends with this process."""
 
     backend: Backend
     configure: Configure

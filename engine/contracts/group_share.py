@@ -1,4 +1,4 @@
-"""One rank's share of a model that is split over several devices, as a runner makes it."""
+"""Defines one rank's share of a model that is split over several devices. A runner makes it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from scheduler.batch.plan import BatchPlan, SequenceTable
 
 
 class GroupShare:
-    """A HostedModel that other engines hold the rest of. region: what they share. unmap_kv: takes the chunks of its KV out of
-    use."""
+    """A HostedModel of which other engines hold the other shares. region: the memory that all of them have in common. unmap_kv:
+    unmaps the chunks of this share's KV."""
 
     embeds = False
     adapter_memory: AdapterMemory | None = None
 
     def __init__(self, hosted: SplitModel, region: GroupRegion, unmap_kv: Callable[[], None] = lambda: None) -> None:
         self.hosted, self.region, self._unmap_kv = hosted, region, unmap_kv
-        self.is_broken = False  # this engine has seen that the group is broken, and runs no step of it any more
+        self.is_broken = False  # True once this engine has seen that the group is broken; it then runs no more steps of it
 
     @property
     def name(self) -> str:
@@ -33,7 +33,8 @@ class GroupShare:
 
     @property
     def num_stages(self) -> int:
-        """Into how many stages the model's layers are divided: as many steps are under way at a time, of different sequences."""
+        """Number of stages into which the model's layers are divided. As many steps, of different sequences, are under way at a
+        time."""
         return self.region.num_stages
 
     @property
@@ -65,7 +66,7 @@ class GroupShare:
             self.hosted.capture_next()
 
     def release(self) -> None:
-        """Leaves the group, which breaks it, and takes weights and KV out of use."""
+        """Leaves the group, which breaks it, and unmaps weights and KV."""
         self.region.leave()
         self.hosted.release()
         self._unmap_kv()

@@ -1,4 +1,4 @@
-"""The interface between a model's life in an engine and what loads it."""
+"""Defines the interface between a model's life in an engine and the code that loads it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from scheduler.batch.plan import IntArray
 
 @dataclass(slots=True, frozen=True)
 class KernelNews:
-    """News about the compilation of kernels. told: the message for the daemon. apply: to be called between two steps, after which
-    steps cost something else; None: there is nothing to call."""
+    """News about the compilation of kernels. told: the message for the daemon. apply: a function to call between two steps, which
+    makes new kernels used, so the costs of steps change; None: there is nothing to call."""
 
     told: KernelsTold
     apply: Callable[[], None] | None = None
@@ -23,16 +23,16 @@ class KernelNews:
 
 @dataclass(slots=True)
 class LoadTask:
-    """One load: what is asked for, the device's chunks for the weights, and `progress(bytes_done, bytes_total)`, with the meanings
-    of LoadProgress. The fields from bytes_read to weights_checksum are results, set by the runner; protocol.LoadDone explains the
-    fields it shares."""
+    """One load. spec: what to load. chunks: the device's chunks for the weights. progress(bytes_done, bytes_total): called with the
+    values of LoadProgress. The fields from bytes_read to weights_checksum are results, set by the runner; protocol.LoadDone
+    explains the fields it shares."""
 
     spec: LoadModel
     chunks: IntArray
     progress: Callable[[int, int], None]
     cancelled: Callable[[], bool]
     left: WeightsHeld | None = None  # the weights that an earlier engine left in the chunks
-    kv_chunks: IntArray | None = None  # of a share of a split model: those of its KV, which the runner maps
+    kv_chunks: IntArray | None = None  # for a share of a split model: the chunks of its KV, which the runner maps
     bytes_read: int = 0
     kept: bool = False
     checksum: int = 0
@@ -42,8 +42,8 @@ class LoadTask:
     read_as: str = ""
     kernels_seconds: float = 0.0
     adopted: bool = False
-    weights_bytes: int = 0  # from the beginning of the first chunk; 0: nothing that another engine could take over
-    weights_checksum: int = 0  # of those weights; 0: not known yet
+    weights_bytes: int = 0  # bytes of weights from the beginning of the first chunk; 0: none that another engine could take over
+    weights_checksum: int = 0  # checksum of these bytes; 0: not known yet
     # Called once, if the model can run its first step while its weights arrive; the caller opens the gate after the load.
     begun: Callable[[StreamedModel, WeightGate], None] | None = None
 
@@ -57,14 +57,14 @@ class Runner(Protocol):
         ...
 
     def load(self, task: LoadTask) -> HostedModel | HostedEncoder:
-        """Loads one model, in a loader thread while other models step; if spec.group is given, it is a GroupShare. Raises
-        loader.errors.CheckpointError (permanent, names file and tensor), MemoryError or LoadCancelled; the chunks are then unused
-        again."""
+        """Loads one model, in a loader thread while other models step; the result is a GroupShare if spec.group is given. Raises
+        loader.errors.CheckpointError (permanent; names the file and tensor), MemoryError or LoadCancelled; the chunks are then
+        unused again."""
         ...
 
     def probe(self, number: int) -> None:
-        """Has the device compute a token that follows from `number`, behind all that runs on it, and waits for it. Raises what the
-        device raises, and RuntimeError if the token is wrong."""
+        """Makes the device compute a token that follows from `number`, after everything that already runs on it, and waits for it.
+        Raises the device's errors, and RuntimeError if the token is wrong."""
         ...
 
 
@@ -73,9 +73,9 @@ class CompilesKernels(Protocol):
     """A Runner whose kernels may still be compiling when it serves its first models."""
 
     def watch_kernels(self, tell: Callable[[KernelNews], None]) -> None:
-        """Calls `tell`, from other threads, with all news about the kernels from now on."""
+        """Registers `tell`, which is called from other threads with all news about the kernels from now on."""
         ...
 
 
 class LoadCancelled(Exception):
-    """Raised by a load that the engine withdrew while it was under way."""
+    """Raised by a load that the engine cancelled while it ran."""

@@ -1,7 +1,8 @@
-"""The interface between a model that is split over several devices and what joins its parts.
+"""Defines the interface between a model that is split over several devices and the code that joins its parts.
 
 This is tensor parallelism as in Megatron-LM (https://arxiv.org/abs/1909.08053). Each rank, one device of the group, holds a share
-of the attention heads, of each MLP's inner dimensions and of the head's rows; two sums over the ranks a layer make the whole.
+of the attention heads, of each MLP's inner dimensions and of the head's rows. Two sums over the ranks in each layer join the
+shares.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class GroupBroken(Exception):
 class Ranks(Protocol):
     """One rank's view of its group. All ranks call `sum` and `gather` in the same order, with tensors of the same widths.
 
-    Their numbers of rows may differ, because a step that is recorded is padded otherwise than one that is not. What counts is what
-    `count` was given last, on every rank the same."""
+    The tensors' numbers of rows may differ between ranks, because a recorded step is padded differently. The rows that are
+    exchanged are those that `count` was last told, which must be the same on every rank."""
 
     @property
     def rank(self) -> int: ...
@@ -29,8 +30,8 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def count(self, num_tokens: int, num_rows: int) -> None:
-        """Says how many rows, from the first on, are exchanged from now on: num_tokens of what is summed, num_rows of what is
-        gathered. The others are padding. Programs that were recorded earlier go by it, too."""
+        """Sets how many rows, from the first on, are exchanged from now on: num_tokens rows of tensors that are summed, num_rows of
+        tensors that are gathered. The others are padding. This applies to recorded programs, too."""
         ...
 
     def sum(self, x: Tensor) -> None:
@@ -39,12 +40,12 @@ class Ranks(Protocol):
         ...
 
     def share_first(self, x: Tensor) -> None:
-        """Replaces x [T, W] by that of rank 0, and padding by anything. What ranks compute of the same numbers may
-        differ in the last bits where their kernels do, and where such numbers decide something, all ranks must decide alike."""
+        """Replaces x [T, W] by rank 0's x; padding becomes undefined. The same computation may differ in the last bits between
+        ranks with different kernels, but where its result decides something, all ranks must decide alike."""
         ...
 
     def gather(self, part: Tensor) -> Tensor:
-        """Returns the ranks' parts side by side: [N, size * W] of [N, W]. Padding is not initialised."""
+        """Returns the ranks' parts [N, W] side by side, as [N, size * W]. Padding is not initialised."""
         ...
 
     def check(self) -> None:

@@ -1,5 +1,5 @@
-"""The interfaces between the batch scheduler and the models in an engine: what a step is given (scheduler/batch/plan.py), and what
-it returns.
+"""Defines the interfaces between the batch scheduler and the models in an engine: what a step is given (scheduler/batch/plan.py),
+and what it returns.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, Seq
 
 @dataclass(slots=True, frozen=True)
 class Proposed:
-    """What a model's predictor drafted after a step, for Q sequences. slots, counts [Q]: the sequences, and how many tokens each
-    was to get. tokens [Q, K]: those tokens, the first counts[q] of each row. seen_s: device seconds in which the predictor saw the
-    step, drafting_s: in which it drafted."""
+    """The tokens that a model's predictor drafted after a step, for Q sequences. slots, counts [Q]: the sequences' slots, and how
+    many tokens were asked for. tokens [Q, K]: the drafted tokens, the first counts[q] of each row. seen_s: device seconds that the
+    predictor took to see the step. drafting_s: device seconds that it took to draft."""
 
     slots: IntArray
     counts: IntArray
@@ -37,14 +37,14 @@ class StepResult:
     ids: IntArray
     bad: BoolArray
     seconds: float
-    logprobs: TokenLogprobs | None = None  # of the rows that asked for them and are not bad
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of prompt tokens that this step computed, if wanted
-    proposed: Proposed | None = None  # by the predictor, whose seconds are not in `seconds`; None: it did not see the step
-    vectors: FloatArray | None = None  # [N, hidden], of a model that makes them in place of tokens; ids then mean nothing
+    logprobs: TokenLogprobs | None = None  # for the rows that asked for them and are not bad
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # for prompt tokens that this step computed, if wanted
+    proposed: Proposed | None = None  # drafts of the predictor, whose time is not in `seconds`; None: it did not see the step
+    vectors: FloatArray | None = None  # [N, hidden], the result of a model that embeds; ids then mean nothing
 
 
 class NoWorkSpace(Exception):
-    """Raised when the device lacks the memory to compute a step. Nothing was sampled, and everything else under way goes on."""
+    """Raised when the device lacks the memory to compute a step. No token was sampled, and everything else goes on."""
 
 
 class HostedModel(Protocol):
@@ -60,12 +60,13 @@ class HostedModel(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def embeds(self) -> bool:
-        """Whether the model makes vectors of texts and generates none: each sampling row has one in StepResult.vectors."""
+        """Whether the model computes embeddings of texts instead of generating tokens: each sampling row has a vector in
+        StepResult.vectors."""
         ...
 
     @property
     def adapter_memory(self) -> AdapterMemory | None:
-        """The model's LoRA adapters, by the numbers in SequenceTable.adapter; None if it takes none."""
+        """The model's tables of LoRA adapters, indexed by the numbers in SequenceTable.adapter; None if it takes no adapters."""
         ...
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
@@ -74,16 +75,16 @@ class HostedModel(Protocol):
         ...
 
     def release(self) -> None:
-        """Takes the weights' chunks out of use. The KV arena's blocks belong to the batch scheduler and are left alone."""
+        """Unmaps the weights' chunks. The KV blocks in the arena belong to the batch scheduler and are left alone."""
         ...
 
 
 class SplitModel(HostedModel, Protocol):
     """A HostedModel that is one rank's share of a model. Each rank runs every step, with the KV of its own heads: rank 0 by
-    `execute`, with the results, the others by `follow`. Both wait for the other ranks, and raise GroupBroken."""
+    `execute`, which returns the result, the others by `follow`. Both wait for the other ranks, and raise GroupBroken."""
 
     def follow(self, plan: BatchPlan, table: SequenceTable) -> None:
-        """Runs a rank's part of a step, up to the step's last sum or gathering, behind which `table` may change."""
+        """Runs this rank's part of a step, up to the step's last exchange between ranks; afterwards `table` may change."""
         ...
 
 
@@ -105,7 +106,8 @@ class CapturesSteps(Protocol):
 
     @property
     def num_uncaptured(self) -> int:
-        """The number of step sizes that are not captured yet; a size is captured when it first occurs, if not before."""
+        """The number of step sizes that are not captured yet. A size is captured when it first occurs, or earlier by
+        `capture_next`."""
         ...
 
     def capture_next(self) -> None:
@@ -118,8 +120,8 @@ class LaunchesAhead(CapturesSteps, Protocol):
     """A HostedModel whose next step can be started before the tokens of its last step are known."""
 
     def launch(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> Launched:
-        """Starts one step. A token that table.num_tokens does not count yet is the one its slot's last step samples; rows in
-        `masks` have no such tokens. Raises NoWorkSpace."""
+        """Starts one step. If a row begins with a token that table.num_tokens does not count yet, it is the token that the last
+        launched step of its slot samples; rows in `masks` have no such tokens. Raises NoWorkSpace."""
         ...
 
 
@@ -127,15 +129,15 @@ class StreamedModel(HostedModel, Protocol):
     """A HostedModel whose first step can begin before its weights have arrived."""
 
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
-        """Runs a step as `execute` does, layer by layer as the gate opens, at most max_tokens tokens at a time. The result's
-        seconds do not include the waits. Raises WeightsWithdrawn; the KV written until then is worthless."""
+        """Runs a step as `execute` does, each layer once the gate opens for it, at most max_tokens tokens at a time. The result's
+        seconds do not include the waits. Raises WeightsWithdrawn; the KV written so far is then worthless."""
         ...
 
 
 @runtime_checkable
 class HostedEncoder(Protocol):
-    """The counterpart of HostedModel for a model that turns texts into vectors, or pairs of texts into scores. task: which of the
-    two, as Submit.task names it."""
+    """The counterpart of HostedModel for a model that turns texts into vectors, or pairs of texts into scores. task: EMBED or SCORE
+    of engine.protocol."""
 
     @property
     def name(self) -> str: ...
@@ -147,8 +149,9 @@ class HostedEncoder(Protocol):
     def task(self) -> str: ...
 
     def embed(self, texts: Sequence[IntArray], second_at: Sequence[int]) -> tuple[FloatArray, float]:
-        """Returns the vectors of R texts, given as token ids: float32 [R, hidden], each of norm 1; or the scores of R pairs:
-        float32 [R, 1]; and the device seconds it took. second_at: where in each pair the second text begins, as in Submit."""
+        """Returns the vectors of R texts, float32 [R, hidden], each of norm 1, or the scores of R pairs, float32 [R, 1]; and the
+        device seconds. texts: token ids of each text or pair. second_at: where in each pair the second text begins, as in
+        Submit."""
         ...
 
     def release(self) -> None: ...
