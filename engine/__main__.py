@@ -10,7 +10,7 @@ import sys
 from hearthd.start import require
 
 if __name__ == "__main__":
-    gc.disable()  # what is imported stays, and looking for garbage meanwhile takes a fifth of the time; the engine's loop does it
+    gc.disable()  # imported objects stay, and collecting garbage takes a fifth of the imports' time; the engine's loop does it
     require("engine", warns=False)
     if "--fork-server" in sys.argv:
         from engine.forks.server import main

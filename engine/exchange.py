@@ -1,11 +1,11 @@
-"""The memory in which the engines of a node exchange what models that are split over several devices need.
+"""Defines the memory through which the engines of a node run models that are split over several devices.
 
-It is one memfd that the daemon makes: a queue for each engine, then regions, one for each group of devices that has a model. A
-leader appends its group's region to the queues of all members, its own included, while it holds a lock of the node. Every engine
-runs its queue strictly in order. So all engines see the steps that they share in one order, and with any overlap of groups none
-waits for a step that another has put behind a later one.
+It is one memfd that the daemon makes: a queue for each engine, then regions, one for each group of devices that shares a model. To
+start a step, a group's leader appends the group's region to the queues of all members, its own included, while it holds a lock of
+the node. Every engine runs its queue strictly in order. So all engines run the steps that they share in the same order, and
+overlapping groups cannot wait for each other.
 
-Nobody needs the lock to read. The kernel frees it when its holder dies, and what a dead leader has left half posted is not seen.
+Readers need no lock. The kernel frees it when its holder dies, and entries that a dead leader has posted only in part are not seen.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from loader.model_shape import Division
 
 QUEUE_ENTRIES = 1024
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
-NOTHING = 0  # an entry whose group has left the engine; a region never begins there
+NOTHING = 0  # an entry whose engine has left the group; a region never begins at 0
 
 _MAGIC = int.from_bytes(b"hearth x", "little")
-# Words of a queue: the number of entries ever posted comes first, in another line that of those ever taken, then the ring.
+# Words of a queue: the number of entries ever posted; in another cache line the number ever taken; then the ring of entries.
 _TAKEN, _RING = LINE_BYTES // 8, 2 * LINE_BYTES // 8
 _word = struct.Struct("<q")
 
@@ -42,7 +42,7 @@ _QUEUE_BYTES = _pages(8 * (_RING + QUEUE_ENTRIES))
 
 
 def first_region(num_engines: int) -> int:
-    """Returns the offset from which on regions may begin. Each of them begins at a multiple of PAGE_BYTES."""
+    """Returns the first offset at which a region may begin. Each region begins at a multiple of PAGE_BYTES."""
     return PAGE_BYTES + num_engines * _QUEUE_BYTES
 
 
@@ -58,7 +58,7 @@ def make_exchange(num_engines: int) -> int:
 
 
 class RegionArray(NamedTuple):
-    """One array in a region. code: of the struct module, which numpy understands as well."""
+    """One array in a region. code: its item type, as a code of the struct module, which numpy understands as well."""
 
     begin: int
     code: str
@@ -92,7 +92,7 @@ TABLE_COLUMNS = {
 
 
 class GroupForm(NamedTuple):
-    """What the engines of a group need to know of their model besides its LoadModel. num_kv_groups, handed_bytes: as in
+    """Facts about a split model that the engines of its group need besides its LoadModel. num_kv_groups, handed_bytes: as in
     RegionSizes."""
 
     division: Division
@@ -101,10 +101,10 @@ class GroupForm(NamedTuple):
 
 
 class RegionSizes(NamedTuple):
-    """What the size of a group's region follows from. num_ranks: its devices. max_sequences, max_model_len: of its model, as
-    LoadModel has them. block_tokens: as Configure has it. num_kv_groups: KV groups of the model (loader/kv_layout.py). num_stages:
-    into how many stages its layers are divided. handed_bytes: of the states that a step passes from stage to stage
-    (loader/work_space.py)."""
+    """The numbers that determine the size of a group's region. num_ranks: number of devices. max_sequences, max_model_len: the
+    model's, as in LoadModel. block_tokens: as in Configure. num_kv_groups: number of KV groups of the model (loader/kv_layout.py).
+    num_stages: number of stages into which its layers are divided. handed_bytes: bytes of the states that a step passes from stage
+    to stage (loader/work_space.py)."""
 
     num_ranks: int
     max_sequences: int
@@ -116,12 +116,12 @@ class RegionSizes(NamedTuple):
 
 
 def region_layout(sizes: RegionSizes) -> tuple[dict[str, RegionArray], int]:
-    """Returns where each array of a region begins, and the bytes of the region."""
+    """Returns the arrays of a region by name, and the region's bytes."""
     rows, blocks, num_stages = sizes.max_sequences, -(-sizes.max_model_len // sizes.block_tokens), sizes.num_stages
     stage_size = sizes.num_ranks // num_stages
     arrays: list[tuple[str, str, tuple[int, ...]]] = [
         ("broken", "q", (1,)),  # comes first: break_group writes it
-        ("plans", "q", (num_stages, 8)),  # of as many steps as are under way at a time
+        ("plans", "q", (num_stages, 8)),  # one for each step that may be under way
         *((name, "i", (num_stages, rows)) for name in ("plan_slots", "plan_num_computed", "plan_num_new")),
         ("plan_samples", "?", (num_stages, rows)),
         *((name, code, (rows,)) for name, code in TABLE_COLUMNS.items()),
@@ -140,7 +140,7 @@ def region_layout(sizes: RegionSizes) -> tuple[dict[str, RegionArray], int]:
 
 
 def region_bytes(sizes: RegionSizes) -> int:
-    """Returns the bytes of a group's region, a multiple of PAGE_BYTES. Those that nobody touches take no memory."""
+    """Returns the bytes of a group's region, a multiple of PAGE_BYTES. Pages that nobody touches take no memory."""
     return region_layout(sizes)[1]
 
 
@@ -148,7 +148,7 @@ def region_bytes(sizes: RegionSizes) -> int:
 
 
 class Membership(NamedTuple):
-    """One engine's place among those of a node: its number, and the eventfd that wakes it."""
+    """One engine's access to the exchange memory: its number among the engines of the node, and the eventfd that wakes it."""
 
     exchange: Exchange
     number: int
@@ -160,10 +160,10 @@ class ExchangeFull(Exception):
 
 
 class Exchange:
-    """One process's view of the exchange memory. fd: the memfd, which stays the caller's. doorbells: for each engine the eventfd
-    that wakes it; () for a process that posts nothing. Raises ValueError for a descriptor of something else.
+    """One process's view of the exchange memory. fd: the memfd, which the caller goes on owning. doorbells: for each engine the
+    eventfd that wakes it; () for a process that posts nothing. Raises ValueError if fd is not an exchange memory.
 
-    Any thread may call any method, but only one thread of the whole node takes from a queue, that of its engine."""
+    Any thread may call any method, but only one thread of the whole node, in the queue's own engine, takes entries from a queue."""
 
     def __init__(self, fd: int, doorbells: Sequence[int] = ()) -> None:
         self.fd, self._doorbells = fd, tuple(doorbells)
@@ -176,9 +176,9 @@ class Exchange:
         self.num_engines = num_engines
         self._map = mmap.mmap(fd, first_region(num_engines))
         self._words = memoryview(self._map).cast("q")
-        # flock belongs to the open file description, and that of `fd` is all processes' together
+        # flock belongs to the open file description, and all processes share that of `fd`
         self._lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        self._in_process = threading.Lock()  # the threads of this process have one description
+        self._in_process = threading.Lock()  # the threads of this process share one description
         self._fence = threading.Lock()
 
     def close(self) -> None:
@@ -197,9 +197,9 @@ class Exchange:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
 
     def post(self, members: Sequence[int], region: int) -> bool:
-        """Appends a region to the queues of all members and rings the doorbells of all but members[0], who posts. What this thread
-        wrote before is visible to whoever takes the entry. Returns False, and posts nothing, if the group is broken. Raises
-        ExchangeFull."""
+        """Appends a region to the queues of all members and rings the doorbells of all but members[0], which is the caller.
+        Whatever this thread wrote before is visible to an engine that takes the entry. Returns False, and posts nothing, if the
+        group is broken. Raises ExchangeFull."""
         words = self._words
         with self.locked():
             if self.is_broken(region):
@@ -218,14 +218,14 @@ class Exchange:
         return True
 
     def take(self, number: int) -> int | None:
-        """Returns the region of the next entry in an engine's queue, and removes the entry; None if there is none."""
+        """Removes the next entry of an engine's queue, and returns its region; None if there is none."""
         region = self.next(number)
         if region is not None:
             self._words[self._queue(number) + _TAKEN] += 1
         return region
 
     def next(self, number: int) -> int | None:
-        """Returns the region of the next entry in an engine's queue, which stays there; None if there is none."""
+        """Returns the region of the next entry of an engine's queue without removing it; None if there is none."""
         words, queue = self._words, self._queue(number)
         tail_at = queue + _TAKEN
         while (tail := words[tail_at]) < words[queue]:
@@ -242,8 +242,8 @@ class Exchange:
         return self._words[queue + _TAKEN] < self._words[queue]
 
     def leave(self, number: int, region: int) -> None:
-        """Ends an engine's part in a group: breaks the group, so that nobody posts to it any more, and removes its entries from the
-        engine's queue. Afterwards the region may be another group's, as soon as all members have left or died."""
+        """Ends an engine's part in a group: breaks the group, so that nobody posts to it any more, and removes the group's entries
+        from the engine's queue. Once all members have left or died, another group may get the region."""
         words, queue = self._words, self._queue(number)
         with self.locked():
             self.break_group(region)
@@ -259,12 +259,12 @@ class Exchange:
 
     def ring(self, number: int) -> None:
         """Wakes an engine that sleeps."""
-        with contextlib.suppress(BlockingIOError):  # it is rung already
+        with contextlib.suppress(BlockingIOError):  # it has been rung already
             os.eventfd_write(self._doorbells[number], 1)
 
     def break_group(self, region: int) -> None:
-        """Marks a group as broken: it has lost a device, or is leaving. Whoever waits in one of its steps stops waiting. There is
-        no way back but `clear`."""
+        """Marks a group as broken, because it has lost a device or a member leaves. Members that wait in one of its steps stop
+        waiting. Only `clear` undoes it."""
         os.pwrite(self.fd, _word.pack(1), region)
 
     def is_broken(self, region: int) -> bool:
@@ -272,8 +272,8 @@ class Exchange:
 
     def clear(self, region: int, num_bytes: int) -> None:
         """Gives a region's memory back to the system; it reads as zeros afterwards. The daemon calls it before it gives the region
-        to a group, which makes the exchange memory long enough for it, and when all members have left. Raises ValueError for what
-        is not a region."""
+        to a group, because it also extends the exchange memory to the region's end, and when all members have left. Raises
+        ValueError if the range is not a region."""
         if region < first_region(self.num_engines) or region % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
             raise ValueError(f"region {region} of {num_bytes} bytes is none of the exchange memory's")
         if os.fstat(self.fd).st_size < region + num_bytes:
@@ -291,8 +291,8 @@ class Exchange:
         return self._queue(number) + _RING + at % QUEUE_ENTRIES
 
     def _order(self) -> None:
-        """Keeps the processor from moving memory accesses from before this call behind it, or the other way round: each release of
-        a lock comes after what precedes it, and each later acquisition before what follows."""
+        """Acts as a memory fence: the processor moves no memory access across this call. It releases and acquires a lock; a release
+        comes after all earlier accesses, and an acquisition before all later ones."""
         for _ in range(2):
             with self._fence:
                 pass

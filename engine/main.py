@@ -38,7 +38,7 @@ TELL_LIMIT_S = 1.0  # limit for handing a fault message to the daemon
 
 
 def preload(runner: str, cache_dir: str) -> None:
-    """Imports what an engine of a cpu device needs. runner, cache_dir: as in Configure."""
+    """Imports the modules that an engine of a cpu device needs. runner, cache_dir: as in Configure."""
     if runner != "torch":
         importlib.import_module("engine.null.runner")
         return
@@ -48,7 +48,7 @@ def preload(runner: str, cache_dir: str) -> None:
 
     for module in ("engine.cpu.backend", "engine.loading.runner"):
         importlib.import_module(module)
-    CpuOps(cache_dir, deferred=True)  # the kernels; it calls none
+    CpuOps(cache_dir, deferred=True)  # imports the kernels without calling any
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
@@ -72,7 +72,7 @@ def make_engine(
     handover: Handover | None,
     membership: Membership | None = None,
 ) -> Engine:
-    """Makes the engine with its runner. Raises ValueError for an unknown runner, and what opening the device raises."""
+    """Makes the engine with its runner. Raises ValueError for an unknown runner, and the errors of open_device."""
     exchange = None if membership is None else membership.exchange
     if configure.runner == "null":
         from engine.null.runner import NullRunner
@@ -88,7 +88,7 @@ def make_engine(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs an engine and returns its exit code. arguments: None: those of the command line."""
+    """Runs an engine and returns its exit code. arguments: command-line arguments; None: those of this process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="engine")

@@ -1,1 +1,1 @@
-"""The process that forks engines, and its messages."""
+"""The process that forks engines, and the messages it exchanges with the daemon."""

@@ -8,10 +8,11 @@ PACKET_BYTES, MAX_DESCRIPTORS = 64 << 10, 250  # the kernel passes 253 descripto
 
 
 class ForkEngine(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for an engine. Descriptors are sent with it: the pipe for how the engine ended, its stderr, and those in its arguments.
+    """Asks for an engine. Descriptors are sent with it: the pipe to which the engine's exit status is written, the engine's stderr,
+    and the descriptors named in its arguments.
 
-    name: of the process, as `ps -o comm` shows it; the kernel keeps 15 characters. arguments: those of `python -m engine`.
-    numbers: which numbers the last descriptors are to have in the engine."""
+    name: name of the process, as `ps -o comm` shows it; the kernel keeps 15 characters. arguments: the arguments of `python -m
+    engine`. numbers: the descriptor numbers that the last descriptors get in the engine."""
 
     name: str
     arguments: list[str]
@@ -19,7 +20,7 @@ class ForkEngine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Forked(msgspec.Struct, frozen=True, array_like=True):
-    """Answers ForkEngine. A pidfd of the engine is sent with it. problem: why there is none; "" if there is one."""
+    """Answers ForkEngine. A pidfd of the engine is sent with it. problem: why no engine was forked; "" if one was."""
 
     pid: int
     problem: str = ""

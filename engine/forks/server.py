@@ -32,7 +32,7 @@ from engine.main import run as run_engine
 
 @dataclass(slots=True)
 class _Engine:
-    """A running engine. pidfd: becomes readable when it ends. ended_fd: the pipe for how it ended."""
+    """A running engine. pidfd: becomes readable when it ends. ended_fd: the pipe to which its exit status is written."""
 
     pid: int
     pidfd: int
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def run(control_fd: int, runner: str, cache_dir: str) -> None:
-    """Serves the daemon until its end of the socket is closed. runner, cache_dir: of the node's settings."""
+    """Serves the daemon until its end of the socket is closed. runner, cache_dir: settings of the node, as in Configure."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in engines
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name_process("fork server")
@@ -67,7 +67,7 @@ class _Server:
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
-        self._engines: dict[int, _Engine] = {}  # by pidfd
+        self._engines: dict[int, _Engine] = {}  # pidfd -> running engine
 
     def serve(self) -> None:
         while True:
@@ -78,7 +78,7 @@ class _Server:
                     return
 
     def _answer(self) -> bool:
-        """Answers one packet of the daemon. Returns False at its end."""
+        """Answers one packet of the daemon. Returns False if the daemon has closed the socket."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, MAX_DESCRIPTORS)
         except ConnectionResetError:
@@ -103,7 +103,7 @@ class _Server:
             os.close(descriptor)
         try:
             socket.send_fds(self._control, [msgspec.msgpack.encode(answer)], sent)
-        except OSError:  # the daemon is gone: an engine ends with its own socket
+        except OSError:  # the daemon is gone: engines end as their own sockets are closed
             return False
         return True
 
@@ -116,7 +116,7 @@ class _Server:
         os.close(ended.pidfd)
 
     def _become_engine(self, request: ForkEngine, ended_fd: int, descriptors: Sequence[int]) -> None:
-        """Goes on as the engine that was asked for, in the forked process. Does not return."""
+        """Becomes the engine that was asked for, in the forked process. Does not return."""
         code = 1
         try:
             self._selector.close()
@@ -139,7 +139,8 @@ class _Server:
 
 
 def _above(descriptors: Sequence[int], lowest: int) -> list[int]:
-    """Returns copies of descriptors with numbers from `lowest` on, so that the numbers below are free. Closes the originals."""
+    """Moves descriptors to numbers from `lowest` on, so that the numbers below are free. Closes the originals, and returns the new
+    numbers."""
     copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
