@@ -76,7 +76,7 @@ class GrammarProcess:
         except GrammarError as error:
             self._starting.discard(key)
             self._send(Broken(key, str(error)))
-        except BaseException as error:  # would be lost: the future's result is never read
+        except BaseException as error:  # would be lost otherwise, because the future's result is never read
             log.exception("grammar fault")
             self._send(Broken(key, repr(error)))
         else:

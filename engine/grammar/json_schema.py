@@ -1,11 +1,11 @@
 """Prepares a client's JSON schema for llguidance: it is narrowed where llguidance would accept what the schema forbids, otherwise
 unchanged.
 
-llguidance reads numbers as 64-bit floats, the last digit of long ones inexactly, and writes large ones rounded. Bounds that it
-does not hold exactly are moved inward to the next number that it does. It also treats an exclusive whole bound as inclusive where
-the other bound is less than 1 away. Where a schema may contain such a pair, its exclusive whole bounds are replaced by inclusive
-ones just inside them. This is not done elsewhere, because below a bound of 0.999 llguidance accepts 0.90 but not 0.9. Schemas that
-cannot be narrowed are refused.
+llguidance reads numbers as 64-bit floats, the last digit of long ones inexactly, and writes large ones rounded. Bounds that it does
+not hold exactly are moved inward to the next number that it does. It also treats an exclusive whole bound as inclusive where the
+other bound is less than 1 away. Where a schema may contain such a pair, its exclusive whole bounds are replaced by inclusive ones
+just inside them. Other schemas keep their exclusive bounds, because below a bound of 0.999 llguidance accepts 0.90 but not 0.9.
+Schemas that cannot be narrowed are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-# matches times whose second is below 60
+# a pattern that matches times whose second is below 60
 WHOLE_MINUTE = "^([0-9-]{10}[Tt ])?[0-9]{2}:[0-9]{2}:[0-5]"
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # name -> schema
@@ -27,8 +27,8 @@ _VALUES = frozenset({"const", "enum", "default", "examples"})
 
 _EXACT_DIGITS = 2**53  # a number is read exactly if its digits, taken as a whole number, are no more than this
 _EXACT_PLACES = 22  # ... and it has at most this many decimal places
-_DIGITS = 15  # a number of at most this many digits is still the same after it was read as a float and written
-_WHOLE_LIMIT = 2**63 // 640_000 * 640_000  # fits a 64-bit integer, is exact as a float, and has at most _DIGITS digits before zeros
+_DIGITS = 15  # a number of at most this many digits does not change when it is read as a float and written
+_WHOLE_LIMIT = 2**63 // 640_000 * 640_000  # fits 64 bits, is exact as a float, has at most _DIGITS digits before trailing zeros
 _LIMIT = 2**64  # bounds between _WHOLE_LIMIT and this are limits of integer types and moved to _WHOLE_LIMIT; larger are refused
 _SMALLEST = Decimal("1e-20")
 _UP, _DOWN = Context(prec=_DIGITS, rounding=ROUND_CEILING), Context(prec=_DIGITS, rounding=ROUND_FLOOR)
@@ -42,8 +42,8 @@ _BOUNDS = {
 
 
 def prepared(text: str) -> str:
-    """Returns the schema that llguidance is to follow in place of this one. Raises ValueError with the place and the keyword of
-    what cannot be followed. Text that is not a JSON object is returned as it is, for llguidance to refuse."""
+    """Returns the schema that llguidance is to follow in place of this one. Raises ValueError, with the place and the keyword, if
+    the schema cannot be narrowed. Text that is not a JSON object is returned as it is, for llguidance to refuse."""
     changed, schema, end = _decoded(text, 0)
     if schema is None or text[end:].strip(" \t\r\n"):
         return text
@@ -112,7 +112,7 @@ def _escaped(key: str) -> str:
 
 
 def _narrow(schema: Schema) -> bool:
-    """Narrows the schema in place and returns whether anything was changed. Raises ValueError for what cannot be followed."""
+    """Narrows the schema in place and returns whether anything was changed. Raises ValueError if that is not possible."""
     changed = False
     nodes = []
     for place, node in subschemas(schema):
@@ -132,7 +132,7 @@ def _narrow(schema: Schema) -> bool:
 
 def _hold_bounds(place: str, node: Schema) -> bool:
     """Moves inward the bounds that llguidance does not hold exactly, and returns whether any was moved. Raises ValueError for
-    bounds that are no numbers or too large."""
+    bounds that are not numbers or are too large."""
     changed = False
     for key, (is_lower, is_exclusive) in _BOUNDS.items():
         if key not in node:

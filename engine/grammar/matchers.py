@@ -21,7 +21,7 @@ from engine.grammar.refusals import plain
 
 log = logging.getLogger("grammar")
 
-GUESSING_S = 0.001  # after so long no more guesses are added to a draft: their masks may be for nothing
+GUESSING_S = 0.001  # time after which no more guesses are added to a draft, because their masks may be wasted work
 
 
 class GrammarError(Exception):
@@ -31,7 +31,7 @@ class GrammarError(Exception):
 
 @dataclass(slots=True)
 class Matcher:
-    """The state of one request in its grammar. row: where its masks are written, of num_rows."""
+    """The state of one request in its grammar. row: index, among num_rows, of the memory that its masks are written to."""
 
     row: int
     state: LLMatcher
@@ -39,8 +39,8 @@ class Matcher:
 
 
 class Matchers:
-    """The matchers of one model's requests, by key. masks: memory of rows of `row_bytes(vocab_size)`, rows_each for a request, at
-    `address`. Bit i of a row says that token i is allowed next.
+    """The matchers of one model's requests, by key. masks: the memory, at `address`, of masks of `row_bytes(vocab_size)` bytes,
+    rows_each for a request. Bit i of a mask says that token i is allowed next.
 
     `start` may run in a thread while other methods are called."""
 
@@ -53,7 +53,7 @@ class Matchers:
         if not eos_token_ids:
             raise GrammarError("a grammar's end needs an end id, and the model has none")
         try:
-            # the text, not the path: a path that does not exist would be looked up on the network
+            # the file's text is passed, because a path that does not exist would be looked up on the network
             self._tokenizer = LLTokenizer(file.read_text(), n_vocab=vocab_size, eos_token=eos_token_ids)
         except Exception as error:  # the library raises bare Exception
             log.warning("%s cannot be used for grammars: %s", file, error)
@@ -89,13 +89,12 @@ class Matchers:
         return self._ended(matcher.state, matcher)
 
     def draft(self, key: int, guesses: list[int]) -> Draft | None:
-        """Returns tokens that may follow a request's, after `advance` has written its mask: those that the grammar forces, and the
-        guesses as far as they agree with these and the grammar allows them. The mask behind each is written. Returns None where
-        there are none."""
+        """Returns tokens that may follow a request's tokens, after `advance` has written its mask: tokens that the grammar forces,
+        and guesses as far as the grammar allows them. The mask after each of them is written. Returns None if there are none."""
         matcher = self._matchers[key]
         if self._rows_each == 1 or not (guesses or matcher.state.compute_ff_tokens()):
             return None
-        state = matcher.state.deep_copy()  # its errors do no harm, and what it learns of the grammar is shared
+        state = matcher.state.deep_copy()  # errors in a copy do no harm, and the states that it computes are shared
         tokens: list[int] = []
         sure: list[bool] = []
         until_s = time.monotonic() + GUESSING_S
@@ -112,21 +111,22 @@ class Matchers:
         return Draft(tokens, sure) if tokens else None
 
     def _goes_on(self, state: LLMatcher, matcher: Matcher, token: int, at: int) -> bool:
-        """Takes a token into a copy of a matcher's state, and writes the mask behind it to row `at` of the request's. Returns False
-        where the token is not allowed, or completes the text: it need not be drafted then, because nothing follows."""
+        """Advances `state`, a copy of a matcher's state, by a token, and writes the mask after it to mask `at` of the request.
+        Returns False if the token is not allowed, or if it completes the text: it need not be drafted then, because nothing
+        follows."""
         if token in self._end_ids or state.validate_tokens([token]) != 1:
             return False
         state.consume_token(token)
         try:
             return not self._ended(state, matcher, at)
-        except GrammarError:  # it is told when the token comes
+        except GrammarError:  # it is reported if the token is sampled
             return False
 
     def forget(self, key: int) -> None:
         self._matchers.pop(key, None)
 
     def _ended(self, state: LLMatcher, matcher: Matcher, at: int = 0) -> bool:
-        """Writes the mask of a state to row `at` of the request's, unless it has stopped. Returns True if only an end id may
+        """Writes the mask of a state to mask `at` of the request, unless the state has stopped. Returns True if only an end id may
         follow, that is, if the text is complete. Raises GrammarError."""
         self._check(state, matcher)
         if state.is_stopped():

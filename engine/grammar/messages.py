@@ -12,28 +12,28 @@ from engine.protocol import Message
 
 class Open(Message, frozen=True):
     """The first message; answered by Opened. The masks are rows of ceil(vocab_size / 32) words in shared memory, one bit for each
-    token. A request has rows_each of them, one after the other: what may follow its tokens, then what may follow each token of its
-    draft."""
+    token. A request has rows_each masks, one after the other: the tokens that may follow its tokens, then those that may follow
+    each token of its draft."""
 
-    folder: str  # of the checkpoint, whose tokenizer.json is read
+    folder: str  # folder of the checkpoint, whose tokenizer.json is read
     vocab_size: int
     eos_token_ids: list[int]
-    num_rows: int  # requests that have masks
+    num_rows: int  # how many requests can have masks at a time
     rows_each: int
 
 
 class Start(Message, frozen=True):
-    """Starts following a request's grammar, after what it has output so far. Answered by Ready, Ended or Broken."""
+    """Starts following a request's grammar, from the end of its output so far. Answered by Ready, Ended or Broken."""
 
     key: int
-    row: int  # of num_rows: where its masks are written until Forget
+    row: int  # index, below num_rows, of the place where its masks are written until Forget
     grammar: str  # SamplingParams.grammar
     output: list[int]
 
 
 class Advance(Message, frozen=True):
-    """Reports the next tokens of each of these requests, counts[i] of keys[i] (empty: one of each). Each is answered by Ready,
-    Ended or Broken. guesses: key -> tokens that may follow these, to be drafted as far as the grammar allows them."""
+    """Reports the next tokens of these requests, counts[i] tokens of request keys[i] (empty: one token each). Each request is
+    answered by Ready, Ended or Broken. guesses: key -> tokens that may follow, to be drafted as far as the grammar allows them."""
 
     keys: list[int]
     tokens: list[int]
@@ -50,19 +50,20 @@ class Forget(Message, frozen=True):
 class Opened(Message, frozen=True):
     """Says that the model's tokenizer is loaded, or why it cannot be."""
 
-    error: str  # "" if there is none
+    error: str  # why it cannot be loaded; "": it is loaded
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that may be drafted behind a request's. sure: whether nothing else may follow the tokens before it, for each."""
+    """Tokens that may be drafted after a request's tokens. sure: for each token, whether it is the only one that the grammar allows
+    there."""
 
     tokens: list[int]
     sure: list[bool]
 
 
 class Ready(Message, frozen=True):
-    """Says that the masks of these requests are written: they hold the tokens allowed next, and those allowed behind each token of
-    the request's draft. drafts: key -> draft, of those that have one."""
+    """Says that the masks of these requests are written: the tokens allowed next, and those allowed after each token of a request's
+    draft. drafts: key -> draft, for requests that have one."""
 
     keys: list[int]
     drafts: dict[int, Draft]

@@ -32,7 +32,7 @@ def plain(reason: str, grammar: str) -> str:
     place = ""
     if placed:
         line, column, reason = placed.groups()
-        place = f"line {line}, column {column}: " if grammar.startswith("lark:") else ""  # a regex has no lines of its own
+        place = f"line {line}, column {column}: " if grammar.startswith("lark:") else ""  # only Lark grammars have lines
     reason = re.split(r"\n +[0-9]+ \| ", reason, maxsplit=1)[0]  # the grammar's text around the place
     told = _told(reason.strip())
     if told.startswith(_REGEX) and grammar.startswith(("json_schema:", "compact_json:")):
@@ -41,7 +41,7 @@ def plain(reason: str, grammar: str) -> str:
 
 
 def _told(reason: str) -> str:
-    """Returns the words of the first entry of _REASONS that matches, or else the reason's first line."""
+    """Returns the text of the first entry of _REASONS that matches the reason, or else the reason's first line."""
     for pattern, words in _REASONS:
         found = re.fullmatch(pattern, reason, re.DOTALL)
         if found:

@@ -1,4 +1,4 @@
-"""Masks of the tokens that the constrained rows of a step may sample.
+"""Defines the masks of the tokens that the constrained rows of a step may sample.
 
 Shapes: K constrained rows, W = ceil(V / 32) words of a mask, V vocabulary.
 """
@@ -24,7 +24,7 @@ class RowMasks:
     bits: npt.NDArray[np.uint32]
 
     def allowed(self, at: slice, vocab_size: int) -> npt.NDArray[np.bool_]:
-        """Returns the masks `at` as booleans [len(at), V]."""
+        """Returns the masks of index range `at` as booleans [len(at), V]."""
         return np.unpackbits(self.bits[at].view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
@@ -35,8 +35,8 @@ def constrained_rows(plan: BatchPlan, table: SequenceTable) -> npt.NDArray[np.in
 
 
 def hold_ends_back(bits: npt.NDArray[np.uint32], ids: list[int]) -> None:
-    """Clears `ids` in one mask [W], in place, unless nothing else is set in it: then the grammar is at its end, or the request
-    allows nothing else."""
+    """Clears the bits of `ids` in one mask [W], in place, unless no other bit is set: then the grammar is at its end, or the
+    request allows no other token."""
     without = bits.copy()
     clear(without, ids)
     if without.any():

@@ -1,4 +1,4 @@
-"""The tokens that a request rules out by id (allowed_token_ids and bad_words of its SamplingParams), as masks.
+"""Makes masks from the tokens that a request rules out by id (allowed_token_ids and bad_words of its SamplingParams).
 
 Shapes: W = ceil(V / 32) words of a mask, V vocabulary.
 """
@@ -30,7 +30,7 @@ class TokenLimits:
             allowed[ids[(ids >= 0) & (ids < vocab_size)]] = True
         else:
             allowed[:vocab_size] = True
-        self._longer: dict[int, list[list[int]]] = {}  # bad sequences of several tokens, by their last token but one
+        self._longer: dict[int, list[list[int]]] = {}  # last token but one -> bad sequences of several tokens with it
         for sequence in params.bad_words:
             if len(sequence) > 1:
                 self._longer.setdefault(sequence[-2], []).append(sequence)
@@ -49,8 +49,8 @@ class TokenLimits:
         self.bits = self.behind(())
 
     def num_leading_on(self, tokens: Sequence[int], masks: Sequence[Bits] | None = None) -> int:
-        """Returns how many of the next tokens are allowed and leave one that may follow. masks [one more than tokens, W]: what
-        the request's grammar allows in place of each and behind the last; None: it has none."""
+        """Returns how many of the next tokens are allowed and leave at least one token that may follow. masks [len(tokens) + 1, W]:
+        what the request's grammar allows in place of each token and after the last; None: it has no grammar."""
         for number, token in enumerate(tokens):
             before, behind = self.behind(tokens[:number]), self.behind(tokens[: number + 1])
             if masks is not None:
@@ -68,8 +68,8 @@ class TokenLimits:
         return f"{' and '.join(names)} {leave} no token that may follow {len(self._output)} tokens of output"
 
     def behind(self, tokens: Sequence[int]) -> Bits:
-        """Returns the mask of the tokens allowed behind further tokens, not to be written to. It rules out those that would
-        complete a bad sequence."""
+        """Returns the mask of the tokens allowed after further tokens, without those that would complete a bad sequence. The mask
+        must not be written to."""
         if not self._longer:
             return self._always
         output = [*self._output[-self._longest :], *tokens]
