@@ -1,4 +1,4 @@
-"""What the daemon's child processes need: an environment in which they find hearthd's packages, and a limit on their memory."""
+"""Prepares the daemon's child processes: an environment in which they find hearthd's packages, and a limit on their memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def malloc_tunables(**values: int) -> str:
-    """Returns what a child's GLIBC_TUNABLES is to be: as this process has it, with these of glibc's malloc, unless it sets them
-    itself."""
+    """Returns the value of GLIBC_TUNABLES for a child: this process's own, plus these tunables of glibc's malloc where it does not
+    set them itself."""
     given = os.environ.get("GLIBC_TUNABLES", "")
     ours = (f"glibc.malloc.{name}={value}" for name, value in values.items() if f".{name}=" not in given)
     return ":".join(filter(None, (given, *ours)))

@@ -1,5 +1,5 @@
-"""Chooses the folder where Numba keeps compiled kernels, and finds the machine code to call without checking the arguments
-again.
+"""Chooses the folder where Numba keeps compiled kernels, and finds the machine code of kernels, so that it can be called without
+checking the arguments again.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _forgive_failed_saves() -> None:
     Cache.save_overload = save_or_warn
 
 
-_found: dict[tuple[Any, ...], Any] = {}  # (kernel, `_kind` of each argument) -> its compilation
+_found: dict[tuple[Any, ...], Any] = {}  # (kernel, `_kind` of each argument) -> the kernel's compilation for them
 
 
 def compilation(kernel: Callable[..., Any], args: Sequence[Any]) -> Any:

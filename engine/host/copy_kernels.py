@@ -53,7 +53,8 @@ def _words_at(typing_context: Any, address: Any) -> Any:
 
 @njit(void(int64[::1], int64[::1], int64[::1], uint64[:, ::1]), error_model="numpy", cache=True, nogil=True)
 def copy_and_sum_each(targets: Any, sources: Any, num_words: Any, sums: Any) -> None:
-    """Calls copy_and_sum for each of P pieces. targets, sources: [P], their addresses. sums: [P, 2]."""
+    """Calls copy_and_sum for each of P pieces. targets, sources [P]: addresses of the pieces. num_words [P]: their sizes. sums [P,
+    2]: the sums of each."""
     for piece in range(targets.shape[0]):
         extent = (num_words[piece],)
         copy_and_sum(carray(_words_at(targets[piece]), extent), carray(_words_at(sources[piece]), extent), sums[piece])

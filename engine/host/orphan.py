@@ -1,7 +1,8 @@
-"""Ends this process when its daemon is gone and it has not noticed itself.
+"""Ends this process if its daemon is gone and the engine has not ended by itself.
 
-A thread that fails to begin for want of memory keeps the thread that starts it waiting for ever (threading.Thread.start), and a
-driver's call may not return. While the daemon lives, it ends an engine that gives no sign of life; afterwards nobody would."""
+An engine may hang: a thread that fails to begin for lack of memory keeps the thread that starts it waiting for ever
+(threading.Thread.start), and a driver's call may not return. While the daemon lives, it ends an engine that gives no sign of life;
+without the daemon nobody would."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import select
 import threading
 import time
 
-NOTICED_WITHIN_S = 5.0  # an engine that is well ends with its next step
+NOTICED_WITHIN_S = 5.0  # an engine that does not hang ends with its next step
 EXIT_ORPHAN = 71
 
 
@@ -22,7 +23,7 @@ def end_with(socket_fd: int) -> None:
 def _watch(socket_fd: int) -> None:
     try:
         closed = select.poll()
-        closed.register(socket_fd, 0)  # a hang-up is reported unasked, and nothing else should be
+        closed.register(socket_fd, 0)  # a hang-up is always reported; no other event is wanted
         closed.poll()
         time.sleep(NOTICED_WITHIN_S)
     finally:

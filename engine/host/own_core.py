@@ -1,6 +1,6 @@
 """Keeps the engines of a pipeline on cores of their own.
 
-Stages wake each other: one sends its states and goes on with the next step, while the one that it has woken begins. Linux often
+Stages wake each other: one sends its states and goes on with its next step, while the stage that it has woken begins. Linux often
 wakes a thread on the core of the thread that wakes it, even if another core is idle (threads_apart.py). Two stages that sleep in
 turn may then stay on one core: of two engines with a thread each, on 2 cores, each was busy for 47 % of the time, both on one core,
 and for 92 % with a core of its own.
@@ -18,11 +18,12 @@ Result = TypeVar("Result")
 
 
 class OwnCore:
-    """The core on which an engine of one compute thread runs its steps of pipelines. Between them it may run anywhere, and so may
-    threads that it starts there."""
+    """The core on which an engine with one compute thread runs its steps of pipelines. Between these steps the engine may run
+    anywhere, and so may threads that it starts there."""
 
     def __init__(self, number: int, num_engines: int) -> None:
-        """number: of the engine, among num_engines of the node. With fewer cores than engines it has none of its own."""
+        """number: the engine's number among the num_engines of the node. With fewer cores than engines no engine has a core of its
+        own."""
         cores = sorted(os.sched_getaffinity(0))
         self._core: int | None = cores[number] if num_engines <= len(cores) else None
 

@@ -26,11 +26,11 @@ def prepare_process() -> None:
     without spinning, steps of 8 to 32 rows take 15 % longer; spinning ten times as long costs a third more CPU at 32 rows;
     without a limit, small products take 5 to 20 times as long while other processes run.
 
-    While its teams have more threads than there are cores, libgomp lets them spin less, even if most of them sleep, as those of a
-    first step do that waits for weights: not at all under the passive policy, 1,000 times under the active one, which changes
-    nothing else if a spin count is given. Measured while another team waits: steps of 8 rows of the model mid take 17.6 ms under
-    the passive policy, 9.1 ms under the active one, and 8.6 ms without the other team. While the other team computes they take
-    18.4 and 21.4 ms."""
+    While libgomp's teams together have more threads than there are cores, it lets threads spin less, even if most of them sleep,
+    like those of a first step that waits for weights: not at all under the passive policy, 1,000 times under the active one, which
+    changes nothing else if a spin count is given. Measured while another team waits: steps of 8 rows of the model mid take 17.6 ms
+    under the passive policy, 9.1 ms under the active one, and 8.6 ms without the other team. While the other team computes they
+    take 18.4 and 21.4 ms."""
     processor.limit_libraries()
     os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
@@ -38,8 +38,8 @@ def prepare_process() -> None:
 
 
 def import_torch_without_meta_kernels() -> None:
-    """Imports torch, if nobody has, but not what it registers for tensors of the device "meta": a quarter of the import. Only
-    tracing and compiling models need that; this process can do neither afterwards."""
+    """Imports torch, if it is not imported yet, without its kernels for the device "meta", which take a quarter of the import's
+    time. Only tracing and compiling models need them, which this process can't do afterwards."""
     if "torch" not in sys.modules:
         name = "torch._meta_registrations"
         sys.modules[name] = ModuleType(name, "Left out: see engine/host/process.py.")

@@ -73,7 +73,8 @@ class Tier:
 
 @dataclass(slots=True, frozen=True)
 class Processor:
-    """The features of a processor. features: those in use. taken_away: those it has too, but that HEARTHD_CPU_FEATURES removes."""
+    """The features of a processor. features: the features in use. taken_away: features that it has, too, but that
+    HEARTHD_CPU_FEATURES removes."""
 
     features: frozenset[str]
     taken_away: frozenset[str] = frozenset()
@@ -121,8 +122,8 @@ def parse_removal(text: str) -> frozenset[str]:
 
 
 def features_of(machine: str, flags: Collection[str], capabilities: tuple[int, int]) -> frozenset[str]:
-    """Returns a processor's features. machine: as platform.machine() returns it. flags: those of /proc/cpuinfo. capabilities:
-    AT_HWCAP and AT_HWCAP2."""
+    """Returns a processor's features. machine: as platform.machine() returns it. flags: the processor's flags in /proc/cpuinfo.
+    capabilities: its AT_HWCAP and AT_HWCAP2."""
     if machine in ("x86_64", "AMD64"):
         return frozenset(name for name, needed in _FLAGS.items() if needed <= set(flags))
     if machine in ("aarch64", "arm64"):
@@ -139,7 +140,7 @@ def processor_of(found: frozenset[str], environment: Mapping[str, str]) -> Proce
 
 @functools.cache
 def host_features() -> frozenset[str]:
-    """Returns the features of this host's processor as Linux reports them."""
+    """Returns the features of this host's processor that Linux reports."""
     flags: list[str] = []
     capabilities = (0, 0)
     if platform.machine() == "aarch64":

@@ -1,12 +1,13 @@
-"""The layout of the memory in which the devices of a group exchange their shares of a model's results.
+"""Defines the layout of the memory through which the devices of a group exchange their shares of a model's results.
 
 It begins with a line for each rank, LINE_BYTES long: how many pieces the rank has published (int64), and how many other ranks sleep
-until that grows (int64). Then come two buffers for each rank, which it fills by turns. All is zero at the beginning.
+until that number grows (int64). Then come two buffers for each rank, which it fills alternately. All memory is zero at the
+beginning.
 """
 
 from __future__ import annotations
 
-LINE_BYTES = 64  # of a cache line, so that no rank's counter moves when another one's is written
+LINE_BYTES = 64  # a cache line, so that writing one rank's counter does not invalidate another one's
 BUFFER_BYTES = 256 << 10  # 64 tokens of a model of width 2,048 in bfloat16; larger tensors go in pieces
 
 
@@ -18,8 +19,8 @@ def rank_memory_bytes(size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
 
 
 def buffer_bytes_of(num_bytes: int, size: int) -> int:
-    """Returns the bytes of each buffer in memory of num_bytes bytes for `size` ranks. Raises ValueError if there is none of that
-    size."""
+    """Returns the bytes of each buffer in memory of num_bytes bytes for `size` ranks. Raises ValueError if no buffer size gives
+    that number."""
     buffer_bytes = (num_bytes // size - LINE_BYTES) // 2
     if rank_memory_bytes(size, buffer_bytes) != num_bytes:
         raise ValueError(f"{num_bytes} bytes are not the memory of {size} ranks with buffers of one size")

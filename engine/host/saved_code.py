@@ -1,9 +1,9 @@
-"""Has Numba make only the code that it saves, in processes that compile kernels for others and call none.
+"""Makes Numba generate only the code that it saves, in processes that compile kernels for other processes and call none themselves.
 
-Numba makes every function ready to be called from Python and from C: it adds wrappers, and makes machine code of helpers that are
-part of their kernels' code already, and of each of the three layers of a kernel for several threads. All of that goes when the
-process ends. Without it compiling takes a quarter less time, and a tenth less again where Python looks for garbage less often than
-after every 700 objects.
+Numba makes every function ready to be called from Python and from C: it adds wrappers, and generates machine code for helpers that
+are already part of their kernels' code, and for each of the three layers of a kernel for several threads. All of that is lost when
+the process ends. Without it, compiling takes a quarter less time, and another tenth less if Python's garbage collector runs less
+often than after every 700 objects.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ TESTED = ("0.68.",)
 
 
 def make_only_what_is_saved(modules: Iterable[ModuleType]) -> None:
-    """Changes Numba for the rest of this process: of what is compiled from now on nothing may be called. modules: where the kernels
-    and their helpers are defined; kernels are those that Numba caches. Leaves Numba as it is in a version that this was not tested
-    with, since what it replaces is not Numba's public interface."""
+    """Changes Numba for the rest of this process: functions compiled from now on must not be called. modules: the modules that
+    define the kernels, which are functions that Numba caches, and their helpers. Leaves Numba as it is if this was not tested with
+    its version, because the replaced functions are not part of its public interface."""
     import numba
 
     gc.freeze()
@@ -29,7 +29,7 @@ def make_only_what_is_saved(modules: Iterable[ModuleType]) -> None:
     from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
     from numba.core.registry import cpu_target
 
-    cpu_target.target_context  # noqa: B018  # makes and calls code of Numba's own, once
+    cpu_target.target_context  # noqa: B018  # makes and calls code of Numba itself, once
     for module in modules:
         for one in vars(module).values():
             _leave_out_wrappers(one)
@@ -47,7 +47,7 @@ def make_only_what_is_saved(modules: Iterable[ModuleType]) -> None:
         return serialize(library)
 
     JITCPUCodegen._add_module = lambda codegen, module: None
-    JITCPUCodegen.set_env = lambda codegen, name, environment: None  # a variable of the machine code that is not there
+    JITCPUCodegen.set_env = lambda codegen, name, environment: None  # would set a variable in machine code that was not generated
     JITCodeLibrary._finalize_specific = emit_what_is_there
     JITCodeLibrary.serialize_using_object_code = emit_and_serialize
 
@@ -58,5 +58,5 @@ def _leave_out_wrappers(function: Any) -> None:
 
     if isinstance(function, Dispatcher):
         function.targetoptions["no_cfunc_wrapper"] = True
-        if isinstance(vars(function)["_cache"], NullCache):  # a helper, which kernels alone call
+        if isinstance(vars(function)["_cache"], NullCache):  # a helper, which only kernels call
             function.targetoptions["no_cpython_wrapper"] = True

@@ -1,4 +1,4 @@
-"""Words in memory that processes share: sleeping until one changes (futex(2)), and the order of accesses around it."""
+"""Handles words in memory that processes share: sleeps until a word changes (futex(2)), and orders the accesses around it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Words = npt.NDArray[np.int64]
 
 
 class Fence:
-    """Orders one thread's accesses to memory on every processor."""
+    """A memory fence for one thread, on every kind of processor."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def order(self) -> None:
-        """Orders the accesses before it before those after it: giving up a lock and taking it again are a store with release and
-        then a load with acquire that reads it."""
+        """Orders all accesses before this call before all accesses after it: releasing a lock and taking it again are a store with
+        release semantics and a load with acquire semantics that reads it."""
         self._lock.release()
         self._lock.acquire()
 
 
 def wake_all(words: Words, index: int) -> None:
-    """Wakes all that sleep on a word."""
+    """Wakes all threads that sleep on a word."""
     _syscall()(FUTEX, _address(words, index), FUTEX_WAKE, EVERYBODY, None, None, 0)
 
 
 def sleep_while(words: Words, index: int, value: int, most_s: float) -> None:
-    """Sleeps while the lower half of a word is that of `value`, until it is woken, for most_s at most."""
+    """Sleeps while the lower half of a word equals that of `value`, until it is woken, for at most most_s seconds."""
     seen, most = ctypes.c_uint32(value & 0xFFFFFFFF), _Time(int(most_s), int(most_s % 1 * 1e9))
     _syscall()(FUTEX, _address(words, index), FUTEX_WAIT, seen, ctypes.byref(most), None, 0)
 

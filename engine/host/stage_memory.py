@@ -1,9 +1,9 @@
-"""The layout of the memory through which the stages of a pipeline pass on the states of a step's tokens.
+"""Defines the layout of the memory through which the stages of a pipeline pass on the states of a step's tokens.
 
-It has a part for each device of a stage, since a device passes states on to the one of the same number in the next stage. Such a
-part has a piece for each stage but the last one. A piece begins with a line of LINE_BYTES: how many steps the stage has sent
-(int64), and how many devices sleep until that grows (int64). Then come places for the states of as many steps as there are stages,
-which are filled by turns. All is zero at the beginning.
+It has a part for each device of a stage, since a device passes states on to the device with the same number in the next stage. Each
+part has a piece for every stage but the last. A piece begins with a line of LINE_BYTES: how many steps the stage has sent (int64),
+and how many devices sleep until that number grows (int64). Then come places for the states of as many steps as there are stages,
+which are filled in turn. All memory is zero at the beginning.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from engine.host.rank_memory import LINE_BYTES
 
 
 def piece_bytes(num_stages: int, handed: int) -> int:
-    """Returns the bytes of the piece that one stage sends through. handed: of the states of one step (loader/work_space.py), a
-    multiple of LINE_BYTES."""
+    """Returns the bytes of the piece that one stage sends through. handed: bytes of the states of one step (loader/work_space.py),
+    a multiple of LINE_BYTES."""
     return LINE_BYTES + num_stages * handed
 
 
 def stage_memory_bytes(stage_size: int, num_stages: int, handed: int) -> int:
-    """Returns the bytes of the memory of num_stages stages, which have stage_size devices each."""
+    """Returns the bytes of the memory for num_stages stages of stage_size devices each. handed: as in piece_bytes."""
     return stage_size * (num_stages - 1) * piece_bytes(num_stages, handed)

@@ -27,7 +27,7 @@ log = logging.getLogger("engine")
 Result = TypeVar("Result")
 
 AFTER_PAUSE_S = 0.03
-FOR_S = 0.1  # after a pause: by then Linux has seen that there is load for all cores
+FOR_S = 0.1  # how long threads are bound after a pause; by then Linux has seen that there is load for all cores
 LEARN_EVERY_STEPS = 256
 _TASKS = "/proc/self/task"
 _PROCESSOR = 36  # field number in a task's stat, counted after the task's name
@@ -43,7 +43,7 @@ class ThreadsApart:
         self._ran_ns: dict[int, int] = {}
         self._cores: dict[int, int] = {}  # thread -> its core, once chosen; the calling thread comes first
         self._free_to: dict[int, set[int]] = {}  # thread -> cores it may run on when it is not bound
-        self._seen: set[int] = set()  # all threads of the process, as of the last look
+        self._seen: set[int] = set()  # all threads of the process when it last looked
         self._ended_s = self._until_s = 0.0
         self._num_steps = 0
 
@@ -105,7 +105,7 @@ class ThreadsApart:
             self._num_others = 0
 
     def _free_caller(self) -> None:
-        """Lets the calling thread, and the threads it started in the step, which inherited its core, run anywhere again."""
+        """Lets the calling thread run anywhere again, and the threads that it started in the step, which inherited its core."""
         me = threading.get_native_id()
         its_core, free_to = {self._cores[me]}, self._free_to[me]
         before, self._seen = self._seen, _threads()
@@ -123,8 +123,8 @@ class ThreadsApart:
         self._cores, self._free_to = {}, {}
 
     def _learn(self) -> None:
-        """Finds the threads that compute: those that ran most since the last call, of the threads that Python knows nothing of. If
-        none ran, the known ones stay."""
+        """Finds the compute threads: among the threads that Python did not start, those that ran most since the last call. If none
+        ran, the known ones stay."""
         known = {thread.native_id or 0 for thread in threading.enumerate()}
         ran_ns = {thread: _ran_ns(thread) for thread in _threads() - known}
         lately = {thread: ns - self._ran_ns.get(thread, 0) for thread, ns in ran_ns.items()}

@@ -89,7 +89,7 @@ def _put_escapes(escaped: int, escapes: Any, taken: int, out: Any, at: int) -> i
 def _decode(body: Any, words: Any, offsets: Any, escapes: Any, table: Any, out: Any) -> int:
     """Decodes body [64 W], words [3, W], offsets [G], escapes [E] and table [7] into out [N].
 
-    Returns how many escapes the codes ask for, or -1 if that is more than E or disagrees with the offsets."""
+    Returns the number of escapes in the codes, or -1 if it is more than E or disagrees with the offsets."""
     taken = 0
     num_whole = out.shape[0] // _VALUES
     for word in range(num_whole):
