@@ -1,5 +1,5 @@
-"""Grouped-query attention over paged KV, with what families add: norms of queries and keys, biases, windows, capped scores, sinks
-and gates."""
+"""Grouped-query attention over paged KV, with the variations of families: norms of queries and keys, biases, windows, capped
+scores, sinks and gates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from loader.model_shape import ModelShape
 
 
 class Attention(Generic[BatchT]):
-    """The attention of one layer: x [T, hidden] -> [T, hidden]. It stores the keys and values of the T tokens before it reads
-    any. The window and the angles of the rotary embedding are those of the layer's KV group. A layer that reads the KV of another
-    one makes queries alone, and stores nothing. ranks: of a split model, whose norms may be over the heads of all of them."""
+    """The attention of one layer: x [T, hidden] -> [T, hidden]. It stores the keys and values of the T tokens before it reads any.
+    The window and the angles of the rotary embedding are those of the layer's KV group. A layer that reads the KV of another layer
+    computes only queries, and stores nothing. ranks: the ranks of a split model, needed for norms over the heads of all ranks;
+    None: the model is whole."""
 
     def __init__(
         self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int, ranks: Ranks | None = None
@@ -35,7 +36,7 @@ class Attention(Generic[BatchT]):
             value_norm = weights.ones(heads.head_dim) if family.value_norms else None
             norms = HeadNorms(query_norm, key_norm, shape.rms_norm_eps, family.norms_around_one, value_norm)
         rotated = layer not in shape.unrotated_layers
-        if shape.unit_norms and rotated:  # of rotated heads, whose sizes rotation leaves alone
+        if shape.unit_norms and rotated:  # may be applied before the rotation, which does not change a head's norm
             ones = weights.ones(shape.head_dim)
             norms = HeadNorms(ones, ones, shape.rms_norm_eps)
         self.head_norms = None if family.whole_width_norms else norms
@@ -68,8 +69,8 @@ class Attention(Generic[BatchT]):
         return self.output(attended, batch)
 
     def _norm_all_heads(self, qkv: Tensor, norms: HeadNorms) -> None:
-        """Normalises all queries of a token at once, and all keys, in place. Where several ranks hold a key head, it counts as
-        often in the sum of squares and in its width alike."""
+        """Normalises all queries of a token together, and all keys, in place. A key head that several ranks hold is counted several
+        times both in the sum of squares and in the width, so the mean stays right."""
         if self.ranks is None:
             self.ops.norm_columns(qkv, 0, norms.query, norms.eps, norms.around_one)
             self.ops.norm_columns(qkv, len(norms.query), norms.key, norms.eps, norms.around_one)

@@ -1,4 +1,5 @@
-"""Experts beside the MLP of a layer: both read the residual before either is added, each through a norm of its own."""
+"""Experts beside the MLP of a layer: both read the same residual, each through a norm of its own, before the output of either is
+added."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from loader.model_shape import ModelShape
 
 
 class BesideExperts(Generic[BatchT]):
-    """Adds what a layer's experts make of the residual to what its MLP made of it. The router reads the residual, normalised,
-    times a factor for each dimension and 1 / sqrt(hidden). ranks: of a split model."""
+    """Adds the output of a layer's experts to that of its MLP. The router reads the normalised residual times a factor for each
+    dimension and 1 / sqrt(hidden). ranks: the ranks of a split model; None: it is whole."""
 
     def __init__(
         self,
@@ -40,11 +41,11 @@ class BesideExperts(Generic[BatchT]):
         self.output_norm = Norm(*of_norm, prefix + names.output_norm)
 
     def __call__(self, update: Tensor, residual: Tensor, batch: BatchT) -> Tensor:
-        """Returns the sum of both [T, hidden]. update: what the MLP made. residual [T, hidden]: what both read, which stays as it
-        is."""
+        """Returns the sum of both outputs [T, hidden]. update: the MLP's output. residual [T, hidden]: the input of both, which is
+        not changed."""
         ops, mixture = self.ops, self.mixture
         of_mlp = self.mlp_output_norm(update)
-        # scaled before the product, as in transformers: to round scores once more would have other experts chosen
+        # scaled before the product, as in transformers: rounding the scores once more would choose other experts
         normed = ops.scaled(ops.rms_norm(residual, self.router_scale, self.eps), self.input_scale)
         scores = ops.linear(normed, mixture.router)
         mixture.agree(scores)

@@ -14,13 +14,13 @@ from loader.model_shape import ModelShape
 
 
 class Embedding:
-    """Returns rows of `weight` [V, hidden], scaled as the model does."""
+    """Looks up rows of `weight` [V, hidden], scaled as the model asks."""
 
     def __init__(self, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights) -> None:
         self.ops, self.weight, self.scale = ops, weights.get(f"{family.names.embedding}.weight"), shape.embedding_scale
-        if family.scales_embeddings:  # by a factor that is rounded as the embeddings are
+        if family.scales_embeddings:  # the factor is rounded to the embeddings' dtype
             self.scale = torch.tensor(shape.hidden_size**0.5, dtype=self.weight.dtype).item()
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """Returns [T, hidden] of [T] int64."""
+        """Returns the embeddings [T, hidden] of input_ids [T] int64."""
         return self.ops.embedding(input_ids, self.weight, self.scale)

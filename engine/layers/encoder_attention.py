@@ -1,4 +1,5 @@
-"""Attention of encoders: tokens attend to all tokens of their own text, or to those near them; no causal mask and no KV."""
+"""Attention of encoders: tokens attend to all tokens of their own text, or to those near them. There is no causal mask and no KV
+cache."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from loader.work_space import ENCODER_TILE_TOKENS
 
 
 def attend(qkv: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
-    """Returns what the heads make of their values, [T, heads * D]. qkv [T, 3, heads, D]: queries, keys and values. lengths: tokens
-    of each text, which lie end to end. window: the number of positions that a token sees, its own in their middle; 0: the whole
+    """Returns the attention output [T, heads * D]. qkv [T, 3, heads, D]: queries, keys and values. lengths: number of tokens of
+    each text; texts lie end to end. window: the number of positions that a token sees, its own in their middle; 0: the whole
     text."""
     mixed = qkv.new_empty(qkv.shape[0], qkv.shape[2] * qkv.shape[3])
     start = 0
@@ -31,8 +32,8 @@ def attend(qkv: Tensor, lengths: Sequence[int], window: int = 0) -> Tensor:
 
 
 def _seen(first: int, last: int, length: int, window: int) -> tuple[int, int, Tensor | None]:
-    """Returns the range of positions that queries at positions from first to below last see, and which of them each query sees
-    (None: all)."""
+    """Returns the range of positions that queries at positions `first` to `last` - 1 attend to, and a mask of those that each query
+    attends to (None: all)."""
     reach = window // 2
     if not window or length <= reach + 1:
         return 0, length, None

@@ -15,12 +15,12 @@ from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, ModelShape
 
 
 class MixtureOfExperts(Generic[BatchT]):
-    """The feed-forward part of one layer: x [T, hidden] -> [T, hidden]. router [E, hidden], or [E + 1, hidden] where the gate of an
-    expert for all tokens (shared) lies behind the router's matrix, so that one product gives the scores and the gate. It is float32
-    where ExpertMatrices.sigmoid says how experts are chosen. router_bias: [E].
+    """The feed-forward part of one layer: x [T, hidden] -> [T, hidden]. router [E, hidden], or [E + 1, hidden] if the gate of a
+    shared expert follows the router's matrix, so that one product gives the scores and the gate. It is float32 if
+    ExpertMatrices.sigmoid is set. router_bias: [E].
 
-    Of a split model it makes a rank's share of what is added up: every rank routes all tokens, and computes what its own experts,
-    or its part of each, make of them."""
+    In a split model the result is a rank's share of a sum over the ranks: every rank routes all tokens, and computes the outputs of
+    its own experts, or of its part of each expert."""
 
     def __init__(
         self,
@@ -85,13 +85,14 @@ class MixtureOfExperts(Generic[BatchT]):
         return self.ops.experts(x, scores, self.experts, shared, batch)
 
     def agree(self, scores: Tensor) -> None:
-        """Has all ranks go by the scores of the first one: of nearly equal ones, others would choose other experts."""
+        """Makes all ranks use the scores of the first rank: where scores are nearly equal, ranks could choose different experts
+        otherwise."""
         if self.ranks is not None:
             self.ranks.share_first(scores)
 
 
 def _stacked(weights: Weights, gate_up: str, down: str, sizes: ExpertShape) -> ExpertMatrices:
-    """Returns experts whose matrices are one tensor for all of them, with these names."""
+    """Returns experts whose matrices are stored as one tensor for all of them. gate_up, down: names of these tensors."""
     return ExpertMatrices(
         weights.stack(gate_up),
         weights.stack(down),

@@ -1,5 +1,5 @@
-"""A layer of the gated delta rule (https://arxiv.org/abs/2412.06464), which sees all tokens before it through a state of fixed
-size."""
+"""A layer of the gated delta rule (https://arxiv.org/abs/2412.06464), which keeps all earlier tokens of a sequence in a state of
+fixed size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loader.model_shape import DeltaShape, ModelShape
 
 
 class GatedDelta(Generic[BatchT]):
-    """What takes the place of attention in one layer: x [T, hidden] -> [T, hidden]."""
+    """The gated delta rule of one layer, in place of attention: x [T, hidden] -> [T, hidden]."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert family.deltas is not None
@@ -45,8 +45,8 @@ class GatedDelta(Generic[BatchT]):
 
 
 def columns_of(delta: DeltaShape) -> DeltaColumns:
-    """Returns where the heads are among the columns that the projections make: one key head's queries, keys, values and gates after
-    the other's (by_head), or all heads' queries, then keys, values and gates."""
+    """Returns where the heads are among the columns of the projections' outputs. Either each key head's queries, keys, values and
+    gates are together (by_head), or all heads' queries come first, then all keys, values and gates."""
     keys, values = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
     served = delta.num_value_heads // delta.num_key_heads
     if not delta.by_head:

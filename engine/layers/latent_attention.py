@@ -17,8 +17,8 @@ from loader.model_shape import ModelShape
 class LatentAttention(Generic[BatchT]):
     """The attention of one layer: x [T, hidden] -> [T, hidden]. It stores the latents of the T tokens before it reads any.
 
-    The devices choose the form of the products (docs/reference/models.md): absorbed, in which queries are brought to the latents'
-    space and read them as they are stored, or expanded, in which keys and values are made of the latents."""
+    The devices choose the form of the products (docs/reference/models.md). In the absorbed form queries are mapped to the latents'
+    space and attend to the stored latents; in the expanded form keys and values are computed from the latents."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
         assert family.latents is not None

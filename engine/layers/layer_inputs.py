@@ -1,4 +1,5 @@
-"""Inputs that each layer of a model has of its own: of each token, a row of a table and a projection of its embedding."""
+"""Computes an additional input for each layer of a model: for each token, the mean of a row of a table and a projection of its
+embedding."""
 
 from __future__ import annotations
 
@@ -13,24 +14,24 @@ from engine.ops.ops import BatchT, Ops
 from loader.architectures.decoder import Decoder
 from loader.model_shape import ModelShape
 
-MEAN_FACTOR = 2.0**-0.5  # of the sum of both parts
+MEAN_FACTOR = 2.0**-0.5  # factor of the sum of both parts
 
 
 class LayerInputs(Generic[BatchT]):
-    """Makes the inputs of all L layers, W numbers each, from a step's tokens and their embeddings [T, hidden]."""
+    """Computes the inputs of all L layers, W numbers each, from a step's tokens and their embeddings [T, hidden]."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights) -> None:
         assert shape.layer_inputs is not None
         names, width = family.names, shape.layer_inputs.width
         self.ops, self.width, self.num_layers = ops, width, shape.num_layers
         self.table = weights.get(f"{names.input_embedding}.weight")
-        self.table_scale = torch.tensor(width**0.5, dtype=self.table.dtype).item()  # rounded as the table is
+        self.table_scale = torch.tensor(width**0.5, dtype=self.table.dtype).item()  # rounded to the table's dtype
         self.projection = weights.get(f"{names.input_projection}.weight")
         self.projection_scale = shape.hidden_size**-0.5
         self.norm = Norm(ops, family, shape, weights, names.input_norm)
 
     def __call__(self, embedded: Tensor, batch: BatchT) -> Tensor:
-        """Returns the inputs [T L, W], those of a token's layers one after the other."""
+        """Returns the inputs [T L, W]; row t L + l is the input of token t for layer l."""
         ops, num_tokens = self.ops, len(embedded)
         projected = ops.scaled(ops.linear(embedded, self.projection), self.projection_scale)
         made = self.norm(projected.view(num_tokens * self.num_layers, self.width))
@@ -40,7 +41,7 @@ class LayerInputs(Generic[BatchT]):
 
 
 class LayerInput(Generic[BatchT]):
-    """Adds to the residual what a layer makes of its own input: the norm of a projection of the input, which is gated by the
+    """Computes what a layer adds to the residual from its own input: the norm of a projection of the input, which is gated by the
     residual."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int) -> None:
@@ -53,7 +54,7 @@ class LayerInput(Generic[BatchT]):
         self.norm = Norm(ops, family, shape, weights, prefix + names.input_output_norm)
 
     def __call__(self, residual: Tensor, batch: BatchT) -> Tensor:
-        """Returns what is to be added to the residual [T, hidden]."""
+        """Returns the update [T, hidden] to add to the residual."""
         inputs = batch.layer_inputs
         assert inputs is not None
         own = inputs.view(len(residual), self.all_width)[:, self.columns]

@@ -14,15 +14,15 @@ from loader.model_shape import ModelShape
 
 
 class MLP:
-    """A feed-forward network: x [T, hidden] -> [T, hidden]. gate_up, down: names of its tensors in the checkpoint, which follow the
-    prefix. The activation says whether it is gated: without a gate, gate_up is what it activates."""
+    """A feed-forward network: x [T, hidden] -> [T, hidden]. gate_up, down: names of its tensors in the checkpoint, without the
+    prefix. Whether it is gated follows from the activation; without a gate, the activation is applied to the output of gate_up."""
 
     def __init__(
         self, ops: Ops[Any], weights: Weights, prefix: str, gate_up: tuple[str, ...], down: str, activation: str = SILU
     ) -> None:
         self.gate_up = Projection(ops, weights, prefix, gate_up)
         self.down = Projection(ops, weights, prefix, (down,))
-        # [T, 2 W] -> [T, W], or of an MLP without a gate [T, W] -> [T, W]
+        # [T, 2 W] -> [T, W]; without a gate [T, W] -> [T, W]
         self.activate = {SILU: ops.silu_and_mul, GELU_TANH: ops.gelu_and_mul, GELU_NEW: ops.gelu}[activation]
 
     @classmethod

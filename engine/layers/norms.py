@@ -13,8 +13,8 @@ from loader.model_shape import ModelShape
 
 
 class Norm:
-    """A norm over the width of rows [T, hidden]. name: of its tensors in the checkpoint. Its sum with the residual scales what a
-    branch adds as the model does (ModelShape.branch_scale)."""
+    """A norm over the width of rows [T, hidden]. name: name of its tensors in the checkpoint. `of_sum` scales what a branch adds to
+    the residual by ModelShape.branch_scale."""
 
     def __init__(self, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, name: str) -> None:
         self.ops, self.is_layer_norm = ops, family.has_layer_norms
@@ -23,7 +23,7 @@ class Norm:
 
     @classmethod
     def named(cls, ops: Ops[Any], family: Decoder, shape: ModelShape, weights: Weights, prefix: str, name: str) -> Norm | None:
-        """Returns a layer's norm, or None if the family has none there, whose name is "" then."""
+        """Returns a layer's norm, or None if the family has no such norm, that is, if the name is ""."""
         return cls(ops, family, shape, weights, prefix + name) if name else None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""A product with a matrix of the model, with its bias, and with what the tokens' LoRA adapters (https://arxiv.org/abs/2106.09685)
-add to it."""
+"""A product with a matrix of the model, with its bias and the contribution of the tokens' LoRA adapters
+(https://arxiv.org/abs/2106.09685)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.ops.ops import BatchT, Ops
 
 
 class Projection(Generic[BatchT]):
-    """A product that adapters may change: x [T, K] -> [T, N]. names: of its matrices in the checkpoint, which follow the prefix and
-    are read together. weight [N, K], and bias [N], None if the model has none."""
+    """A product that adapters may change: x [T, K] -> [T, N]. names: names of its matrices in the checkpoint, without the prefix;
+    one product reads them together. weight [N, K], and bias [N], None if the model has none."""
 
     def __init__(self, ops: Ops[BatchT], weights: Weights, prefix: str, names: tuple[str, ...]) -> None:
         self.ops = ops

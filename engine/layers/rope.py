@@ -1,15 +1,14 @@
 """Computes the frequencies of the rotary position embedding, with the scalings that checkpoints ask for.
 
 llama3: wavelengths longer than original / low_freq_factor are stretched by `factor`, those shorter than original / high_freq_factor
-stay, those between are blended (Llama 3.1's model card; https://arxiv.org/abs/2407.21783).
-longrope: each frequency is divided by a factor of its own. There are two lists of factors, one for contexts up to the original
-length and one for longer ones (https://arxiv.org/abs/2402.13753). Stored keys cannot change lists, so the longest context that the
-model is served with decides for all its sequences.
-dynamic: the base grows with the context beyond the original length, so that the slowest frequency is stretched by as much as the
-context is longer. Here, too, the longest context decides for all sequences.
-yarn: dimensions that rotate often within the original length keep their frequency, those that hardly rotate are stretched by
-`factor`, those between are blended (https://arxiv.org/abs/2309.00071).
-proportional: all dimensions are pairs as those of a whole head are, and all but the first pairs turn by an angle of 0.
+stay, those between are blended (Llama 3.1's model card; https://arxiv.org/abs/2407.21783). longrope: each frequency is divided by a
+factor of its own. There are two lists of factors, one for contexts up to the original length and one for longer ones
+(https://arxiv.org/abs/2402.13753). Stored keys cannot change lists, so the longest context that the model is served with decides
+for all its sequences. dynamic: the base grows with the context beyond the original length, so that the slowest frequency is
+stretched by as much as the context is longer. Here, too, the longest context decides for all sequences. yarn: dimensions that
+rotate often within the original length keep their frequency, those that hardly rotate are stretched by `factor`, those between are
+blended (https://arxiv.org/abs/2309.00071). proportional: the pairs and their frequencies are those of a rotation of the whole head,
+but only the first pairs rotate; the angle of the others is 0.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from loader.rope_config import PROPORTIONAL, RopeParameters
 
 
 def rotaries_of(shape: ModelShape, max_model_len: int) -> tuple[Rotary, Rotary]:
-    """Returns the rotary embedding of a model's layers without windows, and that of its layers with them, one object where both are
-    the same. max_model_len: the longest context that the model is served with."""
+    """Returns two rotary embeddings: of a model's layers without windows, and of its layers with windows. They are one object if
+    both are the same. max_model_len: the longest context that the model is served with."""
 
     def made(rope: RopeParameters, head_dim: int) -> Rotary:
         return Rotary(inverse_frequencies(rope, head_dim, max_model_len), rope.attention_factor)
 
     full_head_dim, head_dim = shape.rotary_head_dims
-    if shape.temperature is not None:  # layers without windows are not rotated: their queries turn by an angle of 0
+    if shape.temperature is not None:  # layers without windows are not rotated, that is, rotated by an angle of 0
         local = made(shape.rope, head_dim)
         return Rotary(torch.zeros_like(local.inv_freq), temperature=shape.temperature), local
     rotary = made(shape.rope, full_head_dim)
@@ -63,7 +62,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
     original = rope.original_max_position_embeddings
     wavelength = 2 * math.pi / inv_freq
     stretched = torch.where(wavelength > original / rope.low_freq_factor, inv_freq / rope.factor, inv_freq)
-    if rope.low_freq_factor == rope.high_freq_factor:  # nothing lies between
+    if rope.low_freq_factor == rope.high_freq_factor:  # no wavelength lies between
         return stretched
     blend = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - blend) * stretched / rope.factor + blend * stretched
@@ -72,7 +71,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, max_model_len: int)
 
 
 def _base(rope: RopeParameters, turning: int, max_model_len: int) -> float:
-    """Returns the base of the frequencies: theta, or for dynamic scaling the base at that length."""
+    """Returns the base of the frequencies: theta, or for dynamic scaling the base at the context max_model_len."""
     original = rope.original_max_position_embeddings
     if rope.kind != "dynamic" or max_model_len <= original:
         return rope.theta
@@ -83,12 +82,12 @@ def _yarn_ramp(rope: RopeParameters, turning: int) -> Tensor:
     """Returns [turning / 2]: for each pair of dimensions the share of the stretched frequency, from 0 to 1."""
 
     def pair(turns: float) -> float:
-        """Returns the (fractional) index of the pair of dimensions that rotates so often within the original length."""
+        """Returns the (fractional) index of the pair of dimensions that makes `turns` rotations within the original length."""
         return turning * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair(rope.beta_fast), pair(rope.beta_slow)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, turning - 1)
-    width = last - first or 0.001  # of a step, where both are one
+    width = last - first or 0.001  # a step if both are equal
     return ((torch.arange(turning // 2, dtype=torch.float32) - first) / width).clamp(0, 1)

@@ -43,23 +43,23 @@ class Weights:
         return self._memory.tensor(slot.offset_bytes, slot.shape, self._dtype_of(slot))
 
     def _dtype_of(self, slot: WeightSlot) -> torch.dtype:
-        """Returns the dtype of a parameter whose numbers are plain."""
+        """Returns the dtype of a parameter that is not quantised."""
         dtype: torch.dtype = getattr(torch, slot.held_as) if slot.held_as else self._dtype
         return dtype
 
     def head_rows(self, name: str) -> Tensor:
-        """Returns the rows of a head with which this rank computes logits: [V / size, K] of [V, K], or all of them where the model
-        is on one device. name: of the head's tensor, or of the embedding that is the head, too."""
+        """Returns the rows of a head with which this rank computes logits: [V / size, K], or all rows [V, K] if the model is on one
+        device. name: name of the head's tensor, or of the embedding if that is the head, too."""
         stored = self.get(name)
         return stored if self._slots[name].cut is not None else stored[rows_of(len(stored), self._split)]
 
     def ones(self, width: int) -> Tensor:
-        """Returns the weight [W] of a norm that has none. It is the same tensor each time a model is built, since graphs that were
-        captured before an eviction go on reading it."""
+        """Returns a tensor of W ones, the weight of a norm without one. It is the same tensor each time a model is built, because
+        graphs captured before an eviction still read it."""
         return _ones(width, self._dtype, self._memory.tensor(0, (0,), torch.uint8).device)
 
     def find(self, name: str) -> Tensor | None:
-        """Returns the parameter, or None if the model has none of that name (biases)."""
+        """Returns the parameter, or None if the model has none of that name, for example a bias."""
         return self.get(name) if name in self._slots else None
 
     def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor:
@@ -69,8 +69,8 @@ class Weights:
         return self._memory.tensor(slots[0].offset_bytes, shape, self._dtype_of(slots[0]))
 
     def matrix(self, prefix: str, names: tuple[str, ...]) -> Matrix:
-        """Returns the weights of projections that one matrix product reads together: a tensor, or a quantised matrix if they are
-        held so."""
+        """Returns the weights of projections that one matrix product reads together: a tensor, or a quantised matrix if the weights
+        are held quantised."""
         weights = [f"{prefix}{name}.weight" for name in names]
         for names_of in (nvfp4_settings.MODELOPT, nvfp4_settings.COMPRESSED):
             first = self._slots.get(names_of.of(weights[0], names_of.numbers))
@@ -92,7 +92,7 @@ class Weights:
         return Fp8Matrix(codes, scales, group_inputs)
 
     def adapted(self, prefix: str, names: tuple[str, ...]) -> AdaptedProduct | None:
-        """Returns which of the products that adapters may change is that of these matrices; None if none is."""
+        """Returns the description of the product of these matrices if adapters may change it; None if they may not."""
         return self._adapted.get((prefix, names))
 
     def _int4(self, stored: Names, weights: list[str]) -> Int4Matrix:
@@ -107,7 +107,7 @@ class Weights:
         if (zero := self._slots.get(stored.of(weights[0], stored.zeros))) is not None and zero.num_bytes:
             zeros = self._memory.tensor(zero.offset_bytes, (num_outputs, num_groups), torch.uint8)
         if (place := self._slots.get(stored.of(weights[0], stored.order))) is not None and place.relayout == INPUT_ORDER:
-            order = self._memory.tensor(place.offset_bytes, (num_inputs,), torch.int32)  # that of all of them
+            order = self._memory.tensor(place.offset_bytes, (num_inputs,), torch.int32)  # one order for all of them
         return Int4Matrix(packed, scales, first.group_inputs, zeros, order)
 
     def _nvfp4(self, names: nvfp4_settings.Nvfp4, weights: list[str]) -> Nvfp4Matrix:
@@ -122,7 +122,8 @@ class Weights:
         )
 
     def stacked(self, prefix: str, names: tuple[str, ...], num: int) -> Tensor | Fp8Matrix | Int4Matrix | Nvfp4Matrix:
-        """Returns the matrices prefix + name of all names, joined as `matrix` does, as `num` equal parts [num, N, K]."""
+        """Returns the matrices prefix + name for all names, joined as by `matrix` and divided into `num` equal parts [num, N,
+        K]."""
         joined = self.matrix(prefix, names)
         assert not isinstance(joined, Int8Matrix)  # loader/formats keeps int8 from mixtures of experts
         if isinstance(joined, Tensor):
@@ -139,7 +140,7 @@ class Weights:
         return Int4Matrix(parts(joined.packed), parts(joined.scales), joined.group_inputs, zeros)
 
     def stack(self, name: str) -> Tensor | Mxfp4Matrix:
-        """Returns the matrices [num, N, K] of a tensor that holds several, as they are held."""
+        """Returns a tensor [num, N, K] that holds several matrices, plain or quantised as it is stored."""
         if name in self._slots:
             return self.get(name)
         blocks, scales = (self._slots[name + part] for part in (mxfp4.BLOCKS, mxfp4.SCALES))
