@@ -1,8 +1,8 @@
-"""Every message between the daemon and an engine: tagged msgspec Structs over a socketpair.
+"""Defines every message between the daemon and an engine: tagged msgspec Structs over a socketpair.
 
 Framing: 4-byte little-endian length, then one msgpack body (`encode` / `FrameReader`). A step sends at most one `TokensOut`,
-whatever the number of sequences, so what a token costs the host does not grow with the batch. Everything is flat arrays of ints; no
-object per token.
+whatever the number of sequences, so the host's cost of a token does not grow with the batch. Its fields are flat arrays of numbers,
+without an object per token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from loader.kv_layout import kv_dtype_of
 
 PROTOCOL_VERSION = 16
 
-# How a sequence ended, in `TokensOut.finish`; 0: it goes on.
+# Values of `TokensOut.finish`: how a sequence ended; 0: it goes on.
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = 0, 1, 2, 3
 
 EMBED, SCORE = "embed", "score"  # `Submit.task` of encoders
@@ -38,10 +38,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults
     seed: int = 0  # always set by the daemon (at random if the client gave none), so that a resubmission repeats itself
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: list[int] = []  # the request's own; the model's end ids come with LoadModel
-    logprobs: int = -1  # -1: none; else the number of alternatives to the sampled token
+    stop_token_ids: list[int] = []  # stop ids of the request; the model's end ids come with LoadModel
+    logprobs: int = -1  # number of alternatives reported besides the sampled token; -1: no log-probabilities
     prompt_logprobs: int = -1  # the same for the prompt's tokens
-    min_p: float = 0.0  # tokens below this share of the most likely one's probability are cut; 0: off
+    min_p: float = 0.0  # tokens less likely than this share of the most likely token's probability are cut; 0: off
     presence_penalty: float = 0.0  # counts the output only, as frequency_penalty does
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0  # counts prompt and output
@@ -75,21 +75,21 @@ class Configure(Message, frozen=True):
     runner: str = "torch"  # torch | null
     null_step_ms: float = 10.0
     cache_dir: str = ""
-    kernels: list[KernelSet] = []  # that registered models need, of their most common dtype first: compiled from the start
+    kernels: list[KernelSet] = []  # what registered models need, the most common dtype first: compiled from the start
     test_disk_bytes_per_s: int = 0  # for tests: limit for reading weights from disk; 0: none
     test_copy_bytes_per_s: int = 0  # for tests: limit for copies between the host tier and the device; 0: none
-    host_tier_slots: int = 0  # of chunk_bytes each, in a memfd that the daemon made and passes as --host-tier-fd; 0: no tier
-    max_step_stretch: float = 2.0  # longest step with prompts, as a multiple of a step of its decoding sequences alone; 0: any
+    host_tier_slots: int = 0  # slots of chunk_bytes each, in a memfd that the daemon passes as --host-tier-fd; 0: no tier
+    max_step_stretch: float = 2.0  # longest step with prompts, as a multiple of one that only decodes; 0: unlimited
 
 
-# LoadModel.speculator: the checkpoint's own predictor (multi-token prediction), and a head from other files
+# Values of LoadModel.speculator: the checkpoint's own predictor (multi-token prediction), or a head from other files.
 MTP, EAGLE3 = "mtp", "eagle3"
 
 
 class Group(msgspec.Struct, frozen=True, array_like=True):
-    """One device's share of a model that is split over several. rank: of this device among them; rank 0 decides what each step
-    computes. members: the engines' numbers in the exchange memory, by rank. region_offset, region_bytes: the part of that memory
-    which is the group's own until all its members have answered EvictModel. expert_parts, num_stages: as in
+    """One device's share of a model that is split over several devices. rank: this device's rank among them; rank 0 decides what
+    each step computes. members: the engines' numbers in the exchange memory, by rank. region_offset, region_bytes: the group's own
+    part of that memory, until all its members have answered EvictModel. expert_parts, num_stages: as in
     loader.model_shape.Division. handed_bytes: as in engine.exchange.RegionSizes."""
 
     rank: int
@@ -102,8 +102,9 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadModel(Message, frozen=True):
-    """Loads a checkpoint into the device. `lease_chunks` is the engine's KV lease once this model is in: before it allocates, the
-    engine gives up blocks down to it (cached prefixes first, then sequences, by preemption with recompute).
+    """Loads a checkpoint into the device. `lease_chunks` is the engine's KV lease with this model: before the load takes memory,
+    the engine gives up blocks until those that it keeps fit the lease (cached prefixes first, then sequences, which are preempted
+    and computed again).
 
     Slots are indices into the host tier; the daemon chooses them, and writes none while an engine uses them."""
 
@@ -113,25 +114,25 @@ class LoadModel(Message, frozen=True):
     dtype: str  # float32 | bfloat16 | float16
     fingerprint: str
     weights_chunks: int
-    kv_reserved_chunks: int  # this model may always hold that many chunks of KV
+    kv_reserved_chunks: int  # chunks of KV that are set aside for this model
     lease_chunks: int
     max_model_len: int
     max_sequences: int
     eos_token_ids: list[int]
-    quantize: str = ""  # the weight format (loader/formats) that the layers' matrices are held in; empty: plain
-    source_slots: list[int] = []  # hold this model's weights, in order; empty: they are read from disk
-    checksum: int = 0  # of the weights in source_slots, as LoadDone reported it; a copy that differs is not used
-    keep_slots: list[int] = []  # to fill with the weights while they are read from disk; empty: no copy is kept
-    kv_slots: list[int] = []  # hold KV that an eviction saved (Evicted.kv_slots_used)
-    kv_index: bytes = b""  # what is in them (Evicted.kv_index); empty: nothing is restored
-    kv_cache_dtype: str = ""  # fp8: dtype of keys and values; empty: that of the model
-    speculator: str = "none"  # what drafts tokens: none, prompt-lookup, mtp or eagle3 (and prompt-lookup where these have nothing)
+    quantize: str = ""  # weight format (loader/formats) of the layers' matrices in memory; empty: plain
+    source_slots: list[int] = []  # slots with this model's weights, in order; empty: they are read from disk
+    checksum: int = 0  # checksum of the weights in source_slots, as LoadDone reported it; a copy that differs is not used
+    keep_slots: list[int] = []  # slots to fill with the weights while they are read from disk; empty: no copy is kept
+    kv_slots: list[int] = []  # slots with KV that an eviction saved (Evicted.kv_slots_used)
+    kv_index: bytes = b""  # index of the KV in kv_slots (Evicted.kv_index); empty: nothing is restored
+    kv_cache_dtype: str = ""  # dtype of keys and values: fp8, or empty for the model's dtype
+    speculator: str = "none"  # what drafts tokens: none, prompt-lookup, mtp or eagle3 (and prompt-lookup where these have none)
     head_path: str = ""  # the folder of an EAGLE-3 head, whose files are part of the fingerprint
-    group: Group | None = None  # of a model that is split over devices, each of which gets a LoadModel; None: it is whole
+    group: Group | None = None  # for a split model, of which each device gets a LoadModel; None: the model is whole
 
     @property
     def predicts(self) -> bool:
-        """Whether something is loaded beside the model that predicts further tokens."""
+        """Whether a predictor of further tokens is loaded with the model."""
         return self.speculator in (MTP, EAGLE3)
 
     @property
@@ -141,10 +142,10 @@ class LoadModel(Message, frozen=True):
 
 
 class EvictModel(Message, frozen=True):
-    """Frees a model's weights and KV at once, or withdraws its load; answered by Evicted when the memory is free. Its requests are
-    dropped without a message, between two steps: the daemon keeps them and submits them again. Their KV (including the last,
-    partial block), then cached prefixes, the most recently used first, are copied to save_slots as far as these reach. A request
-    submitted after the load that restores them finds them by the prefix cache's keys."""
+    """Frees a model's weights and KV at once, or cancels its load; answered by Evicted when the memory is free. The model's
+    requests are dropped without a message, between two steps: the daemon keeps them and submits them again. Their KV (including the
+    last, partial block), then cached prefixes, the most recently used first, are copied to save_slots as far as there is room. A
+    later load restores this KV, and requests submitted after it find the KV by the prefix cache's keys."""
 
     placement_id: int
     model: str
@@ -165,7 +166,7 @@ class AdapterSource(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(Message, frozen=True):
-    """A request, or a request again after its engine died: `output` is what the client has already received."""
+    """A request, new or submitted again, for example after its engine died: `output` is what the client has already received."""
 
     request_id: int
     model: str
@@ -173,14 +174,14 @@ class Submit(Message, frozen=True):
     params: SamplingParams
     output: list[int] = []
     tenant: str = ""  # tenants never share prefix blocks
-    cache_salt: str = ""  # requests of one tenant with different salts share none either
+    cache_salt: str = ""  # requests of one tenant with different salts share no prefix blocks either
     priority: int = 0
-    task: str = "generate"  # | EMBED, SCORE: answered by EmbeddingsOut; params are ignored
+    task: str = "generate"  # generate, or EMBED or SCORE, which are answered by EmbeddingsOut and ignore params
     weight: float = 1.0  # the model's share of the device
     tenant_weight: float = 1.0  # the tenant's share among those that want this model
     prediction: list[int] = []  # tokens that the output may repeat in parts; empty: none are known
-    second_at: int = 0  # of a score: index of the first token of the second text's segment (token type 1); 0: there is one segment
-    adapter: AdapterSource | None = None  # of the model; None: the request is for the model itself
+    second_at: int = 0  # for SCORE: index of the first token of the second text's segment (token type 1); 0: there is one segment
+    adapter: AdapterSource | None = None  # LoRA adapter of the model; None: the request is for the model itself
 
 
 class Abort(Message, frozen=True):
@@ -190,8 +191,8 @@ class Abort(Message, frozen=True):
 
 
 class BringAdapter(Message, frozen=True):
-    """Asks for an adapter in the device's memory before a request names it. Nothing happens where the model is not there, or where
-    the adapter cannot be read or finds no room: requests for it are told why. Answered by AdapterLoaded if it was read."""
+    """Asks for an adapter in the device's memory before a request names it. Answered by AdapterLoaded if it was loaded. Nothing
+    happens if the model is not loaded, or if the adapter cannot be read or finds no room; requests for it are then told why."""
 
     model: str
     adapter: AdapterSource
@@ -205,7 +206,7 @@ class RetireAdapter(Message, frozen=True):
 
 
 class Probe(Message, frozen=True):
-    """Has the device compute a token that is known beforehand, between two steps; `Probed` answers."""
+    """Makes the device compute a token that is known beforehand, between two steps; answered by `Probed`."""
 
     number: int
 
@@ -225,15 +226,15 @@ class EngineReady(Message, frozen=True):
 
 
 class EngineFault(Message, frozen=True):
-    """The last message of an engine that ends itself; its requests are submitted to the next one. kind: no_memory if the device
-    could not give what Configure asks for, else fault."""
+    """The last message of an engine that ends itself; its requests are submitted to the next engine. kind: no_memory if the device
+    has less memory than Configure asks for, else fault."""
 
     kind: str
     error: str  # one line
 
 
 class LoadProgress(Message, frozen=True):
-    """Progress of a load, in bytes. bytes_total 0: the load waits for kernels, and its time does not run."""
+    """Progress of a load, in bytes. bytes_total 0: the load waits for kernels, and this time does not count."""
 
     placement_id: int
     bytes_done: int
@@ -241,8 +242,8 @@ class LoadProgress(Message, frozen=True):
 
 
 class LoadStreams(Message, frozen=True):
-    """Sent during a load: requests may be submitted and are computed layer by layer as the weights arrive. None of them gets a
-    token before LoadDone; LoadFailed and Evicted drop them. Saved KV that is to be restored has been restored by then."""
+    """Sent during a load: requests may be submitted and are computed layer by layer as the weights arrive. No request gets a token
+    before LoadDone; LoadFailed and Evicted drop the requests. Saved KV has been restored before this message."""
 
     placement_id: int
     model: str
@@ -252,33 +253,33 @@ class LoadDone(Message, frozen=True):
     placement_id: int
     model: str
     seconds: float
-    bytes_read: int  # from disk; 0 where the weights came from the host tier
+    bytes_read: int  # bytes read from disk; 0 if the weights came from the host tier
     kept: bool = False  # a whole copy of the weights is in keep_slots, or in source_slots if those were used
     checksum: int = 0  # checksum of the kept copy
-    copy_seconds: float = 0.0  # between the host tier and the device, weights and KV
+    copy_seconds: float = 0.0  # spent copying weights and KV between the host tier and the device
     map_seconds: float = 0.0  # spent in mapping calls
     restored_kv_tokens: int = 0  # tokens whose KV was restored from kv_slots
     source_rejected: str = ""  # why source_slots were given but not used (the weights came from disk instead)
-    read_as: str = ""  # which files were read and why, if some are packed
-    kernels_seconds: float = 0.0  # part of `seconds`: spent on kernels alone, while no weights were read
+    read_as: str = ""  # which of the model's files were read and why, if some are packed
+    kernels_seconds: float = 0.0  # the part of `seconds` spent on kernels alone, while no weights were read
     adopted: bool = False  # the weights were on the device already, left by an engine that died: nothing was read or copied
 
 
 class KernelsTold(Message, frozen=True):
-    """Progress of compiling kernels (once per machine), sent every second. Models are served without them meanwhile, more slowly,
+    """Progress of compiling kernels (once per machine), sent every second. Until then models are served without them, more slowly,
     unless loads_wait."""
 
-    kind: str  # what is being compiled, such as "bfloat16"; empty: nothing any more
+    kind: str  # what is being compiled, such as "bfloat16"; empty: compilation has ended
     num_done: int
     num_units: int
-    left_s: float  # estimate
-    problem: str = ""  # why kernels are not in use though nothing is being compiled
-    loads_wait: bool = False  # the load that needs them does not end before they are compiled
+    left_s: float  # estimated seconds until the end
+    problem: str = ""  # why kernels are not used although nothing is being compiled
+    loads_wait: bool = False  # whether the load that needs them waits until they are compiled
 
 
 class WeightsHeld(Message, frozen=True):
-    """Where a ready model's weights are. Nothing writes there until the daemon evicts the model, so the next engine, given the same
-    memory, may take them over if their checksum is still `checksum`."""
+    """Says where a ready model's weights are. Nothing writes there until the daemon evicts the model, so the next engine, given the
+    same memory, may take the weights over if their checksum is still `checksum`."""
 
     placement_id: int
     model: str
@@ -287,30 +288,30 @@ class WeightsHeld(Message, frozen=True):
     quantize: str
     num_bytes: int
     chunks: list[int]  # chunks of the device, in the weights' order
-    checksum: int  # computed as LoadModel.checksum
+    checksum: int  # computed like LoadModel.checksum
 
 
 class LoadFailed(Message, frozen=True):
     placement_id: int
     model: str
-    error: str  # names file and tensor
+    error: str  # names the file and the tensor
     permanent: bool  # True: the checkpoint is at fault, trying again is pointless until its files change
 
 
 class Evicted(Message, frozen=True):
     placement_id: int
     model: str
-    kv_index: bytes = b""  # for LoadModel: opaque to the daemon
-    kv_slots_used: list[int] = []  # of save_slots, in order; the others are free again
+    kv_index: bytes = b""  # to be passed to LoadModel; opaque to the daemon
+    kv_slots_used: list[int] = []  # those of save_slots that hold KV, in order; the others are free again
     saved_kv_tokens: int = 0
-    recompute_kv_tokens: int = 0  # of dropped requests: computed, but not saved
-    copy_seconds: float = 0.0  # copying between the device and the host tier
+    recompute_kv_tokens: int = 0  # computed tokens of dropped requests whose KV was not saved
+    copy_seconds: float = 0.0  # spent copying between the device and the host tier
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of some of a step's tokens, by the softmax of the model's own logits (before bias, penalties and
-    temperature). Flat: token i belongs to request_ids[i] and has the next counts[i] alternatives, the most likely first. Several
-    tokens of one request follow each other in their order."""
+    temperature). The arrays are flat: token i belongs to request_ids[i] and has the next counts[i] alternatives, the most likely
+    first. Several tokens of one request follow each other in their order."""
 
     request_ids: list[int]
     chosen: list[float]
@@ -325,25 +326,25 @@ class TokensOut(Message, frozen=True):
 
     model: str
     step_id: int
-    seconds: float  # device time of this step and of steps without a token since the model's last message
+    seconds: float  # device seconds of this step and of earlier steps without a token since the model's last message
     request_ids: list[int]
     ids: list[int]
     counts: list[int] = []
     finish: list[int] = []
     # request id -> prompt tokens found in the prefix cache; only in the step in which a request got its first token
     cached: dict[int, int] = {}
-    logprobs: TokenLogprobs | None = None  # of the requests that asked for them
+    logprobs: TokenLogprobs | None = None  # for the requests that asked for them
     # request id -> [tokens whose KV was found, tokens computed again], for requests submitted with `output`; only in the step in
     # which they got their next token
     resumed: dict[int, tuple[int, int]] = {}
     steps: int = 1  # number of steps in `seconds`; 0 if a sequence ends without a step
-    # tokens that were drafted for each request, if `counts` is not empty; all of a request's in `ids` but the last were among them
+    # How many tokens were drafted for each request, if `counts` is not empty. All of a request's `ids` but the last were drafted.
     drafted: list[int] = []
 
 
 class EmbeddingsOut(Message, frozen=True):
     """The vectors or scores of one step: the answers that end Submits of task "embed" or "score". seconds: device time of `steps`
-    steps, of which a decoder's earlier ones computed pieces of these or other texts."""
+    steps; a decoder's earlier steps computed pieces of these or other texts."""
 
     model: str
     step_id: int
@@ -354,9 +355,9 @@ class EmbeddingsOut(Message, frozen=True):
 
 
 class PromptLogprobs(Message, frozen=True):
-    """Log-probabilities of the prompt's tokens from index `first` (>= 1) on, as many as `chosen` has, with `num_top` alternatives
-    each. All are sent before the request's first token, in order, and again from the start if the request is computed again before
-    that. ranks: for each, how many tokens were at least as likely; empty unless SamplingParams.prompt_ranks."""
+    """Log-probabilities of the prompt's tokens from index `first` (>= 1) on, one for each entry of `chosen`, with `num_top`
+    alternatives each. All are sent before the request's first token, in order, and again from the start if the request is computed
+    again before that. ranks: for each token, how many tokens were at least as likely; empty unless SamplingParams.prompt_ranks."""
 
     request_id: int
     first: int
@@ -368,7 +369,7 @@ class PromptLogprobs(Message, frozen=True):
 
 
 class AdapterLoaded(Message, frozen=True):
-    """A LoRA adapter is in the device's memory, and the requests that waited for it run. seconds: reading and copying it."""
+    """A LoRA adapter is in the device's memory, and the requests that waited for it run. seconds: time to read and copy it."""
 
     model: str
     adapter: str
@@ -377,7 +378,7 @@ class AdapterLoaded(Message, frozen=True):
 
 
 class RequestFailed(Message, frozen=True):
-    """The end of a request without an answer. code: nan_logits, no_work_space, too_long, unknown_model, unsupported_grammar,
+    """The end of a request that fails. code: nan_logits, no_work_space, too_long, unknown_model, unsupported_grammar,
     no_token_left, adapter_unusable, adapter_unavailable, no_adapter_room or internal."""
 
     request_id: int
@@ -398,8 +399,8 @@ class Stats(Message, frozen=True):
     models: dict[str, list[int]]
     steps: int
     preemptions: int
-    kv_moved_bytes: int = 0  # KV copied from chunk to chunk to free sparse chunks, since the engine's start
-    adapters: dict[str, dict[str, int]] = {}  # model -> adapter in memory -> its bytes there, of models that have some
+    kv_moved_bytes: int = 0  # bytes of KV copied from chunk to chunk to empty sparse chunks, since the engine's start
+    adapters: dict[str, dict[str, int]] = {}  # model -> adapter in memory -> its bytes, for models with adapters
 
 
 ToEngine = Configure | LoadModel | EvictModel | SetLease | Submit | Abort | BringAdapter | RetireAdapter | Probe | Shutdown
@@ -434,12 +435,12 @@ def encode(message: Message) -> bytes:
 
 
 def encode_held(weights: list[WeightsHeld]) -> bytes:
-    """Returns the note that goes with the descriptors of a dead engine's memory (engine/memory/handles.py)."""
+    """Returns the note that is passed on with the descriptors of an engine's memory (engine/memory/handles.py)."""
     return _encoder.encode(weights)
 
 
 def decode_held(note: bytes) -> list[WeightsHeld]:
-    """Returns the weights in such a note; none for an empty one. Raises msgspec.DecodeError."""
+    """Returns the weights in a note that encode_held made; [] for an empty note. Raises msgspec.DecodeError."""
     return _held_decoder.decode(note) if note else []
 
 
