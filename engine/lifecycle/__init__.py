@@ -1,1 +1,1 @@
-"""A model's life on one device: loads, first steps, saved KV, evictions."""
+"""Manages a model's life on one device: loads, first steps, saved KV, evictions."""

@@ -2,7 +2,7 @@
 layer as soon as its weights are read.
 
 A step larger than usual is computed in slices: all slices of one layer before the next layer. It runs in a thread of its own, while
-other models' steps run. Until it has ended the model does not count as served: its blocks are not taken, its sequences are not
+other models' steps run. Until it has ended, the model does not count as served: its blocks are not taken, its sequences are not
 preempted, and messages from the daemon about it are deferred.
 """
 
@@ -26,13 +26,13 @@ NO_REQUESTS = np.zeros(0, np.int64)
 
 @dataclass(slots=True, eq=False)
 class FirstStep:
-    """The first step of one model, and what is known of the load that it runs after.
+    """The first step of one model, and the state of the load during which it runs.
 
-    running: the step is in its thread, until the engine's loop has handled its end; then either `result` or `error` is set.
-    loaded: all weights are loaded and the daemon has been informed, since loaded_s (by time.monotonic()). has_begun: the weights
-    that the step needs first are loaded; requests queued by now run in it. waits_for: a load from the host tier during which the
-    step must not start; if that copy is rejected the step starts after all, since the weights are then read again. deferred:
-    messages that are handled when the step has ended."""
+    running: the step runs in its thread, or has ended and the engine's loop has not handled that; at its end either `result` or
+    `error` is set. loaded: all weights are loaded and the daemon has been informed; loaded_s: when, by time.monotonic(). has_begun:
+    the weights that the step needs first are loaded; requests queued until then run in it. waits_for: a load from the host tier
+    during which the step must not start; if that copy is rejected the step starts after all, since the weights are then read from
+    disk. deferred: messages that are handled when the step has ended."""
 
     served: ServedModel
     hosted: StreamedModel
@@ -56,9 +56,9 @@ class FirstStep:
         return not self.running and not is_copied and self.served.scheduler.runnable
 
     def start(self, step_id: int, run: Callable[[Callable[[], None], FirstStep], None], alone: bool) -> BatchPlan | None:
-        """Plans the step and hands it to `run` with this object, which is reported when the work is done. Returns None if there is
-        nothing to run. alone: no other model's steps run, so the step takes as many prompt tokens as can be computed by the time
-        the weights are loaded."""
+        """Plans the step and passes its work to `run` together with this object, which `run` reports when the work is done. Returns
+        None if there is nothing to run. alone: no other model's steps run, so the step takes as many prompt tokens as can be
+        computed by the time the weights are loaded."""
         scheduler = self.served.scheduler
         plan = scheduler.plan(step_id, max_tokens=scheduler.limits.max_num_batched_tokens * (FIRST_STEP_SLICES if alone else 1))
         if plan is not None:
@@ -72,16 +72,16 @@ class FirstStep:
         return NO_REQUESTS if self.plan is None or not self.running else self.served.scheduler.table.request_id[self.plan.slots]
 
     def put_aside(self, message: Submit) -> bool:
-        """Defers a request if it cannot be in this step, and returns whether it did: while the step runs, or if the request needs
-        masks."""
+        """Defers a request if it cannot be in this step, because the step runs or the request needs masks. Returns whether it was
+        deferred."""
         wait = self.running or bool(message.params.grammar) or message.params.is_limited  # this step applies no masks
         if wait:
             self.deferred.append(message)
         return wait
 
     def abort(self, request_id: int) -> bool:
-        """Returns whether the abort is handled here: a deferred request is dropped, the abort of one in the running step is
-        deferred. False: the caller passes the abort to the batch scheduler, if the request is there at all."""
+        """Handles the abort of a request and returns whether it did: a deferred request is dropped, and the abort of a request in
+        the running step is deferred. False: the caller passes the abort to the batch scheduler, which may know the request."""
         for message in self.deferred:
             if isinstance(message, Submit) and message.request_id == request_id:
                 self.deferred.remove(message)
@@ -100,8 +100,8 @@ class FirstStep:
             self.error = error
 
     def put_back(self) -> None:
-        """Puts the step's requests back into the queue after WeightsWithdrawn. Any other error that the step ended with is
-        raised."""
+        """Puts the step's requests back into the queue if the step ended with WeightsWithdrawn. Raises any other error with which
+        it ended."""
         if not isinstance(self.error, WeightsWithdrawn):
             assert self.error is not None
             raise self.error

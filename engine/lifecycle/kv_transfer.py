@@ -1,4 +1,4 @@
-"""Copies KV blocks between a device and slots of the host tier: where each block lies, and the index that the daemon keeps of them.
+"""Copies KV blocks between a device and slots of the host tier, and makes the index of saved blocks that the daemon keeps.
 
 Saved blocks lie end to end in the slots, in the order of the index; a block may begin in one slot and end in the next.
 """
@@ -34,7 +34,7 @@ class KVIndex(msgspec.Struct, frozen=True, array_like=True):
     fingerprint: str
     kv_dtype: str
     block_tokens: int
-    block_bytes: list[int]  # of each group
+    block_bytes: list[int]  # bytes of a block of each group
     keys: bytes
     num_tokens: bytes
     present: bytes
@@ -48,7 +48,7 @@ _decoder = msgspec.msgpack.Decoder(KVIndex)
 class KVTransfer:
     """Copies the blocks of one model from the device to the host tier (`save`) or back; `run` may be called in any thread. blocks
     [E, G]: block numbers, -1 where a group has none. pieces, expected and checksums have one entry for each block present, row by
-    row; expected: what the index says the checksums are."""
+    row; expected: the checksums in the index."""
 
     served: ServedModel
     keys: list[bytes]
@@ -57,7 +57,7 @@ class KVTransfer:
     save: bool
     pieces: list[list[Piece]]
     memory: ChunkMemory | None  # None for a null model, which has no KV to copy
-    slots_used: list[int] = field(default_factory=list)  # those of the given slots that are filled, in order
+    slots_used: list[int] = field(default_factory=list)  # the given slots that are filled, in order
     num_lost_tokens: int = 0
     expected: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
@@ -150,8 +150,7 @@ def restoring(served: ServedModel, tier: HostTier | None, memory: ChunkMemory | 
 
 
 def restored(done: KVTransfer) -> int:
-    """Makes known, after `run`, the blocks that came back intact: they are cached prefixes now. Returns the number of their
-    tokens."""
+    """Makes the blocks that came back intact known as cached prefixes, after `run`. Returns the number of their tokens."""
     kv = done.served.scheduler.kv
     present = done.blocks >= 0
     same: BoolArray = np.zeros(present.shape, np.bool_)

@@ -1,4 +1,4 @@
-"""One model's life in an engine: its states, the jobs that run for it in other threads, and what each state means.
+"""Defines one model's life in an engine: its states, what each means, and the jobs that run for the model in other threads.
 
 LOADING ──> STREAMING ──> LOADED ──> SERVED ──> LEAVING ──> gone
    └───────────┴─────────────┴──────────┘ (a state may be skipped, and every state but SERVED may end in gone)
@@ -17,12 +17,12 @@ from engine.serve.served_models import ServedModel
 
 
 class State(Enum):
-    """Where a model is in its life.
+    """The states of a model's life.
 
     LOADING: its load runs; the model itself does not exist yet. STREAMING: its load runs, and the model exists: its first step may
-    run as soon as its first weights and its saved KV are there. LOADED: its load has ended, but its saved KV is still being
-    copied back or its first step still runs. SERVED: it takes requests like any other. LEAVING: it takes none any more, and its KV
-    is being saved."""
+    run as soon as its first weights and its saved KV are there. LOADED: its load has ended, but its saved KV is still being copied
+    back or its first step still runs. SERVED: it takes requests like any other. LEAVING: it takes no more requests, and its KV is
+    being saved."""
 
     LOADING = "loading"
     STREAMING = "streaming"
@@ -32,8 +32,8 @@ class State(Enum):
 
 
 class Job(Enum):
-    """What a thread does for a model. LOAD: fills its weights. RESTORE: copies saved KV back. STEP: runs its first step. SAVE:
-    copies its KV to the host tier."""
+    """A job that a thread does for a model. LOAD: fills its weights. RESTORE: copies saved KV back. STEP: runs its first step.
+    SAVE: copies its KV to the host tier."""
 
     LOAD = "load"
     RESTORE = "restore"
@@ -41,7 +41,7 @@ class Job(Enum):
     SAVE = "save"
 
 
-# state -> states that may follow; a model that is gone has no life
+# state -> states that may follow; a model that is gone has no Life
 FOLLOWERS = {
     State.LOADING: {State.STREAMING, State.LOADED, State.SERVED},
     State.STREAMING: {State.LOADED, State.SERVED},
@@ -53,9 +53,9 @@ FOLLOWERS = {
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One model from its LoadModel to its end. load: its load, also once that has ended. served: the model, once it exists; None
+    """One model from its LoadModel to its end. load: its load, also after that has ended. served: the model, once it exists; None
     for an encoder, and for a share whose steps another engine leads. first: its first step, if that may run while weights arrive.
-    restore, save: the copies of its KV, while they run. evictions: the EvictModel messages to answer when the model is gone."""
+    restore, save: the transfers of its KV, while they run. evictions: the EvictModel messages to answer when the model is gone."""
 
     load: Load
     state: State = State.LOADING
@@ -82,13 +82,13 @@ class Life:
         return {job for job, is_running in runs.items() if is_running}
 
     def enter(self, state: State) -> None:
-        """Enters a state. Raises RuntimeError if the state cannot follow the present one."""
+        """Enters a state. Raises RuntimeError if it cannot follow the current state."""
         if state not in FOLLOWERS[self.state]:
             raise RuntimeError(f"model {self.name}: {state.value} cannot follow {self.state.value}")
         self.state = state
 
     def validate(self) -> None:
-        """Checks that the jobs and parts are those of the state. Raises AssertionError. For tests."""
+        """Checks that the model's jobs and fields fit its state. Raises AssertionError. For tests."""
         jobs, at = self.jobs, f"{self.name}, {self.state.value}, {sorted(job.value for job in self.jobs)}"
         match self.state:
             case State.LOADING:

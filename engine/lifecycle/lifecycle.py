@@ -1,4 +1,4 @@
-"""The lives of the models on one device: carries out loads and evictions, and reports them to the daemon."""
+"""Leads the models on one device through their lives: carries out loads and evictions, and reports them to the daemon."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ log = logging.getLogger("engine")
 
 
 class Lifecycle:
-    """Leads every model through its states (engine/lifecycle/life.py). Not called while a step runs; the jobs run in threads,
-    concurrently with steps of other models.
+    """Leads every model through its states (engine/lifecycle/life.py). Its methods are not called while a step runs; the jobs run
+    in threads, concurrently with steps of other models.
 
-    forget(model): drops what the engine's loop knows of an evicted model's requests. resume(first): takes in the result of a first
-    step and the messages deferred meanwhile. loaded(): called after each report of a load. adapter_read(read): takes in an adapter
-    that was read. memory: None if no model has any. outlives: whether the daemon keeps the memory beyond this process; weights are
-    then reported to it."""
+    forget(model): drops what the engine's loop knows about an evicted model's requests. resume(first): handles the result of a
+    first step and the messages deferred meanwhile. loaded(): called after each report of a load. adapter_read(read): handles an
+    adapter that was read. memory: the device's memory; None for null models. outlives: whether the daemon keeps the memory when
+    this process ends; the places of weights are then reported to it."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Lifecycle:
         self._has_loaded, self._adapter_read, self._outlives = loaded, adapter_read, outlives
         self._memory, self._tier = memory, tier
         self.lives: dict[str, Life] = {}
-        self.first_steps: dict[str, FirstStep] = {}  # those of the lives, for the loop, which asks before every step
+        self.first_steps: dict[str, FirstStep] = {}  # model -> its first step, kept for the loop, which looks before every step
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when `take` has something to do."""
@@ -86,7 +86,7 @@ class Lifecycle:
             self.lives[spec.model] = Life(self._loads.start(spec, place))
 
     def evict(self, message: EvictModel) -> None:
-        """Begins to evict a model, at once if it is served, else once the jobs that run for it have ended."""
+        """Begins to evict a model: at once if it is served, else when the jobs that run for it have ended."""
         life = self.lives.get(message.model)
         if life is None:
             self._send(Evicted(message.placement_id, message.model))
@@ -131,14 +131,14 @@ class Lifecycle:
                     self._report_weights(item.load)
 
     def _model_exists(self, begun: Begun) -> None:
-        """The model of a load under way exists, without its weights."""
+        """Handles the report that the model of a load under way exists, without its weights."""
         load, life = begun.load, self.lives[begun.load.task.spec.model]
         if load.cancelled.is_set():
             return
         try:
             served = self._models.make(load.task.spec, begun.hosted, load.place)
         except (MemoryError, ValueError):
-            return  # the end of the load meets the same error and reports it
+            return  # the end of the load will meet the same error and report it
         assert load.gate is not None
         first = FirstStep(served, begun.hosted, load.gate)
         if load.task.spec.source_slots and self._models.copies_take_all_cores:
@@ -157,13 +157,13 @@ class Lifecycle:
             self._offer(life)
 
     def _offer(self, life: Life) -> None:
-        """Reports that requests may be submitted, once everything that the first step begins with has arrived."""
+        """Reports that requests may be submitted, once everything that the first step needs to begin has arrived."""
         if life.first is not None and life.first.has_begun and life.restore is None:
             self._send(LoadStreams(life.load.task.spec.placement_id, life.name))
 
     def _load_ended(self, life: Life) -> None:
         load, life.load_runs = life.load, False
-        if life.restore is not None:  # no request was submitted to it yet
+        if life.restore is not None:  # no request has been submitted to it yet
             self._set_first(life, None)
             life.enter(State.LOADED)
         elif life.first is not None:
@@ -204,7 +204,7 @@ class Lifecycle:
             self._serve(life)
 
     def _end_load(self, life: Life, error: Exception | None) -> None:
-        """Frees a model that is not to be served, and reports why."""
+        """Frees a model that will not be served, and reports why."""
         load = life.load
         del self.lives[life.name]
         if life.first is not None:
@@ -277,7 +277,7 @@ class Lifecycle:
             self._set_first(life, None)
             self._models.turns.set_weight(life.name, first.weight)
             self._resume(first)
-        for message in evictions:  # the lease may have changed since then
+        for message in evictions:  # the lease may have changed since the message came
             self.evict(msgspec.structs.replace(message, lease_chunks=self._models.chunks.lease_chunks))
 
     def _leave(self, life: Life, message: EvictModel) -> None:
@@ -347,10 +347,11 @@ class Lifecycle:
                 self._loads.sum_up(load, partial(checksum_of, self._memory, chunks, task.weights_bytes))
 
     def _report_weights(self, load: Load) -> None:
-        """Reports where the model's weights are, unless the model has begun to leave: the daemon then knows better."""
+        """Reports where the model's weights are, unless the model has begun to leave: the daemon has asked for that, and the chunks
+        will be free."""
         task, spec, size = load.task, load.task.spec, self._memory.chunk_bytes if self._memory is not None else 1
         chunks = load.place.weights[: -(-task.weights_bytes // size)].tolist()
-        if chunks:  # empty once it has left
+        if chunks:  # there are none once the model has left
             held = (spec.fingerprint, spec.dtype, spec.quantize, task.weights_bytes, chunks, task.weights_checksum)
             self._send(WeightsHeld(spec.placement_id, spec.model, *held))
 

@@ -27,7 +27,7 @@ PROGRESS_EVERY_S = 0.1
 
 @dataclass(slots=True)
 class Load:
-    """The state of the load that one LoadModel asked for. When its thread is done, exactly one of `hosted` and `error` is set."""
+    """The load that one LoadModel asked for. When its thread is done, exactly one of `hosted` and `error` is set."""
 
     task: LoadTask
     place: Place
@@ -49,7 +49,7 @@ class Begun:
 
 @dataclass(slots=True)
 class Streams:
-    """Reports, after Begun, that the weights which a step needs first have arrived."""
+    """Reports, after Begun, that the weights that a step needs first have arrived."""
 
     load: Load
 
@@ -65,8 +65,8 @@ Report = AdapterRead | KernelNews | LoadProgress | Load | Begun | Streams | Firs
 
 
 class Loads:
-    """Starts loads, and reports what becomes of them and of kernels. An eventfd signals reports, so the engine's loop can sleep
-    until one comes."""
+    """Starts loads and other background jobs, and reports their results and news about kernels. An eventfd signals reports, so the
+    engine's loop can sleep until one comes."""
 
     def __init__(self, runner: Runner, test_disk_bytes_per_s: int = 0, test_copy_bytes_per_s: int = 0) -> None:
         """test_…: limits for tests, see engine/lifecycle/throttle.py; 0: none."""
@@ -166,15 +166,15 @@ class Loads:
             log.warning("load of %s failed: %s: %s", load.task.spec.model, type(error).__name__, error)
             load.error = error
         load.seconds = time.monotonic() - load.started_s
-        load.task.begun = None  # both refer to the load: cleared, so that no cycle is left to the garbage collector
+        load.task.begun = None  # both refer to the load: cleared, to leave no reference cycle to the garbage collector
         if load.gate is not None:
             load.gate.begun = None
         self._report(load)
-        if load.gate is not None and load.hosted is not None:  # after the report: no token comes before the load has succeeded
+        if load.gate is not None and load.hosted is not None:  # no token may be sent before the load is reported
             load.gate.open()
 
     def _hold(self, load: Load) -> None:
-        """Delays a load that was faster than the test limits allow."""
+        """Delays the end of a load that was faster than the limits for tests allow."""
         task = load.task
         if task.bytes_read:
             throttle.hold(load.started_s, task.bytes_read, self._disk_bytes_per_s, task.cancelled)
