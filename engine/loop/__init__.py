@@ -1,1 +1,1 @@
-"""The engine's loop, and what it does between steps."""
+"""The engine's loop, and the work that it does between steps."""

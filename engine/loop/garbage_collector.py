@@ -8,9 +8,9 @@ EVERY_STEPS = 4096
 
 
 class GarbageCollector:
-    """Decides when garbage is collected. The objects of a load, or of a model evicted since, are frozen (gc.freeze) and only
-    examined once nothing runs. Examining a load's objects when it ends would delay its first tokens, by a tenth of a second
-    where kernels have just been imported."""
+    """Decides when garbage is collected. The objects that a load has made are frozen (gc.freeze), and only examined once nothing
+    runs, also if their model has been evicted by then. Examining them at the end of the load would delay its first tokens, by a
+    tenth of a second if kernels have just been imported."""
 
     def __init__(self) -> None:
         self._steps_at_last = 0
@@ -29,8 +29,8 @@ class GarbageCollector:
         self._must_thaw = True
 
     def wanted(self, num_steps: int) -> bool:
-        """Returns whether there is something to collect in idle time: steps have run since the last collection, or frozen objects
-        are to be examined. num_steps: steps run so far."""
+        """Returns whether there is something to collect in idle time: steps have run since the last collection, or there are frozen
+        objects to examine. num_steps: number of steps run so far."""
         return num_steps > self._steps_at_last or self._must_thaw
 
     def overdue(self, num_steps: int) -> bool:

@@ -1,4 +1,4 @@
-"""Runs the steps that this engine shares with others, in the order in which the exchange memory has them for all engines."""
+"""Runs the steps that this engine shares with others, in the order that the exchange memory gives all engines."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from scheduler.batch.plan import BatchPlan, SequenceTable
 log = logging.getLogger("engine")
 Result = TypeVar("Result")
 
-# A stream's next step usually follows within that time: the leader takes in the tokens, sends them, and plans.
+# A stream's next step usually follows within this time, in which the leader takes in the tokens, sends them, and plans.
 LINGER_S = 2e-4
 
 
 class GroupSteps:
-    """One engine's queue in the exchange memory. number: of the engine. doorbell: an eventfd, which others ring when they have
-    added to the queue. stepped(): called after each step that another engine leads."""
+    """Runs one engine's queue in the exchange memory. number: the engine's number. doorbell: an eventfd that others ring when they
+    have added to the queue. stepped(): called after each step that another engine leads."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class GroupSteps:
         stepped: Callable[[], None],
         num_threads: int = 1,
     ) -> None:
-        """num_threads: that compute in this engine."""
+        """num_threads: number of threads that compute in this engine."""
         self._own_core = OwnCore(number, exchange.num_engines) if num_threads == 1 else None
         self._exchange, self._number, self._doorbell = exchange, number, doorbell
         self._models, self._journal, self._stepped = models, journal, stepped
         os.set_blocking(doorbell, False)
-        self._posted: dict[int, deque[PostedStep]] = {}  # by region: steps that this engine leads and has not run, the oldest first
+        self._posted: dict[int, deque[PostedStep]] = {}  # region -> steps that this engine leads and has not run, the oldest first
         exchange.reset(number)
 
     def fileno(self) -> int:
@@ -56,13 +56,13 @@ class GroupSteps:
         return self._doorbell
 
     def awake(self) -> None:
-        """Makes the descriptor unreadable until somebody adds to the queue again."""
+        """Makes the descriptor unreadable until another engine adds to the queue again."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._doorbell)
 
     def run_queue(self) -> bool:
-        """Runs what is in the queue, up to the first step that this engine leads, which is run when its result is asked for.
-        Returns whether there was anything."""
+        """Runs the steps in the queue, up to the first one that this engine leads, which is run when its result is asked for.
+        Returns whether it ran any."""
         ran = False
         while (region := self._exchange.next(self._number)) is not None and region not in self._posted:
             self.run_next()
@@ -70,16 +70,16 @@ class GroupSteps:
         return ran
 
     def comes_soon(self) -> bool:
-        """Waits for something in the queue, LINGER_S at most, because going to sleep and waking up takes as long. Returns whether
-        there is something."""
+        """Waits for an entry in the queue, for LINGER_S at most, because going to sleep and waking up takes as long. Returns
+        whether there is one."""
         until_s = time.perf_counter() + LINGER_S
         while not (there := self._exchange.has_entries(self._number)) and time.perf_counter() < until_s:
             pass
         return there
 
     def post(self, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> PostedStep:
-        """Has all devices of a group that this engine leads run a step, of which this engine runs its own part when the result is
-        asked for. Raises GroupBroken."""
+        """Posts a step to all devices of a group that this engine leads. This engine runs its own part when the result is asked
+        for. Raises GroupBroken."""
         if not share.region.post(plan):
             raise GroupBroken(f"model {share.name}: its group has lost a device")
         step = PostedStep(self, share, plan, table)
@@ -106,22 +106,21 @@ class GroupSteps:
         return self._models.threads.run(work)
 
     def forget(self, share: GroupShare) -> None:
-        """Drops the steps that were posted for a group that is broken. They stay in the queue until the share leaves, and are not
-        run."""
+        """Drops the posted steps of a broken group. They stay in the queue until the share leaves, and are not run."""
         self._posted.pop(share.region.offset, None)
 
     def leave_all(self) -> None:
-        """Ends this engine's part in all groups, because it ends: nobody waits for it then."""
+        """Leaves all groups because this engine ends, so that no other engine waits for it."""
         for share in self._shares():
             share.region.leave()
 
     def watch(self, channel_fd: int) -> None:
-        """Breaks all groups in a thread of its own when the daemon has closed its end of the channel. The loop would not see that
-        while it waits in a step for an engine that has died as well, and nobody else is left to break the group."""
+        """Starts a thread that breaks all groups when the daemon has closed its end of the channel. The loop would not see that
+        while it waits in a step for an engine that has also died, and nobody else is left to break the group."""
 
         def work() -> None:
             poller = select.poll()
-            poller.register(channel_fd, 0)  # the end of a stream is always reported
+            poller.register(channel_fd, 0)  # the end of the stream is reported without asking for an event
             poller.poll()
             for share in self._shares():
                 self._exchange.break_group(share.region.offset)
@@ -135,11 +134,11 @@ class GroupSteps:
 
     def _follow(self, region: int) -> None:
         share = next((one for one in self._shares() if one.region.offset == region), None)
-        if share is None:  # it has no part in it, so nobody must wait for one
+        if share is None:  # this engine has no share, so no member may wait for its part
             log.error("engine %d is told of a step of a group that it has no share of", self._number)
             self._exchange.break_group(region)
             return
-        if share.is_broken:  # one that this engine leads may have broken after it had posted this
+        if share.is_broken:  # a group that this engine leads may have broken after this step was posted
             return
         plan = share.region.read_plan(share.name)
         self._journal.note(share.region.table.request_id[plan.slots])
@@ -151,8 +150,8 @@ class GroupSteps:
 
 
 class PostedStep:
-    """A step that this engine leads and has posted: an engine.contracts.steps.Launched. masks: as HostedModel.execute takes them;
-    set before the step runs."""
+    """A step that this engine leads and has posted; it is an engine.contracts.steps.Launched. masks: as in HostedModel.execute; set
+    before the step runs."""
 
     def __init__(self, steps: GroupSteps, share: GroupShare, plan: BatchPlan, table: SequenceTable) -> None:
         self._steps, self._share, self._plan, self._table = steps, share, plan, table

@@ -14,7 +14,7 @@ CAPTURE_AFTER_IDLE_S = 0.02
 
 
 class IdleWork:
-    """The idle work of one engine, done in the engine's loop. preparer: None if the models have no memory."""
+    """The idle work of one engine, done in the engine's loop. preparer: prepares memory; None for null models, which have none."""
 
     def __init__(
         self,

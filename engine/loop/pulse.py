@@ -1,7 +1,7 @@
-"""The engine's sign of life: what its loop does, and since when, in the memory of the step journal.
+"""Records the engine's sign of life in the memory of the step journal: what its loop does, and since when.
 
-Only the loop that computes writes it: a separate thread would go on beating while a kernel hangs. Writing takes no system call, and
-the daemon reads it without a message.
+Only the loop that computes writes it, because a separate thread would go on writing while a kernel hangs. Writing takes no system
+call, and the daemon reads it without a message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _fields = struct.Struct("<dddB")
 
 
 class Doing(IntEnum):
-    """What the engine's loop does from the time of a beat on."""
+    """The activities that a beat can report for the engine's loop."""
 
     IDLE = 0  # waits, at most BEAT_EVERY_S
     TURN = 1  # takes in messages, plans a step
@@ -26,12 +26,11 @@ class Doing(IntEnum):
 
 
 class Pulse(NamedTuple):
-    """One beat, as the daemon reads it. at_s: when it was written, by time.monotonic(), which all processes share; 0.0 before the
-    first.
+    """One beat, as the daemon reads it. at_s: when it was written, by time.monotonic(), which is the same in all processes; 0.0
+    before the first beat.
 
-    expected_s: the usual seconds of the step, from earlier ones; 0.0 if too few of its size have run. first_since_s: a model's
-    first step runs in a thread of its own; this is when its last weights arrived, if it is still computing; 0.0 if there is no such
-    step."""
+    expected_s: the usual seconds of the step, learned from earlier steps; 0.0 if too few of its size have run. first_since_s: if a
+    model's first step, which has a thread of its own, is still running, the time when its last weights arrived; else 0.0."""
 
     at_s: float
     expected_s: float

@@ -1,4 +1,4 @@
-"""Writes the step journal for the engine's loop: which requests a fault would be blamed on, and that the loop is alive."""
+"""Writes the step journal for the engine's loop: the requests that a fault would be blamed on, and the loop's sign of life."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from scheduler.batch.plan import LongArray
 
 
 class StepJournal:
-    """The journal of one engine. page: the memory that protocol.write_journal writes. first: the first steps; the requests of those
-    that run are in every entry."""
+    """The journal of one engine. page: the memory that protocol.write_journal writes. first: the models' first steps; the requests
+    of running ones are in every entry."""
 
     def __init__(self, page: Any, first: Mapping[str, FirstStep]) -> None:
         self._page, self._first = page, first
@@ -36,15 +36,15 @@ class StepJournal:
         self.name(request_ids)
 
     def name(self, request_ids: LongArray) -> None:
-        """Writes these requests, and those of the running first steps, as the ones that a fault would be blamed on."""
+        """Writes the requests that a fault would be blamed on: these, and those of the running first steps."""
         if self._first:
             request_ids = np.concatenate((request_ids, *(first.request_ids for first in self._first.values())))
         write_journal(self._page, request_ids)
         self._names_a_step = True
 
     def nothing_runs(self) -> None:
-        """Empties the journal if no step runs. Not called after every step: a fault in what follows a step counts against its
-        requests, too."""
+        """Empties the journal if no step runs. Not called after every step, because a fault in the work after a step is blamed on
+        its requests, too."""
         if self._names_a_step and not self._first:
             write_journal(self._page, NO_REQUESTS)
             self._names_a_step = False

@@ -1,8 +1,8 @@
 """The engine's loop: takes in messages, runs the next model's step, and sends one message with its tokens.
 
 It blocks in epoll while nothing runs. A step is journalled in shared memory before it starts, so the daemon knows what was running
-if the process dies in it. Any exception in a step ends the process: the daemon starts a new one and submits the requests again.
-Only a step that finds no memory to compute with does not end it, but fails its own requests.
+if the process dies in it. Any exception in a step ends the process: the daemon starts a new one and submits the requests again. The
+exception is a step that lacks memory to compute: it only fails its own requests.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ STATS_EVERY_S = 0.25
 
 
 class Engine:
-    """The engine of one device. `run` returns at the channel's end or on Shutdown. left: weights in memory that outlives this
-    process; None: the memory ends with it. membership: its place among the engines that share models; None: it shares none."""
+    """The engine of one device. `run` returns when the channel is closed or on Shutdown. left: weights that an earlier engine left
+    in device memory; None: the memory ends with this process. membership: its access to the exchange memory; None: it shares no
+    models with other engines."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Engine:
         self.idle_work = IdleWork(self.models, self._collector, self.preparer, self.lifecycle, self.journal)
         self.constraints = Constraints()
         self.num_steps = 0
-        self._under_way: deque[StepUnderWay] = deque()  # the oldest first
+        self._under_way: deque[StepUnderWay] = deque()  # steps that were launched, the oldest first
         self._model_of: dict[int, str] = {}
         self._stats_dirty, self._stats_sent_s, self._shutdown = True, 0.0, False
         self.groups: GroupSteps | None = None
@@ -131,7 +132,7 @@ class Engine:
             self.groups = GroupSteps(*membership, self.models, self.journal, self._followed, runner.compute_threads)
 
     def run(self, first_messages: Iterable[Any] = ()) -> None:
-        """Runs the loop. first_messages: those that arrived together with Configure."""
+        """Runs the loop. first_messages: messages that arrived together with Configure."""
         self._collector.start()
         poller = select.epoll()
         poller.register(self.channel.fileno(), select.EPOLLIN)
@@ -203,8 +204,8 @@ class Engine:
     # ---- steps
 
     def _turn(self, busy: list[str]) -> None:
-        """Starts one step of the busy model whose turn (time slice) it is, then takes in the oldest result of those under way, if
-        there are as many as the model may have."""
+        """Starts one step of the busy model whose turn (time slice) it is. Then takes in the oldest results while the model has
+        more steps under way than it may leave so."""
         name = self.models.next(busy)
         if name is None:
             return
@@ -265,7 +266,8 @@ class Engine:
             self._end_oldest(noted=True)
 
     def _note_with_those_under_way(self, request_ids: LongArray, expected_s: float) -> None:
-        """Journals a step and those under way: a fault may come from any of them, because devices report faults late."""
+        """Writes a step and the steps under way to the journal: a fault may come from any of them, because devices report faults
+        late."""
         known = expected_s > 0.0
         for step in self._under_way:
             request_ids, known = np.union1d(step.request_ids, request_ids), known and step.expected_s > 0.0
@@ -273,8 +275,8 @@ class Engine:
         self.journal.note(request_ids, expected_s if known else 0.0)
 
     def _broke(self, share: GroupShare, error: GroupBroken) -> None:
-        """Drops the requests of a split model that has lost a device, without a message, as its eviction would: the daemon keeps
-        them."""
+        """Drops the requests of a split model that has lost a device. As with an eviction no message is sent, because the daemon
+        keeps the requests."""
         broke(share, error)
         self._under_way = deque(step for step in self._under_way if step.served.share is not share)
         if self.groups is not None:
@@ -287,7 +289,7 @@ class Engine:
         self._stepped()
 
     def _give_up(self, served: ServedModel, request_ids: list[int], why: str) -> None:
-        """Fails the requests of a step that could not be started, so that all others go on."""
+        """Fails the requests of a step that could not be started; all other requests go on."""
         self._finish_launched()
         for request_id in request_ids:
             if request_id in self._model_of:  # else it ended with the step before
@@ -301,7 +303,8 @@ class Engine:
             self._end_oldest()
 
     def _end_oldest(self, noted: bool = False) -> None:
-        """Takes in the result of the oldest step under way. noted: whether the journal has how long it and those behind it take."""
+        """Takes in the result of the oldest step under way. noted: whether the journal already has the expected time of this step
+        and those after it."""
         step = self._under_way.popleft()
         if not noted:
             self.journal.beat(Doing.STEP, step.expected_s)
@@ -314,7 +317,7 @@ class Engine:
         self._take_in(step.served, step.plan, step.masks, result)
 
     def _take_in(self, served: ServedModel, plan: BatchPlan, masks: RowMasks | None, result: StepResult) -> None:
-        """Hands the tokens of a step that has ended to the scheduler and to the daemon."""
+        """Passes the tokens of a step that has ended to the scheduler and to the daemon."""
         name, scheduler = served.spec.model, served.scheduler
         self.models.charge(served, plan, result.seconds, result.proposed)
         for told in result.prompt_logprobs:
@@ -349,7 +352,7 @@ class Engine:
                 self._fail_hopeless(first.served.scheduler)
 
     def _resume(self, first: FirstStep) -> None:
-        """Takes in a first step that has ended, or is void because its weights are read again, and the messages deferred
+        """Handles a first step that has ended, or is void because its weights are read again, and then the messages deferred
         meanwhile."""
         deferred, first.deferred = first.deferred, []
         if first.plan is not None and first.result is not None:
@@ -358,7 +361,8 @@ class Engine:
             self._handle(message)
 
     def _look_after_adapters(self) -> None:
-        """Goes on with the adapters that are wanted. A first step that runs has its own view of its model's adapters."""
+        """Continues the loads of adapters that are wanted. Models whose first step runs are left out, because it uses their
+        adapters in its own thread."""
         first_steps = self.lifecycle.first_steps.values()
         held = (first.served for first in first_steps if not first.running)
         waiting = [served for served in (*self.models.by_name.values(), *held) if self.adapters.is_wanted(served)]
@@ -424,7 +428,7 @@ class Engine:
 
     def _handle(self, message: Any) -> None:
         self.journal.beat(Doing.TURN)
-        if type(message) is not Submit:  # anything else changes what a step under way relies on
+        if type(message) is not Submit:  # any other message changes something that a step under way relies on
             self._finish_launched()
         match message:
             case Submit():
@@ -452,11 +456,11 @@ class Engine:
                 if served is not None:
                     self.adapters.bring(served, message.adapter)
             case RetireAdapter():
-                # a model whose first step runs keeps it until something needs its memory
+                # a model with a first step keeps the adapter until something needs its memory
                 if message.model in self.models.by_name and message.model not in self.lifecycle.first_steps:
                     self.adapters.retire(self.models.by_name[message.model], message.adapter)
             case Probe():
-                self.journal.nothing_runs()  # no request is to blame for a device that fails now
+                self.journal.nothing_runs()  # no request is to blame if the device fails now
                 self._probe(message.number)
                 self.channel.send(Probed(message.number))
             case Shutdown():
@@ -481,7 +485,7 @@ class Engine:
         if first is not None and first.put_aside(message):
             return
         served = self.models.by_name.get(message.model) if first is None else first.served
-        if served is not None and served.is_broken:  # sent before the daemon took its requests back
+        if served is not None and served.is_broken:  # sent before the daemon knew that the group is broken
             return
         embeds = served is not None and served.hosted.embeds
         if embedder is not None or (served is not None and message.task != (EMBED if embeds else "generate")):
@@ -500,7 +504,7 @@ class Engine:
         if embeds:
             message = msgspec.structs.replace(message, params=VECTOR_PARAMS)
         request = batch_request(message, served.spec, served.hosted.vocab_size)
-        if request is None:  # submitted again after a crash, with nothing left to do
+        if request is None:  # it was submitted again after a crash and already has all its tokens
             self.channel.send(TokensOut(message.model, self.num_steps, 0.0, [request_id], [], [0], [FINISH_LENGTH], steps=0))
             return
         if isinstance(request, RequestFailed):
@@ -515,7 +519,7 @@ class Engine:
         self._end_constrained(self.constraints.submit(served, request, message.params, message.output))
 
     def _forget(self, name: str) -> None:
-        """Drops what is known of an evicted model's requests."""
+        """Drops what is known about an evicted model's requests."""
         self._model_of = {request: model for request, model in self._model_of.items() if model != name}
         self.constraints.close(name)
         self.adapters.forget(name)
