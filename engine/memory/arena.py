@@ -1,4 +1,5 @@
-"""The device's KV memory: all chunks in one address range, mapped once. Which model owns which chunk is decided in scheduler/batch.
+"""Views the device's KV memory: all chunks in one address range, mapped once. Which model owns which chunk is decided in
+scheduler/batch.
 
 A KV group whose blocks take B bytes sees the whole arena as blocks of B: block b is bytes [b*B, (b+1)*B). It may use the blocks
 that lie wholly inside chunks it owns.
@@ -33,14 +34,14 @@ def kv_views(arena: Tensor, group: KVGroupSpec, token_dims: tuple[int, int, int]
 
 
 def state_view(arena: Tensor, group: KVGroupSpec) -> Tensor:
-    """Returns the arena (uint8) as a group of states sees it: float32 [num_blocks, layers, numbers of a layer's state]."""
+    """Returns the arena (uint8) as a KV group of states sees it: float32 [num_blocks, layers, size of a layer's state]."""
     num_blocks = len(arena) // group.block_bytes
     return arena[: num_blocks * group.block_bytes].view(torch.float32).view(num_blocks, len(group.layers), -1)
 
 
 def copy_pieces(arena: torch.Tensor, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
-    """Copies piece sources[i] of an arena to piece targets[i]; no piece is in both. On a GPU it runs after what was launched
-    before."""
+    """Copies piece sources[i] of an arena to piece targets[i]; no piece is in both. On a GPU the copy runs after everything
+    launched before."""
     pieces = arena[: len(arena) // piece_bytes * piece_bytes].view(-1, piece_bytes)
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
         pieces[target].copy_(pieces[source])

@@ -1,4 +1,4 @@
-"""The interface between code that counts in chunks and the memory of one kind of device."""
+"""Defines the interface between code that counts in chunks and the memory of one kind of device."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class DeviceCopy(Protocol):
         ...
 
     def wait(self) -> int:
-        """Waits for the copy and returns the checksum of what was copied (memory/checksum.py). Raises RuntimeError if the device
+        """Waits for the copy and returns the checksum of the copied bytes (host/checksum.py). Raises RuntimeError if the device
         failed."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class EndedCopy:
-    """A DeviceCopy that had ended when it was returned, or that was not needed."""
+    """A DeviceCopy that had already ended when it was returned, or that was not needed."""
 
     checksum: int
 
@@ -47,7 +47,7 @@ Piece = tuple[int, Any]
 
 
 class DeviceCopies(Protocol):
-    """Copies of several pieces under way. What a DeviceCopy says of one holds for all of them."""
+    """Copies of several pieces under way. The rules of DeviceCopy hold for each of them."""
 
     def done(self) -> bool: ...
 
@@ -58,7 +58,7 @@ class DeviceCopies(Protocol):
 
 @runtime_checkable
 class CopiesSeveral(Protocol):
-    """A ChunkMemory for which the calling thread itself does the copying."""
+    """A ChunkMemory whose copies are done by the calling thread."""
 
     def copy_several(self, pieces: Sequence[Piece], out: bool) -> list[int]:
         """Copies each piece as copy_in does, or as copy_out does if `out`, and returns their checksums. Releases the GIL once for
@@ -68,7 +68,7 @@ class CopiesSeveral(Protocol):
 
 @runtime_checkable
 class StartsSeveral(Protocol):
-    """A ChunkMemory whose device does the copying, and takes several pieces in one call at little more than the cost of one."""
+    """A ChunkMemory whose copies are done by the device, for which several pieces in one call cost little more than one."""
 
     def start_several(self, pieces: Sequence[Piece], out: bool) -> DeviceCopies:
         """Starts copying each piece as copy_in does, or as copy_out does if `out`. If it raises, no copy is under way."""
@@ -77,10 +77,10 @@ class StartsSeveral(Protocol):
 
 class ChunkMemory(Protocol):
     """All physical memory that holds a device's weights and KV: num_chunks chunks of chunk_bytes each, allocated once. Every chunk
-    has a fixed place in the arena, one address range; a chunk may also be in use in one reservation. Addresses are the device's.
+    has a fixed place in the arena, one address range, and may also be mapped in one reservation. Addresses are the device's.
 
-    CpuMemory and CudaMemory are the two implementations. Every method may be called from any thread. Methods that take chunks are
-    only for the chunks' owner (scheduler/batch/chunk_pool.py says who that is)."""
+    CpuMemory and CudaMemory are the two implementations. Every method may be called from any thread. Only the owner of chunks (see
+    scheduler/batch/chunk_pool.py) may pass them to a method."""
 
     @property
     def num_chunks(self) -> int: ...
@@ -92,17 +92,18 @@ class ChunkMemory(Protocol):
         ...
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserves an address range without memory, a whole number of chunks, and returns its address. Raises MemoryError."""
+        """Reserves an address range without memory and returns its address. num_bytes: a whole number of chunks. Raises
+        MemoryError."""
         ...
 
     def map(self, address: int, chunks: Sequence[int]) -> None:
-        """Maps the chunks, one after the other, from `address` on, which lies in a reservation. Raises MemoryError."""
+        """Maps the chunks one after the other, from `address` on, inside a reservation. Raises MemoryError."""
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Takes the chunks out of a reservation, which itself stays. Nothing may be running on them. They may be mapped elsewhere
-        as soon as this returns; a device may still show them here for some milliseconds, until the reservation is mapped again at
-        the latest. Raises RuntimeError if the device failed."""
+        """Unmaps the chunks in part of a reservation, which itself stays. No step may be using them. They may be mapped elsewhere
+        as soon as this returns; a device may still show them at the old address for some milliseconds, but no longer than until
+        that address is mapped again. Raises RuntimeError if the device failed."""
         ...
 
     def release(self, address: int, num_bytes: int) -> None:
@@ -110,8 +111,8 @@ class ChunkMemory(Protocol):
         ...
 
     def tensor(self, address: int, num_bytes: int) -> Tensor:
-        """Returns the memory at an address as uint8 [num_bytes]. It is valid while chunks are mapped there, and keeps nothing
-        alive."""
+        """Returns the memory at an address as uint8 [num_bytes]. The tensor is valid while chunks are mapped there, and does not
+        keep them mapped."""
         ...
 
     def copy_in(self, address: int, source: Any) -> DeviceCopy:
@@ -123,12 +124,12 @@ class ChunkMemory(Protocol):
         ...
 
     def write(self, address: int, source: Any) -> None:
-        """Copies as copy_in does, but without a checksum. The copy has ended once a fence taken afterwards is passed."""
+        """Starts a copy as copy_in does, but without a checksum. The copy has ended once a fence taken afterwards is passed."""
         ...
 
     def copying(self) -> AbstractContextManager[object]:
-        """A context: what the calling thread launches on the device in it runs after every earlier `write`, and counts as one for
-        fences."""
+        """Returns a context. What the calling thread launches on the device inside it runs after every earlier `write`, and fences
+        wait for it as for a `write`."""
         ...
 
     def fence(self) -> Fence | None:
@@ -136,8 +137,8 @@ class ChunkMemory(Protocol):
         ...
 
     def prepare(self, chunk: int) -> int:
-        """Has the system provide a free chunk's memory, in huge pages where it can. Returns how many bytes of the chunk are in huge
-        pages now."""
+        """Makes the system provide a free chunk's memory, in huge pages where possible. Returns how many bytes of the chunk are in
+        huge pages now."""
         ...
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
@@ -150,13 +151,13 @@ class ChunkMemory(Protocol):
         ...
 
     def checksum(self, address: int, num_bytes: int) -> int:
-        """Returns the checksum (memory/checksum.py) of the device's memory as the steps launched so far leave it. address: aligned
-        to 8 bytes."""
+        """Returns the checksum (host/checksum.py) of the device's memory as the steps launched so far leave it. address: aligned to
+        8 bytes."""
         ...
 
     def export(self) -> list[int]:
-        """Returns file descriptors of all chunks, in order, which the caller closes (memory/handles.py). A memory made of them has
-        the same chunks with their content, in this process or another, even after this process has died."""
+        """Returns file descriptors of all chunks, in order, which the caller closes (memory/handles.py). A memory made of these
+        descriptors has the same chunks with their content, in this process or another, even after this process has died."""
         ...
 
     def close(self) -> None:

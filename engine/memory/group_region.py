@@ -1,7 +1,7 @@
-"""One group's region of the exchange memory: what the devices of a model that is split share, as arrays.
+"""Gives access to one group's region of the exchange memory: the arrays that the devices of a split model share.
 
-The leader, rank 0, writes the plan of each step and the model's sequence table; the others read both, no further than the last
-sum of the step, behind which the leader may write again.
+The leader, rank 0, writes the plan of each step and the model's sequence table. The other members read both, but not after the last
+exchange of the step, because the leader may write again then.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from scheduler.batch.plan import BatchPlan, BoolArray, IntArray, LongArray, Sequ
 class GroupRegion:
     """One member's view of a region. Raises ValueError if the region is too small for `sizes`.
 
-    broken [1] int64: not 0 once the group is broken. rank: the member's number. stage_rank, stage_size: its number among the
-    members of its stage, and how many these are; ranks uint8: what these exchange their parts through (engine/host/rank_memory.py).
-    link: its place among the stages; None: there is one stage. table: the model's sequences, without `params`, which only the
-    leader has."""
+    broken [1] int64: not 0 once the group is broken. rank: the member's rank. stage_rank, stage_size: its number among the members
+    of its stage, and their number. ranks uint8: the memory through which the members of its stage exchange their parts
+    (engine/host/rank_memory.py). link: its connection to the other stages; None: there is one stage. table: the model's sequences,
+    without `params`, which only the leader has."""
 
     def __init__(self, exchange: Exchange, group: Group, sizes: RegionSizes) -> None:
         parts, num_bytes = region_layout(sizes)
@@ -48,7 +48,7 @@ class GroupRegion:
         if sizes.num_stages > 1:
             own_memory = arrays["stages"][self.stage_rank]
             self.link = StageLink(own_memory, stage, sizes.num_stages, sizes.handed_bytes, self.broken)
-        self._num_plans = 0  # that were posted here, or read
+        self._num_plans = 0  # number of plans that this member has posted or read
         self._plans: LongArray = arrays["plans"]
         self._slots: IntArray = arrays["plan_slots"]
         self._num_computed: IntArray = arrays["plan_num_computed"]
@@ -64,7 +64,7 @@ class GroupRegion:
         one_block = make_sequence_table(len(self.table.request_id), 1, 1, len(self.table.block_tables))
         for column in fields(SequenceTable):
             value = getattr(one_block, column.name)
-            if column.name not in ("tokens", "block_tables", "params"):  # the region's are zeros already
+            if column.name not in ("tokens", "block_tables", "params"):  # the first two are zeros in a new region
                 getattr(self.table, column.name)[:] = value
         return self.table
 
@@ -77,8 +77,8 @@ class GroupRegion:
         self._exchange.leave(self._members[self.rank], self.offset)
 
     def post(self, plan: BatchPlan) -> bool:
-        """Has all members run the leader's next step, as soon as they have run what they were told before. Returns False if the
-        group is broken. Raises ValueError for a plan with too many rows, or with what followers cannot run."""
+        """Posts the leader's next step to all members, which run it after all steps posted before. Returns False if the group is
+        broken. Raises ValueError for a plan with too many rows, or with drafts of a predictor, which followers cannot run."""
         num, most, at = len(plan.slots), self._slots.shape[1], self._num_plans % self.num_stages
         if num > most or plan.to_propose is not None:
             raise ValueError(f"model {plan.model}: a step of {num} rows, to be told to a group with room for {most}")
@@ -94,7 +94,7 @@ class GroupRegion:
         return self._exchange.post(self._members, self.offset)
 
     def read_plan(self, model: str) -> BatchPlan:
-        """Returns a copy of the plan of the leader's next step that this member has not read."""
+        """Returns a copy of the next plan of the leader that this member has not read."""
         at = self._num_plans % self.num_stages
         self._num_plans += 1
         step_id, num, all_decode, drafted = self._plans[at, :4].tolist()
@@ -104,7 +104,8 @@ class GroupRegion:
 
 
 def open_region(exchange: Exchange | None, spec: LoadModel, block_tokens: int, num_kv_groups: int = 1) -> GroupRegion:
-    """Returns the region of the group that a load is for. Raises ValueError if it has none of the size that the model takes."""
+    """Returns the region of the group that a load is for. Raises ValueError if there is none, or if it is too small for the
+    model."""
     if exchange is None or spec.group is None:
         raise ValueError(f"model {spec.model}: parallel: this engine shares no memory with others")
     group = spec.group

@@ -1,5 +1,5 @@
 """Passes a device's chunks between processes, as file descriptors over a Unix socket. Memory exists as long as any process holds
-its descriptors, whatever becomes of the process that made it.
+its descriptors, even if the process that made it has died.
 
 An engine first sends no descriptors, only the shape of the memory it is to have. If an earlier engine left such memory, the daemon
 answers with its descriptors and with what is in it; if not, the engine makes its own memory and sends the descriptors.
@@ -35,7 +35,7 @@ class Received(NamedTuple):
 
 def allow_many_files(num_files: int = 0) -> None:
     """Raises this process's limit of open files as far as the system allows: a device of 140 GiB in chunks of 16 MiB has 9,000
-    descriptors. Raises OSError if the limit is less than num_files and what else a process opens."""
+    descriptors. Raises OSError if the limit does not suffice for num_files files and the others that a process opens."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < num_files + OTHER_FILES:

@@ -1,4 +1,5 @@
-"""The engine's side of device memory that outlives it: takes over what an earlier engine left, and hands its own to the daemon."""
+"""Hands device memory over between engines: takes over the memory that an earlier engine left, and gives this engine's own to the
+daemon."""
 
 from __future__ import annotations
 

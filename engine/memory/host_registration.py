@@ -16,9 +16,9 @@ from engine.memory import mappings
 
 log = logging.getLogger("engine")
 
-RANGE_BYTES = 64 << 20  # the driver takes about 7 ms for so much, and as long other threads' calls wait
-POPULATED_BYTES = 16 << 20  # the pages that are made at a time: what changes the process's address space waits so long
-BACKGROUND_SHARE = 0.25  # of the time, spent in the driver where registration runs beside loads and steps
+RANGE_BYTES = 64 << 20  # registered in one call; the driver takes about 7 ms, during which other threads' calls wait
+POPULATED_BYTES = 16 << 20  # populated in one call, during which changes of the process's address space wait
+BACKGROUND_SHARE = 0.25  # share of the time spent in the driver when registration runs beside loads and steps
 
 # (address, bytes)
 Span = tuple[int, int]
@@ -34,8 +34,8 @@ class RegistersHost(Protocol):
 
 
 def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes: int, share: float = 1.0) -> int:
-    """Registers the spans range by range, logs how long it took, and returns how many bytes are registered. Contents stay. What
-    cannot be registered is used as it is: copies of it are slower, and the log says so. what: the memory's name in the log.
+    """Registers the spans range by range, logs how long it took, and returns how many bytes are registered. Contents stay. Memory
+    that cannot be registered can still be used, but copies of it are slower; the log says so. what: the memory's name in the log.
     unit_bytes: no copy crosses a multiple of it, counted from a span's beginning (the driver refuses a copy that crosses the border
     of a range). share: at most this share of the time is spent in the driver."""
     range_bytes = max(1, RANGE_BYTES // unit_bytes) * unit_bytes
@@ -75,7 +75,7 @@ def register(memory: RegistersHost, what: str, spans: Sequence[Span], unit_bytes
 
 
 def _populate(address: int, num_bytes: int) -> bool:
-    """Gives memory to every page of a range, a piece at a time; their content stays. Returns False if the system can't: then the
-    driver has to."""
+    """Gives memory to every page of a range, a piece at a time; their content stays. Returns False if the system can't, so that the
+    driver has to do it."""
     pieces = range(address, address + num_bytes, POPULATED_BYTES)
     return all(mappings.populate(at, min(POPULATED_BYTES, address + num_bytes - at)) for at in pieces)

@@ -1,4 +1,4 @@
-"""The host tier as an engine sees it: slots in a memfd that the daemon made, so their content outlives the engine."""
+"""Gives an engine access to the host tier: slots in a memfd that the daemon made, so their content outlives the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HostTier:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The address of the slots and the number of bytes of all of them."""
+        """The address of the first slot and the bytes of all slots together."""
         return self._address, self.num_slots * self.slot_bytes
 
     def slot(self, index: int) -> Any:
@@ -37,8 +37,8 @@ class HostTier:
         return np.frombuffer(mappings.bytes_at(self._address + index * self.slot_bytes, self.slot_bytes), np.uint8)
 
     def pieces(self, slots: Sequence[int], num_bytes: int) -> list[Any]:
-        """Returns the first num_bytes of these slots, end to end, as one array per slot. Raises ValueError if the slots hold less,
-        IndexError if one does not exist."""
+        """Returns the first num_bytes of these slots' memory, taken end to end, as one array per slot. Raises ValueError if the
+        slots are smaller together, IndexError if one does not exist."""
         if len(slots) * self.slot_bytes < num_bytes:
             raise ValueError(f"{len(slots)} slots of {self.slot_bytes} bytes are too few for {num_bytes} bytes")
         size = self.slot_bytes
@@ -50,5 +50,5 @@ class HostTier:
         huge = mappings.HUGE_PAGE_BYTES
         if self.slot_bytes % huge:
             return 0
-        self.slot(index)[::huge].sum()  # reading, too, gives memory to a page of a memfd
+        self.slot(index)[::huge].sum()  # reading a page of a memfd also gives it memory
         return mappings.collapse(address, self.slot_bytes)

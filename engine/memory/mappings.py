@@ -1,8 +1,8 @@
 """Manages address space by system call, for what Python's mmap cannot do (fixed places, ranges without access, huge pages on
 demand).
 
-Addresses and lengths are bytes. Functions raise MemoryError if the system refuses, unless their result says so. All release the
-GIL.
+Addresses and lengths are bytes. Functions raise MemoryError if the system refuses, except those whose result tells it. All release
+the GIL.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Prepares free memory in idle time, so that a load or growing KV finds huge pages instead of page faults.
 
-Zeroing fresh memory costs more than reading weights into it, and drives read into 2 MiB pages at three times the speed. So while
-nothing runs, free chunks, then the slots of the host tier, are touched and put into huge pages, one at a time, with a look for
-messages after each; contents are never changed.
+Zeroing fresh memory costs more than reading weights into it, and drives read into 2 MiB pages three times as fast. So while nothing
+runs, free chunks, then the slots of the host tier, are touched and put into huge pages, one at a time; the engine looks for
+messages after each. Contents are never changed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from scheduler.batch.plan import BoolArray
 log = logging.getLogger("engine")
 
 AFTER_IDLE_S = 2.0
-SHARE = 0.25  # of idle time spent preparing, so that an idle engine leaves the machine to others
+SHARE = 0.25  # share of idle time spent preparing, so that an idle engine leaves the machine to others
 MIN_AVAILABLE = 0.25  # this share of the system's memory is never taken this way
 _LOOK_EVERY_BYTES = 256 << 20
 
 
 class Preparer:
-    """Prepares one device's free chunks, no more than its pool may have in memory, and the host tier's slots. Not for two
-    threads."""
+    """Prepares one device's free chunks, no more than its pool may have in physical memory, and the host tier's slots. Not
+    thread-safe."""
 
     def __init__(self, memory: ChunkMemory, chunks: ChunkPool, tier: HostTier | None) -> None:
         self._memory, self._chunks, self._tier = memory, chunks, tier
@@ -46,7 +46,7 @@ class Preparer:
         return None if self._stopped or (self._next() is None and self._slots_done) else self._wait_s
 
     def disturbed(self) -> None:
-        """Starts idle time anew, because the engine had something to do."""
+        """Restarts the idle time, because the engine had something to do."""
         self._wait_s = AFTER_IDLE_S
 
     def step(self) -> None:

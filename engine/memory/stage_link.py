@@ -1,8 +1,8 @@
-"""One device's place in the chain of a pipeline's stages: waits for what the stage before it sends, and tells the next one
+"""Connects one device to its neighbours in a pipeline: waits for the states that the previous stage sends, and tells the next stage
 (engine/host/stage_memory.py describes the memory).
 
-A stage writes the states of step n where those of step n - S were, of S stages. That is safe because rank 0, of the last stage,
-starts step n only after it has ended step n - S, so every stage behind has read these.
+With S stages, a stage writes the states of step n over those of step n - S. That is safe because rank 0, which is in the last
+stage, starts step n only after it has ended step n - S, so every later stage has read these.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from scheduler.batch.plan import LongArray
 Bytes = npt.NDArray[np.uint8]
 
 _SENT, _SLEEPERS = 0, 1  # words of a piece's line
-_SPIN_S = 60e-6  # then the core serves others
+_SPIN_S = 60e-6  # how long a stage spins before it sleeps and leaves the core to others
 _SLEEP_S = 0.02  # a sleeping stage looks this often whether the group is broken
 
 
 class StageLink:
-    """One thread calls it at a time."""
+    """One device's connection to the stages before and after its own. Only one thread may use it at a time."""
 
     def __init__(self, memory: Bytes, stage: int, num_stages: int, handed: int, broken: LongArray) -> None:
-        """memory: the part of the stage memory that is of the devices with this device's number in their stages. handed: bytes of
-        the states of one step. broken [1]: not 0 once the group has lost a device."""
+        """memory: the part of the stage memory for the devices with this device's number in their stages. handed: bytes of the
+        states of one step. broken [1]: not 0 once the group has lost a device."""
         pieces = memory.reshape(num_stages - 1, piece_bytes(num_stages, handed))
         self._stage, self._num_stages, self._broken = stage, num_stages, broken
         lines, self._places = pieces[:, :LINE_BYTES], pieces[:, LINE_BYTES:].reshape(num_stages - 1, num_stages, handed)
@@ -39,8 +39,8 @@ class StageLink:
         self._fence = Fence()
 
     def take(self) -> Bytes | None:
-        """Waits until the stage before this one has sent the next step. Returns the bytes that it has sent; None if it has not, and
-        the group is broken."""
+        """Waits until the previous stage has sent the states of the next step, and returns them; None if the group is broken before
+        that."""
         line, begin_s = self._lines[self._stage - 1], time.perf_counter()
         while line[_SENT] <= self._num_taken:
             if self._broken[0]:
@@ -65,11 +65,11 @@ class StageLink:
 
     @property
     def place(self) -> Bytes:
-        """Where this stage writes what it sends next."""
+        """The memory to which this stage writes the states that it sends next."""
         return self._places[self._stage, self._num_sent % self._num_stages]
 
     def send(self) -> None:
-        """Tells the next stage that `place` is filled."""
+        """Tells the next stage that `place` has been filled."""
         line = self._lines[self._stage]
         self._num_sent += 1
         self._fence.order()
@@ -79,8 +79,8 @@ class StageLink:
             wake_all(line, _SENT)
 
     def _sleep(self, line: LongArray) -> None:
-        """Sleeps until the stage before this one sends something, for _SLEEP_S at most."""
-        line[_SLEEPERS] = 1  # there is no other one
+        """Sleeps until the previous stage sends something, for _SLEEP_S at most."""
+        line[_SLEEPERS] = 1  # only this device waits for these states
         self._fence.order()
         if line[_SENT] <= self._num_taken:
             sleep_while(line, _SENT, self._num_taken, _SLEEP_S)

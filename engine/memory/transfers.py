@@ -18,18 +18,18 @@ from engine.memory.chunk_memory import ChunkMemory, CopiesSeveral, DeviceCopies,
 from engine.memory.chunk_memory import Piece as Piece
 
 NUM_THREADS = 2  # more gain nothing on the machines measured: one or two use all that a memory channel gives
-# Copies of one thread: the device has the next one when one ends, and a cancellation waits for no more than these.
+# Copies under way for each thread: the device has a next one when one ends, and a cancellation waits for no more than these.
 UNDER_WAY = 4
 
-# What a thread copies in one call. Between two calls it needs the interpreter, which another thread may hold: 1 GB in pieces of
-# 512 KiB took 170 ms of two cores with one piece per call, and 101 ms this way (a Xeon).
+# Bytes that a thread copies in one call. Between two calls it needs the interpreter lock, which another thread may hold: 1 GB in
+# pieces of 512 KiB took 170 ms of two cores with one piece per call, and 101 ms this way (a Xeon).
 AT_ONCE_BYTES = 8 << 20
 
-# What a device that copies by itself is given in one call. Its fence, its sums and the wait for them cost the host some hundred
-# microseconds; the bus takes a millisecond for the bytes.
+# Bytes and pieces that a device that copies by itself is given in one call. Its fence, its sums and the wait for them cost the host
+# some hundred microseconds; the bus takes a millisecond for the bytes.
 BATCH_BYTES = 64 << 20
 BATCH_PIECES = 128
-BATCHES_UNDER_WAY = 3  # of the only thread: two keep the device busy while the host looks after the one that has ended
+BATCHES_UNDER_WAY = 3  # calls under way of the only thread: two keep the device busy while the host handles one that has ended
 
 
 class TransferCancelled(Exception):
@@ -38,8 +38,8 @@ class TransferCancelled(Exception):
 
 @dataclass(slots=True, frozen=True)
 class Several:
-    """A way to copy several pieces in one call, `start`. A call is given pieces until they have most_bytes or more or are
-    most_pieces; each of num_threads threads has up to most_under_way calls' copies under way."""
+    """A way to copy several pieces with one call of `start`. A call gets pieces until they have at least most_bytes bytes or are
+    most_pieces. Each of num_threads threads has the copies of up to most_under_way calls under way."""
 
     start: Callable[[Sequence[Piece]], DeviceCopies]
     most_bytes: int
@@ -75,7 +75,7 @@ class _Only:
 
 
 def copies_several(memory: ChunkMemory, out: bool) -> Several | None:
-    """Returns what `transfer` takes as `several`; None if the memory has no way to copy several pieces in one call."""
+    """Returns the argument `several` of `transfer`; None if the memory has no way to copy several pieces in one call."""
     if isinstance(memory, CopiesSeveral):
         copy = partial(memory.copy_several, out=out)
         return Several(lambda pieces: _Ended(copy(pieces)), AT_ONCE_BYTES, sys.maxsize, 1, NUM_THREADS)
@@ -83,7 +83,7 @@ def copies_several(memory: ChunkMemory, out: bool) -> Several | None:
 
 
 def starts_several(memory: ChunkMemory, out: bool) -> Several | None:
-    """Returns the same, but None unless the device does the copying."""
+    """Returns the argument `several` of `transfer`; None unless the device does the copying, several pieces in one call."""
     if not isinstance(memory, StartsSeveral):
         return None
     return Several(partial(memory.start_several, out=out), BATCH_BYTES, BATCH_PIECES, BATCHES_UNDER_WAY, 1)
@@ -99,11 +99,11 @@ def transfer(
     several: Several | None = None,
 ) -> list[int]:
     """Copies every piece by `copy` (ChunkMemory.copy_in or copy_out) and returns their checksums. progress: called with the bytes
-    done so far. landed: called with each piece that was copied, in any thread. next_piece: returns the index of a piece to copy,
-    or None once for each of NUM_THREADS threads; if there is none yet, it waits for one, or raises queue.Empty if it was called
-    with False; default: all pieces in order. several: what copies several pieces in place of `copy` (copies_several).
+    done so far. landed: called with each piece that was copied, in any thread. next_piece(wait): returns the index of a piece to
+    copy, or, at the end, None once for each of NUM_THREADS threads; if no piece is ready yet, it waits if `wait` is True, else
+    raises queue.Empty; default: all pieces in order. several: copies several pieces at a time, in place of `copy` (copies_several).
 
-    Raises the first error of a copy, or TransferCancelled; no copy is under way then."""
+    Raises the first error of a copy, or TransferCancelled, after all copies under way have ended."""
     checksums = [0] * len(pieces)
     errors: list[BaseException] = []
     places_left = iter(range(len(pieces)))
@@ -113,8 +113,8 @@ def transfer(
     num_bytes = 0
 
     def few(wait: bool) -> tuple[list[int], bool]:
-        """Returns the places of pieces to copy in one call, and whether more may come. Waits for the first one if `wait`, and for
-        none after it."""
+        """Returns the indices of pieces to copy in one call, and whether more may come. If `wait`, it waits for the first piece,
+        but not for others."""
         places: list[int] = []
         few_bytes = 0
         with suppress(Empty):
@@ -145,7 +145,7 @@ def transfer(
                     if cancelled():
                         raise TransferCancelled
                     under_way.append((places, way.start([pieces[at] for at in places])))
-                elif under_way:  # while no piece is there to copy
+                elif under_way:  # no piece is ready to be copied
                     finish(*under_way.popleft())
                 while under_way and (len(under_way) >= way.most_under_way or under_way[0][1].done()):
                     finish(*under_way.popleft())
@@ -154,7 +154,7 @@ def transfer(
         except BaseException as error:
             errors.append(error)
             for _, started in under_way:
-                with suppress(Exception):  # the first error counts, but memory that the device still uses must not be freed
+                with suppress(Exception):  # the first error is raised, but memory that the device still uses must not be freed
                     started.wait()
 
     helpers = [threading.Thread(target=work, name="transfer", daemon=True) for _ in range(min(way.num_threads, len(pieces)) - 1)]

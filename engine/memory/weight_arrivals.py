@@ -1,6 +1,5 @@
-"""Counts which of a model's weights have yet to arrive, by groups of bytes: the stages of a forward pass, or the slots of a
-copy.
-"""
+"""Counts how many bytes of a model's weights have yet to arrive, by group: the stages of a forward pass, or the slots of a copy in
+the host tier."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from loader.formats.weight_format import WeightSlot
 
 
 def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]:
-    """Returns (begin, end, parameter name) for everything that a load brings: a parameter's values and, if the load rounds
-    it, its scales. begin and end are bytes in the weight range, end exclusive. layout: as loader.layout.weight_layout gives it."""
+    """Returns (begin, end, parameter name) for everything that a load fills: a parameter's values and, if the load quantises it,
+    its scales. begin and end are bytes in the weight range, end exclusive. layout: as loader.layout.weight_layout returns it."""
     places = []
     for slot in layout:
         places.append((slot.offset_bytes, slot.offset_bytes + slot.num_bytes, slot.name))
@@ -24,7 +23,7 @@ def parameter_places(layout: Iterable[WeightSlot]) -> list[tuple[int, int, str]]
 
 class WeightArrivals:
     """Counts the bytes of each group that have yet to arrive (left_bytes). places: (begin, end, group) in bytes of the weight
-    range, no byte in two; groups count from 0. Bytes between places belong to no group. Not for two threads at once."""
+    range, which do not overlap; groups are numbered from 0. Bytes between places belong to no group. Not thread-safe."""
 
     def __init__(self, places: Iterable[tuple[int, int, int]], num_groups: int) -> None:
         self._places = sorted(place for place in places if place[1] > place[0])
@@ -33,7 +32,7 @@ class WeightArrivals:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Starts over, because everything will arrive once more."""
+        """Resets the counts, because all bytes will arrive again."""
         self.left_bytes = [0] * len(self.left_bytes)
         for begin, end, group in self._places:
             self.left_bytes[group] += end - begin

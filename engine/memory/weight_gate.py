@@ -1,6 +1,4 @@
-"""Holds back a step that runs while its model's weights arrive: it waits for each layer's weights, and at its end for all of
-them.
-"""
+"""Makes a step that runs while its model's weights arrive wait for each layer's weights, and at its end for all weights."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ Layer = TypeVar("Layer")
 
 
 class WeightsWithdrawn(Exception):
-    """Raised in a step whose results are void: the load has failed, was cancelled, or starts over with bytes from elsewhere."""
+    """Raised in a step whose results are void, because the load has failed, was cancelled, or starts over from another source."""
 
 
 class WeightGate:
-    """The gate between one load and the steps that run during it. layout: as loader.layout.weight_layout gives it; its slots name
-    the stages.
+    """The gate between one load and the steps that run during it. layout: as loader.layout.weight_layout returns it; its slots name
+    the stages of a forward pass.
 
-    The readers report what has `landed`. A stage is open when all bytes of its parameters have landed. `begun`, if set, is called
-    once, by any thread, when the first stage opens. What only complete weights can prove (checksums, a file that changed) is
-    checked before `open`, so no step ends on bad weights."""
+    The readers report bytes that have `landed`. A stage is open when all bytes of its parameters have landed. `begun`, if set, is
+    called once, by any thread, when the first stage opens. Checks that need all weights (checksums, whether a file has changed)
+    come before `open`, so no step ends with bad weights."""
 
     def __init__(self, layout: Iterable[WeightSlot]) -> None:
         slots = list(layout)
@@ -35,7 +33,7 @@ class WeightGate:
         self._arrivals = WeightArrivals(places, 1 + max(stage_of.values(), default=0))
         self._changed = threading.Condition()
         self._num_inside = 0
-        self._withdrawn = ""  # why the weights were withdrawn; "": they were not
+        self._withdrawn = ""  # why the weights were withdrawn; "": they were not withdrawn
         self._all = False
         self.begun: Callable[[], None] | None = None
         self.waited_s = 0.0  # seconds that steps waited for weights
@@ -69,7 +67,7 @@ class WeightGate:
             self._changed.wait_for(lambda: not self._num_inside)
 
     def begin_anew(self) -> None:
-        """Withdraws the weights and starts over, because they will arrive once more, from elsewhere."""
+        """Withdraws the weights and starts over, because they will arrive again from another source."""
         self.withdraw("they are read again")
         with self._changed:
             self._withdrawn = ""
@@ -79,7 +77,7 @@ class WeightGate:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context around everything in a step that reads the weights. Raises WeightsWithdrawn."""
+        """Returns a context for the part of a step that reads the weights. Raises WeightsWithdrawn."""
         with self._changed:
             self._raise_withdrawn()
             self._num_inside += 1

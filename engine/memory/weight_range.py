@@ -1,5 +1,5 @@
-"""One address range per model for its weights, the same from the first load to the last, so whatever holds the address of a weight
-(a captured graph, a table) stays valid. Between an eviction and the next load the range has no memory (on a GPU some milliseconds
+"""Keeps one address range per model for its weights, the same for every load, so that whatever holds the address of a weight (a
+captured graph, a table) stays valid. Between an eviction and the next load the range has no memory (on a GPU some milliseconds
 after the eviction), and touching it is a fault, so a use after eviction can't pass unnoticed.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from engine.memory.chunk_memory import ChunkMemory
 
-PREPARING_LOCKS = 8  # the most chunks prepared at a time; adjacent chunks have different locks
+PREPARING_LOCKS = 8  # most chunks prepared at a time; adjacent chunks have different locks
 
 
 class WeightRange:
@@ -33,13 +33,13 @@ class WeightRange:
 
     @cached_property
     def _all(self) -> torch.Tensor:
-        """The whole range as a tensor, made once memory is mapped, and kept: torch asks the driver which device an address belongs
-        to, and the driver knows none for an address without memory."""
+        """The whole range as a tensor. It is made only once memory is mapped, and then kept, because torch asks the driver for an
+        address's device, and the driver knows none for an address without memory."""
         return self._memory.tensor(self.address, self.num_bytes)
 
     @property
     def buffer(self) -> Any:
-        """The range as a buffer for reads into it, on a device whose memory the host can write."""
+        """The range as a buffer to read files into, on a device whose memory the host can write."""
         return self._all.numpy().data
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -49,8 +49,8 @@ class WeightRange:
         return self._all[offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
 
     def map(self, chunks: Sequence[int]) -> None:
-        """Maps the chunks into the range; what they hold is undefined. Raises ValueError unless there are num_chunks of them and
-        none is mapped yet, and MemoryError, mapping none."""
+        """Maps the chunks into the range; their content is undefined. Raises ValueError unless there are num_chunks chunks and none
+        is mapped yet. Raises MemoryError, and maps none, if the device refuses."""
         if len(chunks) != self.num_chunks or self._mapped:
             raise ValueError(f"{len(chunks)} chunks for a range of {self.num_chunks}{', mapped already' if self._mapped else ''}")
         self._mapped, self._chunks = True, chunks
@@ -88,8 +88,8 @@ class WeightRanges:
         self._ranges: dict[str, tuple[object, WeightRange]] = {}
 
     def of(self, model: str, identity: object, num_bytes: int) -> WeightRange:
-        """Returns the unmapped range of a model that is not loaded: its last one if `identity` (what the weights are) and size are
-        the same as at its last load, else a new one."""
+        """Returns the unmapped range of a model that is not loaded: the range of its last load if `identity` (of the weights) and
+        size are the same, else a new one."""
         known = self._ranges.get(model)
         if known is not None:
             if known[0] == identity and known[1].num_bytes == num_bytes:
