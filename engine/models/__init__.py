@@ -1,1 +1,1 @@
-"""One plain file for each kind of model that computes differently; `registry` maps a family's description to its file."""
+"""Models: one plain file for each kind that computes differently; `registry` maps a family's description to its file."""

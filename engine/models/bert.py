@@ -1,6 +1,6 @@
 """BERT, its MiniLM distillations and RoBERTa: post-norm encoder, learned positions, exact GELU; with or without a head that scores.
 
-T tokens of all texts end to end; hidden: model width. Weights are views of the model's one memory range.
+Shapes: T tokens of all texts, end to end; hidden: model width. Weights are views of the model's one memory range.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class BertModel:
         return functional.linear(torch.tanh(functional.linear(pooled, *dense)), *out)[:, 0]
 
     def _positions(self, input_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Returns the rows [T] of the table of positions. Where texts begin behind the id of padding, a token that has this id
-        takes the row of that number and is not counted."""
+        """Returns the rows [T] of the table of positions. In models whose positions begin after the id of padding, a token with
+        this id gets the row of that number and is not counted."""
         if not self.first_position:
             return torch.cat([torch.arange(length) for length in lengths])
         padding = self.first_position - 1
@@ -81,7 +81,7 @@ class BertModel:
 
 
 def _kinds(lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-    """Returns the kind of segment of each token [T]: 0, and 1 from index second_at of a pair on."""
+    """Returns the segment number of each token [T]: 0, or 1 from index second_at of a pair on."""
     kinds = [(torch.arange(length) >= (at or length)).long() for length, at in zip(lengths, second_at, strict=True)]
     return torch.cat(kinds)
 

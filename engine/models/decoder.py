@@ -1,7 +1,7 @@
-"""Decoders: Llama, Mixtral, Mistral, Qwen, Phi, Gemma, OLMo, DeepSeek, and what else `loader.architectures.decoder.Decoder` can
-describe.
+"""Decoders: Llama, Mixtral, Mistral, Qwen, Phi, Gemma, OLMo, DeepSeek, and all others that `loader.architectures.decoder.Decoder`
+can describe.
 
-T tokens of all rows end to end; hidden: model width; V vocabulary. Weights are views of the model's one memory range.
+Shapes: T tokens of all rows, end to end; hidden: model width; V vocabulary. Weights are views of the model's one memory range.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from loader.model_shape import ModelShape
 
 
 class DecoderModel(Generic[BatchT]):
-    """A decoder, or one device's share of it. ranks: what joins the shares of a layer; None: layers are whole. stages: what passes
-    states from stage to stage; None: all layers are here. Only the first stage has an embedding, and only the last one a final norm
-    and a head."""
+    """A decoder, or one device's share of it. ranks: joins the shares of a layer; None: layers are whole. stages: passes states
+    from stage to stage; None: all layers are here. Only the first stage has an embedding, and only the last one a final norm and a
+    head."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class DecoderModel(Generic[BatchT]):
         self.inputs = LayerInputs(ops, family, shape, weights) if shape.layer_inputs is not None else None
         self.num_layers = shape.num_layers
         self.layers = [DecoderLayer(ops, family, shape, weights, layer, ranks) for layer in shape.own_layers]
-        self.passes_updates = not names.layer_scalar  # with such scalars layers leave no addition to the next one
+        self.passes_updates = not names.layer_scalar  # a layer with such a scalar adds its update itself
         self.norm = Norm(ops, family, shape, weights, names.final_norm) if is_last else None
         self.logit_scale, self.logit_softcap = shape.logit_scale, shape.logit_softcap
-        self.head: Tensor | None = None  # of a model that makes vectors, or a stage that makes no logits
+        self.head: Tensor | None = None  # None: the model embeds, or this stage computes no logits
         if is_last and not shape.pooling:
             self.head = weights.head_rows(f"{names.embedding if shape.tie_word_embeddings else names.head}.weight")
         self.makes_logits = self.head is not None
@@ -64,9 +64,9 @@ class DecoderModel(Generic[BatchT]):
         self.num_kept = len(self.kept_layers) or int(shape.predicts)
 
     def forward(self, batch: BatchT, wanted: Tensor | None) -> Tensor:
-        """Stores the batch's keys and values; returns the normed hidden states [N, hidden] of the tokens `wanted` ([N] int64; None:
-        all of them). Fills batch.kept, if it is given, with the states that the model's predictor reads: num_kept tensors [T,
-        hidden]. A stage that is not the last one passes its states on, and returns states that mean nothing."""
+        """Computes a batch and stores its keys and values. Returns the normed hidden states [N, hidden] of the tokens `wanted` ([N]
+        int64; None: all of them). Fills batch.kept, unless it is None, with the states that the model's predictor reads: num_kept
+        tensors [T, hidden]. A stage before the last passes its states on; the states that it returns are meaningless."""
         residual, update = self._first_states(batch)
         if self.inputs is not None:
             batch.layer_inputs = self.inputs(residual, batch)
@@ -91,7 +91,8 @@ class DecoderModel(Generic[BatchT]):
         return self._normed(update, residual)
 
     def _first_states(self, batch: BatchT) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual [T, hidden] before the first layer, and the update to it [T, hidden], if there is one."""
+        """Returns the residual [T, hidden] before the first layer, and the update [T, hidden] that is still to be added to it, if
+        there is one."""
         if self.embedding is not None:
             return self.embedding(batch.input_ids), None
         assert self.stages is not None
@@ -104,13 +105,13 @@ class DecoderModel(Generic[BatchT]):
     def _keep(self, layer: int, update: Tensor | None, residual: Tensor, batch: BatchT) -> None:
         """Adds the update to the residual in place, and keeps the sum as the state before a layer."""
         if update is not None:
-            self._normed(update, residual)  # for the sum alone: it is one kernel, which a plain addition may not be
+            self._normed(update, residual)  # only for the sum, which is one kernel this way
         if batch.kept is not None:
             self.ops.copy(residual, batch.kept[self.kept_layers.index(layer)])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [N, V] of hidden states [N, hidden]. Raises RuntimeError for a model that makes vectors, and for a
-        stage that is not the last one."""
+        """Returns the logits [N, V] of hidden states [N, hidden]. Raises RuntimeError for a model that embeds, and for a stage
+        before the last."""
         if self.head is None:
             raise RuntimeError("the model makes no logits")
         logits = self.ops.linear(hidden, self.head, self.head_bias)
@@ -119,22 +120,22 @@ class DecoderModel(Generic[BatchT]):
         return self.ops.softcap(self.ops.scaled(logits, self.logit_scale), self.logit_softcap)
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the states [T, width of the predictor] that the predictor reads of what `forward` kept. Raises RuntimeError for a
-        model without a predictor."""
+        """Returns the predictor's input states [T, width of the predictor], made from those that `forward` kept. Raises
+        RuntimeError for a model without a predictor."""
         return self._its_predictor.read(kept)
 
     def state_memory(self, num_tokens: int) -> Tensor:
-        """Returns memory [num_tokens, hidden] for states that are kept."""
+        """Returns new memory [num_tokens, hidden] for states to keep."""
         weight = self._own_embedding.weight
         return weight.new_empty(num_tokens, weight.shape[1])
 
     def predict(self, states: Tensor, batch: BatchT) -> Tensor:
-        """Returns the predictor's states after the batch's tokens, which are those that follow. states: those that it reads, or
-        returned before."""
+        """Returns the predictor's states after the batch's tokens. The batch holds, at each position, the token that follows it.
+        states: the result of `read`, or of an earlier call."""
         return self._its_predictor(states, batch)
 
     def predicted_logits(self, states: Tensor) -> Tensor:
-        """Returns the logits [N, V] of what `predict` returned for N tokens."""
+        """Returns the logits [N, V] of N states that `predict` returned."""
         predictor = self._its_predictor
         return predictor.logits(states) if isinstance(predictor, EagleDrafter) else self.logits(predictor.norm(states))
 

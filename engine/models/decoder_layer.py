@@ -1,6 +1,6 @@
-"""One layer of a decoder, whatever family it is of.
+"""One layer of a decoder, of any family.
 
-T tokens of all rows end to end; hidden: model width. Weights are views of the model's one memory range.
+Shapes: T tokens of all rows, end to end; hidden: model width. Weights are views of the model's one memory range.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from loader.model_shape import ModelShape
 
 
 class DecoderLayer(Generic[BatchT]):
-    """One layer: attention_norm, attention (or a gated delta rule), attended_norm, addition, mlp_norm, MLP, mlp_output_norm. A
+    """One layer: attention_norm, attention (or a gated delta rule), attended_norm, addition, mlp_norm, MLP, mlp_output_norm. Each
     family has some of these norms. Additions are fused with the norm that follows. In families whose branches are parallel, the MLP
-    reads what attention reads. Some families add what they make of an input of the layer's own, and multiply the residual by a
-    scalar at the end; these have no addition left for the next layer.
+    reads the same input as attention. Some families add an update made from an additional input of the layer, and multiply the
+    residual by a scalar at the end; their layers leave no addition to the next layer.
 
-    Of a split model, attention, MLP and experts each make a share of what they add, which the ranks add up before anything else is
-    done with it."""
+    In a split model, attention, MLP and experts each compute a share of their output; the ranks add the shares up before anything
+    else reads the output."""
 
     def __init__(
         self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, layer: int, ranks: Ranks | None = None
@@ -61,8 +61,8 @@ class DecoderLayer(Generic[BatchT]):
         self.scalar = weights.get(prefix + names.layer_scalar) if names.layer_scalar else None
 
     def __call__(self, update: Tensor | None, residual: Tensor, batch: BatchT) -> Tensor | None:
-        """Returns what this layer adds to the residual [T, hidden], None if it has added everything. update: what the layer before
-        adds to it (None: nothing)."""
+        """Returns the update [T, hidden] of this layer that is still to be added to the residual; None if the layer has added it.
+        update: the previous layer's update (None: there is none)."""
         read = self._added(update, residual, self.attention_norm)
         attended = self._joined(self.attention(read, batch))
         if self.attended_norm is not None:
@@ -85,13 +85,14 @@ class DecoderLayer(Generic[BatchT]):
         return None
 
     def _joined(self, made: Tensor) -> Tensor:
-        """Returns the sum of what the ranks made."""
+        """Returns the sum of the ranks' shares."""
         if self.ranks is not None:
             self.ranks.sum(made)
         return made
 
     def _added(self, update: Tensor | None, residual: Tensor, norm: Norm | None) -> Tensor:
-        """Adds the update to the residual in place; returns what a branch reads of it: its norm, or itself where there is none."""
+        """Adds the update to the residual in place; returns a branch's input: the norm of the residual, or the residual itself if
+        there is no norm."""
         if norm is None:
             if update is not None:
                 self.ops.add(update, residual, self.scale)

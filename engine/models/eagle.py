@@ -1,6 +1,6 @@
-"""A head that drafts tokens from states within the model (EAGLE-3, loader/architectures/eagle.py).
+"""A head that drafts tokens from hidden states of some of the model's layers (EAGLE-3, loader/architectures/eagle.py).
 
-T tokens of all rows end to end; W the model's width, H the head's; V the model's vocabulary.
+Shapes: T tokens of all rows, end to end; W the model's width, H the head's; V the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from loader.model_shape import ModelShape
 
 
 class EagleDrafter(Generic[BatchT]):
-    """Reads of each token the states that the model had within, as one, and the embedding of the token that follows. To predict
-    further it reads its own state in the place of the model's. embedding [V, H]: the model's, if the head has none."""
+    """The head. For each token it reads the model's states of that token, combined into one, and the embedding of the token that
+    follows. To predict further tokens it reads its own state in place of the model's. embedding [V, H]: the model's, used if the
+    head has none."""
 
     def __init__(self, ops: Ops[BatchT], shape: ModelShape, weights: Weights, embedding: Tensor) -> None:
         assert shape.eagle is not None
@@ -47,7 +48,7 @@ class EagleDrafter(Generic[BatchT]):
         self.offsets = weights.get(names.PREFIX + names.OFFSETS) if head.has_offsets else None
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the states [T, H] that it reads of the model's [T, W], layer by layer."""
+        """Returns the head's input states [T, H]. kept: the model's states [T, W] of each layer that it reads."""
         if self.norms:
             kept = [norm(one.contiguous()) for norm, one in zip(self.norms, kept, strict=True)]
         states = torch.cat(tuple(kept), dim=1)
@@ -56,8 +57,8 @@ class EagleDrafter(Generic[BatchT]):
         return self.ops.linear(states, self.states)
 
     def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
-        """Stores keys and values at the positions of the batch, whose tokens are those that follow. Returns its own states [T, H]
-        after them."""
+        """Computes a batch and stores keys and values at its positions. The batch holds, at each position, the token that follows
+        it. Returns the head's own states [T, H]."""
         embedded = self.ops.embedding(batch.input_ids, self.embedding, 1.0)
         normed = self.state_norm(states)
         residual = normed.clone() if self.norm_before_residual else states.clone()  # the sum is made in place
@@ -66,7 +67,8 @@ class EagleDrafter(Generic[BatchT]):
         return self.norm(residual) if self.norm_output else residual
 
     def logits(self, states: Tensor) -> Tensor:
-        """Returns the logits [N, V] of its own states [N, H]. Tokens that it does not know have the lowest number there is."""
+        """Returns the logits [N, V] of the head's own states [N, H]. Tokens outside the head's vocabulary get the lowest finite
+        number."""
         own = self.ops.linear(states if self.norm_output else self.norm(states), self.head)
         if self.offsets is None and own.shape[1] == self.vocab_size:
             return own

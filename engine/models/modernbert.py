@@ -1,7 +1,7 @@
 """ModernBERT: pre-norm encoder with rotary embedding, a gated MLP, and windows around a token on most layers; with or without a
 head that scores.
 
-T tokens of all texts end to end; hidden: model width. Weights are views of the model's one memory range.
+Shapes: T tokens of all texts, end to end; hidden: model width. Weights are views of the model's one memory range.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ModernBertLayer:
         self.down = _linear(weights, prefix + "mlp.Wo")
 
     def __call__(self, hidden: Tensor, lengths: Sequence[int], cos_sin: Tensor) -> Tensor:
-        """Computes the layer: [T, hidden] -> [T, hidden]. lengths: tokens of each text. cos_sin [T, D]: of the layer's rotary
-        embedding, as reference.rotate takes them."""
+        """Computes the layer: [T, hidden] -> [T, hidden]. lengths: tokens of each text. cos_sin [T, D]: cosines and sines of the
+        layer's rotary embedding, as in reference.rotate."""
         normed = hidden if self.attention_norm is None else _norm(hidden, self.attention_norm, self.eps)
         qkv = functional.linear(normed, *self.qkv).view(-1, 3 * self.num_heads, self.head_dim)
         turned = qkv[:, : 2 * self.num_heads]  # queries and keys
@@ -61,7 +61,7 @@ class ModernBertModel:
             self.out = _linear(weights, "classifier")
 
     def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-        """Implements Encoder.forward (engine/models/registry.py). The family knows no kinds of segments."""
+        """Implements Encoder.forward (engine/models/registry.py). The family has no segments, so second_at is ignored."""
         positions = torch.cat([torch.arange(length) for length in lengths])
         wide, near = _cos_sin(self.wide, positions), _cos_sin(self.near, positions)
         hidden = _norm(functional.embedding(input_ids, self.words), self.norm, self.eps)

@@ -1,6 +1,7 @@
-"""The layer of a decoder that predicts one token further (loader/architectures/predictor.py). What it predicts is only a draft.
+"""A decoder's additional layer that predicts one token further (loader/architectures/predictor.py). Its predictions are only
+drafts.
 
-T tokens of all rows end to end; hidden: model width; V vocabulary.
+Shapes: T tokens of all rows, end to end; hidden: model width; V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from loader.model_shape import ModelShape
 
 
 class Predictor(Generic[BatchT]):
-    """Reads of each token the hidden state that the model ended with, and the embedding of the token that follows; its own hidden
-    state then stands for the token after that one. To predict further it reads its own hidden state in the place of the model's.
-    It has keys and values of its own. embedding: the model's."""
+    """The predictor. For each token it reads the model's last hidden state and the embedding of the token that follows; its own
+    hidden state then predicts the token after that. To predict further tokens it reads its own hidden state in place of the
+    model's. It has keys and values of its own. embedding: the model's."""
 
     def __init__(self, ops: Ops[BatchT], family: Decoder, shape: ModelShape, weights: Weights, embedding: Embedding) -> None:
         prefix = family.names.layer.format(shape.num_layers)
@@ -36,12 +37,12 @@ class Predictor(Generic[BatchT]):
         self.norm = Norm(*of_norm, prefix + OUTPUT_NORM)
 
     def read(self, kept: Sequence[Tensor]) -> Tensor:
-        """Returns the states [T, hidden] that it reads of the model: its hidden states, normed as its logits need them."""
+        """Returns the predictor's input states [T, hidden]: the model's last hidden states, normed as for the logits."""
         return kept[0]
 
     def __call__(self, states: Tensor, batch: BatchT) -> Tensor:
-        """Stores keys and values at the positions of the batch, whose tokens are those that follow. Returns its own hidden states
-        [T, hidden] after them."""
+        """Computes a batch and stores keys and values at its positions. The batch holds, at each position, the token that follows
+        it. Returns the predictor's own hidden states [T, hidden]."""
         embedded = self.embedding(batch.input_ids)
         read = torch.cat((self.token_norm(embedded), self.hidden_norm(states)), dim=1)
         residual = self.ops.linear(read, self.projection)

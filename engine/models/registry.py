@@ -29,8 +29,8 @@ class CausalLM(Protocol[BatchT_contra]):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
-    makes_logits: bool  # False: of a stage of a pipeline that is not the last one, or of a model that makes vectors
-    num_kept: int  # tensors of StepBatch.kept; 0: the model has no predictor
+    makes_logits: bool  # False for a stage of a pipeline before the last, and for a model that embeds
+    num_kept: int  # number of tensors in StepBatch.kept; 0: the model has no predictor
 
     def state_memory(self, num_tokens: int) -> Tensor: ...
 
@@ -43,8 +43,8 @@ class CausalLM(Protocol[BatchT_contra]):
 
 class Encoder(Protocol):
     def forward(self, input_ids: Tensor, lengths: Sequence[int], second_at: Sequence[int]) -> Tensor:
-        """Returns the last hidden states [T, hidden]. input_ids [T] int64: R texts, one after the other. lengths: tokens of each.
-        second_at: for each the index at which the second of a pair of texts begins; 0: it is one text."""
+        """Returns the last hidden states [T, hidden]. input_ids [T] int64: R texts, one after the other. lengths: number of tokens
+        of each text. second_at: for each, the index at which the second text of a pair begins; 0: it is a single text."""
         ...
 
     def scores(self, pooled: Tensor) -> Tensor:
@@ -55,9 +55,9 @@ class Encoder(Protocol):
 def build_model(
     ops: Ops[BatchT], shape: ModelShape, weights: Weights, ranks: Ranks | None = None, stages: Stages | None = None
 ) -> CausalLM[BatchT]:
-    """Builds a decoder. ranks: what joins the shares of a layer that is divided (shape.split); None: layers are whole. stages: what
-    passes states from stage to stage; None: there is one. Raises TypeError for a family of another kind; callers ask
-    shape.is_encoder first."""
+    """Builds a decoder. ranks: joins the shares of a divided layer (shape.split); None: layers are whole. stages: passes states
+    from stage to stage; None: there is one stage. Raises TypeError for a family of another kind; callers ask shape.is_encoder
+    first."""
     split = shape.split
     assert (split is None or split.size == 1) == (ranks is None)
     assert (split is None or not split.stage_ends) == (stages is None)
@@ -68,7 +68,8 @@ def build_model(
 
 
 def build_encoder(shape: ModelShape, weights: Weights) -> Encoder:
-    """Builds a model that makes vectors, or scores of pairs. Raises TypeError for a family that does neither."""
+    """Builds an encoder, a model that computes vectors of texts or scores of pairs. Raises TypeError for a family that does
+    neither."""
     family = architecture_of(shape)
     if isinstance(family, BertFamily):
         return BertModel(family, shape, weights)

@@ -1,1 +1,1 @@
-"""A device without weights, for tests of everything around it."""
+"""A device whose models have no weights, for tests of everything around a model."""

@@ -1,4 +1,4 @@
-"""Null models produce tokens without computing anything, to measure and test everything around a model.
+"""Makes null models, which produce tokens without computing anything, to measure and test everything around a model.
 
 A null model reads its shape and its windows from the checkpoint's config.json, holds no weights and samples ids that follow from
 (seed, position) by `null_tokens`, so a test can predict them. Steps are paced: over many of them each takes exactly `null_step_ms`.
@@ -49,8 +49,8 @@ class NullLoadError(CheckpointError):
 
 
 def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
-    """Returns the ids a null model samples: at most 512, no end id, and none of the single bytes that a usual vocabulary begins
-    with. Raises ValueError if no id is left."""
+    """Returns the ids that a null model samples: at most 512, without end ids and without the single bytes that a usual vocabulary
+    begins with. Raises ValueError if no id is left."""
     first = 256 if vocab_size >= 512 else vocab_size // 4
     ids = np.setdiff1d(np.arange(first, min(vocab_size, first + 512), dtype=np.int32), np.array(eos_token_ids, np.int32))
     if not len(ids):
@@ -59,8 +59,8 @@ def null_candidates(vocab_size: int, eos_token_ids: list[int]) -> IntArray:
 
 
 def null_tokens(seeds: npt.NDArray[np.uint64], positions: IntArray, candidates: IntArray) -> IntArray:
-    """Returns ids [N] int32 for tokens at `positions` (absolute index in prompt + output) of rows with `seeds`: SplitMix64 of
-    both."""
+    """Returns ids [N] int32, chosen from `candidates` by SplitMix64 of seed and position. positions: absolute index of each token
+    in prompt + output."""
     # numpy's integer arrays wrap around without a warning
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -174,8 +174,8 @@ class NullModel:
 
 
 class NullShare(NullModel):
-    """A null model's share: its steps begin when the stage before has ended them, and last until all ranks of the stage have come
-    to their end."""
+    """One rank's share of a null model. A step begins when the previous stage has ended it, and lasts until all ranks of this stage
+    have run it."""
 
     def __init__(
         self, spec: LoadModel, config: dict[str, Any], configure: Configure, pacer: Pacer, exchange: Exchange | None
@@ -200,13 +200,13 @@ class NullShare(NullModel):
         self._meet()
 
     def _receive(self) -> None:
-        """Waits for the stage before this one. Raises GroupBroken."""
+        """Waits until the previous stage has sent the step. Raises GroupBroken."""
         link = self.region.link
         if link is not None and not link.is_first and link.take() is None:
             raise self._broken()
 
     def _meet(self) -> None:
-        """Waits until all ranks of the stage have run as many steps, and passes the step on. Raises GroupBroken."""
+        """Waits until all ranks of this stage have run as many steps as this one, and passes the step on. Raises GroupBroken."""
         self._turn += 1
         self._counters[self.region.stage_rank] = self._turn
         while not self.region.is_broken:
@@ -222,7 +222,7 @@ class NullShare(NullModel):
 
 
 class AheadNullModel(NullModel):
-    """A null model whose steps are launched as a GPU's are, to test what that demands of the engine."""
+    """A null model whose steps are launched ahead as on a GPU, to test that the engine can handle it."""
 
     num_uncaptured = 3
 
@@ -248,7 +248,7 @@ class PacedStep:
 
 
 def _mark(spec: LoadModel, index: int) -> npt.NDArray[np.uint8]:
-    """Returns 16 bytes, uint8 [16]: the beginning of the index-th slot of a null model's copy, which shows if a slot was given to
+    """Returns the first 16 bytes, uint8 [16], of the index-th slot of a null model's copy. They show whether a slot was given to
     two models."""
     text = f"{index} {spec.fingerprint} {spec.dtype}".encode()
     return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint8)
@@ -268,7 +268,7 @@ class NullRunner:
         self._pacer = Pacer(configure.null_step_ms / 1e3)
 
     def probe(self, number: int) -> None:
-        """Computes nothing, as null models do."""
+        """Does nothing, because null models compute nothing."""
 
     def load(self, task: LoadTask) -> NullModel | GroupShare:
         """Loads a null model, or a share of one. Raises NullLoadError if config.json cannot be read or asks for an error, and
