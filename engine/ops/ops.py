@@ -1,8 +1,8 @@
-"""The operations that models and layers are made of. Each kind of device implements them (engine/cpu/ops.py, engine/cuda/ops.py),
-and a model is given one implementation when it is built.
+"""Defines the operations that models and layers are made of. Each kind of device implements them (engine/cpu/ops.py,
+engine/cuda/ops.py), and a model gets one implementation when it is built.
 
 Shapes: T tokens, W width, H query heads, G KV heads, D head size, P pairs of a head's dimensions that are rotated, N sampling rows,
-V vocabulary, E experts, I their intermediate size.
+V vocabulary, E experts, I an expert's intermediate size.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Int4Matrix:
     """A matrix of INT4 weights, or several: packed [..., N, K / 2] uint8, two weights a byte with the first in the low four bits,
     each plus its zero point; times scales [..., N, G] bfloat16 or float16, one for each group_inputs inputs of an output.
     group_inputs is a power of two from 32 on, or all of an output's inputs. zeros: zero points [..., N, G] uint8 from 0 to 16;
-    None: all are 8. order: the inputs [K] int32 as the weights of a single matrix lie; None: in their order
-    (loader/formats/int4_layout.py)."""
+    None: all are 8. order: the input index [K] int32 of each column of a single matrix; None: columns are in the order of the
+    inputs (loader/formats/int4_layout.py)."""
 
     packed: Tensor
     scales: Tensor
@@ -68,7 +68,7 @@ class Int4Matrix:
         return len(self.packed)
 
     def __getitem__(self, number: int | slice) -> Int4Matrix:
-        """Returns the matrix of one expert, or some outputs of a single matrix whose inputs are in their order."""
+        """Returns the matrix of one expert, or some outputs of a single matrix without `order`."""
         zeros = None if self.zeros is None else self.zeros[number]
         return Int4Matrix(self.packed[number], self.scales[number], self.group_inputs, zeros)
 
@@ -104,7 +104,7 @@ class Nvfp4Matrix:
 @dataclass(slots=True, frozen=True)
 class AdaptedProduct:
     """A matrix product that LoRA adapters may change. number: its index in loader.adapters.matrices.adapted_matrices. parts: the
-    outputs of each of the matrices that the product reads together."""
+    number of outputs of each matrix that the product reads together."""
 
     number: int
     parts: tuple[int, ...]
@@ -132,8 +132,8 @@ ExpertMatrix = Tensor | Fp8Matrix | Int4Matrix | Mxfp4Matrix | Nvfp4Matrix  # [E
 
 @dataclass(slots=True, frozen=True)
 class ClampedSwiglu:
-    """An activation (reference.clamped_swiglu) of gate and up whose rows alternate. limit: they are clamped to. alpha: factor of
-    the gate within its sigmoid."""
+    """The activation of gpt-oss (reference.clamped_swiglu), for matrices in which rows of gate and up alternate. limit: bound that
+    both are clamped to. alpha: factor of the gate within its sigmoid."""
 
     limit: float
     alpha: float
@@ -141,9 +141,10 @@ class ClampedSwiglu:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class SigmoidRouting:
-    """A rule by which experts are chosen (reference.route_by_sigmoid). correction [E] float32: added to a score where experts are
-    chosen by it. num_groups: the parts of experts, of num_chosen_groups of which a token's experts are. factor: of the weights.
-    by_softmax: scores are a softmax, and a group counts by its best expert."""
+    """A rule by which experts are chosen (reference.route_by_sigmoid). correction [E] float32: added to the scores when experts are
+    chosen, but not in their weights. num_groups: number of groups of experts; a token's experts are from num_chosen_groups of them.
+    factor: factor of the weights. by_softmax: scores are a softmax instead of sigmoids, and a group's score is that of its best
+    expert."""
 
     correction: Tensor
     num_groups: int
@@ -155,17 +156,16 @@ class SigmoidRouting:
 @dataclass(slots=True, frozen=True, eq=False)
 class ExpertMatrices:
     """The experts of one layer: gate_up [E, 2 I, W] with each expert's gate before its up, down [E, W, I]. num_chosen: how many
-    of them each token passes through. normalised: the weights of a token's experts are made to add up to 1. An Fp8Matrix of experts
-    has values [E, N, K] and scales [E, N, G], one of four bits packed [E, N, K / 2]. gate_up_bias [E, 2 I], down_bias [E, W]: the
-    products' biases. clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up.
+    experts each token passes through. normalised: the weights of a token's experts are made to add up to 1. An Fp8Matrix of experts
+    has values [E, N, K] and scales [E, N, G]; a four-bit matrix has packed [E, N, K / 2]. gate_up_bias [E, 2 I], down_bias [E, W]:
+    the products' biases. clamped: the activation, if it is not silu(gate) * up; rows of gate_up then alternate between gate and up.
     sigmoid: how experts are chosen and weighed, if not by the softmax of their scores. weighs_inputs: an expert's weight is the
-    sigmoid of its score, and what it reads is multiplied by it, not what it returns. gelu: the activation is gelu(gate) * up, gelu
-    in its form with tanh. factors [E]: of the experts' weights, after these were made to add up to 1. Tensors may be contiguous
-    along their outputs instead of their inputs.
+    sigmoid of its score, and multiplies the expert's input instead of its output. gelu: the activation is gelu(gate) * up, with the
+    tanh approximation of gelu. factors [E]: factors of the experts' weights, applied after these were made to add up to 1. Tensors
+    may be contiguous along their outputs instead of their inputs.
 
-    Of a model that is split over devices, whose ranks each have some of the experts: the matrices and the biases are those of the
-    rank's own experts, from number first_own on, and num_routed is the number of all, to which tokens are routed. 0: the matrices
-    are of all experts."""
+    In a split model whose ranks each have some of the experts, the matrices and biases are those of the rank's own experts, from
+    number first_own on, and num_routed is the number of all experts; 0: the matrices are those of all experts."""
 
     gate_up: ExpertMatrix
     down: ExpertMatrix
@@ -193,8 +193,9 @@ class ExpertMatrices:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class LatentHeads:
-    """The heads of one layer's latent attention (loader.model_shape.LatentShape). up [H (K + V), L]: each head's matrices that make
-    of a latent [L] its plain keys [K], and behind these its values [V]. rope_dim: R, the rotated dimensions of queries and keys."""
+    """The heads of one layer's latent attention (loader.model_shape.LatentShape). up [H (K + V), L]: for each head, the matrix that
+    maps a latent [L] to the part of its key that is not rotated [K], followed by the matrix for its value [V]. rope_dim: R, the
+    rotated dimensions of queries and keys."""
 
     up: Matrix
     num_heads: int
@@ -204,16 +205,16 @@ class LatentHeads:
 
     @property
     def rank(self) -> int:
-        """L, the numbers of a latent."""
+        """L, the size of a latent."""
         return int((self.up.values if isinstance(self.up, Int8Matrix) else self.up).shape[1])
 
 
 @dataclass(slots=True, frozen=True)
 class DeltaColumns:
-    """Where the heads of a gated delta rule are among the columns that its projections make. Key head h has its queries at query +
-    h key_stride and its keys at key + h key_stride. The j-th of the V / K value heads that it serves has its values at value + h
-    value_stride + j D and what gates its output at gate + the same, for D dimensions of values. Its update is at update + h
-    head_stride + j among the gates, and its step at step + the same."""
+    """Where the heads of a gated delta rule are among the columns of its projections' outputs. The queries of key head h begin at
+    query + h key_stride, its keys at key + h key_stride. The j-th of the V / K value heads that belong to key head h has its
+    values, of D dimensions, at value + h value_stride + j D, and the gates of its output at gate + h value_stride + j D. In the
+    output of the gates' projection its update is at update + h head_stride + j, and its step at step + h head_stride + j."""
 
     query: int
     key: int
@@ -231,11 +232,11 @@ class DeltaRule:
     """The gated delta rule of one layer (loader.model_shape.DeltaShape), with K key heads of key_dim and V value heads of
     value_dim.
 
-    convolution [C, N]: weights of the C columns of queries, keys and values, in this order and head by head; the last is a token's
-    own, the others of the N - 1 tokens before it. decay, step_bias [V] float32: a head's state decays by the factor exp(-exp(decay)
-    softplus(step + step_bias)). norm [value_dim]: of each head's output, with eps.
+    convolution [C, N]: weights for the C columns of queries, keys and values, in this order and head by head; the last of the N
+    weights is for the token itself, the others for the N - 1 tokens before it. decay, step_bias [V] float32: a head's state decays
+    by the factor exp(-exp(decay) softplus(step + step_bias)). norm [value_dim]: weight of the norm of each head's output, with eps.
 
-    What a sequence keeps, float32: V matrices [key_dim, value_dim], then the last N - 1 tokens' columns [N - 1, C]."""
+    A sequence's state is float32: V matrices [key_dim, value_dim], then the last N - 1 tokens' columns [N - 1, C]."""
 
     convolution: Tensor
     decay: Tensor
@@ -250,12 +251,12 @@ class DeltaRule:
 
     @property
     def conv_width(self) -> int:
-        """C."""
+        """C, the number of columns that are convolved."""
         return int(self.convolution.shape[0])
 
     @property
     def matrix_values(self) -> int:
-        """The numbers of a state that are before the convolution's."""
+        """How many numbers of a state are matrices; the numbers of the convolution follow."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
 
@@ -273,7 +274,8 @@ class HeadNorms:
 @dataclass(slots=True, frozen=True, eq=False)
 class Rotary:
     """The rotary embedding of 2 P dimensions of each head. inv_freq [P] float32: angle per position. scale: factor of cosines and
-    sines. temperature: one more factor, which depends on the position; for layers that turn queries alone, by an angle of 0."""
+    sines. temperature: one more factor, which depends on the position; for layers that rotate only queries, by an angle of 0, that
+    is, only scale them."""
 
     inv_freq: Tensor
     scale: float = 1.0
@@ -282,12 +284,12 @@ class Rotary:
 
 @dataclass(slots=True)
 class BatchAdapters:
-    """The LoRA adapters of one step's tokens, for S resident adapters and M products that adapters may change. The arrays are of
-    the kind that the device's operations read: numpy arrays on the host, tensors in a device's memory.
+    """The LoRA adapters of one step's tokens, for S resident adapters and M products that adapters may change. The arrays are numpy
+    arrays if the host computes, else tensors in device memory.
 
-    numbers [T] int32: each token's adapter, -1: none, as padding has. places [M, S] int64: where the adapter's part of a product
-    begins in `memory`, in elements (loader.adapters.layout), -1: the adapter leaves this product as it is. ranks [M, S] int32: the
-    rank r of the part. memory: all memory that adapters are held in, the KV arena, as a flat tensor in the model's dtype."""
+    numbers [T] int32: each token's adapter, -1 for none and for padding. places [M, S] int64: where an adapter's matrices for a
+    product begin in `memory`, in elements (loader.adapters.layout), -1: the adapter does not change this product. ranks [M, S]
+    int32: the rank r of these matrices. memory: the KV arena, which holds all adapters, as a flat tensor in the model's dtype."""
 
     numbers: Any
     places: Any
@@ -296,19 +298,19 @@ class BatchAdapters:
 
 
 class StepBatch(Protocol):
-    """The inputs of one step. Models read the tokens, and hand the rest to the operations of the same device."""
+    """The inputs of one step. Models read the tokens, and pass the batch on to the operations of the same device."""
 
     layer_inputs: Tensor | None  # [T L, W]: the inputs of L layers that have inputs of their own, set by the model
-    kept: list[Tensor] | None  # [T, W] each: filled with what the model's predictor reads; None: there is nothing to keep
+    kept: list[Tensor] | None  # [T, W] each: filled with the states that the model's predictor reads; None: none are kept
 
     @property
     def adapters(self) -> BatchAdapters | None:
-        """The adapters of the step's tokens; None: no token of the model's steps has one."""
+        """The adapters of the step's tokens; None: the model's steps compute no adapters."""
         ...
 
     @property
     def input_ids(self) -> Tensor:
-        """The tokens [T], those of all rows one after the other."""
+        """The token ids [T] of all rows, one row after the other."""
         ...
 
 
@@ -326,7 +328,7 @@ class LogprobOps(Protocol):
 
 
 class SamplingOps(LogprobOps, Protocol):
-    """The operations on logits of a device that the host samples for (engine/sampling); a GPU does so itself."""
+    """The operations on logits of a device for which the host samples (engine/sampling); a GPU samples by itself."""
 
     def greedy(self, logits: Tensor) -> tuple[Any, Any]:
         """Returns the most likely ids [N] int32 of logits [N, V], and bad [N] bool, rows that hold NaN or an infinity."""
@@ -338,26 +340,28 @@ class SamplingOps(LogprobOps, Protocol):
         ...
 
     def penalise(self, row: Tensor, tokens: Any, num_prompt: int, presence: float, frequency: float, repetition: float) -> None:
-        """Applies penalties to one row's logits [V] float32, in place. tokens: int32, num_prompt prompt tokens, then output."""
+        """Applies penalties to one row's logits [V] float32, in place. tokens: int32, the num_prompt prompt tokens, then the
+        output."""
         ...
 
 
 class Ops(LogprobOps, Protocol[BatchT_contra]):
-    """The operations of one kind of device, whose steps have inputs of one type."""
+    """The operations of one kind of device. BatchT: the type of its steps' inputs."""
 
     def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
         """Returns the rows [T, W] of weight [V, W] that ids [T] name, times scale."""
         ...
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], in their common dtype; with a quantised matrix, in x's."""
+        """Returns x [T, K] @ weight [N, K] transposed, plus bias [N], in their common dtype; with a quantised matrix, in x's
+        dtype."""
         ...
 
     def add_adapters(self, x: Tensor, out: Tensor, product: AdaptedProduct, batch: BatchT_contra) -> None:
-        """Adds to out [T, N] in place what the tokens' adapters make of x [T, K] in this product. For each part of the product,
-        with n of its outputs, that is x @ down [r, K] transposed @ up [r, n], computed in float32 and rounded once with the sum.
-        Rows of tokens without an adapter, or whose adapter leaves the product as it is, stay as they are. batch.adapters is not
-        None. In memory lie the parts' `down`, one after the other, and behind them their `up`."""
+        """Adds the contribution of the tokens' adapters to this product of x [T, K] to out [T, N], in place. For each part of the
+        product, with n outputs, it is x @ down [r, K] transposed @ up [r, n], computed in float32 and rounded once with the sum.
+        Rows of tokens without an adapter, or whose adapter does not change the product, stay as they are. batch.adapters must not
+        be None. In memory all parts' `down` lie one after the other, followed by their `up`."""
         ...
 
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -377,11 +381,11 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def multiply(self, x: Tensor, other: Tensor) -> None:
-        """Multiplies x [T, W] in place by other [T, W], which may be columns of a wider tensor."""
+        """Multiplies x [T, W] in place by other [T, W], which may be a slice of a wider tensor's columns."""
         ...
 
     def columns_twice(self, x: Tensor, first: int) -> Tensor:
-        """Returns x [T, N] with its columns from `first` on once more behind them, as [T, 2 N - first]."""
+        """Returns x [T, N] followed by a second copy of its columns from `first` on, as [T, 2 N - first]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, around_one: bool = False) -> Tensor:
@@ -395,7 +399,8 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Returns x [T, W], each row less its mean and normalised, times weight [W], plus bias [W]."""
+        """Returns the LayerNorm of x [T, W]: each row minus its mean, divided by its standard deviation, times weight [W], plus
+        bias [W]."""
         ...
 
     def add_layer_norm(
@@ -409,35 +414,35 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def column_squares(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """Returns the sums of squares [T, C], in float32, of C ranges of x's columns, which follow each other and are `widths`
-        wide."""
+        """Returns the sums of squares [T, C], in float32, of C adjacent ranges of x's columns. widths: the ranges' widths."""
         ...
 
     def norm_columns_by(self, x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
-        """Normalises C ranges of x's columns in place, as rms_norm does with weights [W] of each range, where what is normalised
-        has `parts` times as many columns, and sums of squares [T, C]."""
+        """Normalises C adjacent ranges of x's columns in place, as rms_norm does, with a weight [W] for each range. The columns are
+        one of `parts` equal parts of wider rows, whose sums of squares are squares [T, C]."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Returns silu(gate) * up as [T, W]; gate_up is [T, 2 W]."""
+        """Returns silu(gate) * up as [T, W]; gate_up [T, 2 W] has gate's columns before up's."""
         ...
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """Returns gelu(gate) * up as [T, W]; gate_up is [T, 2 W]. gelu: its form with tanh."""
+        """Returns gelu(gate) * up as [T, W], with the tanh approximation of gelu; gate_up [T, 2 W] has gate's columns before
+        up's."""
         ...
 
     def gelu(self, x: Tensor) -> Tensor:
-        """Returns gelu(x) [T, W]. gelu: its form with tanh."""
+        """Returns the tanh approximation of gelu(x) [T, W]."""
         ...
 
     def experts(self, x: Tensor, scores: Tensor, experts: ExpertMatrices, shared: Tensor | None, batch: BatchT_contra) -> Tensor:
-        """Returns what a layer's experts make of x [T, W], as [T, W]: the sum of each token's chosen experts' outputs
+        """Returns the output [T, W] of a layer's experts for x [T, W]: the sum of each token's chosen experts' outputs
         (down(activation(gate, up))), weighted with the softmax of its scores, or as experts.sigmoid says. It is 0 for padding,
-        which reads no expert.
+        which passes through no expert.
 
-        scores [T, E]: the router's; float32 if experts.sigmoid is given. Of equal scores the lower expert is chosen. shared [T, W]:
-        what an expert for all tokens made of x. It is added, times the sigmoid of a further column of scores if there is one,
-        [T, E + 1]."""
+        scores [T, E]: the router's scores; float32 if experts.sigmoid is given. Of equal scores the expert with the lower number is
+        chosen. shared [T, W]: the output of the shared expert, which is added. If scores has a further column, [T, E + 1], its
+        sigmoid is a factor of shared."""
         ...
 
     def rope_and_store(
@@ -451,9 +456,9 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         num_turned: int | None = None,
     ) -> None:
         """Normalises (if norms are given) and rotates the queries of qkv [T, (H + 2 G) D] in place, does the same to the keys,
-        normalises the values if they have a norm, and stores keys and values in the KV blocks. The keys in qkv are undefined
-        afterwards, and so are the values. interleaved: pairs are neighbouring dimensions, else dimension i and dimension P + i.
-        num_turned: so many heads are rotated, from the first query on; None: all queries and keys."""
+        normalises the values if they have a norm, and stores keys and values in the KV blocks. The keys and values in qkv are
+        undefined afterwards. interleaved: pairs are neighbouring dimensions, else dimension i and dimension P + i. num_turned: how
+        many heads are rotated, counted from the first query head on; None: all queries and keys."""
         ...
 
     def rope(
@@ -502,17 +507,17 @@ class Ops(LogprobOps, Protocol[BatchT_contra]):
         ...
 
     def without_gates(self, x: Tensor, heads: int, head_dim: int) -> Tensor:
-        """Returns x [T, (2 H + 2 G) D] without the gates that are behind each head's queries, as [T, (H + 2 G) D]."""
+        """Returns x [T, (2 H + 2 G) D] without the gates, which follow each head's queries, as [T, (H + 2 G) D]."""
         ...
 
     def gate_heads(self, attended: Tensor, x: Tensor, head_dim: int) -> None:
-        """Multiplies attended [T, H D] in place by the sigmoids of those gates of x."""
+        """Multiplies attended [T, H D] in place by the sigmoids of the gates in x (see without_gates)."""
         ...
 
     def gated_delta(self, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: BatchT_contra) -> Tensor:
-        """Returns what the heads of a gated delta rule give [T, V D], of value_dim D, in the step's tokens, normalised and gated. x
-        [T, C + V D], gates [T, 2 V]: what its projections made. Reads each row's state before the step, and writes those in the
-        step that the row has a block for (scheduler/batch/group_cache.py). It is 0 for padding."""
+        """Returns the normalised and gated outputs [T, V D] of the heads of a gated delta rule, for D = value_dim; 0 for padding. x
+        [T, C + V D], gates [T, 2 V]: outputs of the layer's projections. Reads each row's state before the step, and writes the
+        states within the step for which the row has a block (scheduler/batch/group_cache.py)."""
         ...
 
     def scaled(self, x: Tensor, scale: float) -> Tensor:

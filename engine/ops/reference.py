@@ -29,11 +29,11 @@ from engine.ops.ops import (
 from loader.formats.int8 import WIDENED_BYTES
 from loader.model_shape import TemperatureShape
 
-# The smallest scale is 2**-24, which float16 can hold. Where all numbers are below 448 times that, the smallest are rounded more.
+# The smallest scale is 2**-24, which float16 can hold. If all numbers are below 448 times that, small ones are rounded more.
 MIN_FP8_SCALE = 127 - 24
-_WIDENING_BYTES = 24  # that mxfp4_values makes for each number
-UNIT_NORM_EPS = 1e-6  # of queries and keys of a delta rule
-_DELTA_TOKENS = 64  # that the delta rule computes at a time
+_WIDENING_BYTES = 24  # bytes that mxfp4_values allocates for each number
+UNIT_NORM_EPS = 1e-6  # eps of the norm of a delta rule's queries and keys
+_DELTA_TOKENS = 64  # tokens that the delta rule computes at a time
 
 
 def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
@@ -47,8 +47,8 @@ def int8_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, 
 
 
 def _parts(like: Tensor, shape: torch.Size, held_bytes: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields some outputs of a matrix [N, K] at a time, with memory of like's dtype for their weights. It is the same for all:
-    held_bytes bytes at most, but at least one row."""
+    """Yields slices of the outputs of a matrix [N, K], each with memory of like's dtype for its weights. All slices use the same
+    memory, which has at most held_bytes bytes, but at least one row."""
     num_outputs, num_inputs = shape
     at_once = max(1, held_bytes // (num_inputs * like.element_size()))
     held = like.new_empty(min(at_once, num_outputs), num_inputs)
@@ -59,7 +59,7 @@ def _parts(like: Tensor, shape: torch.Size, held_bytes: int) -> Iterator[tuple[s
 
 def fp8_rows(values: Tensor, scales: Tensor, group_inputs: int, out: Tensor) -> None:
     """Writes the weights that values [N, K] uint8 (codes of float8_e4m3fn) and scales [N, G] float32 stand for to out [N, K]. Each
-    is rounded once to float32, and if out is shorter, once more."""
+    is rounded once to float32, and once more if out's dtype is shorter."""
     factors = scales if scales.shape[1] == 1 else scales.repeat_interleave(group_inputs, dim=1)[:, : values.shape[1]]
     out.copy_(values.view(torch.float8_e4m3fn).float().mul_(factors))
 
@@ -77,7 +77,7 @@ def fp8_linear(x: Tensor, values: Tensor, scales: Tensor, group_inputs: int, bia
 def _written_linear(
     x: Tensor, shape: torch.Size, write: Callable[[slice, Tensor], None], bias: Tensor | None, held_bytes: int
 ) -> Tensor:
-    """Multiplies x with a matrix of this shape, of which write(some, part) writes the rows `some`."""
+    """Multiplies x with the transpose of a matrix of this shape. write(some, part): writes the matrix's rows `some` to `part`."""
     out = x.new_empty(len(x), shape[0])
     for some, part in _parts(x, shape, held_bytes):
         write(some, part)
@@ -87,7 +87,7 @@ def _written_linear(
 
 def int4_rows(packed: Tensor, scales: Tensor, zeros: Tensor | None, group_inputs: int, out: Tensor) -> None:
     """Writes the weights that packed [N, K / 2] uint8, two a byte and each plus its zero point, scales [N, G] and zeros [N, G]
-    (None: all are 8) stand for to out [N, K]. They are exact in float32, and rounded once if out is shorter."""
+    (None: all are 8) stand for to out [N, K]. They are exact in float32, and rounded once if out's dtype is shorter."""
     numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).float()
 
     def of_inputs(groups: Tensor) -> Tensor:
@@ -117,11 +117,11 @@ def int4_linear(
 def add_adapters(
     x: Tensor, out: Tensor, parts: Sequence[int], numbers: Tensor, places: Tensor, ranks: Tensor, memory: Tensor
 ) -> None:
-    """Adds to out [T, N] what LoRA adapters make of x [T, K] in one product, of whose outputs each of P parts has parts[p], as
-    Ops.add_adapters does.
+    """Adds the contribution of LoRA adapters to one product of x [T, K] to out [T, N], as Ops.add_adapters does. parts: the number
+    of outputs of each of the product's P parts.
 
-    numbers [T]: each token's adapter, -1: none. places, ranks [S]: of each adapter, for this product. memory: flat. At an adapter's
-    place lie down [P, rank, K], and then of each part up [rank, parts[p]]."""
+    numbers [T]: each token's adapter, -1: none. places, ranks [S]: each adapter's place in memory and rank, for this product.
+    memory: flat. At an adapter's place lie down [P, rank, K], and then for each part up [rank, parts[p]]."""
     for number in numbers.unique().tolist():
         if number < 0 or (at := int(places[number])) < 0:
             continue
@@ -154,7 +154,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, around
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Returns x [T, W] less its rows' means, divided by the root of their variances, times weight [W], plus bias [W]. It is
+    """Returns x [T, W] minus its rows' means, divided by the root of their variances, times weight [W], plus bias [W]. It is
     computed in float32 and rounded once."""
     wide_bias = None if bias is None else bias.float()
     return functional.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
@@ -201,8 +201,8 @@ def rope_and_store(
     value_norm: Tensor | None = None,
 ) -> None:
     """Normalises (if norms are given) and rotates the queries and keys of qkv [T, (H + 2 G) D] in place, normalises the values if
-    they have a norm, and stores keys and values. num_turned: so many heads are rotated, from the first query on; None: all queries
-    and keys.
+    they have a norm, and stores keys and values. num_turned: how many heads are rotated, counted from the first query head on;
+    None: all queries and keys.
 
     slots: [T], each token's place in the KV cache, block * block_tokens + place in the block; below 0: the token is not stored."""
     kv_heads, block_tokens, head_dim = kv.shape[3:]
@@ -241,15 +241,15 @@ def add_and_scale(update: Tensor, residual: Tensor, factor: Tensor) -> None:
 
 
 def column_squares(x: Tensor, widths: tuple[int, ...], out: Tensor) -> None:
-    """Writes the sums of squares of x's columns, ranges of these widths, to out [T, C] float32."""
+    """Writes the sums of squares of C adjacent ranges of x's columns, which have these widths, to out [T, C] float32."""
     for place, columns in enumerate(x.split([*widths, x.shape[1] - sum(widths)], 1)[:-1]):
         torch.linalg.vector_norm(columns, dim=1, dtype=torch.float32, out=out[:, place])
     out.square_()
 
 
 def norm_columns_by(x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, parts: int, eps: float) -> None:
-    """Divides ranges of x's columns by the root of their mean squares in place, times weights [W] of each range, rounded as
-    rms_norm does. squares [T, C]: their sums over `parts` times as many columns."""
+    """Divides C adjacent ranges of x's columns by the root of their mean squares and multiplies them by a weight [W] for each
+    range, in place, rounded as rms_norm does. squares [T, C]: sums of squares over `parts` times as many columns as x has."""
     first = 0
     for weight, sums in zip(weights, squares.unbind(1), strict=True):
         columns = x[:, first : first + len(weight)]
@@ -259,7 +259,7 @@ def norm_columns_by(x: Tensor, weights: tuple[Tensor, ...], squares: Tensor, par
 
 
 def columns_twice(x: Tensor, first: int, out: Tensor) -> None:
-    """Writes x [T, N] and once more its columns from `first` on to out [T, 2 N - first]."""
+    """Writes x [T, N], followed by a second copy of its columns from `first` on, to out [T, 2 N - first]."""
     torch.cat((x, x[:, first:]), 1, out=out)
 
 
@@ -302,8 +302,8 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
 
 
 def first_seen(context: int, reach: int) -> int:
-    """Returns the first position that the last of `context` positions sees. reach R > 0: the last R up to itself; below 0: those of
-    its own chunk of -R; 0: all."""
+    """Returns the first position that the last of `context` positions attends to. reach R > 0: it attends to the last R positions,
+    its own included; R < 0: to its own chunk of -R positions; 0: to all."""
     if reach > 0:
         return max(0, context - reach)
     return max(0, context - 1) // -reach * -reach if reach < 0 else 0
@@ -326,7 +326,7 @@ def paged_attention(
     scales: Tensor | None = None,
 ) -> None:
     """Computes attention token by token: query token tokens[n] of qkv [T, (H + 2 G) D] attends to the first contexts[n] positions
-    of row rows[n], of which the last sees back as far as first_seen says. Writes out [T, H D].
+    of row rows[n], from the position on that first_seen returns. Writes out [T, H D].
 
     The softmax is computed in float32. sinks: [H], one more score for each head, whose value is 0."""
     kv_heads, _, head_dim = kv.shape[3:]
@@ -354,8 +354,8 @@ def rope_and_store_latents(
     scales: Tensor | None = None,
     interleaved: bool = False,
 ) -> None:
-    """Rotates queries [T, H (K + R)] in place and stores latents, as Ops.rope_and_store_latents does. kv [num_blocks, layers, 1, 1,
-    block_tokens, L + R], and scales as above. slots [T]: as in rope_and_store. 2 P is R."""
+    """Rotates queries [T, H (K + R)] in place and stores latents, as Ops.rope_and_store_latents does. kv: [num_blocks, layers, 1,
+    1, block_tokens, L + R], with scales as at the top of this file. slots [T]: as in rope_and_store. 2 P is R."""
     block_tokens, token_values = kv.shape[4:]
     turning, rank = cos_sin.shape[1], len(norm)
     turned = queries.view(len(queries), heads, -1)[..., -turning:]
@@ -435,8 +435,8 @@ def prepare_inputs(
 def split_contexts(
     contexts: Tensor, reach: int, target: int, split_tokens: int, num_items: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cuts what the last position of each row's context sees (first_seen) into pieces, about `target` in all. They have the same
-    size, a multiple of split_tokens, except that the last of a row may be shorter. contexts: [R].
+    """Cuts the positions that the last position of each row's context attends to (first_seen) into pieces, about `target` in all.
+    They have the same size, a multiple of split_tokens, except that a row's last piece may be shorter. contexts: [R].
 
     Returns rows, begins and ends [num_items] of the pieces (0 where unused), and the index of each row's first piece [R + 1]."""
     begin = torch.tensor([first_seen(context, reach) for context in contexts.tolist()], dtype=contexts.dtype)
@@ -486,13 +486,13 @@ def long_row_attention(
     scales: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Computes attention for the last N of one row's `context` positions, whose queries are query [H, N, D]. Writes out [N, H, D].
+    """Computes attention for the queries [H, N, D] of the last N of one row's `context` positions. Writes out [N, H, D].
 
-    block_table: the row's own. The keys and values that the queries see are gathered once. tile_tokens: queries that attend at a
-    time where that needs a mask. sinks: see paged_attention."""
+    block_table: the row's own. The keys and values that the queries see are gathered once. tile_tokens: number of queries computed
+    at a time where a mask is needed. sinks: see paged_attention."""
     num_new = query.shape[1]
     before = context - num_new
-    first = first_seen(before + 1, reach)  # the first position that the first query sees
+    first = first_seen(before + 1, reach)  # the first position that the first query attends to
     key, value = (x.to(query.dtype) for x in gather_context(kv, layer, block_table, first, context, scales))
     if before == 0 and first_seen(context, reach) == 0 and softcap == 0 and sinks is None:
         out.copy_(causal_attention(query, key, value, scale, 0.0, None).transpose(0, 1))
@@ -528,7 +528,7 @@ def _attention_by_head(
 
 
 def without_gates(x: Tensor, heads: int, head_dim: int, out: Tensor) -> None:
-    """Writes to out [T, (H + 2 G) D] the columns of x [T, (2 H + 2 G) D] that are no gates."""
+    """Writes the columns of x [T, (2 H + 2 G) D] that are not gates to out [T, (H + 2 G) D]."""
     width = heads * head_dim
     by_head = x[:, : 2 * width].unflatten(1, (heads, 2, head_dim))
     out[:, :width].unflatten(1, (heads, head_dim)).copy_(by_head[:, :, 0])
@@ -588,8 +588,8 @@ def gated_delta(
 
 
 def _delta_end(blocks: list[int], block_tokens: int, first: int, at: int, num: int) -> int:
-    """Returns where a part of a row's tokens ends that begins with its token `at`: _DELTA_TOKENS further on, or where a state is
-    written or the row ends, if that is before."""
+    """Returns the end of the part of a row's tokens that begins with token `at`: after _DELTA_TOKENS tokens, or earlier where a
+    state is written or the row ends."""
     end = min(num, at + _DELTA_TOKENS)
     for block in range((first + at) // block_tokens, (first + end - 1) // block_tokens):
         if blocks[block] >= 0:
@@ -598,10 +598,11 @@ def _delta_end(blocks: list[int], block_tokens: int, first: int, at: int, num: i
 
 
 def _delta_chunk(query: Tensor, key: Tensor, value: Tensor, update: Tensor, decay: Tensor, matrix: Tensor) -> Tensor:
-    """Returns the output [n, V, D] of n tokens, and brings matrix [V, K, D] to the state after them. query, key [n, V, K], value
-    [n, V, D], update [n, V]: how much of its value a token writes; decay [n, V]: logarithms.
+    """Returns the output [n, V, D] of n tokens, and advances matrix [V, K, D] in place to the state after them. query, key [n, V,
+    K]; value [n, V, D]; update [n, V]: how much of its value a token writes; decay [n, V]: logarithms of the decay.
 
-    A token writes update * (value - what its key reads), which depends on what the tokens before it write: a triangular system."""
+    A token writes update * (value - the value that its key reads from the state), which depends on what earlier tokens write: a
+    triangular system of equations."""
     query, key, value = (one.transpose(0, 1) for one in (query, key, value))
     update, decay = update.t().unsqueeze(2), decay.t().cumsum(1).unsqueeze(2)
     since = (decay - decay.transpose(1, 2)).tril().exp().tril()
@@ -688,16 +689,16 @@ def mxfp4_values(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def e2m1_numbers(packed: Tensor) -> Tensor:
-    """Returns the numbers [..., K] float32 that bytes [..., K / 2] stand for, two each, the first in the low four bits: a sign, an
-    exponent of two bits and a digit."""
+    """Returns the numbers [..., K] float32 that bytes [..., K / 2] stand for, two each, the first in the low four bits: a sign bit,
+    two exponent bits and a mantissa bit."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     return torch.cat((magnitudes, -magnitudes))[torch.stack((packed & 15, packed >> 4), dim=-1).long()].flatten(-2)
 
 
 def nvfp4_rows(packed: Tensor, scales: Tensor, factors: Tensor, out: Tensor) -> None:
     """Writes the weights that an Nvfp4Matrix's packed [N, K / 2], scales [N, K / 16] and factors [N] stand for to out [N, K]. The
-    scale of 16 inputs is a code's value times the output's factor, rounded to float32. A weight is a number times that, rounded to
-    float32, and if out is shorter, once more."""
+    scale of 16 inputs is a code's value times the output's factor, rounded to float32. A weight is a number times that scale,
+    rounded to float32, and once more if out's dtype is shorter."""
     of_groups = scales.view(torch.float8_e4m3fn).float().mul_(factors.unsqueeze(1))
     numbers = e2m1_numbers(packed).unflatten(1, (of_groups.shape[1], -1))
     out.copy_(numbers.mul_(of_groups.unsqueeze(2)).flatten(1))
@@ -713,8 +714,8 @@ def nvfp4_linear(x: Tensor, packed: Tensor, scales: Tensor, factors: Tensor, bia
 
 
 def mxfp4_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None, held_bytes: int) -> Tensor:
-    """Returns x [T, K] times the transposed matrix of blocks [N, K / 32, 16] and scales [N, K / 32], plus bias [N]. A part of the
-    matrix is widened at a time (but at least one row), which takes held_bytes bytes with all that is made on the way."""
+    """Returns x [T, K] times the transposed matrix of blocks [N, K / 32, 16] and scales [N, K / 32], plus bias [N]. Parts of the
+    matrix, of at least one row, are widened one at a time; with all intermediate values a part takes at most held_bytes bytes."""
     num_outputs, out = len(blocks), x.new_empty(len(x), len(blocks))
     at_once = max(1, held_bytes // (x.shape[1] * _WIDENING_BYTES))
     for first in range(0, num_outputs, at_once):
@@ -725,7 +726,7 @@ def mxfp4_linear(x: Tensor, blocks: Tensor, scales: Tensor, bias: Tensor | None,
 
 
 def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, number: int) -> Tensor:
-    """Returns x [T, K] times the transposed matrix `number` of several, plus its bias."""
+    """Returns x [T, K] times the transposed matrix of expert `number`, plus its bias."""
     own_bias = None if bias is None else bias[number]
     if isinstance(matrices, Mxfp4Matrix):
         return mxfp4_linear(x, matrices.blocks[number], matrices.scales[number], own_bias, WIDENED_BYTES)
@@ -742,7 +743,7 @@ def _expert_linear(x: Tensor, matrices: ExpertMatrix, bias: Tensor | None, numbe
 
 
 def gated(gate_up: Tensor, clamped: ClampedSwiglu | None, gelu: bool = False) -> Tensor:
-    """Returns the activation of a layer's experts."""
+    """Returns the activation [T, I] of a layer's experts for gate_up [T, 2 I]."""
     if gelu:
         return gelu_and_mul(gate_up)
     return silu_and_mul(gate_up) if clamped is None else clamped_swiglu(gate_up, clamped.limit, clamped.alpha)
@@ -753,7 +754,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Returns the experts [T, C] int64 that each token passes through, the one with the highest of its scores [T, E] first, and
     their weights [T, C] float32: the softmax of the scores, or (normalised) that divided by its sum over the C experts, or
-    (by_sigmoid) the sigmoids of their scores. Of equal scores the lower expert is chosen. factors [E]: of the weights."""
+    (by_sigmoid) the sigmoids of their scores. Of equal scores the expert with the lower number is chosen. factors [E]: factors of
+    the weights."""
     if factors is not None:
         chosen, weights = route(scores, num_chosen, normalised, by_sigmoid)
         return chosen, weights * factors.float()[chosen]
@@ -793,8 +795,8 @@ def route_by_sigmoid(logits: Tensor, num_chosen: int, normalised: bool, rule: Si
 
 
 def experts(x: Tensor, scores: Tensor, matrices: ExpertMatrices, is_padding: Tensor, shared: Tensor | None) -> Tensor:
-    """Returns what the experts of a layer make of x [T, W], see engine/ops/ops.py: those that there are matrices of. is_padding [T]
-    bool. Each expert's output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
+    """Returns the output of a layer's experts for x [T, W] (Ops.experts), summed over the experts whose matrices are given.
+    is_padding [T] bool. Each expert's output is rounded to x's dtype; the weighted sum is in float32 and rounded once."""
     num_experts = matrices.num_experts
     how = (scores[:, :num_experts], matrices.num_chosen, matrices.normalised)
     if matrices.sigmoid is None:

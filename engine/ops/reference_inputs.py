@@ -1,4 +1,4 @@
-"""The inputs of a recorded step, computed in numpy: the reference implementations of inputs.py, which also run where Numba is
+"""Computes the inputs of a recorded step in numpy: the reference implementations of inputs.py, which also run where Numba is
 missing.
 
 The arrays of R rows and of T tokens are as long as the largest step needs. counts[ROWS] and counts[TOKENS] are this step's rows and
@@ -25,14 +25,14 @@ NUM_COUNTS = 6
 def step_tokens(
     counts: Any,
     slots: Any,  # [R] int32: each row's slot
-    computed: Any,  # [R] int32: positions of the row stored before the step
+    computed: Any,  # [R] int32: number of positions of the row whose KV is stored before the step
     num_new: Any,  # [R] int32: tokens of the row in the step
-    long_row: int,  # attention is computed for a row with more tokens as a whole, for others token by token
+    long_row: int,  # a row with more tokens than this is computed as a whole in attention, others token by token
     tokens: Any,  # [S, L] int32
     input_ids: Any,  # [T] int64; padding is left unchanged
     positions: Any,  # [T] int32; padding is left unchanged
     starts: Any,  # [R] int32: index of the row's first token in the step; padding is left unchanged
-    contexts: Any,  # [R] int32: positions of the row stored after the step; padding is left unchanged
+    contexts: Any,  # [R] int32: number of positions whose KV is stored after the step; padding is left unchanged
     paged_rows: Any,  # [T] int32: the token's row, 0 for padding
     paged_contexts: Any,  # [T] int32: positions the token attends to by itself; -1 in a long row, 0 for padding
 ) -> None:
