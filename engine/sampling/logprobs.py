@@ -1,5 +1,5 @@
-"""Log-probabilities of sampled tokens and of prompt tokens: the softmax of the model's own logits, before bias, penalties,
-temperature and cuts such as top_p.
+"""Computes log-probabilities of sampled tokens and of prompt tokens: the log-softmax of the model's own logits, before bias,
+penalties, temperature and cuts such as top_p.
 
 Only rows whose request asks for log-probabilities are computed. Shapes: N sampling rows, T tokens of a step, V vocabulary, K
 alternatives.
@@ -20,21 +20,21 @@ from engine.protocol import PromptLogprobs, SamplingParams, TokenLogprobs
 from loader.work_space import sampler_rows
 from scheduler.batch.plan import BatchPlan, BoolArray, FloatArray, IntArray, LongArray, SequenceTable
 
-DECIMALS = 6  # to which a log-probability is rounded before it leaves the engine
+DECIMALS = 6  # decimals to which a log-probability is rounded before it leaves the engine
 
 
 class LogprobCollector:
-    """Collects the log-probabilities of one step's sampled tokens. num_top [N]: alternatives wanted, as in SamplingRows.
+    """Collects the log-probabilities of one step's sampled tokens. num_top [N]: number of alternatives wanted, as in SamplingRows.
     request_ids [N]: the rows' requests."""
 
     def __init__(self, num_top: IntArray, request_ids: LongArray) -> None:
         self._num_top, self._request_ids = num_top, request_ids
-        # of each part that was added: rows, log-probabilities of their tokens, how many alternatives each has, and these in a line
+        # For each added part: its rows, the log-probabilities of their tokens, the number of alternatives of each, and all these.
         self._added: list[tuple[IntArray, FloatArray, IntArray, IntArray, FloatArray]] = []
 
     def compute(self, ops: LogprobOps, logits: Tensor, first: int, ids: IntArray, bad: BoolArray) -> None:
-        """Adds the rows that want log-probabilities, except bad ones. logits [n, V]: of the sampling rows from `first` on. ids,
-        bad [N]: the token of every sampling row of the step, and whether its logits were not finite."""
+        """Adds the rows that want log-probabilities, except bad ones. logits [n, V]: logits of the sampling rows from `first` on.
+        ids, bad [N]: the token of every sampling row of the step, and whether its logits were not finite."""
         end = first + len(logits)
         num_top = self._num_top[first:end]
         rows = np.flatnonzero((num_top >= 0) & ~bad[first:end]).astype(np.int32)
@@ -42,8 +42,8 @@ class LogprobCollector:
             self.add(rows + np.int32(first), *ops.top_logprobs(logits, rows, ids[first:end][rows], int(num_top[rows].max())))
 
     def add(self, rows: IntArray, chosen: FloatArray, top_ids: IntArray, top: FloatArray) -> None:
-        """Adds the log-probabilities of rows [M]: chosen [M], of their tokens, and top_ids and top [M, K] of the most likely ones,
-        of which each row gets as many as it wants."""
+        """Adds the log-probabilities of rows [M]. chosen [M]: those of the sampled tokens. top_ids, top [M, K]: ids and
+        log-probabilities of the most likely tokens, of which each row keeps as many as it wants."""
         counts = np.minimum(self._num_top[rows], np.int32(top.shape[1]))
         wanted = np.arange(top.shape[1]) < counts[:, np.newaxis]
         self._added.append((rows, chosen, counts, top_ids[wanted], top[wanted]))
@@ -67,7 +67,7 @@ class LogprobCollector:
 @dataclass(slots=True)
 class OwedRow:
     """One row of OwedPrompts: `count` prompt tokens from index `first` of the prompt on, whose log-probabilities this step can
-    compute. num_top: alternatives wanted for each token. ranked: whether the tokens' ranks are wanted too."""
+    compute. num_top: number of alternatives wanted for each token. ranked: whether the tokens' ranks are wanted, too."""
 
     request_id: int
     first: int
@@ -78,8 +78,8 @@ class OwedRow:
 
 @dataclass(slots=True)
 class OwedPrompts:
-    """Prompt tokens whose log-probabilities a step can report, P in all. tokens [P]: index into T of the token before each of them.
-    chosen [P]: their own ids."""
+    """The P prompt tokens whose log-probabilities a step can report. tokens [P]: for each, the index in the step (below T) of the
+    token before it, whose logits predict it. chosen [P]: the prompt tokens' ids."""
 
     rows: list[OwedRow]
     tokens: LongArray

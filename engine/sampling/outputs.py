@@ -46,7 +46,7 @@ def sampled_outputs(
             ids[first : first + len(part)], bad[first : first + len(part)] = sample_tokens(ops, part, rows, first)
             if wanted is not None:
                 wanted.compute(ops, raw, first, ids, bad)
-            del part, raw  # before the next part is made: the work space holds only one
+            del part, raw  # before the next part is made, because the work space has room for only one
     result = StepResult(ids, bad, time.perf_counter() - began_s)
     if wanted is not None:
         result.logprobs = wanted.result()

@@ -1,7 +1,7 @@
-"""What a model's predictor reads behind a step, and which of a step's rows it drafts behind, on every device.
+"""Determines what a model's predictor reads after a step, and after which of the step's rows it drafts, for every kind of device.
 
-Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that sample, D tokens that were drafted for one of them at
-most.
+Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that sample, D the most tokens that were drafted for one
+sequence.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 
 def following_tokens(plan: BatchPlan, table: SequenceTable) -> IntArray:
-    """Returns [T]: the token that the table has behind each of a step's tokens. It is undefined behind those that are sampled from:
-    there it is what the step samples."""
+    """Returns [T]: for each of a step's tokens, the token that follows it in the table. After a row's last token, where the step
+    samples, the value is undefined: the next token is the one sampled."""
     ends = np.cumsum(plan.num_new, dtype=np.int64)
     rows = np.repeat(np.arange(len(plan.slots)), plan.num_new)
     positions = np.arange(len(rows)) + (plan.num_computed + plan.num_new - ends)[rows]
@@ -25,17 +25,17 @@ def following_tokens(plan: BatchPlan, table: SequenceTable) -> IntArray:
 
 @dataclass(slots=True, frozen=True)
 class SampledSequences:
-    """The sequences that sample in a step, each with one row or, where tokens were drafted, several: one behind the other, and all
-    of them sample. firsts [Q]: the first row of each, of the N. expected [Q, D]: the token that was drafted behind each of its
-    rows; -1: none was, or there is no such row. rows [Q, D]: those rows, of the N; any row where there is none."""
+    """The sequences that sample in a step. Each has one sampling row or, if tokens were drafted, several adjacent ones. firsts [Q]:
+    index of its first row among the N. expected [Q, D]: the token that was drafted after each of its rows; -1: none. rows [Q, D]:
+    indices of these rows among the N; arbitrary where expected is -1."""
 
     firsts: LongArray
     expected: IntArray
     rows: LongArray
 
     def newest(self, ids: IntArray) -> LongArray:
-        """Returns [Q]: the row of each sequence that sampled its newest token, the first one that sampled another token than was
-        drafted behind it. ids [N]: what the rows sampled."""
+        """Returns [Q]: for each sequence, the row that sampled its newest token. It is the first row whose sampled token differs
+        from the one drafted after it. ids [N]: the token that each row sampled."""
         agrees = ids[self.rows] == self.expected
         return self.firsts + agrees.cumprod(axis=1).sum(axis=1)
 

@@ -54,8 +54,8 @@ class LogitEdit:
 @dataclass(slots=True)
 class LogitEdits:
     """The rows whose logits are changed before their tokens are picked, [E] each. rows: their indices among the N, ascending.
-    positions: index of the token about to be sampled. early: whether end_ids, and the request's own stop ids, are not allowed yet.
-    end_ids: the model's."""
+    positions: index of the token about to be sampled. early: whether end_ids and the request's own stop ids are still forbidden.
+    end_ids: the model's end ids."""
 
     rows: npt.NDArray[np.intp]
     slots: IntArray
@@ -77,9 +77,9 @@ class LogitEdits:
 
 @dataclass(slots=True)
 class SamplingRows:
-    """The settings of the rows that sample, in the order of the plan, [N] each. edits: None if no row has any. num_top:
-    alternatives whose log-probabilities are wanted besides the sampled token's own, -1 for no log-probabilities; None if no row
-    wants any."""
+    """The settings of the rows that sample, in the order of the plan, [N] each. edits: None if no row has any. num_top: number of
+    alternatives whose log-probabilities are wanted besides the sampled token's, -1 for no log-probabilities; None if no row wants
+    any."""
 
     all_greedy: bool
     temperature: FloatArray
@@ -111,8 +111,8 @@ def sampling_rows(plan: BatchPlan, table: SequenceTable, eos_token_ids: list[int
 
 
 def plain_rows(table: SequenceTable, slots: IntArray, position: IntArray) -> SamplingRows:
-    """Returns the settings with which these slots sample their tokens at these positions, without what else a request asks for:
-    edits of logits, log-probabilities, masks."""
+    """Returns the settings with which these slots sample their tokens at these positions, without edits of logits,
+    log-probabilities and masks."""
     temperature = table.temperature[slots]
     key0 = key1 = np.empty(0, np.uint32)
     all_greedy = bool((temperature <= 0.0).all())
@@ -132,7 +132,7 @@ def plain_rows(table: SequenceTable, slots: IntArray, position: IntArray) -> Sam
 
 
 def banned_ids(end_ids: list[int], params: SamplingParams | None, vocab_size: int) -> LongArray:
-    """Returns the ids that end a request's text, the model's and its own, ascending."""
+    """Returns the ids that end a request's text, ascending: the model's end ids and the request's stop ids."""
     ids = set(end_ids) | set(params.stop_token_ids if params is not None else ())
     return np.array(sorted(i for i in ids if 0 <= i < vocab_size), np.int64)
 
@@ -167,7 +167,7 @@ def sample_tokens(ops: SamplingOps, logits: Tensor, rows: SamplingRows, first: i
 
 
 def _draw(ops: SamplingOps, logits: Tensor, rows: SamplingRows, at: npt.NDArray[np.intp] | slice) -> tuple[IntArray, BoolArray]:
-    """Samples the rows `at` (of N) from logits [n, V], without edits, and returns (ids [n], bad [n])."""
+    """Samples rows `at` (indices among the N) from logits [n, V], without edits, and returns (ids [n], bad [n])."""
     if rows.all_greedy:
         return ops.greedy(logits)
     return ops.sample(logits, rows.temperature[at], rows.top_p[at], rows.top_k[at], rows.min_p[at], rows.key0[at], rows.key1[at])

@@ -1,4 +1,4 @@
-"""Makes the vectors of a model that embeds texts: hidden states of last tokens, scaled to length 1.
+"""Computes the vectors of a model that embeds texts: hidden states of last tokens, scaled to length 1.
 
 Shapes: N rows, W width.
 """
@@ -14,7 +14,7 @@ from scheduler.batch.plan import BoolArray, FloatArray
 
 
 def scaled_vectors(hidden: Tensor) -> Tensor:
-    """Returns the rows of hidden [N, W] as float32, each of length 1 (not finite where the row is not)."""
+    """Returns the rows of hidden [N, W] as float32, each scaled to length 1. A row that is not finite stays so."""
     return functional.normalize(hidden.float(), dim=1)
 
 
