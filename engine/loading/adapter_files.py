@@ -1,4 +1,4 @@
-"""Reads a LoRA adapter's files into host memory, as its matrices are to lie in the device's."""
+"""Reads a LoRA adapter's files into host memory, in the layout that its matrices will have in device memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from loader.safetensors import TensorRef
 
 
 def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAdapter:
-    """Reads an adapter of a model of this shape that is computed in dtype. Raises CheckpointError, which names file and tensor or
-    key, and CheckpointChanged."""
+    """Reads an adapter of a model of this shape, which computes in dtype. Raises CheckpointError, which names the file and the
+    tensor or key, and CheckpointChanged."""
     with open_adapter(source.path, source.fingerprint) as opened:
         layout = adapter_layout(opened.adapter, shape, ITEM_BYTES[dtype])
         data = torch.zeros(layout.num_bytes, dtype=torch.uint8)
@@ -39,8 +39,7 @@ def read_adapter(source: AdapterSource, shape: ModelShape, dtype: str) -> ReadAd
 
 
 def _held(opened: OpenAdapter, tensor: TensorRef) -> Tensor:
-    """Returns a tensor as it is in the files. Raises CheckpointError for values that are not finite, or so large that their sum is
-    not."""
+    """Returns a tensor as it is stored in the files. Raises CheckpointError if values, or their sum, are not finite."""
     values = torch.from_numpy(opened.read(tensor)).view(getattr(torch, DTYPE_OF[tensor.dtype])).view(tensor.shape)
     if not math.isfinite(values.sum(dtype=torch.float32).item()):
         raise CheckpointError(tensor.file, tensor.name, "holds values that are not finite")

@@ -1,4 +1,4 @@
-"""A model's tables of its LoRA adapters, on the host: where each lies in the KV arena, and its ranks."""
+"""Keeps a model's tables of its LoRA adapters on the host: where each adapter lies in the KV arena, and its ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AdapterTables:
             self.places[place.number, number], self.ranks[place.number, number] = first + place.offset, place.rank
 
     def empty(self, number: int) -> None:
-        """Empties an adapter's columns."""
+        """Clears an adapter's columns."""
         if not 0 <= number < MAX_ADAPTERS:
             raise IndexError(f"adapter number {number} is not among 0 to {MAX_ADAPTERS - 1}")
         self.places[:, number], self.ranks[:, number] = -1, 0

@@ -1,4 +1,4 @@
-"""Waits of a load for kernels: they are reported, can be cancelled, and are no part of the time in which weights were read."""
+"""Lets a load wait for kernels. Such waits are reported, can be cancelled, and do not count as time in which weights are read."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def wait_for_kernels(prepared: Future[None], task: LoadTask) -> None:
 
 
 class Compilation:
-    """A context in which a model's kernels are compiled in a thread of their own, while its weights are read. When it is left, the
-    thread has ended, and with it a compilation that nobody waits for any more. compiled: as Backend.need_kernels returns it."""
+    """A context in which a thread compiles a model's kernels while its weights are read. On leaving the context the thread ends,
+    and stops a compilation that nobody waits for any more. compiled: as Backend.need_kernels returns it."""
 
     def __init__(self, compiled: Callable[[Callable[[], None]], None] | None, task: LoadTask) -> None:
         self._compiled, self._task = compiled, task
@@ -51,7 +51,7 @@ class Compilation:
 
     def wait(self) -> None:
         """Waits until the kernels are compiled, reports that the load waits for them, and counts the time as spent on kernels.
-        Raises LoadCancelled, and what the compilation raised."""
+        Raises LoadCancelled, and the compilation's error."""
         began_s = time.perf_counter()
         try:
             while not wait([self._ended], TELL_EVERY_S).done:
@@ -63,7 +63,7 @@ class Compilation:
     def _run(self, compiled: Callable[[Callable[[], None]], None]) -> None:
         try:
             compiled(self._check)
-        except BaseException as error:  # `wait` raises it
+        except BaseException as error:  # raised by `wait`
             self._ended.set_exception(error)
         else:
             self._ended.set_result(None)
@@ -82,8 +82,8 @@ def _still_waiting(task: LoadTask) -> None:
 
 @contextmanager
 def time_of_kernels(task: LoadTask) -> Iterator[None]:
-    """Counts the time inside as spent on kernels: a first load launches each of them and has it compiled if it must, and none of it
-    tells how fast a drive is. It is reported meanwhile, for KERNELS_LIMIT_S at most."""
+    """Returns a context whose time counts as spent on kernels: a first load launches each kernel, which may compile it, and this
+    time says nothing about the drive's speed. The wait is reported meanwhile, for KERNELS_LIMIT_S at most."""
     began_s, over = time.perf_counter(), threading.Event()
 
     def tell() -> None:

@@ -1,5 +1,5 @@
-"""Takes over a model's weights that an earlier engine left in the device's memory. They are used where they are, once the checksum
-of every byte has been compared.
+"""Takes over a model's weights that an earlier engine left in the device's memory. They are used where they are, after their
+checksum has been compared.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ log = logging.getLogger("engine")
 
 
 def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
-    """Returns whether the mapped range holds the weights that task.left describes. gate: notified of the bytes that have been
-    checked. Raises LoadCancelled."""
+    """Checks whether the mapped range holds the weights that task.left describes, and returns the answer. gate: notified of the
+    bytes that have been checked. Raises LoadCancelled."""
     left = task.left
     if left is None or left.num_bytes != weights.num_bytes:
         return False
@@ -50,14 +50,14 @@ def adopt(memory: ChunkMemory, task: LoadTask, weights: WeightRange, gate: Weigh
         log.warning(text, task.spec.model, found, left.checksum)
         return False
     task.adopted, task.weights_checksum = True, found
-    if task.spec.source_slots:  # the copy in the host tier is taken to be as good as before: it was not checked
+    if task.spec.source_slots:  # the copy in the host tier, which was not checked, counts as valid as before
         task.kept, task.checksum = True, task.spec.checksum
     return True
 
 
 def checksum_of(memory: ChunkMemory, chunks: IntArray, num_bytes: int) -> int:
-    """Returns the checksum of weights that fill these chunks in that order. Reads them through the arena, so the model may be
-    evicted meanwhile."""
+    """Returns the checksum of weights that fill these chunks in that order. Reads the weights through the arena, so the model may
+    be evicted meanwhile."""
     size, arena = memory.chunk_bytes, memory.arena.data_ptr()
     places = zip(chunks.tolist(), range(0, num_bytes, size), strict=False)
     return checksum.combined([memory.checksum(arena + chunk * size, min(size, num_bytes - at)) for chunk, at in places])

@@ -26,8 +26,8 @@ class WeightCopies:
         self._memory, self._tier = memory, tier
 
     def take(self, task: LoadTask, weights: WeightRange, gate: WeightGate | None = None) -> bool:
-        """Fills the mapped range from spec.source_slots. Returns False if there are none, or if they cannot be used, with the
-        reason in task.source_rejected. gate: notified of the bytes that have landed. Raises LoadCancelled."""
+        """Fills the mapped range from spec.source_slots. Returns False if there are no such slots, or if they cannot be used;
+        task.source_rejected then gives the reason. gate: notified of the bytes that have landed. Raises LoadCancelled."""
         spec = task.spec
         if not spec.source_slots:
             return False
@@ -65,10 +65,10 @@ class WeightCopies:
 
     @contextmanager
     def keeping(self, task: LoadTask, weights: WeightRange, places: Iterable[tuple[int, int]]) -> Iterator[KeptCopy | None]:
-        """A context around the read of the weights. It yields the copy of them to spec.keep_slots (None if there are none), which
-        must be notified of what has landed. If the block succeeds, the copy is complete and the task says so; once the block has
-        ended in any way, nothing writes to the slots any more. places: [begin, end) in the range, in bytes, of all that the read
-        brings.
+        """Returns a context for the read of the weights. It yields a KeptCopy to spec.keep_slots (None if there are none), which
+        must be notified of the bytes that have landed. If the block succeeds, the copy is complete and the task says so; however
+        the block ends, nothing writes to the slots afterwards. places: [begin, end) in the range, in bytes, of everything that the
+        read fills.
 
         Raises LoadCancelled, or ValueError or IndexError for slots that can't hold the copy."""
         spec = task.spec
@@ -88,7 +88,7 @@ class WeightCopies:
             raise LoadCancelled(f"copy of {spec.model} to the host tier was cancelled") from None
         finally:
             kept.stop()
-        task.copy_seconds += time.perf_counter() - started_s  # only for what was read last; the rest was copied during the reads
+        task.copy_seconds += time.perf_counter() - started_s  # only the copies after the last read; the others ran during the reads
         task.kept, task.checksum = True, checksum.combined(sums)
         task.weights_checksum = task.checksum
 
@@ -99,9 +99,9 @@ class WeightCopies:
 
 
 class KeptCopy:
-    """Copies a weight range to the host tier, piece by piece. Piece i fills the beginning of the i-th slot (slot_bytes each),
-    as soon as all that the read brings of it has landed. Its own threads copy, so neither the readers nor a step that runs
-    meanwhile waits for it."""
+    """Copies a weight range to the host tier, piece by piece. Piece i, of slot_bytes bytes or less, is copied to the i-th slot as
+    soon as all its bytes that the read fills have landed. Threads of its own copy, so neither the readers nor a running step wait
+    for it."""
 
     def __init__(
         self,
@@ -125,14 +125,14 @@ class KeptCopy:
             self._ready.put(piece)
 
     def begin_anew(self) -> None:
-        """Starts over, because the weights will be read once more, from elsewhere. Nothing may land meanwhile."""
+        """Starts over, because the weights will be read again from another source. Nothing may land during the call."""
         self.stop()
         self._arrivals.begin_anew()
         self._start()
 
     def finish(self) -> list[int]:
-        """Waits for the last copies, once everything has landed. Returns the pieces' checksums. Raises TransferCancelled, or what a
-        copy raised."""
+        """Waits for the last copies, once everything has landed. Returns the pieces' checksums. Raises TransferCancelled, or a
+        copy's error."""
         assert max(self._arrivals.left_bytes, default=0) <= 0
         self._join()
         if self._error is not None:
@@ -149,7 +149,7 @@ class KeptCopy:
         self._error: Exception | None = None
         self._ready: SimpleQueue[int | None] = SimpleQueue()  # indices into `pieces`; None: no more
         for piece, left in enumerate(self._arrivals.left_bytes):
-            if not left:  # the read brings nothing there
+            if not left:  # the read fills nothing in this piece
                 self._ready.put(piece)
         self._thread = threading.Thread(target=self._run, name="keep weights", daemon=True)
         self._thread.start()
