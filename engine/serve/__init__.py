@@ -1,1 +1,1 @@
-"""The models in service on one device: who owns which memory, their requests, and the channel to the daemon."""
+"""The models in service on one device: the memory each owns, their requests, and the channel to the daemon."""

@@ -1,4 +1,4 @@
-"""Brings the LoRA adapters that requests wait for, or an operator has loaded, into the device's memory.
+"""Loads the LoRA adapters that requests wait for, or that an operator asks for, into the device's memory.
 
 A thread reads an adapter's files into host memory (engine/lifecycle/loads.py), because a file system may take any time. Then the
 engine's loop copies it, between two steps, to the chunks that the model's Adapters draw for it: some 10 ms for 100 MB.
@@ -21,16 +21,16 @@ from loader.errors import CheckpointError
 
 log = logging.getLogger("engine")
 
-MAX_READS = 4  # adapters that are being read, or are read and have no room yet: they take host memory
-READ_LIMIT_S = 30.0  # for reading one
-NO_ROOM_LIMIT_S = 5.0  # how long one waits for room while nothing runs that could make some
+MAX_READS = 4  # most adapters that are being read, or have been read and find no room yet: they take host memory
+READ_LIMIT_S = 30.0  # longest time to read one adapter
+NO_ROOM_LIMIT_S = 5.0  # how long an adapter waits for room while nothing runs whose end could make room
 
 
 @dataclass(slots=True)
 class AdapterRead:
-    """The reading of one adapter in a thread, and its result: `adapter` or `error`. is_prepared: began_s is when the files' reading
-    began, not when kernels began to be compiled for it. is_over: the loop knows of the result. overdue:
-    its requests have failed; the thread may still wait for the file system."""
+    """The reading of one adapter in a thread, and its result: `adapter` or `error`. is_prepared: the kernels are there, and began_s
+    is the time when reading the files began; before, it is the time when the kernels' compilation began. is_over: the loop has
+    taken in the result. overdue: its requests have failed; the thread may still wait for the file system."""
 
     model: str
     source: AdapterSource
@@ -44,7 +44,7 @@ class AdapterRead:
     overdue: bool = False
 
     def run(self) -> None:
-        """Reads the files, once kernels are there. Called in the thread."""
+        """Prepares the kernels, then reads the files. Called in the thread."""
         try:
             self.memory.prepare()
             self.began_s, self.is_prepared = time.monotonic(), True
@@ -55,26 +55,26 @@ class AdapterRead:
 
 
 class StartsReads(Protocol):
-    """What runs reads in threads and reports them to the loop."""
+    """The interface of the object that runs reads in threads and reports their ends to the loop."""
 
     def read(self, read: AdapterRead, /) -> None: ...
 
 
-Fail = Callable[[int, str, str], None]  # (request, code, error), as in RequestFailed
+Fail = Callable[[int, str, str], None]  # (request id, code, error), as in RequestFailed
 
 
 @dataclass(slots=True)
 class _OfModel:
-    """One model's adapters on their way, by key. ahead: those that are wanted before a request names them, in order."""
+    """One model's adapters that are being loaded, by key. ahead: adapters wanted before a request names them, in order."""
 
     sources: dict[str, AdapterSource] = field(default_factory=dict)
     ahead: dict[str, None] = field(default_factory=dict)
     reads: dict[str, AdapterRead] = field(default_factory=dict)
-    stuck_since_s: dict[str, float] = field(default_factory=dict)  # read ones for which nothing that runs could make room
+    stuck_since_s: dict[str, float] = field(default_factory=dict)  # key -> since when no step could make room for it
 
 
 class AdapterLoads:
-    """The adapters on their way into one device. No method is called while a step runs on the host. fail: ends a request.
+    """The adapters that are being loaded into one device. No method is called while a step runs on the host. fail: ends a request.
     await_steps: called before memory is written, so that no step is under way."""
 
     def __init__(
@@ -89,7 +89,7 @@ class AdapterLoads:
         self._models, self._memory, self._reads = models, memory, reads
         self._send, self._fail, self._await_steps = send, fail, await_steps
         self._of: dict[str, _OfModel] = {}
-        self._tried_version = -1  # the chunk pool's when a read adapter last found no room
+        self._tried_version = -1  # the chunk pool's version when an adapter last found no room
 
     def why_not(self, served: ServedModel, source: AdapterSource) -> str:
         """Returns why a request for this adapter cannot be taken, or "" after noting where its files are."""
@@ -99,7 +99,8 @@ class AdapterLoads:
         return ""
 
     def bring(self, served: ServedModel, source: AdapterSource) -> None:
-        """Wants an adapter before a request names it. One that cannot be read, or finds no room, is only logged."""
+        """Requests the load of an adapter before a request names it. If it cannot be read, or finds no room, that is only
+        logged."""
         key = adapter_identity(source)
         if served.scheduler.adapters.keep(key):
             return
@@ -117,27 +118,27 @@ class AdapterLoads:
         self._models.discard_returned()
 
     def is_wanted(self, served: ServedModel) -> bool:
-        """Returns whether an adapter of the model is to be read, for requests or ahead of them."""
+        """Returns whether any adapter of the model is to be read, for requests or ahead of them."""
         own = self._of.get(served.spec.model)
         return bool(served.scheduler.adapters.num_waiting or (own is not None and own.ahead))
 
     def forget(self, model: str) -> None:
-        """Drops what is known of a model that has left."""
+        """Drops what is known about a model that has left."""
         self._of.pop(model, None)
 
     @property
     def under_way(self) -> bool:
-        """Whether adapters are being read, or are read and not in the device's memory."""
+        """Whether adapters are being read, or have been read and are not in the device's memory yet."""
         return any(own.reads for own in self._of.values())
 
     def ended(self, read: AdapterRead) -> None:
-        """Takes in a read that has ended; `look_after` goes on with it."""
+        """Takes in a read that has ended; `look_after` handles it."""
         read.is_over, read.overdue = True, False
         self._tried_version = -1
 
     def look_after(self, waiting: Collection[ServedModel], may_free_memory: bool) -> None:
-        """Starts reads, places what has been read, and fails requests that wait in vain. waiting: models whose adapters are wanted
-        (is_wanted). may_free_memory: whether something runs whose end could make room."""
+        """Starts reads, copies adapters that have been read to the device, and fails requests that wait in vain. waiting: models
+        whose adapters are wanted (is_wanted). may_free_memory: whether something runs whose end could make room."""
         now, retry = time.monotonic(), self._tried_version != self._models.chunks.version
         self._forget_unwanted(waiting)
         for served in waiting:
@@ -169,7 +170,7 @@ class AdapterLoads:
         return list(dict.fromkeys([*served.scheduler.adapters.wanted, *(own.ahead if own is not None else ())]))
 
     def _forget_unwanted(self, waiting: Collection[ServedModel]) -> None:
-        """Drops what was read for requests that have gone meanwhile."""
+        """Drops adapters that were read for requests that have ended meanwhile."""
         wanted = {served.spec.model: set(self._wanted(served)) for served in waiting}
         for model, own in self._of.items():
             for key in [key for key, read in own.reads.items() if read.is_over and key not in wanted.get(model, ())]:
@@ -216,7 +217,7 @@ class AdapterLoads:
 
     def _check_stuck(self, served: ServedModel, own: _OfModel, read: AdapterRead, key: str, now: float | None) -> None:
         """Fails an adapter's requests once there has been no room for it for some time and nothing runs whose end could make some.
-        now: None if something does."""
+        now: the current time; None if such work runs."""
         if now is None:
             own.stuck_since_s.pop(key, None)
         elif now - own.stuck_since_s.setdefault(key, now) > NO_ROOM_LIMIT_S:
@@ -240,5 +241,5 @@ class AdapterLoads:
 
 
 def _said(error: Exception) -> str:
-    """Returns an error as text; of one that is not about the files, with its type."""
+    """Returns an error as text, with its type if it is not about the files."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Makes the message that tells the daemon what a step has brought: tokens, or vectors of texts whose last piece it computed."""
+"""Makes the message that reports a step's results to the daemon: tokens, or vectors of texts whose last piece it computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def answer(
         values = [vectors[request_id].tobytes() for request_id in outcome.request_ids]
         return EmbeddingsOut(name, plan.step_id, seconds, outcome.request_ids, values, steps)
     logprobs = result.logprobs
-    if logprobs is not None and outcome.counts:  # rows behind a wrong draft have some, too
+    if logprobs is not None and outcome.counts:  # rows after a wrong draft have log-probabilities, too
         logprobs = of_first_tokens(logprobs, dict(zip(outcome.request_ids, outcome.counts, strict=True)))
     return TokensOut(
         name,

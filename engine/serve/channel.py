@@ -13,8 +13,8 @@ RECV_BYTES = 1 << 18
 
 def wait_until(sock: socket.socket | int, events: int, limit_s: float | None = None) -> bool:
     """Blocks until a poll reports one of `events` (select.POLLIN, select.POLLOUT) or the end of the stream. Returns False if
-    limit_s seconds pass first; None: no limit. sock: a socket or its descriptor. Not select(2): a daemon that holds a device's
-    memory has thousands of descriptors, and the engines it starts get higher numbers than select takes."""
+    limit_s seconds pass first; None: no limit. sock: a socket or its descriptor. select(2) is not used, because a daemon that holds
+    a device's memory has thousands of descriptors, and the engines it starts get higher numbers than select accepts."""
     poller = select.poll()
     poller.register(sock, events)
     return bool(poller.poll(None if limit_s is None else limit_s * 1e3))
@@ -25,8 +25,8 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """The engine's end of the channel. A message goes to the kernel at once; what the kernel does not take waits in a backlog of
-    `backlog_bytes` bytes."""
+    """The engine's end of the channel. A message goes to the kernel at once; bytes that the kernel does not take wait in a backlog,
+    which has `backlog_bytes` bytes now."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -42,7 +42,7 @@ class Channel:
         return len(self._out)
 
     def send(self, message: Message) -> None:
-        """Sends a message, or adds to the backlog what the kernel does not take. Raises ChannelClosed."""
+        """Sends a message, and adds the bytes that the kernel does not take to the backlog. Raises ChannelClosed."""
         frame = encode(message)
         if self._out:
             self._out += frame
@@ -53,7 +53,7 @@ class Channel:
             self._out += frame[sent:]
 
     def flush(self) -> None:
-        """Hands the backlog to the kernel, as much as it takes, at most 1 MiB in one call. Raises ChannelClosed."""
+        """Hands as much of the backlog to the kernel as it takes, at most 1 MiB in one call. Raises ChannelClosed."""
         if self._out:
             del self._out[: self._send(bytes(memoryview(self._out)[: 1 << 20]))]
 

@@ -6,8 +6,8 @@ request with a grammar and ends with the model. If the process dies, it is start
 A request that it was working on at two deaths fails. Requests that only rule out tokens by id wait for nothing: their masks are
 computed here.
 
-With a mask comes a draft: the tokens that the grammar forces next, or guesses of the scheduler's that it allows, with the masks
-behind each of them.
+With a mask comes a draft: tokens that the grammar forces next, or guesses of the scheduler that the grammar allows, with the mask
+after each of them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from scheduler.batch.request import BatchRequest
 
 log = logging.getLogger("engine")
 
-GRACE_S = 0.0005  # how long a step waits for masks that are nearly ready: they usually take a tenth of this
+GRACE_S = 0.0005  # how long a step waits for masks that are nearly ready; a mask usually takes a tenth of this
 MAX_DEATHS = 2
-MASKS_BYTES = 64 << 20  # of the masks of a model's drafts, at most; pages that no draft needs are not touched
+MASKS_BYTES = 64 << 20  # most bytes of the masks of a model's drafts; pages that no draft needs are not touched
 
 
 NO_DRAFT = Draft([], [])
@@ -46,15 +46,15 @@ NO_DRAFT = Draft([], [])
 
 @dataclass(slots=True, eq=False)
 class Constrained:
-    """A request with a grammar. started: the process has received it (until then it is parked). working: the process has been
-    asked for a mask and has not answered. guessed: guesses were wanted for the mask it was asked for last. deaths: how often the
+    """A request with a grammar. started: the process has received it (until then it is parked). working: the process has been asked
+    for a mask and has not answered. guessed: whether guesses were wanted with the last mask it was asked for. deaths: how often the
     process died while working on this request."""
 
     key: int
     request: BatchRequest
     params: SamplingParams
     output: list[int]
-    row: int = -1  # where its masks are written; -1 while it has none
+    row: int = -1  # index of the place where its masks are written; -1: none
     started: bool = False
     working: bool = False
     scheduled: bool = False  # it is in the batch scheduler
@@ -93,8 +93,8 @@ class Constraints:
 
     def __init__(self) -> None:
         self._models: dict[str, ModelGrammars] = {}
-        self._limits: dict[int, TokenLimits] = {}  # by request id: requests that rule out tokens by id, with or without a grammar
-        self._stuck: dict[int, str] = {}  # request id -> model: requests without a grammar that no token is left for
+        self._limits: dict[int, TokenLimits] = {}  # by id, requests that rule out tokens, with or without a grammar
+        self._stuck: dict[int, str] = {}  # request id -> model, for requests without a grammar for which no token is left
         self._poller = select.epoll()
         self._keys = itertools.count(1)
 
@@ -168,7 +168,7 @@ class Constraints:
             return None
         slots = plan.slots[plan.samples][rows]
         request_ids = table.request_id[slots].tolist()
-        drafts: list[list[int]] = [[]] * len(rows)  # in front of each row's token
+        drafts: list[list[int]] = [[]] * len(rows)  # for each row, the drafted tokens before its token
         if plan.drafted:
             ends = (plan.num_computed + plan.num_new)[plan.samples][rows]
             known = table.num_tokens[slots]
@@ -179,8 +179,8 @@ class Constraints:
         return RowMasks(request_ids, rows, bits)
 
     def _mask(self, grammars: ModelGrammars | None, request_id: int, draft: list[int]) -> npt.NDArray[np.uint32]:
-        """Returns the mask [W] of the tokens that both grammar and limits allow behind a draft, which may be empty. It allows at
-        least one token and must not be written to."""
+        """Returns the mask [W] of the tokens that both grammar and limits allow after a draft, which may be empty. The mask allows
+        at least one token and must not be written to."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         limits = self._limits.get(request_id)
         if grammars is None or each is None:
@@ -192,8 +192,8 @@ class Constraints:
     def _hold_ends_back(
         self, grammars: ModelGrammars | None, request_id: int, num_drafted: int, bits: npt.NDArray[np.uint32], ends: list[int]
     ) -> None:
-        """Clears the end ids that are not allowed yet (min_tokens, ignore_eos) in the mask behind so many drafted tokens, in place.
-        If the mask would be empty without them they stay: they may then be sampled without ending the text (class Endings)."""
+        """Clears the end ids that are not allowed yet (min_tokens, ignore_eos) in the mask after num_drafted drafted tokens, in
+        place. If no other token is allowed they stay: they may then be sampled without ending the text (class Endings)."""
         each = None if grammars is None else grammars.by_id.get(request_id)
         if each is not None:
             params, num_output = each.params, len(each.output)
@@ -206,7 +206,7 @@ class Constraints:
             hold_ends_back(bits, ends)
 
     def sampled(self, served: ServedModel, masks: RowMasks, outcome: StepOutcome) -> None:
-        """Records the tokens that a step with these masks has brought, and asks for the masks that follow them."""
+        """Records the tokens that a step with these masks has sampled, and asks for the masks that follow them."""
         model, scheduler = served.spec.model, served.scheduler
         grammars = self._models.get(model)
         keys, told, counts = [], [], []
@@ -242,8 +242,8 @@ class Constraints:
             self._send(grammars, Advance(keys, told, counts if len(told) > len(keys) else [], guesses))
 
     def ready(self, served: ServedModel) -> list[End]:
-        """Prepares for the model's next step: waits up to GRACE_S for masks that are nearly ready, and ends requests that no
-        token is left for. Returns the ends, as `receive` does."""
+        """Prepares the model's next step: waits up to GRACE_S for masks that are nearly ready, and ends requests for which no token
+        is left. Returns the ends, as `receive` does."""
         model = served.spec.model
         grammars = self._models.get(model)
         ends: list[End] = []
@@ -260,8 +260,8 @@ class Constraints:
         return ends
 
     def receive(self) -> list[End]:
-        """Handles the answers that have arrived: requests whose mask is ready are submitted to the scheduler or released, those
-        that ended are taken out of it. Returns the ends."""
+        """Handles the grammar processes' answers that have arrived: requests whose mask is ready are submitted to the scheduler or
+        released in it; requests that have ended are removed from it. Returns the ends."""
         ends: list[End] = []
         ready = {fd for fd, _ in self._poller.poll(0)}
         for model, grammars in list(self._models.items()):
@@ -323,8 +323,8 @@ class Constraints:
                 yield each
 
     def _ready(self, model: str, grammars: ModelGrammars, each: Constrained, draft: Draft) -> list[End]:
-        """Lets the scheduler run a request whose mask is ready. If the request's own token limits leave nothing of the mask, the
-        request ends: as complete where the grammar may end here, otherwise with an error."""
+        """Lets the scheduler run a request whose mask is ready. If the request's own token limits rule out all tokens of the mask,
+        the request ends: as complete if the grammar may end here, otherwise with an error."""
         request_id = each.request.request_id
         limits, masks, num_drafted = self._limits.get(request_id), grammars.port.masks[each.row], len(draft.tokens)
         if limits is not None:
@@ -345,7 +345,7 @@ class Constraints:
     def _fail(
         self, model: str, grammars: ModelGrammars, those: list[Constrained], error: str, code: str = "unsupported_grammar"
     ) -> list[End]:
-        """Takes requests out of the scheduler, forgets them and returns their ends. error: "" if their texts are complete."""
+        """Removes requests from the scheduler and the records, and returns their ends. error: "" if their texts are complete."""
         ends = []
         for each in those:
             request_id = each.request.request_id
@@ -393,7 +393,7 @@ class Constraints:
 
 
 def _tokens_of(outcome: StepOutcome) -> dict[int, list[int]]:
-    """Returns each request's tokens of a step."""
+    """Returns request id -> its tokens of a step."""
     told = iter(outcome.ids)
     counts = outcome.counts or [1] * len(outcome.request_ids)
     return {request_id: list(islice(told, count)) for request_id, count in zip(outcome.request_ids, counts, strict=True)}

@@ -16,7 +16,7 @@ from scheduler.batch.plan import IntArray
 from scheduler.batch.step_costs import StepCosts
 from scheduler.fair_queue import FairQueue
 
-MAX_TEXTS = 4096  # in one step: as many requests as the step journal can name
+MAX_TEXTS = 4096  # most texts in one step: as many requests as the step journal can name
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Embedder:
     hosted: HostedEncoder
     max_tokens: int
     waiting: dict[int, IntArray] = field(default_factory=dict)  # request id -> token ids
-    _second_at: dict[int, int] = field(default_factory=dict)  # Submit.second_at of those that wait and are pairs
+    _second_at: dict[int, int] = field(default_factory=dict)  # request id -> Submit.second_at, for waiting pairs of texts
     _queue: FairQueue = field(default_factory=FairQueue)
     _costs: StepCosts = field(default_factory=StepCosts)
 

@@ -1,4 +1,4 @@
-"""What tells the keys and values of one load from those of another: they may be taken over only where both are the same."""
+"""Computes the identities of keys and values: KV of one load may be used in another only if its identities are the same."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from engine.protocol import AdapterSource, LoadModel
 
 
 def weights_identity(spec: LoadModel) -> str:
-    """Names the files and the weight format: weights of another format give other keys and values."""
+    """Returns a name of the files and the weight format, because weights in another format give different keys and values."""
     return spec.fingerprint + spec.quantize
 
 
 def kv_identity(spec: LoadModel) -> str:
-    """Names what keys and values are computed in, what they are kept in, and whether those of a predictor are among them."""
+    """Returns a name of the dtypes in which keys and values are computed and stored, and of whether a predictor's are among
+    them."""
     return spec.dtype + spec.kv_cache_dtype + (spec.speculator if spec.predicts else "")
 
 
 def adapter_identity(source: AdapterSource) -> str:
-    """Names an adapter's files: rows of others give other keys and values."""
+    """Returns a name of an adapter's files, because rows with another adapter have different keys and values."""
     return f"{source.name}\0{source.fingerprint}"
 
 
 def adapter_name(identity: str) -> str:
-    """Returns the name in what adapter_identity returned."""
+    """Returns the adapter's name from the result of adapter_identity."""
     return identity.partition("\0")[0]

@@ -1,4 +1,4 @@
-"""Makes the KV cache of one model: a block pool for each KV group, with its share of the chunks reserved for the model."""
+"""Makes the KV cache of one model: a block pool for each KV group, with the group's share of the chunks reserved for the model."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def make_kv_cache(spec: LoadModel, groups: Sequence[KVGroupSpec], chunks: ChunkP
 
 
 def split_reserve(num_chunks: int, needs: Sequence[int]) -> list[int]:
-    """Returns each group's part of num_chunks: what a sequence of full length needs of that group, or a proportional part if there
-    are fewer chunks. What is left over goes to the first group."""
+    """Returns each group's part of num_chunks. needs: the chunks that a sequence of full length needs in each group; parts are
+    proportional if there are fewer chunks. The first group gets what is left over."""
     total = sum(needs)
     parts = list(needs) if num_chunks >= total else [num_chunks * need // total for need in needs]
     parts[0] += num_chunks - sum(parts)

@@ -8,12 +8,13 @@ from engine.protocol import LoadModel, RequestFailed, SamplingParams, Submit
 from engine.serve.identity import adapter_identity
 from scheduler.batch.request import BatchRequest
 
-VECTOR_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)  # the one token stands for the vector
+VECTOR_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)  # the single token stands for the vector
 
 
 def batch_request(message: Submit, spec: LoadModel, vocab_size: int) -> BatchRequest | RequestFailed | None:
-    """Returns the batch scheduler's request. Returns RequestFailed if the request is not valid, None if it already has all its
-    tokens. A text to be embedded may have max_model_len tokens, since none follows it; its params are VECTOR_PARAMS."""
+    """Returns the batch scheduler's form of a request. Returns RequestFailed if the request is not valid, None if it already has
+    all its tokens. A text to be embedded (its params are VECTOR_PARAMS) may have max_model_len tokens, since no token follows
+    it."""
     embeds = message.task == "embed"
     request_id, params, limit = message.request_id, message.params, spec.max_model_len + embeds
     try:

@@ -1,4 +1,4 @@
-"""The models of one engine, and the device memory they share. Which model owns which chunk is decided here and in
+"""Manages the models of one engine, and the device memory they share. Which model owns which chunk is decided here and in
 scheduler/batch.
 """
 
@@ -33,12 +33,12 @@ from scheduler.batch.turns import Turns
 log = logging.getLogger("engine")
 
 CAPTURE_EVERY_DECODES = 16
-# by LoadModel.speculator
+# LoadModel.speculator -> drafter
 DRAFTERS: dict[str, Drafter | None] = {"none": None, "prompt-lookup": looked_up, MTP: looked_up, EAGLE3: looked_up}
 
 
 class Arena(Protocol):
-    """The device memory that the chunks consist of."""
+    """The interface to the device memory of all chunks."""
 
     def discard(self, chunk: int, num_chunks: int, /) -> None:
         """Gives the memory of a run of chunks back to the system; its content is lost."""
@@ -51,12 +51,12 @@ class Arena(Protocol):
 
 @dataclass(slots=True)
 class Place:
-    """The chunks of one model: those of its weights and, while it loads, those held for its reserved KV. owns_kv: the latter stay
-    its own until it is evicted, and no BlockPool of this engine has them: those of a share of a split model."""
+    """The chunks of one model: the chunks of its weights and, while it loads, those held for its reserved KV. owns_kv: True for a
+    share of a split model, whose KV chunks stay its own until it is evicted instead of going to a BlockPool."""
 
     weights: IntArray
     kv: IntArray
-    left: WeightsHeld | None = None  # weights that these chunks hold already
+    left: WeightsHeld | None = None  # the weights, if the chunks hold them already
     owns_kv: bool = False
 
 
@@ -71,25 +71,25 @@ class ServedModel:
     limits: StepLimits
     ahead: LaunchesAhead | None = None  # the hosted model, if it launches steps ahead
     captures: CapturesSteps | None = None
-    share: GroupShare | None = None  # the hosted model, if other engines hold the rest of it and this one leads them
-    num_decodes: int = 0  # steps that only decoded
+    share: GroupShare | None = None  # the hosted model, if it is split and this engine leads its group
+    num_decodes: int = 0  # number of steps that only decoded
     num_leaving_chunks: int = 0
-    turns: int = 0  # how many turns (a model's time slice) its latest step was planned to take (StepRoom)
+    turns: int = 0  # how many turns (time slices of a model) its latest step was planned to take (StepRoom)
     backlogged: bool = False  # when that step was planned, it had more to do than fits a turn
     untold_steps: int = 0  # steps since the last report of tokens
     untold_s: float = 0.0  # device seconds of these steps
 
     @property
     def most_under_way(self) -> int:
-        """How many of its steps are left under way when the engine turns to something else: one that a device runs by itself, or
-        one for each further stage."""
+        """How many of its steps may be under way while the engine does other work: one if the device runs it by itself, or one for
+        each stage beyond the first."""
         if self.share is not None:
             return self.share.num_stages - 1
         return int(self.ahead is not None)
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is split and has lost a device: it takes no requests and runs no step, until it is evicted."""
+        """Whether it is split and has lost a device. It then takes no requests and runs no steps until it is evicted."""
         return self.share is not None and self.share.is_broken
 
     def tell_steps(self) -> tuple[int, float]:
@@ -108,8 +108,8 @@ class ServedModels:
         """compute_threads: Runner.compute_threads. left: weights that an earlier engine left in the arena."""
         self.by_name: dict[str, ServedModel] = {}
         self.embedders: dict[str, Embedder] = {}
-        self.followed: dict[str, GroupShare] = {}  # shares of models whose steps other engines lead; they have no turns here
-        self._unscheduled_places: dict[str, Place] = {}  # of encoders and followed shares
+        self.followed: dict[str, GroupShare] = {}  # shares of models that other engines lead; they have no turns here
+        self._unscheduled_places: dict[str, Place] = {}  # places of encoders and of shares that other engines lead
         self.turns = Turns()
         self.threads = ThreadsApart(compute_threads)
         # Then a copy from the host tier and a concurrent step only slow each other down. First token of one-b in a conversation of
@@ -123,8 +123,8 @@ class ServedModels:
             configure.num_chunks, configure.chunk_bytes, resident_limit=max(0, configure.num_chunks - work_chunks)
         )
         self.compaction = Compaction(self._copy_blocks)
-        self._preempted_before = 0  # preemptions of models that are no longer loaded
-        self._limits: dict[tuple[str, str, str], StepLimits] = {}  # of all models ever loaded: what their steps cost stays valid
+        self._preempted_before = 0  # number of preemptions in models that are no longer loaded
+        self._limits: dict[tuple[str, str, str], StepLimits] = {}  # for all models ever loaded: learned costs stay valid
         self._left: dict[str, WeightsHeld] = {}
         if left:
             self._take_over(left)
@@ -152,7 +152,7 @@ class ServedModels:
         return next((one for one in (*scheduled, *self.followed.values()) if one.num_uncaptured), None)
 
     def capture_next(self) -> None:
-        """Captures one step size of such a model."""
+        """Captures one step size of the model that `uncaptured` returns, if there is one."""
         model = self.uncaptured()
         if model is not None:
             model.capture_next()
@@ -160,10 +160,10 @@ class ServedModels:
                 log.info("%s: steps of every size are captured", model.name)
 
     def to_capture_between(self, served: ServedModel, plan: BatchPlan) -> CapturesSteps | None:
-        """Returns the model of which one step size is to be captured after this step; None: none. That is so after every 16th step
-        that only decoded (CAPTURE_EVERY_DECODES), if capturing takes only the interpreter and no other model is busy. A model that
-        has requests from its load on is never idle, and the first prompt next to its streams would otherwise meet every size
-        uncaptured."""
+        """Returns the model of which one step size is to be captured after this step; None: none. A size is captured after every
+        16th step that only decoded (CAPTURE_EVERY_DECODES), if capturing takes only the interpreter and no other model is busy.
+        Otherwise a model that has requests ever since its load would never be idle, and the first prompt beside its streams would
+        find no size captured."""
         if served.captures is None or served.ahead is not None or not plan.all_decode:
             return None
         served.num_decodes += 1
@@ -172,7 +172,7 @@ class ServedModels:
         return None
 
     def charge(self, served: ServedModel, plan: BatchPlan, seconds: float, proposed: Proposed | None = None) -> None:
-        """Accounts for a step that took `seconds` of device time, besides those in which a predictor saw it and drafted tokens."""
+        """Accounts for a step that took `seconds` of device time, not counting the predictor's time in `proposed`."""
         served.limits.note(plan, seconds)
         if proposed is not None:
             if plan.all_decode:
@@ -202,7 +202,7 @@ class ServedModels:
         return Place(weights, kv, left)
 
     def give_up_place(self, place: Place) -> None:
-        """Frees the chunks of a failed load, or of a model whose sequences are closed and whose weights are out of use."""
+        """Frees the chunks of a failed load, or of a model whose sequences are closed and whose weights are unmapped."""
         if place.owns_kv:
             self.chunks.give_back(place.kv, reserved=True)
         else:
@@ -212,15 +212,15 @@ class ServedModels:
         self.discard_returned()
 
     def _own_kv(self, place: Place) -> None:
-        """Makes the chunks that are held for a share's reserved KV the share's own."""
+        """Turns the chunks that are held for a share's reserved KV into chunks that the share owns."""
         self.chunks.release_hold(place.kv)
         self.chunks.take(place.kv, reserved=True)
         place.owns_kv = True
 
     def make(self, spec: LoadModel, hosted: HostedModel, place: Place) -> ServedModel:
-        """Makes a model that is not served yet (`add` does that). The KV of a split model is its reserved chunks alone, which have
-        the same numbers on all ranks. Raises MemoryError if the reserved chunks are not free, ValueError for KV this engine cannot
-        hold."""
+        """Makes a model that is not served yet (`add` does that). A split model has only its reserved chunks for KV, in which
+        blocks have the same numbers on all ranks. Raises MemoryError if the reserved chunks are not free, ValueError for KV that
+        this engine cannot hold."""
         share = hosted if isinstance(hosted, GroupShare) else None
         max_tokens, num_stages = self._configure.max_num_batched_tokens, 1 if share is None else share.num_stages
         if num_stages > 1:
@@ -257,14 +257,14 @@ class ServedModels:
         return ServedModel(spec, hosted, scheduler, place, pace, ahead, captures, share)
 
     def make_room(self, served: ServedModel, num_chunks: int) -> int:
-        """Frees chunks for an adapter of this model: other models' first, then by dropping its own cached prefixes. Returns how
-        many came back to the lease."""
+        """Frees chunks for an adapter of this model: first other models' chunks, then its own by dropping cached prefixes. Returns
+        how many chunks came back to the lease."""
         given = self._reclaim(served.spec.model, num_chunks, for_kv=False)
         return given or self.compaction.give_up_prefixes(served.scheduler, num_chunks)
 
     @property
     def may_free_memory(self) -> bool:
-        """Whether memory will be free before long: sequences run, or a model is leaving."""
+        """Whether memory may become free before long, because sequences run or a model is leaving."""
         return bool(self.chunks.num_leaving) or any(served.scheduler.num_running for served in self.by_name.values())
 
     def forget_costs(self) -> None:
@@ -304,8 +304,8 @@ class ServedModels:
         return True
 
     def detach(self, name: str) -> ServedModel | None:
-        """Takes a model out of service and returns it; its KV and weights stay in place until `free`, its adapters do not. Returns
-        None if it is not loaded."""
+        """Takes a model out of service and returns it. Its KV and weights stay in place until `free`; its adapters are dropped at
+        once. Returns None if it is not loaded."""
         served = self.by_name.pop(name, None)
         if served is not None:
             self.turns.remove(name)
@@ -316,7 +316,7 @@ class ServedModels:
         return served
 
     def free(self, served: ServedModel) -> None:
-        """Frees the memory of a model that is out of service or was never in it."""
+        """Frees the memory of a model that was taken out of service or never served."""
         self.chunks.num_leaving -= served.num_leaving_chunks
         served.scheduler.close()
         served.hosted.release()
@@ -334,7 +334,7 @@ class ServedModels:
                     way(scheduler, -self.chunks.room_chunks)
         while self.chunks.room_chunks < 0:
             drawing = [scheduler for scheduler in drawing if scheduler.kv.num_drawn_chunks]
-            if not drawing:  # the rest belongs to a model whose KV is being restored; `add` sets the lease again
+            if not drawing:  # a model whose KV is being restored holds the other chunks; `add` sets the lease again
                 break
             most = max(drawing, key=lambda scheduler: scheduler.kv.num_drawn_chunks)
             most.preempt_one()
@@ -343,7 +343,7 @@ class ServedModels:
         self.discard_returned()
 
     def discard_returned(self) -> None:
-        """Gives the memory of returned chunks back to the system, as far as more chunks have memory than may have it."""
+        """Gives the memory of returned chunks back to the system if more chunks have physical memory than the limit allows."""
         for first_chunk, num_chunks in self.chunks.take_discards():
             if self._arena is not None:
                 self._arena.discard(first_chunk, num_chunks)
@@ -372,7 +372,8 @@ class ServedModels:
     # ---- weights that an earlier engine left
 
     def _take_over(self, left: Sequence[WeightsHeld]) -> None:
-        """Keeps the weights that an earlier engine left where they are; the memory of all other chunks is given back."""
+        """Keeps the weights that an earlier engine left in their chunks; gives the memory of all other chunks back to the
+        system."""
         for weights in left:
             try:
                 self.chunks.leave(weights.model, np.array(weights.chunks, np.int32))
@@ -387,8 +388,8 @@ class ServedModels:
         log.info("an engine before this one has left %.2f GiB of weights: %s", num_bytes / 2**30, ", ".join(self._left))
 
     def _left_of(self, spec: LoadModel) -> WeightsHeld | None:
-        """Returns the weights this load needs, if they are on the device. Other weights left under the model's name are given
-        up."""
+        """Returns the weights that this load needs, if an earlier engine left them on the device. Gives up other weights left under
+        the model's name."""
         left = self._left.pop(spec.model, None)
         if left is None or spec.model not in self.chunks.left:
             return None
@@ -400,9 +401,9 @@ class ServedModels:
         return left
 
     def _reclaim(self, wanting: str, num_chunks: int, for_kv: bool = True) -> int:
-        """Frees chunks for `wanting`: idle adapters of any model leave, then sparse chunks of other models are emptied, then their
-        cached prefixes are dropped; for KV adapters leave, too, that no request has used yet. Returns how many chunks came back to
-        the lease."""
+        """Frees chunks for the model `wanting`: idle adapters of any model leave, then sparse chunks of other models are emptied,
+        then their cached prefixes are dropped. for_kv: adapters that no request has used yet leave, too. Returns how many chunks
+        came back to the lease."""
         given = self._give_up_idle_adapters(num_chunks, new_ones=False)
         for way in (self.compaction.gather, self.compaction.give_up_prefixes):
             for name, served in self.by_name.items():
@@ -412,7 +413,7 @@ class ServedModels:
 
     def _give_up_idle_adapters(self, num_chunks: int, new_ones: bool = True) -> int:
         """Drops idle adapters until num_chunks are free or there are no more. Returns how many chunks became free. new_ones:
-        whether those leave, too, that no request has used yet."""
+        whether adapters that no request has used yet are dropped, too."""
         given = 0
         for served in self.by_name.values():
             if given < num_chunks:

@@ -1,4 +1,4 @@
-"""Says which loads of a split model an engine refuses."""
+"""Determines which loads of a split model an engine refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from engine.protocol import LoadModel
 
 
 def why_not_split(spec: LoadModel) -> str:
-    """Returns why a model cannot be split over devices as this message asks, or "". The daemon asks for none of it."""
+    """Returns why a model cannot be split over devices as this message asks, or "" if it can. The daemon never asks for such a
+    load."""
     group = spec.group
     if group is None:
         return ""
