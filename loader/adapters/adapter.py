@@ -20,8 +20,8 @@ MAX_MODULES = 10_000  # the largest models have some 1,000 matrices besides thos
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _NAME = re.compile(r"\^?(\w|-|\.|\\\.)+\$?", re.ASCII)
-_DEFAULT = 8  # of r and of lora_alpha, as in PEFT's LoraConfig
-# keys that ask for something else than W + scale * B A, and what they are called; false, null and nothing do not
+_DEFAULT = 8  # default of r and of lora_alpha, as in PEFT's LoraConfig
+# Keys that ask for something other than W + scale * B A, with names for messages. The values false, null and empty ask for nothing.
 _VARIANTS = {
     "use_dora": "DoRA",
     "lora_bias": "a bias of lora_B",
@@ -38,9 +38,9 @@ _VARIANTS = {
     "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA",
 }
-# values of init_lora_weights that change the base's own matrices, so that the adapter fits no other
+# values of init_lora_weights that change the base's own matrices, so that the adapter fits no other base
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
-# parts of tensors' names that say what else a tensor is
+# parts of tensors' names that mark a tensor as something other than lora_A or lora_B
 _OTHER_TENSORS = {
     ".lora_embedding_A": "adapters of embeddings are not served",
     ".lora_embedding_B": "adapters of embeddings are not served",
@@ -52,8 +52,8 @@ _OTHER_TENSORS = {
 
 @dataclass(slots=True, frozen=True)
 class AdapterModule:
-    """What an adapter adds to one matrix W [outputs, inputs] of its base: scale * up @ down. name: the module's, as the adapter
-    calls it; the base's tensor is name + ".weight". down: the tensor lora_A [rank, inputs]. up: lora_B [outputs, rank]."""
+    """What an adapter adds to one matrix W [outputs, inputs] of its base: scale * up @ down. name: the module's name in the
+    adapter; the base's tensor is name + ".weight". down: the tensor lora_A [rank, inputs]. up: lora_B [outputs, rank]."""
 
     name: str
     rank: int
@@ -64,8 +64,9 @@ class AdapterModule:
 
 @dataclass(slots=True, frozen=True)
 class Adapter:
-    """A LoRA adapter. base: what its config calls the model that it was made for (a name at the hub or a path), or "". modules:
-    in the order of the file, at least one. digest: a hash of the config and of the header; where it is the same, so are modules."""
+    """A LoRA adapter. base: the model that it was made for, as its config names it (a name at the hub or a path), or "". modules:
+    its modules in the order of the file, at least one. digest: a hash of the config and of the header; equal digests mean equal
+    modules."""
 
     base: str
     modules: tuple[AdapterModule, ...]
@@ -83,8 +84,8 @@ class Adapter:
 
 
 def parse_adapter(config_text: bytes, header: Header) -> Adapter:
-    """Returns the adapter. header: that of its weights. Raises UnsupportedModel for another kind of adapter, and CheckpointError;
-    both name the key of the config, or the file and tensor, that is at fault."""
+    """Returns the adapter. header: the header of its weight file. Raises UnsupportedModel for another kind of adapter, and
+    CheckpointError; both name the key of the config, or the file and tensor, that is at fault."""
     fields = json_fields(config_text, CONFIG_NAME)
     _refuse_variants(fields)
     base = fields.values.get("base_model_name_or_path")
@@ -102,7 +103,7 @@ def parse_adapter(config_text: bytes, header: Header) -> Adapter:
 
 
 def check_config(config_text: bytes) -> None:
-    """Raises CheckpointError where the config alone says that the adapter cannot be served."""
+    """Raises CheckpointError if the config alone shows that the adapter cannot be served."""
     _refuse_variants(json_fields(config_text, CONFIG_NAME))
 
 
@@ -157,7 +158,7 @@ def _what_else(name: str) -> str:
 
 
 def _check_tensors(down: TensorRef, up: TensorRef, rank: int, key: str) -> None:
-    """Raises CheckpointError unless both tensors have the rank. key: which of the config says it."""
+    """Raises CheckpointError unless both tensors have this rank. key: the key of the config that gives the rank."""
     for tensor, axis, wanted in ((down, 0, "[rank, inputs]"), (up, 1, "[outputs, rank]")):
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise CheckpointError(tensor.file, tensor.name, f"has shape {list(tensor.shape)}, no {wanted}")
@@ -167,16 +168,17 @@ def _check_tensors(down: TensorRef, up: TensorRef, rank: int, key: str) -> None:
 
 
 class _PerModule:
-    """A number that the config gives for all modules (key), and for some of them by their names (pattern_key).
+    """A number that the config gives for all modules (under key), and for some modules by name (under pattern_key).
 
-    PEFT takes a name there as a regular expression for the end of a module's name, from its beginning or behind a dot. In what PEFT
-    and trainers write it is a name. Others are refused, since Python may take any time to match an expression of a file."""
+    PEFT reads such a name as a regular expression for the end of a module's name, which begins at the name's beginning or after a
+    dot. PEFT and trainers write only plain names. Other expressions are refused, since Python may take any time to match an
+    expression from a file."""
 
     def __init__(self, fields: Fields, key: str, pattern_key: str) -> None:
         self._key, self._pattern_key = key, pattern_key
         self._usual = self._read(fields, key)
         given = fields.mapping(pattern_key) or Fields({}, fields.file)
-        self._special: dict[str, tuple[int, str, float]] = {}  # by name: place in the file, key, number
+        self._special: dict[str, tuple[int, str, float]] = {}  # name -> (place in the file, key, number)
         for place, each in enumerate(given.values):
             if not _NAME.fullmatch(each):
                 raise fields.unsupported(pattern_key, f"{each!r} is an expression, and only names of modules are read")
@@ -184,7 +186,7 @@ class _PerModule:
             self._special.setdefault(name, (place, each, self._read(given, each)))
 
     def of(self, module: str) -> tuple[float, str]:
-        """Returns the module's number, and the key of the config that gives it. Of several names that fit, the first counts."""
+        """Returns the module's number, and the key of the config that gives it. If several names fit, the first one counts."""
         parts = module.split(".")
         names = [f"^{module}", *(".".join(parts[at:]) for at in range(len(parts)))]
         found = min((self._special[name] for name in names if name in self._special), default=None)

@@ -1,4 +1,4 @@
-"""Computes where an adapter's matrices go in the memory of its base, and says why an adapter does not fit a base."""
+"""Computes where an adapter's matrices go in the memory of its base, and why an adapter does not fit a base."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from loader.errors import CheckpointError
 from loader.layout import parameter_shapes
 from loader.model_shape import ModelShape
 
-RANK_STEP = 8  # kernels take so many ranks at once
+RANK_STEP = 8  # kernels process so many ranks at a time
 ALIGN_BYTES = 64
-# What the names of a decoder's layers begin with. Adapters are made of models in memory, which call a module otherwise than a
-# checkpoint of a wrapper, or of a decoder without its head, calls its tensor; the rest of the name is the same.
+# Prefixes of the names of a decoder's layers. Adapters use the module names of a model in memory, whose prefix differs from that of
+# the tensors in a checkpoint of a wrapper, or of a decoder without its head; the rest of the name is the same.
 _BODIES = ("model.language_model.", "language_model.model.", "model.", "")
 _LAYERS = "layers."
 
 
 @dataclass(slots=True, frozen=True)
 class AdapterPlace:
-    """What an adapter adds to the product of one matrix number.
+    """The matrices that an adapter has for the product of one matrix number.
 
-    rank: r, that of all P parts, a multiple of RANK_STEP. offset: in elements from the adapter's first byte; there lies "down",
-    [P * r, inputs], of which part p has the rows from p * r, and behind it, part by part, "up" [r, outputs of the part]. inputs,
-    outputs: of the matrix (AdaptedMatrix). parts: what the adapter has of each part; None: nothing, so that zeros lie there."""
+    rank: the rank r of each of the product's P parts, a multiple of RANK_STEP. offset: where its matrices begin, in elements from
+    the adapter's first byte: first "down" [P * r, inputs], in which the rows of part p begin at p * r, then, part by part, "up" [r,
+    outputs of the part]. inputs, outputs: as in AdaptedMatrix. parts: the adapter's module for each part; None: it has none, and
+    its place is filled with zeros."""
 
     number: int
     rank: int
@@ -42,7 +43,7 @@ class AdapterPlace:
         return self.offset + part * self.rank * self.inputs
 
     def up_at(self, part: int) -> int:
-        """Returns where the part's up [r, outputs[part]] begins, likewise."""
+        """Returns where the part's up [r, outputs[part]] begins, in elements from the adapter's first byte."""
         return self.offset + self.rank * (len(self.parts) * self.inputs + sum(self.outputs[:part]))
 
     @property
@@ -52,7 +53,8 @@ class AdapterPlace:
 
 @dataclass(slots=True, frozen=True)
 class AdapterLayout:
-    """Where everything of an adapter lies. places: by ascending matrix number. num_bytes: a multiple of ALIGN_BYTES."""
+    """The layout of an adapter in memory. places: one for each product, by ascending matrix number. num_bytes: bytes in all, a
+    multiple of ALIGN_BYTES."""
 
     places: tuple[AdapterPlace, ...]
     num_bytes: int
@@ -64,8 +66,8 @@ class _Part(NamedTuple):
 
 
 def adapter_layout(adapter: Adapter, shape: ModelShape, item_bytes: int) -> AdapterLayout:
-    """Returns the layout for a base of this shape. item_bytes: of an element, 4 or 2. Raises CheckpointError, which names a tensor,
-    where the adapter does not fit the base."""
+    """Returns the layout for a base of this shape. item_bytes: bytes of an element, 4 or 2. Raises CheckpointError, which names a
+    tensor, if the adapter does not fit the base."""
     matrices = adapted_matrices(shape)
     places = []
     offset, step = 0, ALIGN_BYTES // item_bytes
@@ -80,7 +82,7 @@ def adapter_layout(adapter: Adapter, shape: ModelShape, item_bytes: int) -> Adap
 
 
 def misfit(adapter: Adapter, shape: ModelShape) -> str:
-    """Returns why a base of this shape cannot have the adapter, naming the tensor, or ""."""
+    """Returns why the adapter does not fit a base of this shape, naming the tensor; "" if it fits."""
     if not adapted_matrices(shape):
         return f"{shape.architecture} is an encoder; adapters of encoders are not served"
     try:
@@ -91,8 +93,8 @@ def misfit(adapter: Adapter, shape: ModelShape) -> str:
 
 
 def _modules_by_number(adapter: Adapter, shape: ModelShape) -> dict[int, dict[int, AdapterModule]]:
-    """Returns the adapter's modules by matrix number and part. Modules of the base that are not read, such as those of an encoder
-    of images, have none. Raises CheckpointError."""
+    """Returns the adapter's modules by matrix number and part. Modules of the base that are not served, such as those of an image
+    encoder, have no number and are left out. Raises CheckpointError."""
     known, matrices = _parts(shape), adapted_matrices(shape)
     found: dict[int, dict[int, AdapterModule]] = {}
     for module in adapter.modules:
@@ -119,7 +121,7 @@ def _parts(shape: ModelShape) -> Mapping[str, _Part]:
 
 
 def _plain(module: str) -> str:
-    """Returns the name of a layer's module without what the names of all layers begin with."""
+    """Returns the name of a layer's module without the common prefix of all layers."""
     for body in _BODIES:
         if module.startswith(body + _LAYERS):
             return module.removeprefix(body)

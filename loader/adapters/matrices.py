@@ -1,5 +1,5 @@
-"""Lists the products of a model that a LoRA adapter may change. The place of a product in the list is its matrix number, by which
-the loader and the engine mean the same product."""
+"""Lists the products of a model that a LoRA adapter may change. The index of a product in the list is its matrix number, by which
+both the loader and the engine identify it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _Product = tuple[str, tuple[str, ...]]
 
 
 class AdaptedMatrix(NamedTuple):
-    """Matrices that one product reads together: the tensors prefix + name + ".weight" of all names. outputs: the rows of each.
-    inputs: the columns of all."""
+    """Matrices that one product reads together: the tensors prefix + name + ".weight" for all names. outputs: number of rows of
+    each matrix. inputs: number of columns, the same for all."""
 
     prefix: str
     names: tuple[str, ...]
@@ -27,12 +27,12 @@ class AdaptedMatrix(NamedTuple):
 
 @lru_cache(maxsize=256)
 def adapted_matrices(shape: ModelShape) -> tuple[AdaptedMatrix, ...]:
-    """Returns the products of a decoder that adapters may change, layer by layer: those of attention (or of the delta rule), then
-    those of the MLP, or of the expert that all tokens pass through. () for encoders.
+    """Returns the products of a decoder that adapters may change, layer by layer: first those of attention (or of the delta rule),
+    then those of the MLP, or of the shared expert. () for encoders.
 
-    They are the products that engine/layers builds with Weights.matrix of the same prefix and names. Not among them: experts,
-    routers, the gates of the delta rule, inputs of a layer's own, embeddings and the head, and the matrix of latent attention that
-    is multiplied head by head."""
+    They are the products that engine/layers builds with Weights.matrix of the same prefix and names. Not among them are experts,
+    routers, the gates of the delta rule, additional layer inputs, embeddings, the head, and the matrix of latent attention that is
+    multiplied head by head."""
     family = architecture_of(shape)
     if not isinstance(family, Decoder | Wrapper):
         return ()
@@ -45,7 +45,7 @@ def adapted_matrices(shape: ModelShape) -> tuple[AdaptedMatrix, ...]:
 
 
 def decoder_of(shape: ModelShape) -> Decoder:
-    """Returns a decoder's description, with the names that its tensors have in the checkpoint. Raises TypeError for encoders."""
+    """Returns a decoder's description with the names of its tensors in the checkpoint. Raises TypeError for encoders."""
     family = architecture_of(shape)
     if not isinstance(family, Decoder | Wrapper):
         raise TypeError(f"{shape.architecture} is no decoder")
@@ -53,12 +53,12 @@ def decoder_of(shape: ModelShape) -> Decoder:
 
 
 def numbers_of(shape: ModelShape) -> dict[_Product, int]:
-    """Returns the matrix numbers by the products' prefixes and names."""
+    """Returns (prefix, names) of each product -> its matrix number."""
     return {(matrix.prefix, matrix.names): number for number, matrix in enumerate(adapted_matrices(shape))}
 
 
 def _products(family: Decoder, shape: ModelShape) -> Iterator[_Product]:
-    """Yields prefix and names of each product. family: with the names of the checkpoint."""
+    """Yields prefix and names of each product. family: the decoder's description with the names in the checkpoint."""
     names = family.names
     for layer in range(shape.num_layers):
         prefix = names.layer.format(layer)

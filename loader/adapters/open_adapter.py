@@ -1,4 +1,4 @@
-"""Opens an adapter's folder, to read its tensors."""
+"""Opens an adapter's folder, so that its tensors can be read."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class OpenAdapter:
         self.adapter, self.header, self._fd = adapter, header, fd
 
     def read(self, tensor: TensorRef) -> NDArray[np.uint8]:
-        """Returns the bytes of a tensor of the adapter, as they are in the file (little-endian, row by row). Raises ReadFailed,
-        and CheckpointChanged where the file has become shorter."""
+        """Returns the bytes of a tensor of the adapter, as they are in the file (little-endian, row by row). Raises ReadFailed, and
+        CheckpointChanged if the file has become shorter."""
         data = np.empty(tensor.num_bytes, np.uint8)
         left, offset = data.data, tensor.offset_bytes
         while left:
@@ -49,7 +49,7 @@ class OpenAdapter:
 
 
 def open_adapter(path: str | Path, fingerprint: str) -> OpenAdapter:
-    """Checks the folder again and opens its weights. fingerprint: that of the registered adapter, "" to accept any.
+    """Checks the folder again and opens its weights. fingerprint: the registered adapter's fingerprint, "" to accept any.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again)."""
     checkpoint = scanned_again(path, fingerprint, "adapter")
