@@ -1,1 +1,1 @@
-"""Ways to hold the matrices of a model's layers: one file for each, `registry` lists them."""
+"""Weight formats, that is, ways to hold the matrices of a model's layers: one file for each; `registry` lists them."""

@@ -1,5 +1,6 @@
-"""What the weight formats of AWQ and GPTQ have in common: scales and zero points by groups of inputs, [G, N], all of which is
-rearranged as it is read (relayout.py). Scales are held as float16. Zero points of symmetric checkpoints are only checked.
+"""The common parts of the weight formats of AWQ and GPTQ: weights with scales and zero points [G, N] by groups of inputs, all of
+which are rearranged as they are read (relayout.py). Scales are held as float16. Zero points of symmetric checkpoints are only
+checked.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _num_groups(settings: Awq | Gptq, num_inputs: int) -> int:
 
 
 def parts_by_input(settings: Awq | Gptq, name: str, dims: Dims, words: Int4Tensor, zeros: Relayout) -> Int4Tensors:
-    """Returns the tensors of a matrix whose words are these, but for the groups of its inputs."""
+    """Returns the tensors of a matrix with these words, without the tensor that gives the groups of its inputs."""
     num_outputs, groups = dims[0], _num_groups(settings, dims[1])
     of_inputs = Along(0, settings.group_inputs) if settings.group_inputs else None
     stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.scales), (groups, num_outputs))
@@ -46,8 +47,8 @@ def format_by_input(
     parts_of: Callable[[TensorGroup, str, tuple[int, ...]], Int4Tensors],
     ordered: bool = False,
 ) -> WeightFormat:
-    """Returns the format of checkpoints with these settings. read: what reads settings from a `quantization_config`. parts_of: the
-    tensors of a matrix of a group, by its name and shape. ordered: inputs of a group may lie apart."""
+    """Returns the format of checkpoints with these settings. read: reads settings from a `quantization_config`. parts_of(group,
+    name, shape): returns the tensors of a matrix. ordered: inputs that share a scale may lie apart."""
 
     def stored(group: TensorGroup) -> list[StoredTensor]:
         found = [parts_of(group, *matrix) for matrix in group.tensors]

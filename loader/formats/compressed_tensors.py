@@ -15,8 +15,8 @@ FoundT = TypeVar("FoundT")
 def read_groups(
     config: Mapping[str, Any], form: str, read: Callable[[str, Mapping[str, Any]], FoundT | Refused]
 ) -> FoundT | Refused | None:
-    """Returns what read(key, weights) makes of every group's settings of weights, which must be the same; None if the groups are
-    not all of the format `form`."""
+    """Returns the result of read(key, weights) for the groups' settings of weights, which must be the same for every group; None if
+    not all groups have the format `form`."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return None
@@ -40,8 +40,8 @@ def read_groups(
 
 
 def first_other(key: str, weights: Mapping[str, Any], served: Mapping[str, object]) -> Refused | None:
-    """Returns a refusal of the first setting that has another value than the only one that is served; None if there is none. key:
-    that of the settings; "": they are the whole configuration."""
+    """Returns a refusal of the first setting whose value is not the one that is served; None if there is none. key: the key of the
+    settings; "": they are the whole configuration. served: setting -> the only value that is served."""
     for name, value in served.items():
         if weights.get(name) != value:
             return not_served(f"{key}.{name}" if key else name, weights.get(name), str(value))

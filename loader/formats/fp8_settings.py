@@ -3,7 +3,7 @@ weights share one.
 
 Five producers are known: fine-grained FP8 (`fp8`, as DeepSeek-V3 and Qwen3 have it, and AutoFP8's without blocks),
 compressed-tensors (`float-quantized`), FBGEMM (`fbgemm_fp8`), NVIDIA's ModelOpt and AMD's Quark. In all of them a weight is its
-code's value times its scale. What they say about activations and KV is not used: products have activations of the model's dtype.
+code's value times its scale. Their settings for activations and KV are not used: products have activations of the model's dtype.
 Sources: https://github.com/huggingface/transformers (utils/quantization_config.py, integrations),
 https://github.com/vllm-project/compressed-tensors, https://github.com/vllm-project/vllm (model_executor/layers/quantization).
 """
@@ -17,7 +17,7 @@ from loader.formats import modelopt
 from loader.formats.compressed_tensors import first_other, read_groups
 from loader.formats.refused import Refused, not_served
 
-BLOCK = 128  # outputs and inputs of a block of weights with one scale
+BLOCK = 128  # number of outputs, and of inputs, of a block of weights with one scale
 MATRIX, OUTPUT, EACH_BLOCK = "matrix", "output", "block"
 SCALE, SCALE_INV = "_scale", "_scale_inv"
 _BLOCKS = [BLOCK, BLOCK]
@@ -25,8 +25,8 @@ _BLOCK_TEXTS = (_BLOCKS, f"{BLOCK}x{BLOCK}")
 
 
 class Fp8Scales(NamedTuple):
-    """How a matrix's scales are stored. suffix: behind the matrix's name. unit: what has one: the MATRIX, each OUTPUT, or
-    EACH_BLOCK."""
+    """How a matrix's scales are stored. suffix: appended to the matrix's name. unit: what one scale belongs to: the MATRIX, each
+    OUTPUT, or EACH_BLOCK."""
 
     suffix: str
     unit: str

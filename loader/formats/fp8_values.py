@@ -9,8 +9,8 @@ from torch import Tensor
 
 from loader.architectures.architecture import Cut
 
-_AT_ONCE = 256 << 10  # codes looked at at a time: they and their copy stay in the second-level cache
-_NAN = 0x7F  # without the sign
+_AT_ONCE = 256 << 10  # codes checked at a time, so that they and their copy stay in the second-level cache
+_NAN = 0x7F  # code of NaN without the sign bit
 
 
 def nan_at(codes: npt.NDArray[np.uint8]) -> int:
@@ -26,8 +26,8 @@ def nan_at(codes: npt.NDArray[np.uint8]) -> int:
 
 def fill_scales(stored: Tensor, repeats: int, held: Tensor, inverse: bool = False, kept: Cut | None = None) -> None:
     """Writes stored scales [S, G] (float32, bfloat16 or float16) to held [N * G] float32: each row `repeats` times, the last as
-    often as there is room. inverse: their inverses. kept: the part of these numbers that is written; None: all. Raises ValueError
-    for scales that are NaN or infinite, and for divisors whose inverse float32 does not have."""
+    often as there is room. inverse: writes the inverses of the scales. kept: the part of these numbers that is written; None: all.
+    Raises ValueError for scales that are NaN or infinite, and for divisors whose inverse float32 cannot represent."""
     wide = stored.float()
     if inverse:
         wide = wide.reciprocal()

@@ -18,8 +18,9 @@ V1, V2 = "gptq", "gptq_v2"
 
 
 class Gptq(NamedTuple):
-    """group_inputs: inputs that share a scale, or WHOLE_ROW. symmetric: all zero points are 8. is_v2: zero points are stored as
-    they are, else as a number that is one less. ordered: inputs of a group may lie apart (desc_act)."""
+    """The settings of a GPTQ checkpoint. group_inputs: number of inputs that share a scale, or WHOLE_ROW. symmetric: all zero
+    points are 8. is_v2: zero points are stored unchanged, else minus 1. ordered: inputs that share a scale may lie apart
+    (desc_act)."""
 
     group_inputs: int
     symmetric: bool
@@ -28,7 +29,7 @@ class Gptq(NamedTuple):
 
 
 def read(config: Mapping[str, Any]) -> Gptq | Refused | None:
-    """Returns None if the configuration is not about GPTQ."""
+    """Returns the settings in a `quantization_config`, or a refusal; None if the configuration is not about GPTQ."""
     if config.get("quant_method") != "gptq":
         return None
     if (refused := refused_setting(config)) is not None:
@@ -48,7 +49,7 @@ def read(config: Mapping[str, Any]) -> Gptq | Refused | None:
 
 
 def refused_setting(config: Mapping[str, Any]) -> Refused | None:
-    """Returns a refusal of the first setting that is not served, of those that AWQ has, too; None if there is none."""
+    """Returns a refusal of the first setting that is not served, among the settings that AWQ has, too; None if there is none."""
     if config.get("bits") != 4:
         return not_served("bits", config.get("bits"), "4")
     if config.get("group_size") not in GROUPS:

@@ -1,7 +1,7 @@
-"""Lays out matrices in INT4, whoever wrote them: weights of four bits as kernels read them, those that one product reads together
-end to end, and behind them their scales in 16 bits, their zero points in 8, and the order of their inputs, where there are such.
+"""Lays out matrices in INT4, for checkpoints of all producers: four-bit weights as kernels read them, with the matrices of one
+product end to end; after them their scales in 16 bits and, if there are any, zero points in 8 bits and the order of their inputs.
 
-A weight is (number - zero point) times scale, for numbers from 0 to 15. Where no zero points are held, they are 8.
+A weight is (number - zero point) times scale, for numbers from 0 to 15. If no zero points are held, they are 8.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from loader.formats.stored_part import Axes, matrices_of, stored_part
 from loader.formats.weight_format import Space, StoredTensor, WeightSlot, aligned, refuse_stacked_experts
 from loader.model_shape import ModelShape
 
-IN_WORD = 8  # weights
-STEP = 32  # kernels take so many inputs at a time
-REARRANGED = "rearranged"  # a WeightFormat's held_as where no tensor can be read straight into place
+IN_WORD = 8  # weights in a word of 32 bits
+STEP = 32  # inputs that kernels process at a time
+REARRANGED = "rearranged"  # WeightFormat.held_as of formats whose tensors cannot be read straight into place
 
 
 class Names(NamedTuple):
-    """What follows a matrix's name, which lacks `.weight`, in the names of its tensors."""
+    """The suffixes of a matrix's name, without `.weight`, in the names of its tensors."""
 
     words: str
     scales: str
@@ -32,17 +32,17 @@ class Names(NamedTuple):
     order: str = ""
 
     def of(self, matrix: str, part: str) -> str:
-        """Returns the name of a tensor. matrix: its name with `.weight`."""
+        """Returns the name of a matrix's tensor. matrix: the matrix's name with `.weight`. part: the tensor's suffix."""
         return matrix.removesuffix(".weight") + part
 
 
-COMPRESSED = Names(".weight_packed", ".weight_scale", ".weight_zero_point")  # of compressed-tensors
-BY_INPUT = Names(".qweight", ".scales", ".qzeros", ".g_idx")  # of AWQ and GPTQ
+COMPRESSED = Names(".weight_packed", ".weight_scale", ".weight_zero_point")  # names of compressed-tensors
+BY_INPUT = Names(".qweight", ".scales", ".qzeros", ".g_idx")  # names of AWQ and GPTQ
 
 
 class Int4Tensor(NamedTuple):
-    """A stored tensor of a matrix. held_as: its dtype in memory. item_bytes: the size of its elements there, unless it is
-    rearranged. axes: where the matrix's outputs and inputs lie in it. relayout: as in WeightSlot."""
+    """A stored tensor of a matrix. held_as: its dtype in memory. item_bytes: the size of its elements in memory, unless it is
+    rearranged. axes: where the matrix's outputs and inputs lie in the tensor. relayout: as in WeightSlot."""
 
     tensor: StoredTensor
     held_as: str
@@ -71,10 +71,10 @@ def rearranged(tensor: StoredTensor, held_as: str, axes: Axes, relayout: Relayou
 def place(
     parts_of: Callable[[str, tuple[int, ...]], Int4Tensors], group_inputs: int, is_joint: bool, group: TensorGroup, space: Space
 ) -> tuple[list[WeightSlot], int]:
-    """Lays out a group of matrices. parts_of(name, dims): the tensors of one. group_inputs: inputs that share a scale; 0: all.
-    is_joint: the inputs are put in order when all have been read. Raises CheckpointError for a matrix that is not made of whole
-    groups, or whose zero points do not fill their words; and for a part of one that begins or ends within a group or a word, or is
-    of inputs that are in another order than that of their groups."""
+    """Lays out a group of matrices. parts_of(name, dims): returns the tensors of one matrix. group_inputs: number of inputs that
+    share a scale; 0: all. is_joint: the inputs are put in order once all matrices have been read. Raises CheckpointError for a
+    matrix that does not consist of whole groups, or whose zero points do not fill their words; and for a part of a matrix that
+    begins or ends within a group or a word, or that has some of the inputs of a matrix whose inputs are reordered."""
     step = group_inputs or STEP
     slots: list[WeightSlot] = []
     end = space.begin_bytes
@@ -94,7 +94,7 @@ def place(
                 why = f"has its {cut.whole} inputs in an order of its own (desc_act): not divided"
                 raise CheckpointError("config.json", name, why)
             joint = group.tensors[0][0] if is_joint and part in (parts.words, parts.order) else ""
-            # the order of a part's inputs is checked as that of all
+            # also for a part, the order is checked over all inputs
             own_inputs = group_inputs or (matrix.whole_dims if part is parts.order else dims)[1]
             if part in (parts.scales, parts.zeros):
                 own_inputs = 0

@@ -1,7 +1,8 @@
-"""Rearranges the numbers of AWQ and GPTQ checkpoints as kernels read them (relayout.py), a tile at a time, on the tensors' device.
+"""Rearranges the numbers of AWQ and GPTQ checkpoints into the kernels' order (relayout.py), a tile at a time, on the tensors'
+device.
 
-AWQ (https://github.com/casper-hansen/AutoAWQ, `gemm`) and GPTQ (https://github.com/ModelCloud/GPTQModel) store numbers of four bits
-in words of 32. Shapes: R stored rows, C elements of a row, N outputs, K inputs, G groups.
+AWQ (https://github.com/casper-hansen/AutoAWQ, `gemm`) and GPTQ (https://github.com/ModelCloud/GPTQModel) store four-bit numbers in
+words of 32 bits. Shapes: R stored rows, C elements of a row, N outputs, K inputs, G groups.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from loader.formats.relayout import (
 
 IN_WORD = 8
 _IN_ORDER = tuple(range(IN_WORD))
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that the n-th four bits of a word belong to
-_LINE_WORDS = 16  # columns that are written together, where a word has four bytes: a line of the cache
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs the n-th four bits of a word belong to
+_LINE_WORDS = 16  # columns that are written together, four bytes each: a cache line
 _SWAPS = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F))
 
 
 def part_of(held: Tensor, relayout: Relayout, first: int, num_rows: int) -> Tensor:
-    """Returns where num_rows stored rows from index `first` on belong in held, the place of a whole tensor
+    """Returns the part of `held` that num_rows stored rows from index `first` on belong to. held: the place of the whole tensor
     (Relayout.held_shape)."""
     if held.dim() < 2:
         return held
@@ -46,8 +47,8 @@ def part_of(held: Tensor, relayout: Relayout, first: int, num_rows: int) -> Tens
 
 def rearrange(relayout: Relayout, stored: Tensor, first: int, group_inputs: int, part: Tensor, at_once: int) -> None:
     """Writes stored rows [R, C], or elements [R], of a tensor to their part of memory (part_of). first: the index of the first row
-    in the whole tensor. group_inputs: inputs that share a scale. at_once: elements that are rearranged at a time. Raises ValueError
-    for numbers that cannot be held."""
+    in the whole tensor. group_inputs: inputs that share a scale. at_once: number of elements that are rearranged at a time. Raises
+    ValueError for numbers that cannot be held."""
     if relayout == GROUPS_IN_ORDER:
         _check_order(stored, first, group_inputs)
     elif relayout == INPUT_ORDER:
@@ -77,12 +78,12 @@ def _gptq_words(stored: Tensor, held: Tensor) -> None:
 def _awq_words(stored: Tensor, held: Tensor) -> None:
     """Writes words [8 R, C] of eight outputs each as words [8 C, R] of eight inputs each."""
     words = stored.unflatten(0, (-1, 2, 2, 2)).clone()  # [R, 2, 2, 2, C]
-    for axis, (bits, mask) in enumerate(_SWAPS, 1):  # four bits of input i and place p change places with those of input p, place i
+    for axis, (bits, mask) in enumerate(_SWAPS, 1):  # swaps the four bits of input i, place p with those of input p, place i
         low, high = words.unbind(axis)
         other = (low >> bits).bitwise_xor_(high).bitwise_and_(mask)
         high.bitwise_xor_(other)
         low.bitwise_xor_(other.bitwise_left_shift_(bits))
-    # the bits of a place are those of its output in another order: 0, 2, 4, 6, 1, 3, 5, 7
+    # the n-th place of a word belongs to output 0, 2, 4, 6, 1, 3, 5, 7
     held.unflatten(0, (-1, 2, 2, 2)).copy_(words.permute(4, 2, 3, 1, 0))
 
 
@@ -92,7 +93,7 @@ def _scales(stored: Tensor, held: Tensor) -> None:
 
 def _zeros(order: tuple[int, ...], added: int, turned: bool) -> Callable[[Tensor, Tensor], None]:
     """Returns a function that writes words [R, C] of eight outputs each to held [8 C, R] uint8, or [8 R, C] if not turned. order:
-    the output that the n-th four bits belong to. added: to each."""
+    the output that the n-th four bits belong to. added: number that is added to each zero point."""
 
     def write(stored: Tensor, held: Tensor) -> None:
         to = held.unflatten(0, (-1, IN_WORD))
@@ -127,8 +128,8 @@ def _check_order(groups: Tensor, first: int, group_inputs: int) -> None:
 
 
 def order_of(groups: Tensor, group_inputs: int) -> Tensor:
-    """Returns the inputs [K] int32 in the order of their groups [K] int32. Raises ValueError unless they are groups of
-    group_inputs."""
+    """Returns the input indices [K] int32, sorted by group. groups [K] int32: the group of each input. Raises ValueError unless
+    every group has group_inputs inputs."""
     num_groups = len(groups) // group_inputs
     if not bool(((groups >= 0) & (groups < num_groups)).all()):
         raise ValueError(f"holds a group that does not exist: there are {num_groups}, from 0 on")
@@ -138,8 +139,8 @@ def order_of(groups: Tensor, group_inputs: int) -> Tensor:
 
 
 def order_inputs(packed: Tensor, order: Tensor, at_once: int) -> None:
-    """Brings the weights packed [N, K / 2] uint8, two a byte, into an order [K] of their inputs, in place, about at_once of them at
-    a time."""
+    """Reorders the inputs of weights packed [N, K / 2] uint8, two a byte, in place, about at_once weights at a time. order [K]:
+    input indices."""
     places, step = order.long(), max(1, at_once // len(order))
     for some in packed.split(step):
         codes = torch.stack((some & 15, some >> 4), dim=-1).flatten(1)[:, places]

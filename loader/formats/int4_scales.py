@@ -1,4 +1,5 @@
-"""Checks scales of INT4 weights as they are read: they are held in 16 bits, and must be the numbers that the checkpoint holds."""
+"""Checks scales of INT4 weights as they are read: they are held in 16 bits, which must represent the checkpoint's numbers
+exactly."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 def narrow_scales(stored: Tensor, held: Tensor) -> None:
     """Writes stored scales (float32, bfloat16 or float16) to held (bfloat16 or float16). Raises ValueError for scales that are NaN
-    or infinite, and for numbers that held's dtype does not have."""
+    or infinite, or that held's dtype cannot represent exactly."""
     if not bool(torch.isfinite(stored).all()):
         raise ValueError("holds NaN or an infinity: no scale")
     held.copy_(stored)

@@ -1,7 +1,6 @@
 """Reads what a `quantization_config` of compressed-tensors (`pack-quantized`) says about matrices in INT4: how many inputs share a
-scale, and whether there are zero points. What it says about activations and KV is not used: products have activations of the
-model's dtype.
-Source: https://github.com/vllm-project/compressed-tensors.
+scale, and whether there are zero points. Its settings for activations and KV are not used: products have activations of the model's
+dtype. Source: https://github.com/vllm-project/compressed-tensors.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ from loader.formats.compressed_tensors import first_other, read_groups
 from loader.formats.refused import Refused, not_served
 
 GROUPS = (32, 64, 128)
-WHOLE_ROW = 0  # in place of a number of inputs: all of an output share a scale
-_ORDERS = (None, False, "weight", "static")  # of quantising the inputs; they stay at their places
+WHOLE_ROW = 0  # a value of group_inputs: all inputs of an output share a scale
+_ORDERS = (None, False, "weight", "static")  # orders in which inputs were quantised that leave them at their places
 
 
 class Int4(NamedTuple):
-    """group_inputs: inputs that share a scale, one of GROUPS or WHOLE_ROW. symmetric: there are no zero points."""
+    """The settings of an INT4 checkpoint. group_inputs: number of inputs that share a scale, one of GROUPS or WHOLE_ROW. symmetric:
+    there are no zero points."""
 
     group_inputs: int
     symmetric: bool
 
 
 def read(config: Mapping[str, Any]) -> Int4 | Refused | None:
-    """Returns None if the configuration is not about INT4."""
+    """Returns the settings in a `quantization_config`, or a refusal; None if the configuration is not about INT4."""
     if config.get("quant_method") != "compressed-tensors":
         return None
     return read_groups(config, "pack-quantized", _group)

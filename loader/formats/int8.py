@@ -1,8 +1,9 @@
 """The weight format of `quantize = "int8"`: matrices are rounded to int8 as they are read, with one float32 scale for each output.
-Matrices that one product reads together lie end to end, and their scales follow them.
-Of a model that is split over devices, each rounds its own numbers: where inputs are divided, a scale is that of a device's inputs.
+Matrices that one product reads together lie end to end, and their scales follow them. In a split model each device rounds its own
+numbers: where inputs are divided, a scale applies to the device's own inputs.
 
-loader/formats/int8_rows.py rounds them. The kernels (engine/cpu/kernels) multiply them as they are, or widen a part at a time.
+loader/formats/int8_rows.py rounds the matrices. The kernels (engine/cpu/kernels) multiply the int8 values directly, or widen a part
+at a time.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Elements rounded at a time: torch takes so many without waking its thread pool, which belongs to the model that is stepping.
+# Elements rounded at a time: few enough that torch does not wake its thread pool, which belongs to the model whose step runs.
 ELEMENTS = 32768
 LARGEST = 127
 
@@ -25,5 +25,5 @@ def quantize_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
         if not bool(torch.isfinite(scale).all()):
             raise ValueError("holds NaN or an infinity: cannot be quantised")
         scales[some] = scale
-        scale[scale == 0] = 1.0  # of zeros only
+        scale[scale == 0] = 1.0  # rows of only zeros
         values[some] = part.div_(scale.unsqueeze(1)).round_()

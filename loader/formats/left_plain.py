@@ -1,5 +1,5 @@
-"""Tells by a `quantization_config` which matrices of a quantised checkpoint are stored plain. Where files are there their tensors
-decide; a plan made of config.json alone has nothing else.
+"""Determines from a `quantization_config` which matrices of a quantised checkpoint are stored plain. It is used only for a plan
+made from config.json alone; if the files exist, their tensors decide.
 
 compressed-tensors lists modules under `ignore`: whole names, or regular expressions (`re:`) that match a name's beginning. ModelOpt
 lists names with wildcards there, or under `exclude_modules`.
@@ -21,8 +21,8 @@ _EXPRESSION, LEFT_OUT, _WILDCARD = "re:", "-:", "*"
 
 
 def left_plain(config: Fields) -> Callable[[str], bool]:
-    """Returns what tells whether a module of this name is plain. config: the `quantization_config`. Raises CheckpointError, which
-    names the key, for a list that is none."""
+    """Returns a function that tells whether the module of a given name is plain. config: the `quantization_config`. Raises
+    CheckpointError, which names the key, for a value that is not a list."""
     names: set[str] = set()
     parts: list[str] = []
     patterns: list[re.Pattern[str]] = []
@@ -40,7 +40,7 @@ def left_plain(config: Fields) -> Callable[[str], bool]:
             else:
                 names.add(one)
     rules = config.values.get(DYNAMIC) or {}
-    if isinstance(rules, dict):  # what else it may be is refused by gptq_settings.py
+    if isinstance(rules, dict):  # other values are refused by gptq_settings.py
         left_out = [rule.removeprefix(LEFT_OUT) for rule in rules if rule.startswith(LEFT_OUT)]
         patterns += [_expression(config, DYNAMIC, rule) for rule in left_out]
     return lambda module: (

@@ -12,14 +12,14 @@ from loader.formats.refused import Refused, not_served
 
 QUANT_CONFIG_NAME = "hf_quant_config.json"
 QUANT_CONFIG_KEY = "quantization"
-EXCLUDED = "exclude_modules"  # in that file; config.json calls the same list `ignore`
+EXCLUDED = "exclude_modules"  # the key in hf_quant_config.json; config.json calls the same list `ignore`
 FP8, FP8_BY_OUTPUT, NVFP4, NVFP4_WEIGHTS = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"
 _METHODS = {"modelopt": (FP8, FP8_BY_OUTPUT, NVFP4, NVFP4_WEIGHTS), "modelopt_fp4": (NVFP4, NVFP4_WEIGHTS)}
 
 
 def algorithm_of(config: Mapping[str, Any]) -> str | Refused | None:
-    """Returns the algorithm that a `quantization_config` names, or a refusal of one that is not served; None if ModelOpt did not
-    write it."""
+    """Returns the algorithm that a `quantization_config` names, or a refusal if it is not served; None if ModelOpt did not write
+    the configuration."""
     served = _METHODS.get(str(config.get("quant_method")))
     if served is None:
         return None
@@ -30,8 +30,8 @@ def algorithm_of(config: Mapping[str, Any]) -> str | Refused | None:
 
 
 def quant_config(text: bytes) -> Fields:
-    """Returns hf_quant_config.json as an object whose key QUANT_CONFIG_KEY has what a `quantization_config` would. The key is
-    missing if no matrix is quantised, as in checkpoints whose KV alone is. Raises CheckpointError."""
+    """Returns hf_quant_config.json as an object whose key QUANT_CONFIG_KEY holds the equivalent of a `quantization_config`. The key
+    is missing if no matrix is quantised, as in checkpoints in which only the KV is. Raises CheckpointError."""
     fields = json_fields(text, QUANT_CONFIG_NAME)
     own = fields.mapping(QUANT_CONFIG_KEY)
     if own is None:

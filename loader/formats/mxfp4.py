@@ -1,8 +1,9 @@
-"""The weight format of checkpoints whose experts are in MXFP4: numbers of 4 bits (e2m1), with a power of two for each 32 of them.
+"""The weight format of checkpoints whose experts are in MXFP4: four-bit numbers (e2m1), with a power of two as scale for each 32 of
+them.
 
 A tensor NAME [E, N, K] of all experts' matrices is stored as NAME_blocks [E, N, K / 32, 16] uint8, two numbers a byte with the
-first in the low four bits, and NAME_scales [E, N, K / 32] uint8, the exponents plus 127 (E8M0). Both stay as they are stored, so
-blocks can be read straight into place; kernels widen them as they multiply. An exponent of 255 means NaN and is refused. All other
+first in the low four bits, and NAME_scales [E, N, K / 32] uint8, the exponents plus 127 (E8M0). Both are held as stored, so blocks
+can be read straight into place; kernels widen them as they multiply. An exponent of 255 means NaN and is refused. All other
 matrices are plain. Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0.
 """
 
@@ -20,10 +21,10 @@ from loader.formats.stored_part import Along, matrices_of, stored_part
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned
 from loader.model_shape import ALTERNATING, ModelShape
 
-GROUP = 32  # numbers that have one scale
+GROUP = 32  # numbers that share a scale
 BLOCK_BYTES_OF_GROUP = GROUP // 2
 BLOCKS, SCALES = "_blocks", "_scales"
-_AXES = (Along(0), Along(1), Along(2, GROUP))  # of experts, outputs and inputs
+_AXES = (Along(0), Along(1), Along(2, GROUP))  # axes of experts, outputs and inputs
 _STORED_AS, _HELD_AS = ("U8",), "uint8"
 
 
@@ -32,7 +33,7 @@ def _recognises(config: Mapping[str, Any]) -> bool:
 
 
 def _check(fields: Fields, shape: ModelShape) -> None:
-    """Raises UnsupportedModel for a model whose experts are not stacked, or not made of whole groups."""
+    """Raises UnsupportedModel for a model whose experts are not stacked, or whose inputs are not divided into whole groups."""
     if shape.experts is None or shape.experts.stack != ALTERNATING:
         raise fields.unsupported("quantization_config", f"{shape.architecture} is not served in MXFP4")
     for key, width in (("hidden_size", shape.hidden_size), ("intermediate_size", shape.experts.intermediate_size)):
@@ -41,7 +42,7 @@ def _check(fields: Fields, shape: ModelShape) -> None:
 
 
 def is_stack(group: TensorGroup) -> bool:
-    """Returns whether the group is the matrices of all experts of a layer, the only ones that are in MXFP4."""
+    """Returns whether the group has the matrices of all experts of a layer; only these are in MXFP4."""
     return group.may_be_quantized and len(group.tensors[0][1]) == 3
 
 

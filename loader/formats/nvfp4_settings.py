@@ -1,8 +1,8 @@
 """Reads what a `quantization_config` says about matrices in NVFP4: under which names the tensors of a matrix are stored.
 
 Two producers are known: NVIDIA's ModelOpt (`NVFP4`), and compressed-tensors (`nvfp4-pack-quantized`, with quantised activations or
-without). What they say about activations and KV is not used: products have activations of the model's dtype.
-Sources: https://github.com/NVIDIA/Model-Optimizer, https://github.com/vllm-project/compressed-tensors.
+without). Their settings for activations and KV are not used: products have activations of the model's dtype. Sources:
+https://github.com/NVIDIA/Model-Optimizer, https://github.com/vllm-project/compressed-tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _NUMBERS: dict[str, object] = {"num_bits": 4, "type": "float", "group_size": GRO
 
 
 class Nvfp4(NamedTuple):
-    """What follows a matrix's name, which lacks `.weight`, in the names of its tensors. whole: that of the scale of all its
-    scales. divides: what it stands for divides them, else it multiplies them."""
+    """The suffixes of a matrix's name, without `.weight`, in the names of its tensors. whole: suffix of the scale of the whole
+    matrix. divides: whether that scale divides the other scales, else it multiplies them."""
 
     numbers: str
     scales: str
@@ -28,7 +28,7 @@ class Nvfp4(NamedTuple):
     divides: bool
 
     def of(self, matrix: str, part: str) -> str:
-        """Returns the name of a tensor. matrix: its name with `.weight`."""
+        """Returns the name of a matrix's tensor. matrix: the matrix's name with `.weight`. part: the tensor's suffix."""
         return matrix.removesuffix(".weight") + part
 
 
@@ -37,7 +37,7 @@ COMPRESSED = Nvfp4(".weight_packed", ".weight_scale", ".weight_global_scale", di
 
 
 def read(config: Mapping[str, Any]) -> Nvfp4 | Refused | None:
-    """Returns None if the configuration is not about NVFP4."""
+    """Returns the settings in a `quantization_config`, or a refusal; None if the configuration is not about NVFP4."""
     if config.get("quant_method") == "compressed-tensors":
         return read_groups(config, "nvfp4-pack-quantized", _compressed_group)
     algorithm = modelopt.algorithm_of(config)
@@ -52,7 +52,7 @@ def _compressed_group(key: str, weights: Mapping[str, Any]) -> Nvfp4 | Refused:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Nvfp4 | Refused:
-    """Reads both forms: hf_quant_config.json has `group_size` alone, config.json also groups of modules."""
+    """Reads both forms of ModelOpt: hf_quant_config.json has only `group_size`, config.json also groups of modules."""
     if config.get("group_size") is not None and (refused := first_other("", config, {"group_size": GROUP})) is not None:
         return refused
     groups = config.get("config_groups") or {}

@@ -1,4 +1,4 @@
-"""The plain weight format: numbers of the model's dtype, as stored or converted to it as they are read.
+"""The plain weight format: numbers in the model's dtype, either stored so or converted as they are read.
 
 A large group of tensors begins at the same distance from a block's boundary as in its file, so that direct reads can write it
 straight into place.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Refused(NamedTuple):
-    """A setting that is not served. key: below `quantization_config`."""
+    """A setting that is not served. key: its key within `quantization_config`."""
 
     key: str
     why: str
@@ -18,11 +18,12 @@ def not_served(key: str, value: object, served: str) -> Refused:
 
 
 def refusal_of(read: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns the refusal that read(config) gives; None if it gives none (WeightFormat.refuses)."""
+    """Returns key and words of the refusal that read(config) returns; None if it does not refuse (implements
+    WeightFormat.refuses)."""
     found = read(config)
     return found if isinstance(found, Refused) else None
 
 
 def is_read_as(read: Callable[[Mapping[str, Any]], object], settings: object, config: Mapping[str, Any]) -> bool:
-    """Returns whether read(config) gives these settings (WeightFormat.recognises)."""
+    """Returns whether read(config) returns these settings (implements WeightFormat.recognises)."""
     return read(config) == settings

@@ -40,8 +40,8 @@ def stored_format(shape: ModelShape) -> WeightFormat:
 
 
 def recognised_format(fields: Fields, key: str = CONFIG_KEY) -> str:
-    """Returns the name of the format that a configuration says matrices are stored in; "": plain. key: that of the object which
-    says so. Raises UnsupportedModel."""
+    """Returns the name of the format in which matrices are stored by the configuration; "": plain. key: the key of the object that
+    describes the format. Raises UnsupportedModel."""
     config = fields.values.get(key)
     if config is None or config == {}:
         return PLAIN.name

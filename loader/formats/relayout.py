@@ -1,5 +1,5 @@
-"""Says how tensors of AWQ and GPTQ checkpoints lie in memory in another way than in their files. Both have a matrix's inputs before
-its outputs, and the kernels read the weights of an output end to end.
+"""Describes how tensors of AWQ and GPTQ checkpoints are rearranged for memory. In their files a matrix's inputs come before its
+outputs, while the kernels read the weights of an output end to end.
 
 int4_relayout.py rearranges the numbers. Shapes: R rows of a stored tensor, C elements of a row.
 """
@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 
 class Relayout(NamedTuple):
-    """One way to rearrange a stored tensor. name: which numbers these are. rows: so many stored rows become one column of what is
-    held; 0: the whole tensor is rearranged at once. spread: outputs that a stored element has numbers of. item_bytes: the size of
-    an element in memory; 0: nothing is held, and the numbers are only checked. turned: stored rows become columns."""
+    """One way to rearrange a stored tensor. name: what the numbers are. rows: number of stored rows that become one column in
+    memory; 0: the whole tensor is rearranged at once. spread: number of outputs whose numbers a stored element contains.
+    item_bytes: the size of an element in memory; 0: nothing is held, and the numbers are only checked. turned: whether stored rows
+    become columns."""
 
     name: str
     rows: int = 1
@@ -22,7 +23,7 @@ class Relayout(NamedTuple):
     turned: bool = True
 
     def held_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape in memory of a tensor that is stored in this one."""
+        """Returns the shape in memory of a tensor. shape: its stored shape."""
         if not self.item_bytes:
             return (0,)
         if len(shape) == 1:
@@ -34,11 +35,11 @@ class Relayout(NamedTuple):
         return math.prod(self.held_shape(shape)) * self.item_bytes
 
     def unit_rows(self, shape: tuple[int, ...]) -> int:
-        """Returns how many stored rows must not be divided."""
+        """Returns how many stored rows must be rearranged together."""
         return self.rows or shape[0]
 
 
-# words that a GPU rearranges at a time, and what it takes for them: these, a copy, and what is made on the way
+# words that a GPU rearranges at a time, and the memory for it: the words, a copy, and intermediate results
 WORDS_AT_ONCE = 1 << 20
 REARRANGING_BYTES = 24 << 20
 
@@ -47,7 +48,7 @@ GPTQ_WORDS = Relayout("gptq words")
 # eight outputs in a word, the even ones before the odd ones
 AWQ_WORDS = Relayout("awq words", rows=8, spread=8)
 SCALES = Relayout("scales", item_bytes=2)
-# eight outputs in a word: in their order (GPTQ; v1 stores a number that is one less), as AWQ has weights, or [outputs / 8, groups]
+# eight outputs in a word: in their order (GPTQ; v1 stores them minus 1), in AWQ's order of weights, or [outputs / 8, groups]
 GPTQ_V1_ZEROS, GPTQ_V2_ZEROS, AWQ_ZEROS = (Relayout(f"{name} zeros", spread=8, item_bytes=1) for name in ("v1", "v2", "awq"))
 ZEROS_BY_OUTPUT = Relayout("zeros by output", spread=8, item_bytes=1, turned=False)
 # zero points that must be 8, and groups of inputs that must lie in order

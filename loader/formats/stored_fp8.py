@@ -1,8 +1,8 @@
-"""The weight formats of checkpoints that hold matrices in FP8 (e4m3), whoever wrote them (loader/formats/fp8_settings.py).
+"""The weight formats of checkpoints that hold matrices in FP8 (e4m3), for all producers (loader/formats/fp8_settings.py).
 
-In memory all are alike: the codes as they are stored, matrices that one product reads together end to end, and behind them float32
-scales, for each output one (of a matrix or an output) or one for each 128 inputs (of blocks). A stored scale is repeated for all
-outputs that it belongs to, so matrices may lie end to end whatever their sizes.
+In memory all are alike: the codes as stored, with the matrices of one product end to end, followed by float32 scales. Each output
+has one scale (if scales are stored for a matrix or an output) or one for each 128 inputs (if they are stored for blocks). A stored
+scale is repeated for all outputs that it belongs to, so matrices may lie end to end whatever their sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loader.formats.stored_part import EACH_OUTPUT, Along, Axes, Matrix, matrice
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot, aligned
 
 _CODES = ("F8_E4M3",)
-# what a checkpoint may hold for activations and for KV
+# tensors for activations and KV that a checkpoint may hold
 _UNUSED = (
     "input_scale",
     "input_scale_ub",
@@ -31,7 +31,7 @@ _UNUSED = (
     "prob_scale",
     "kv_scale",
 )
-# where a matrix's outputs and inputs are among its scales as they are held
+# where a matrix's outputs and inputs lie in its scales in memory
 _HELD: dict[str, Axes] = {MATRIX: (None, None), OUTPUT: EACH_OUTPUT, EACH_BLOCK: (Along(0), Along(1, BLOCK))}
 _TITLES = {
     MATRIX: "FP8 (e4m3) with one scale a matrix",
@@ -41,7 +41,7 @@ _TITLES = {
 
 
 def _groups(unit: str, num_inputs: int) -> int:
-    """Returns how many scales a row has."""
+    """Returns how many scales a row of a matrix has in memory."""
     return -(-num_inputs // BLOCK) if unit == EACH_BLOCK else 1
 
 
@@ -59,8 +59,8 @@ def _stored(scales: Fp8Scales, group: TensorGroup) -> list[StoredTensor]:
 
 
 def _kept(unit: str, name: str, matrix: Matrix) -> Cut | None:
-    """Returns WeightSlot.kept of the scales of a matrix. Its outputs may be cut within a block, whose scales several devices have
-    then. Raises CheckpointError for inputs that are."""
+    """Returns WeightSlot.kept of the scales of a matrix. Its outputs may be cut within a block; several devices then have the
+    block's scales. Raises CheckpointError if its inputs are cut within a block."""
     held = matrix.whole_dims[0], _groups(unit, matrix.whole_dims[1])
     return stored_part(name, held, _HELD[unit], matrix.cut).cut
 

@@ -3,8 +3,8 @@
 A matrix NAME [N, K] is stored as NAME_packed [N, K / 8] int32, eight weights a word with the first in the lowest four bits, each
 plus 8; NAME_scale [N, G]; NAME_zero_point [N / 8, G] int32, eight outputs a word, each plus 8, if it is not symmetric; and
 NAME_shape [2], its shape, which is not read. Words are little-endian, so a byte is two weights, the first in its low bits. Words
-stay as they are stored, and may be read straight into place. Scales are held in 16 bits: float16 if that is the dtype in
-config.json, else bfloat16. A scale that this dtype does not have is refused by its tensor's name.
+are held as stored, and may be read straight into place. Scales are held in 16 bits: float16 if that is the dtype in config.json,
+else bfloat16. A scale that this dtype cannot represent is refused with its tensor's name.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from loader.formats.stored_part import Along
 from loader.formats.weight_format import Space, StoredTensor, WeightFormat, WeightSlot
 
 _SHAPE, _HELD_AS, _WORDS, _WORD_BYTES = ".weight_shape", "int32", ("I32",), 4
-# what a checkpoint may hold for activations and for KV
+# tensors for activations and KV that a checkpoint may hold
 _UNUSED = (".input_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale")
 
 
 def _parts(settings: Int4, scales_as: str, name: str, dims: tuple[int, ...]) -> Int4Tensors:
     num_outputs, num_inputs = dims
     groups = 1 if settings.group_inputs == WHOLE_ROW else -(-num_inputs // settings.group_inputs)
-    of_inputs = Along(1, settings.group_inputs) if settings.group_inputs else None  # else one group, whatever part is taken
+    of_inputs = Along(1, settings.group_inputs) if settings.group_inputs else None  # else one group, whatever part is cut out
     words = StoredTensor(COMPRESSED.of(name, COMPRESSED.words), (num_outputs, -(-num_inputs // IN_WORD)), _WORDS)
     scales = StoredTensor(COMPRESSED.of(name, COMPRESSED.scales), (num_outputs, groups), is_scale=True)
     zeros = StoredTensor(COMPRESSED.of(name, COMPRESSED.zeros), (-(-num_outputs // IN_WORD), groups), _WORDS)

@@ -1,7 +1,7 @@
 """The weight format of checkpoints that compressed-tensors wrote as `int-quantized`: int8 matrices with one scale for each output.
 
 In memory it is the same as the format of `quantize = "int8"`, but nothing is rounded: the checkpoint holds the values and, as
-NAME_scale of shape [N, 1], the scales, which become float32. What the checkpoint says about activations is not used: products have
+NAME_scale of shape [N, 1], the scales, which become float32. The checkpoint's settings for activations are not used: products have
 activations of the model's dtype, which is more exact. Source: https://github.com/vllm-project/compressed-tensors.
 """
 
@@ -17,7 +17,7 @@ from loader.formats.weight_format import FLOATS, Space, StoredTensor, WeightForm
 
 _SCALE = "_scale"
 _INT8 = ("I8",)
-# what a checkpoint may hold for activations and for KV
+# tensors for activations and KV that a checkpoint may hold
 _UNUSED = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale")
 _SUPPORTED = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 

@@ -1,10 +1,11 @@
-"""The weight formats of checkpoints in NVFP4 (loader/formats/nvfp4_settings.py): numbers of four bits (e2m1), a scale in FP8 (e4m3)
-for each 16 inputs of an output, and a float32 for the whole matrix, which all its scales are multiplied with, or divided by.
+"""The weight formats of checkpoints in NVFP4 (loader/formats/nvfp4_settings.py): four-bit numbers (e2m1), a scale in FP8 (e4m3) for
+each 16 inputs of an output, and a float32 factor for the whole matrix, by which all its scales are multiplied or divided.
 
 A matrix NAME [N, K] is stored as numbers [N, K / 2] uint8, two a byte with the first in the low four bits, scales [N, K / 16], and
-the float32. Numbers stay as they are stored, and may be read straight into place. Matrices that one product reads together lie end
-to end; behind them are their scales, and then a float32 factor for each output, because the matrices' own may differ. A divisor is
-held as its inverse, which float32 rounds. Source: https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference.
+the float32. Numbers are held as stored, and may be read straight into place. Matrices that one product reads together lie end to
+end; after them come their scales, and then a float32 factor for each output, because the matrices may have different factors. A
+divisor is held as its inverse, rounded to float32. Source:
+https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from loader.formats.weight_format import Space, StoredTensor, WeightFormat, Weig
 from loader.model_shape import ModelShape
 
 HELD_AS = "uint8"
-STEP = 32  # kernels take so many inputs at a time
+STEP = 32  # inputs that kernels process at a time
 FACTOR_BYTES = 4  # float32
-# what a checkpoint may hold for activations and for KV
+# tensors for activations and KV that a checkpoint may hold
 _UNUSED = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale")
 
 
@@ -44,7 +45,8 @@ def _stored(names: Nvfp4, group: TensorGroup) -> list[StoredTensor]:
 
 
 def _place(names: Nvfp4, group: TensorGroup, space: Space) -> tuple[list[WeightSlot], int]:
-    """Lays out a group of matrices. Raises CheckpointError for one that has not whole groups, which its kernels need."""
+    """Lays out a group of matrices. Raises CheckpointError for a matrix that does not consist of whole groups, which the kernels
+    need."""
     for name, (_, num_inputs) in group.tensors:
         if num_inputs % STEP:
             raise CheckpointError("config.json", name, f"has {num_inputs} inputs, no multiple of {STEP}, which NVFP4 needs")
@@ -72,7 +74,7 @@ def _place(names: Nvfp4, group: TensorGroup, space: Space) -> tuple[list[WeightS
 
 
 def _check(fields: Fields, shape: ModelShape) -> None:
-    """Raises UnsupportedModel for a model whose widths its kernels do not take."""
+    """Raises UnsupportedModel for a model whose widths the kernels do not support."""
     refuse_stacked_experts(fields, shape)
     inner = shape.intermediate_size if shape.experts is None else shape.experts.intermediate_size
     for key, width in (("hidden_size", shape.hidden_size), ("intermediate_size", inner)):

@@ -1,6 +1,7 @@
-"""Cuts the stored tensors of a matrix where the matrix is cut, for a device's share of a model (loader/slices.py).
+"""Cuts the stored tensors of a matrix in the same way as the matrix, for a device's share of a model (loader/slices.py).
 
-Where a format stores several numbers in a word, or has one scale for several of them, a matrix can be cut only between these.
+If a format stores several numbers in a word, or has one scale for several numbers, a matrix can be cut only between words or such
+groups.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from loader.errors import CheckpointError
 
 
 class Along(NamedTuple):
-    """Where an axis of a matrix lies in a stored tensor. axis: of the tensor. num: so many outputs or inputs, those of a word or
-    of a scale, are one element of it."""
+    """Where an axis of a matrix lies in a stored tensor. axis: the tensor's axis. num: how many outputs or inputs of the matrix one
+    element along it stands for, for example those of a word or of a scale."""
 
     axis: int
     num: int = 1
 
 
-# for each axis of a matrix where it lies in a stored tensor; None: the tensor is the same whatever part of that axis is taken
+# for each axis of a matrix, where it lies in a stored tensor; None: the tensor is the same whatever part of that axis is taken
 Axes = tuple[Along | None, ...]
 
 EACH_OUTPUT: Axes = (Along(0), None)
 
 
 class Matrix(NamedTuple):
-    """A matrix of a group. dims: of the part that is held. cut: which part that is; None: all of it."""
+    """A matrix of a group. dims: dimensions of the part that is held. cut: which part that is; None: the whole matrix."""
 
     name: str
     dims: Dims
@@ -42,7 +43,7 @@ class Matrix(NamedTuple):
 
 
 class StoredPart(NamedTuple):
-    """A part of a stored tensor. cut: which part it is; None: all of it."""
+    """A part of a stored tensor. cut: which part it is; None: the whole tensor."""
 
     shape: Dims
     cut: Cut | None
@@ -58,8 +59,8 @@ def matrices_of(group: TensorGroup) -> Iterator[Matrix]:
 
 
 def stored_part(name: str, shape: Dims, axes: Axes, cut: Cut | None) -> StoredPart:
-    """Returns the part of a stored tensor that belongs to a part of its matrix. shape: of the whole tensor. cut: of the matrix.
-    Raises CheckpointError for a cut between numbers that are stored as one, or that have one scale."""
+    """Returns the part of a stored tensor that belongs to a part of its matrix. shape: shape of the whole tensor. cut: the cut of
+    the matrix. Raises CheckpointError for a cut between numbers that are stored in one element, or that share a scale."""
     if cut is None or (along := axes[cut.axis]) is None:
         return StoredPart(shape, None)
     for begin, end in cut.ranges:

@@ -1,5 +1,5 @@
-"""Describes weight formats: which setting asks for one or how a checkpoint in it is recognised, what such a checkpoint holds, how
-matrices are laid out in memory, which kernels they need, and where it is supported.
+"""Describes weight formats: which setting asks for a format or how a checkpoint in it is recognised, what such a checkpoint holds,
+how matrices are laid out in memory, which kernels they need, and where the format is supported.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from loader.formats.relayout import Relayout
 from loader.model_shape import ALTERNATING, ModelShape
 
 ALIGN_BYTES = 64
-MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # what is smaller is copied into place instead of costing up to a block of padding
-FLOATS = ("F32", "BF16", "F16")  # as safetensors calls them
+MIN_BLOCK_ALIGNED_BYTES = 64 << 10  # smaller groups are copied into place instead of costing up to a block of padding
+FLOATS = ("F32", "BF16", "F16")  # safetensors' names
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that a checkpoint must hold. dtypes: those it may have there, as safetensors calls them. is_scale: dimensions of 1
-    at the end of its shape may be left out, because producers differ in that."""
+    """A tensor that a checkpoint must hold. dtypes: safetensors' names of the dtypes that it may have. is_scale: dimensions of 1 at
+    the end of its shape may be left out, because producers differ in that."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,18 +33,19 @@ class StoredTensor(NamedTuple):
 
 
 class WeightSlot(NamedTuple):
-    """The place of one parameter. name and shape: as in the checkpoint. offset_bytes, num_bytes: in the model's weight range.
-    scales_at_bytes: where the scales of a quantised matrix begin; -1: the parameter is no quantised matrix. stage: the
-    part of a forward pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the layers.
-    held_as: the dtype that it has in memory as it has in the checkpoint or is converted to; "": the model's, or int8 that a load
-    rounds to. group_inputs: of an FP8, INT4 or NVFP4 matrix, and of the groups of its inputs, how many inputs of a row share a
-    scale; 0: it is none. repeats: of scales of FP8 and NVFP4 matrices, how many rows of memory each stored row fills (the last as
-    many as there are left); 0: the parameter is no such. relayout: how its numbers are rearranged; None: they lie as they are
-    stored. joint: the name of the parameters that are in place only once all of them are, because the inputs of their weights are
-    put in order then; "": it is none of such. inverse: of scales that repeat, whether what is held are their inverses. cut: which
-    part of the stored tensor the parameter is, of a model that is split over devices, and `shape` is that of the part; None: it
-    is all of the tensor. kept: of scales that repeat and of which a part is held, where `shape` is that of the whole tensor: which
-    part of what the whole tensor would fill, a row for each output and a column for each group of inputs; None: all of it."""
+    """The place of one parameter. name and shape: as in the checkpoint. offset_bytes, num_bytes: its place in the model's weight
+    range. scales_at_bytes: where the scales of a matrix begin that the load quantises; -1: the parameter is not such a matrix.
+    stage: the part of a forward pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the
+    layers. held_as: the dtype in memory, if it is the stored one or one that numbers are converted to; "": the model's dtype, or
+    int8 if the load quantises. group_inputs: for an FP8, INT4 or NVFP4 matrix, and for the tensor with the groups of its inputs,
+    how many inputs of a row share a scale; 0: the parameter is none of these. repeats: for scales of FP8 and NVFP4 matrices, how
+    many rows of memory each stored row fills (the last row as many as are left); 0: the parameter is not such scales. relayout: how
+    its numbers are rearranged; None: they are held in the stored order. joint: a name shared by parameters that are in place only
+    once all of them are, because the inputs of their weights are reordered then; "": there are none. inverse: for repeated scales,
+    whether their inverses are held. cut: for a split model, which part of the stored tensor the parameter is; `shape` is then the
+    part's; None: the whole tensor. kept: for repeated scales of which only a part is held (`shape` is then the whole tensor's),
+    which part of the numbers that the whole tensor would fill, with a row for each output and a column for each group of inputs;
+    None: all."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,9 +74,9 @@ class WeightSlot(NamedTuple):
 
 
 class Space(NamedTuple):
-    """Where the next group of tensors may go. offset_bytes: the first free byte of the weight range. item_bytes: the size of an
-    element of the model's dtype. block_offset: the distance from a block's boundary at which the group begins in its file; -1:
-    it does not matter. stage: see WeightSlot. stored_dtype: that of config.json."""
+    """The free space for the next group of tensors. offset_bytes: the first free byte of the weight range. item_bytes: the size of
+    an element of the model's dtype. block_offset: the distance from a block's boundary at which the group begins in its file; -1:
+    it does not matter. stage: see WeightSlot. stored_dtype: the dtype in config.json."""
 
     offset_bytes: int
     item_bytes: int
@@ -85,7 +86,7 @@ class Space(NamedTuple):
 
     @property
     def begin_bytes(self) -> int:
-        """Where a group begins that may be read straight into place."""
+        """The offset at which a group must begin so that it may be read straight into place."""
         offset = self.offset_bytes
         return aligned(offset) if self.block_offset < 0 else offset + (self.block_offset - offset) % BLOCK_BYTES
 
@@ -96,7 +97,7 @@ def _as_they_are(group: TensorGroup) -> list[StoredTensor]:
 
 
 def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
-    """Raises UnsupportedModel for experts whose plain matrices are stacked with rows of gate and up in turns."""
+    """Raises UnsupportedModel for experts whose plain matrices are stacked with alternating rows of gate and up."""
     if shape.experts is not None and shape.experts.stack == ALTERNATING:
         message = f"{shape.architecture} is served with experts in MXFP4 only, as quant_method mxfp4 says"
         raise fields.unsupported("quantization_config", message)
@@ -106,19 +107,20 @@ def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
 class WeightFormat:
     """One way to hold the matrices of layers. All other parameters of a model are plain.
 
-    name: used in messages and logs. settings: values of the setting `quantize` that ask for it. place: lays out one group, or its
-    share with cuts; returns its slots and the first free byte after them, and raises CheckpointError where its numbers cannot be
-    cut so. stored: lists what a checkpoint holds of one group. recognises: whether a checkpoint with this `quantization_config` is
-    in the format; None: the format is none of checkpoints. title: the format of such checkpoints, for messages. refuses: the key
-    and the words for a setting in a `quantization_config` of this kind that is not served; None: there is none, or the
-    configuration is of another kind. otherwise: the name of the format that such a checkpoint is in if it holds no tensor whose
-    name ends with scale_suffix; "": there is no other. ignores: whether such a checkpoint may hold this tensor in addition.
-    kernels: the set of kernels (engine/cpu/kernel_units.py) that it needs besides those of the dtype; "": none. widened_bytes:
-    how much of a matrix a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders, runs_experts: whether GPUs,
-    encoders, and mixtures of experts support it. check: raises UnsupportedModel for a model that is not served in the format; it is
-    given config.json. reorders: products copy their inputs into another order. load_bytes: what a load takes of a GPU's memory
-    besides the weights. held_as: returns the dtype in which a group's first tensor is stored, too, so that it may be read straight
-    into place; "": the model's."""
+    name: used in messages and logs. settings: values of the setting `quantize` that ask for it. place: lays out one group, or a
+    share of it (with cuts); returns its slots and the first free byte after them, and raises CheckpointError if its numbers cannot
+    be cut in this way. stored: lists the tensors of one group that a checkpoint holds. recognises: whether a checkpoint with this
+    `quantization_config` is in the format; None: no checkpoints have this format. title: the format's name for such checkpoints in
+    messages. refuses: returns the key and a text for a setting in a `quantization_config` of this kind that is not served; None if
+    there is none, or if the configuration is of another kind. otherwise: the name of the format that such a checkpoint has if it
+    holds no tensor whose name ends with scale_suffix; "": there is no other. ignores: returns whether such a checkpoint may hold a
+    given tensor in addition. kernels: the set of kernels (engine/cpu/kernel_units.py) that it needs besides those of the dtype; "":
+    none. widened_bytes: bytes of a matrix that a step holds in the model's dtype at a time. runs_on_gpus, runs_encoders,
+    runs_experts: whether the format is supported on GPUs, for encoders, and for mixtures of experts. check: raises UnsupportedModel
+    for a model that is not served in the format; its arguments are config.json and the shape. reorders: whether products copy their
+    inputs into another order. load_bytes: bytes of a GPU's memory that a load takes besides the weights. held_as: returns the dtype
+    of a group's first tensor in memory if it is also the stored one, so that the tensor may be read straight into place; "": the
+    model's dtype."""
 
     name: str
     settings: tuple[str | None, ...]
