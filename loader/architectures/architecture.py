@@ -1,4 +1,4 @@
-"""The interface of a family's description, and parts that several descriptions use."""
+"""Defines the interface of a family's description, and parts that several descriptions use."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from loader.config_fields import Fields
 from loader.dtypes import DTYPES
 from loader.model_shape import ModelShape
 
-MAX_LAYERS = 1024  # the deepest models have some 130; a list of so many is built before the files can tell how many there are
+MAX_LAYERS = 1024  # the deepest models have some 130; a list of all layers is built before the files can tell how many there are
 
 Dims = tuple[int, ...]
 
 
-# How the devices of a group share a tensor (TensorGroup.divided): by its rows, by its columns, or the first device has all of it
-# because what the devices make is added up.
+# How the devices of a group share a tensor (TensorGroup.divided): by its rows, by its columns, or only the first device has it,
+# because the devices' outputs are added up.
 ROWS, COLUMNS, FIRST_ALONE = "rows", "columns", "first alone"
 
 
 class Cut(NamedTuple):
-    """A share of a stored tensor: of an axis, which has `whole` elements, those of the ranges [begin, end), which are in ascending
-    order, do not meet, and lie one after the other in the share. axis: 0 takes rows. Along another axis k the tensor is a matrix
-    [prod(dims[:k]), prod(dims[k:])], and the share has some of its columns."""
+    """A share of a stored tensor: along one axis, which has `whole` elements, it has the elements of `ranges` [begin, end). The
+    ranges are in ascending order, do not touch, and lie one after the other in the share. axis: 0 selects rows. For another axis k
+    the tensor is regarded as a matrix [prod(dims[:k]), prod(dims[k:])], of which the share has some columns."""
 
     axis: int
     ranges: tuple[tuple[int, int], ...]
@@ -34,31 +34,31 @@ class Cut(NamedTuple):
         return sum(end - begin for begin, end in self.ranges)
 
     def part_of(self, dims: Dims) -> Dims:
-        """Returns the shape of the share. dims: of the whole tensor."""
+        """Returns the shape of the share. dims: shape of the whole tensor."""
         return (*dims[: self.axis], self.length, *dims[self.axis + 1 :])
 
     def whole_of(self, dims: Dims) -> Dims:
-        """Returns the shape of the whole tensor. dims: of the share."""
+        """Returns the shape of the whole tensor. dims: shape of the share."""
         return (*dims[: self.axis], self.whole, *dims[self.axis + 1 :])
 
 
 class TensorGroup(NamedTuple):
     """Tensors that lie end to end in a model's memory, because one matrix product reads them together.
 
-    tensors: name in the checkpoint and shape of each. layer: the number of the layer that needs them; None: they are needed
-    before the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize` may round;
-    embeddings, heads, norms and biases are not. held_as: the dtype that they have in memory; "": the model's. may_be_reordered:
-    whether the product that reads them may take its inputs in an order that the checkpoint says.
+    tensors: name in the checkpoint and shape of each. layer: the number of the layer that needs them; None: they are needed before
+    the first layer or after the last. may_be_quantized: whether they are matrices of a layer, which `quantize` may round;
+    embeddings, heads, norms and biases are not. held_as: their dtype in memory; "": the model's. may_be_reordered: whether the
+    product that reads them may take its inputs in an order that the checkpoint gives.
 
-    divided: how the devices of a group share them: ROWS, COLUMNS, FIRST_ALONE; "": each of them has them whole. unit: so many rows
-    or columns, those of a head, are not divided; with fewer units than devices several devices have the same. joined: for
-    each tensor, the rows of the matrices that it holds one after the other, because each of them is divided; (): each tensor is one
-    matrix. cuts: of the share of one device (loader/slices.py), for each tensor: which part of it this is, with shapes in `tensors`
-    that are those of the part; (): they are whole.
+    divided: how the devices of a group share the tensors: ROWS, COLUMNS, FIRST_ALONE; "": each device has them whole. unit: number
+    of rows or columns that are kept together, for example those of a head; with fewer units than devices several devices have the
+    same unit. joined: for each tensor, the numbers of rows of the matrices that it holds one after the other, each of which is
+    divided; (): each tensor is one matrix. cuts: in a device's share (loader/slices.py), for each tensor which part of it the share
+    has; `tensors` then has the shapes of the parts; (): the tensors are whole.
 
-    num_experts: the tensors are those of so many experts, in the experts' order, of which each device may have some. `divided` then
-    says how the devices that have the same experts share each of them. 0: they are not of experts that a router chooses. stacked:
-    each tensor has the experts along its first axis, and `divided` is about the axes behind it."""
+    num_experts: number of experts, in order, to which the tensors belong; each device may have some of them, and `divided` says how
+    devices with the same experts share each expert. 0: the tensors do not belong to routed experts. stacked: each tensor has the
+    experts along its first axis, and `divided` applies to the other axes."""
 
     tensors: tuple[tuple[str, Dims], ...]
     layer: int | None = None
@@ -73,13 +73,13 @@ class TensorGroup(NamedTuple):
     cuts: tuple[Cut, ...] = ()
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:
-        """Returns the same group for one layer: its number is `layer`, and its tensors' names begin with `prefix`."""
+        """Returns the same group for one layer. layer: the layer's number. prefix: put before the tensors' names."""
         return self._replace(tensors=tuple((prefix + name, dims) for name, dims in self.tensors), layer=layer)
 
 
 class Architecture(Protocol):
-    """A family of models. name: the value in `architectures` of config.json. model_type: the value of that key, which is used if
-    `architectures` is missing; "": a file without `architectures` means another family."""
+    """A family of models. name: its value of the key `architectures` in config.json. model_type: its value of the key `model_type`,
+    which is used if `architectures` is missing; "": a file without `architectures` means another family."""
 
     @property
     def name(self) -> str: ...
@@ -101,8 +101,8 @@ class Architecture(Protocol):
         ...
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Returns the shape for a checkpoint whose tensors have these names, where a family's checkpoints name the same tensors in
-        different ways. Called once the files, or their index, are read, before tensor_groups."""
+        """Returns the shape for a checkpoint whose tensors have these names, because a family's checkpoints may name the same
+        tensors differently. Called before tensor_groups, once the files or their index have been read."""
         ...
 
 
@@ -112,7 +112,7 @@ def one_tensor(name: str, *dims: int, divided: str = "") -> TensorGroup:
 
 def stored_dtype(fields: Fields, default: str = "float32") -> str:
     """Returns the dtype of the stored weights: the key `dtype`, or `torch_dtype`, as it was called before transformers 5. default:
-    of files that have neither."""
+    the dtype if the file has neither key."""
     key = "dtype" if fields.has("dtype") else "torch_dtype"
     value = fields.values.get(key) or default
     value = str(value).removeprefix("torch.")

@@ -1,5 +1,5 @@
-"""BERT and its MiniLM distillations: encoders, from texts to vectors. They have no KV, and nothing is sampled. Families with the
-same layers, RoBERTa's and cross-encoders, are described by other values of Encoder.
+"""BERT and its MiniLM distillations: encoders that turn texts into vectors. They have no KV, and nothing is sampled. Families with
+the same layers, RoBERTa's and cross-encoders, are described by other values of Encoder.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SUPPORTED = (("hidden_act", "gelu"), ("position_embedding_type", "absolute"))
 class Encoder:
     """Describes a family of BERT's kind: what its config.json may say, and which tensors its checkpoints hold.
 
-    body: what the encoder's tensors begin with in models that have a head. pad_token_id: the id of padding if config.json gives
-    none; a text's first position is the one behind it; None: it is 0. score_head: of a cross-encoder, the names of the two matrices
-    with biases that make a score of a pair's first vector, the first followed by tanh; `{}` stands for `body`, or "" in a
-    checkpoint whose names begin without it. (): the family makes vectors."""
+    body: prefix of the encoder's tensors in models that have a head. pad_token_id: the id of padding if config.json gives none; a
+    text's first position is this id plus 1; None: the first position is 0. score_head: for a cross-encoder, the names of the two
+    matrices with biases that compute a score from a pair's first vector, with tanh after the first; `{}` stands for `body`, or for
+    "" in a checkpoint whose names lack it. (): the family computes vectors."""
 
     name: str
     model_type: str

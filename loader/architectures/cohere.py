@@ -1,5 +1,6 @@
-"""Command R: LayerNorm without biases, which attention and the MLP both read, and a factor of the logits. Pairs of neighbouring
-dimensions are rotated. Command R+ has norms of queries and keys, each head with weights of its own, which are not supported.
+"""Command R: LayerNorm without biases, whose output both attention and the MLP read, and a factor of the logits. Pairs of
+neighbouring dimensions are rotated. Command R+ has norms of queries and keys, each head with weights of its own, which are not
+supported.
 """
 
 from __future__ import annotations

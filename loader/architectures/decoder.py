@@ -1,9 +1,9 @@
 """Decoders that generate text: an embedding, layers of attention and MLP with norms around them, and a head. The MLP of a layer may
-be a mixture of experts (experts.py). Those whose folder says how to pool (loader/pooling.py) make vectors, and have no head.
+be a mixture of experts (experts.py). Decoders whose folder says how to pool (loader/pooling.py) compute vectors, and have no head.
 
-A family is one `Decoder`, whose values say what differs from other families. loader/architectures reads config.json and lists
-tensors by it; engine/models/decoder.py runs it. Defaults are those of transformers' configuration classes, which apply if a
-checkpoint leaves a key out.
+A family is one `Decoder`, whose fields describe its differences from other families. loader/architectures reads config.json and
+lists tensors by them; engine/models/decoder.py runs the model by them. Defaults are those of transformers' configuration classes,
+which apply if a checkpoint leaves a key out.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from loader.model_shape import OPTIONAL_STACKS, HeadShape, LayerInputShape, Mode
 from loader.rope_config import RopeRules, parse_rope, rotated_layers
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
-GELU_NEW = "gelu_new"  # the same function, of an MLP without a gate
-_BODY = "model."  # what the names of a decoder's tensors begin with beside a head
+GELU_NEW = "gelu_new"  # the same function, in an MLP without a gate
+_BODY = "model."  # prefix of the names of a decoder's tensors in checkpoints with a head
 _NO_WINDOWS, _PLAIN_ROPE, _NO_FACTORS = Windows(), RopeRules(), Factors()
 
 
@@ -36,25 +36,25 @@ class TensorNames:
     """Names of a decoder's tensors in the checkpoint, without `.weight` and `.bias`. Those of a layer follow `layer`, in which {}
     is the layer's number. A norm that the family does not have is "".
 
-    queries_keys_values, gate_up: one name each, or a single one where the checkpoint holds them as one tensor. Of an MLP without a
-    gate, gate_up is its first matrix.
+    queries_keys_values, gate_up: a name for each matrix, or a single name if the checkpoint holds them as one tensor. In an MLP
+    without a gate, gate_up is its first matrix.
     """
 
     embedding: str = "model.embed_tokens"
     layer: str = "model.layers.{}."
-    attention_norm: str = "input_layernorm"  # of what attention reads
+    attention_norm: str = "input_layernorm"  # norm of attention's input
     queries_keys_values: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     query_norm: str = ""
     key_norm: str = ""
     attention_output: str = "self_attn.o_proj"
-    sinks: str = ""  # the whole name; "": attention has no sinks
-    attended_norm: str = ""  # of what attention adds
-    mlp_norm: str = "post_attention_layernorm"  # of what the MLP reads; "" where it reads what attention reads
+    sinks: str = ""  # the complete name; "": attention has no sinks
+    attended_norm: str = ""  # norm of attention's output
+    mlp_norm: str = "post_attention_layernorm"  # norm of the MLP's input; "": the MLP reads the same input as attention
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
-    mlp_output_norm: str = ""  # of what the MLP adds
-    layer_scalar: str = ""  # the whole name of a factor of the residual behind the layer; "": there is none
-    # of inputs that each layer has of its own (engine/layers/layer_inputs.py): for all layers, then those of a layer
+    mlp_output_norm: str = ""  # norm of the MLP's output
+    layer_scalar: str = ""  # the complete name of a factor of the residual after the layer; "": there is none
+    # tensors of additional layer inputs (engine/layers/layer_inputs.py): those for all layers, then those of a layer
     input_embedding: str = "model.embed_tokens_per_layer"
     input_projection: str = "model.per_layer_model_projection"
     input_norm: str = "model.per_layer_projection_norm"
@@ -63,10 +63,10 @@ class TensorNames:
     input_output_norm: str = "post_per_layer_input_norm"
     final_norm: str = "model.norm"
     head: str = "lm_head"
-    not_read: str = ""  # what the names of tensors begin with that predict further tokens; "": there are none
+    not_read: str = ""  # prefix of the names of tensors that predict further tokens; "": there are none
 
     def of_heads(self, heads: HeadShape) -> tuple[str, ...]:
-        """Returns the names of the matrices that make queries, keys and values, as far as a layer has them."""
+        """Returns the names of the matrices of queries, keys and values that a layer has."""
         return self.queries_keys_values[: heads.num_projections]
 
 
@@ -83,45 +83,45 @@ class Decoder:
     dtype: str = "float32"
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     norm_eps_key: str = "rms_norm_eps"
-    rms_norm_eps: float = 1e-6  # if that key is absent
+    rms_norm_eps: float = 1e-6  # default of the key norm_eps_key
     tie_word_embeddings: bool = False
-    attention_bias: bool | None = None  # of queries, keys and values; None: the key attention_bias_key says
+    attention_bias: bool | None = None  # whether queries, keys and values have biases; None: the key attention_bias_key says
     attention_bias_key: str = "attention_bias"
     attention_bias_default: bool = False  # if that key is absent
-    output_bias: bool | None = None  # of the attention's output; None: as attention_bias
-    output_bias_key: str = ""  # that says it instead, false if it is absent; "": there is none
-    has_mlp_bias_key: bool = False  # else mlp_bias holds
+    output_bias: bool | None = None  # whether attention's output has a bias; None: as attention_bias
+    output_bias_key: str = ""  # the key that says it instead, with default false; "": there is none
+    has_mlp_bias_key: bool = False  # whether the key mlp_bias says it, else the field mlp_bias
     mlp_bias: bool = False
     head_bias: bool = False
     query_scalar: float | None = None  # default of the key query_pre_attn_scalar; None: no such key, it is head_dim
     attention_softcap: float | None = None  # default of the key attn_logit_softcapping, 0: no cap; None: the key is not read
-    logit_softcap: float | None = None  # default of the key final_logit_softcapping, likewise
+    logit_softcap: float | None = None  # default of the key final_logit_softcapping, 0: no cap; None: the key is not read
     activation: str = SILU  # the only one supported, as config.json calls it
     activation_key: str = "hidden_act"
     factors: Factors = _NO_FACTORS
     norms_around_one: bool = False  # norms multiply by 1 + weight
     has_layer_norms: bool = False  # norms subtract the mean, else they are RMS norms
-    norm_bias: bool = False  # of these
-    parallel_branches: bool = False  # the MLP reads what attention reads
+    norm_bias: bool = False  # whether these norms have biases
+    parallel_branches: bool = False  # the MLP reads the same input as attention
     fixed: tuple[tuple[str, bool | float], ...] = ()  # keys of config.json, and the only value that is supported
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once, else over each head
     head_norms_key: str = ""  # the key that says whether queries and keys have the norms of `names`; "": they have
     unit_norms_key: str = ""  # the key that says whether rotated queries and keys have norms without weights; "": they have none
     has_temperature: bool = False  # whether the key attn_temperature_tuning may scale the queries of layers without windows
-    intermediate_key: str = "intermediate_size"  # of layers with one MLP
-    intermediate_size: int | None = None  # if that key is absent; None: config.json must have it
+    intermediate_key: str = "intermediate_size"  # key of the intermediate size of layers with one MLP
+    intermediate_size: int | None = None  # default of that key; None: config.json must have it
     predicting_layers: int | None = None  # default of the key num_nextn_predict_layers; None: the key is not read
-    scales_embeddings: bool = False  # by the square root of the width
+    scales_embeddings: bool = False  # embeddings are multiplied by the square root of the width
     experts: Experts | None = None  # None: each layer has one MLP
-    latents: Latents | None = None  # of latent attention; None: keys and values have heads of their own
-    deltas: Deltas | None = None  # of layers of the gated delta rule; None: all layers have attention
-    gated_attention: bool = False  # the matrix of queries makes as many gates of attention's output, behind each head's queries
-    full_heads: FullHeads | None = None  # of layers without windows; None: all layers have the same heads
+    latents: Latents | None = None  # latent attention; None: keys and values have heads of their own
+    deltas: Deltas | None = None  # layers of the gated delta rule; None: all layers have attention
+    gated_attention: bool = False  # the matrix of queries also makes gates of attention's output, after each head's queries
+    full_heads: FullHeads | None = None  # heads of layers without windows; None: all layers have the same heads
     value_norms: bool = False  # values have norms without weights, head by head
-    query_scale: float | None = None  # of scores, whatever config.json says; None: it follows from what that says
+    query_scale: float | None = None  # factor of attention scores, whatever config.json says; None: it follows from config.json
     may_read_kv: bool = False  # whether the key num_kv_shared_layers may have the last layers read the KV of earlier ones
     layer_input_width: int | None = None  # default of the key hidden_size_per_layer_input; None: the key is not read
-    # values of the key use_bidirectional_attention, besides false, that leave text causal
+    # values of the key use_bidirectional_attention, besides false, for which text stays causal
     causal_modes: tuple[str, ...] = ()
 
     def parse(self, fields: Fields) -> ModelShape:
@@ -153,7 +153,7 @@ class Decoder:
             query_scale *= rope.score_factor
             rope = replace(rope, interleaved=self.latents.interleaved(fields))
         max_position_embeddings = max(max_position_embeddings, rope.extended_to)
-        # layers that turn by frequencies of their own differ from the others even where they see as much
+        # layers with rotary frequencies of their own differ from the others even if their windows are the same
         keeps_all = self.rope.is_local or self.has_temperature
         windows = self.windows.by_layer(fields, sliding, max_position_embeddings, keeps_all)
         attention_bias = self.attention_bias
@@ -218,7 +218,7 @@ class Decoder:
         of_predictor: list[TensorGroup] = []
         for layer in range(shape.num_layers + (shape.predicts and shape.eagle is None)):
             kind = shape.heads_of(layer), shape.inner_size_of(layer)
-            if kind not in kinds:  # a list of each kind is made once: there may be many layers
+            if kind not in kinds:  # the list for each kind is made once, because there may be many layers
                 kinds[kind] = (*self._groups_around_mlp(shape, kind[0]), self._mlp_groups(shape, kind[1]))
             before, behind, dense = kinds[kind]
             prefix, first = names.layer.format(layer), of_delta if has_delta_rule(shape, layer) else before
@@ -263,26 +263,25 @@ class Decoder:
         return replace(shape, experts=self.experts.as_stored(shape.experts, names))
 
     def predicting(self, shape: ModelShape, names: Collection[str] | None) -> ModelShape | None:
-        """Returns the shape with the layer that predicts one token further (predictor.py), if a checkpoint whose tensors have these
-        names holds one that can draft tokens; otherwise None. names: None: they are not known, and config.json counts."""
+        """Returns the shape with the model's predictor (predictor.py), if a checkpoint whose tensors have these names holds one
+        that can draft tokens; otherwise None. names: None if they are not known; then config.json decides."""
         plain = not shape.num_predicting_layers or shape.pooling or shape.delta is not None or any(shape.layer_windows)
         if plain or not predictor.holds_predictor(self.decoder_of(shape).names.layer.format(shape.num_layers), names):
             return None
         return replace(shape, predicts=True)
 
     def decoder_of(self, shape: ModelShape) -> Decoder:
-        """Returns the description with the names that the tensors have in the checkpoint."""
+        """Returns the description with the tensors' names in the checkpoint."""
         return replace(self, names=_bare(self.names)) if shape.bare_names else self
 
     def _is_of_unmade_kv(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether a tensor would make keys and values in a layer that reads those of another one."""
+        """Returns whether a tensor is for keys or values of a layer that reads those of another layer instead."""
         names, parts = self.decoder_of(shape).names, (*self.names.queries_keys_values[1:], self.names.key_norm)
         reading = range(shape.num_writing_layers, shape.num_layers)
         return name.startswith(tuple(f"{names.layer.format(layer)}{part}." for layer in reading for part in parts if part))
 
     def _groups_around_mlp(self, shape: ModelShape, heads: HeadShape) -> tuple[list[TensorGroup], list[TensorGroup]]:
-        """Returns the tensor groups that a layer has before those of its MLP, and behind them. Their names lack the layer's
-        prefix."""
+        """Returns the tensor groups that a layer has before and after those of its MLP. Their names lack the layer's prefix."""
         names, hidden = self.names, shape.hidden_size
         if self.latents is not None and shape.latent is not None:
             attention = self.latents.tensor_groups(shape.latent, shape.num_heads, hidden, shape.attention_bias)
@@ -302,7 +301,7 @@ class Decoder:
         return before, self._norms(hidden, names.mlp_output_norm)
 
     def _head_norms(self, width: int, name: str, heads: HeadShape) -> list[TensorGroup]:
-        """Returns the tensor group of the norm of queries or keys. One over all heads is divided as they are."""
+        """Returns the tensor group of the norm of queries or keys. A norm over all heads is divided like the heads."""
         divided = ROWS if self.whole_width_norms else ""
         return [group._replace(divided=divided, unit=heads.head_dim) for group in _weights(width, name)]
 
@@ -321,7 +320,7 @@ class Decoder:
         return [*self._norms(hidden, names.attention_norm), *own, *self._norms(hidden, names.attended_norm, names.mlp_norm)]
 
     def _input_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the tensor groups of inputs that each layer has of its own, those for all layers."""
+        """Returns the tensor groups of additional layer inputs that are shared by all layers."""
         names, inputs = self.names, shape.layer_inputs
         if inputs is None:
             return []
@@ -333,7 +332,7 @@ class Decoder:
         ]
 
     def _groups_at_the_end(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the tensor groups of a layer behind its branches: those that add its own inputs, and its scalar."""
+        """Returns the tensor groups at the end of a layer: those of its additional input, and its scalar."""
         names, groups = self.names, []
         if (inputs := shape.layer_inputs) is not None:
             groups += _projections((names.input_gate,), (inputs.width,), shape.hidden_size, False)
@@ -370,7 +369,7 @@ class Decoder:
             raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
 
     def _reading_layers(self, fields: Fields, sliding: list[bool]) -> int:
-        """Returns how many layers, the last ones, read the KV of others. Raises CheckpointError where there is none to read."""
+        """Returns how many of the last layers read the KV of others. Raises CheckpointError if there is no KV for them to read."""
         key, num_layers = "num_kv_shared_layers", len(sliding)
         num = fields.integer(key, 0, at_least=0, at_most=MAX_LAYERS)
         if num and not set(sliding[num_layers - num :]) <= set(sliding[: max(0, num_layers - num)]):
@@ -390,7 +389,7 @@ class Decoder:
         return inputs
 
     def _unrotated(self, fields: Fields, sliding: list[bool]) -> frozenset[int]:
-        """Returns the layers without rotary embedding. sliding: by layer, whether it has a window."""
+        """Returns the layers without rotary embedding. sliding: for each layer, whether it has a window."""
         rotated = [True] * len(sliding)
         if self.rope.only_windows:
             rotated = sliding
@@ -419,7 +418,7 @@ def _bare(names: TensorNames) -> TensorNames:
 
 
 def has_experts(shape: ModelShape, layer: int) -> bool:
-    """Returns whether the layer is a mixture of experts, in the place of an MLP."""
+    """Returns whether the layer has a mixture of experts in place of an MLP."""
     return shape.experts is not None and not shape.experts.beside and layer not in shape.experts.dense_layers
 
 
@@ -445,8 +444,8 @@ def _sinks(name: str, num_heads: int) -> list[TensorGroup]:
 def _projections(
     names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool, divided: str = "", unit: int = 1
 ) -> list[TensorGroup]:
-    """Returns the matrices [outputs, inputs] that one product reads, and their biases. divided, unit: of the matrices, as in
-    TensorGroup."""
+    """Returns the groups of the matrices [outputs, inputs] that one product reads, and of their biases. divided, unit: as in
+    TensorGroup, for the matrices."""
     widths = outputs if len(names) > 1 else (sum(outputs),)
     pairs, joined = list(zip(names, widths, strict=True)), (outputs,) if widths != outputs else ()
     matrices = tuple((f"{name}.weight", (width, inputs)) for name, width in pairs)
@@ -457,7 +456,7 @@ def _projections(
 
 
 def _temperature(fields: Fields) -> TemperatureShape | None:
-    """Returns how queries grow with their position, None if they do not."""
+    """Returns how queries are scaled with their position; None if they are not."""
     key = "attn_temperature_tuning"
     asked = fields.values.get(key, True)
     if not isinstance(asked, bool | int):

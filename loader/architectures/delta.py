@@ -1,5 +1,5 @@
-"""Layers of the gated delta rule (https://arxiv.org/abs/2412.06464), which see all tokens through a state of fixed size, in place
-of attention in some layers of a decoder.
+"""Layers of the gated delta rule (https://arxiv.org/abs/2412.06464), which keep all earlier tokens in a state of fixed size. They
+take the place of attention in some layers of a decoder.
 
 A family of decoders that has them says so with `Deltas` in its description. Defaults are those of transformers' configuration
 classes, as in decoder.py.
@@ -18,11 +18,12 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 @dataclass(slots=True, frozen=True)
 class DeltaNames:
-    """Names of a layer's tensors, without `.weight` except decay and step_bias, which are whole names. Like those of TensorNames
-    they follow the layer's prefix.
+    """Names of a layer's tensors, without `.weight`, except decay and step_bias, which are complete names. As in TensorNames, they
+    follow the layer's prefix.
 
-    inputs: the matrices that make queries, keys, values and what gates the output; gates: those that make a head's update and its
-    decay. convolution: over queries, keys and values, each column by itself. norm: of each head's output."""
+    inputs: the matrices that make queries, keys, values and the output's gates; gates: the matrices that make a head's update and
+    decay. convolution: the convolution over queries, keys and values, each column by itself. norm: the norm of each head's
+    output."""
 
     inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
     gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
@@ -35,8 +36,8 @@ class DeltaNames:
 
 @dataclass(slots=True, frozen=True)
 class Deltas:
-    """What applies to a family's layers of the delta rule if config.json leaves a key out. by_head: DeltaShape.by_head; then names
-    has one name of inputs and one of gates."""
+    """A family's layers of the delta rule, with defaults for keys that config.json leaves out. by_head: as in DeltaShape; `names`
+    then has one name for inputs and one for gates."""
 
     names: DeltaNames = DeltaNames()
     by_head: bool = False
@@ -45,7 +46,7 @@ class Deltas:
     key_dim: int = 128
     value_dim: int = 128
     conv_tokens: int = 4
-    full_interval: int = 4  # the last of so many layers has attention
+    full_interval: int = 4  # the last of every so many layers has attention
 
     def parse(self, fields: Fields, num_layers: int) -> DeltaShape:
         """Reads config.json. Raises CheckpointError, which names a key with a wrong value, and UnsupportedModel."""
@@ -98,6 +99,7 @@ class Deltas:
 
 
 def _matrices(names: tuple[str, ...], outputs: tuple[Dims, ...], inputs: int) -> TensorGroup:
-    """Returns matrices that one product reads, divided by rows. outputs: of each tensor, the rows of the matrices that it holds."""
+    """Returns the group of matrices that one product reads, divided by rows. outputs: for each tensor, the numbers of rows of the
+    matrices that it holds."""
     pairs = tuple((f"{name}.weight", (sum(rows), inputs)) for name, rows in zip(names, outputs, strict=True))
     return TensorGroup(pairs, divided=ROWS, joined=outputs)

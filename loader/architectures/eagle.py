@@ -1,8 +1,8 @@
 """Heads that draft tokens for another model: EAGLE-3 (https://arxiv.org/abs/2503.01840), as SpecForge and `speculators` save them.
 
-A head is one layer. It reads states from within the model, of three layers by default, and the embedding of the token that follows.
-Its head knows fewer tokens than the model, the most frequent ones. Its tensors lie among the model's own, under names that begin
-with PREFIX.
+A draft head is one layer. It reads hidden states of some of the model's layers, by default three, and the embedding of the token
+that follows. Its output vocabulary has only the most frequent tokens of the model's. Its tensors lie among the model's own, under
+names that begin with PREFIX.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FAMILIES = {"llama": llama.ARCHITECTURE, "qwen3": qwen3.ARCHITECTURE}  # of the
 _LAYER_KEY, _EAGLE_KEY, _READS_KEY = "transformer_layer_config", "eagle_config", "eagle_aux_hidden_state_layer_ids"
 _LAYER_NAMES = ("midlayer.", "layers.0.")
 _NOT_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
-MOST_READ = 8  # layers; published heads read three
+MOST_READ = 8  # most layers whose states are read; published heads read three
 
 
 @dataclass(slots=True, frozen=True)
 class EagleHead:
-    """What the files of a head say. tensors: as their headers list them. read_layers: of the model, those before which its states
-    are read; (): the default ones. target_size: the model's width; 0: the head's own. verifier: the name of the model it was made
-    for, "" if it is not said."""
+    """The description of a head in its files. tensors: as the files' headers list them. read_layers: numbers of the model's layers
+    before which its states are read; (): the default ones. target_size: the model's width; 0: the same as the head's. verifier: the
+    name of the model that it was made for, "" if it is not given."""
 
     shape: EagleShape
     tensors: tuple[TensorRef, ...]
@@ -42,7 +42,7 @@ class EagleHead:
 
     def fitted(self, shape: ModelShape, file: str) -> EagleShape:
         """Returns the head's shape as a part of a model with this shape. file: the head's config.json. Raises CheckpointError,
-        which names the key, where they do not belong together."""
+        which names the key, if head and model do not belong together."""
         fields = Fields({}, file)
         num_layers, own = shape.num_layers, self.shape
         if own.layer.vocab_size != shape.vocab_size:
@@ -62,15 +62,15 @@ class EagleHead:
 
 
 def is_head(fields: Fields) -> bool:
-    """Returns whether a config.json is that of a head."""
+    """Returns whether a config.json describes a head."""
     named = fields.values.get("architectures")
     names = named if isinstance(named, list) else []
     return any(name in _ARCHITECTURES for name in names) or fields.values.get("speculators_model_type") == "eagle3"
 
 
 def parse_head(fields: Fields, tensors: Sequence[TensorRef] | None) -> EagleHead:
-    """Reads a head's config.json. tensors: from the headers of its files; None: they are not there yet. Raises UnsupportedModel and
-    CheckpointError, which name the key."""
+    """Reads a head's config.json. tensors: from the headers of its files; None if these are not there yet. Raises UnsupportedModel
+    and CheckpointError, which name the key."""
     names = {OFFSETS} if tensors is None else {tensor.name for tensor in tensors}
     inner = fields.mapping(_LAYER_KEY)
     layer_fields = fields if inner is None else inner
@@ -104,7 +104,7 @@ def parse_head(fields: Fields, tensors: Sequence[TensorRef] | None) -> EagleHead
 
 
 def family_of(layer_fields: Fields) -> Decoder:
-    """Returns the family that a head's layer is of. Raises UnsupportedModel."""
+    """Returns the family of a head's layer. Raises UnsupportedModel."""
     model_type = layer_fields.values.get("model_type", "llama")
     if model_type not in _FAMILIES:
         raise layer_fields.unsupported("model_type", f"{model_type!r} is not supported; supported: {', '.join(_FAMILIES)}")
@@ -112,13 +112,13 @@ def family_of(layer_fields: Fields) -> Decoder:
 
 
 def layer_family(eagle: EagleShape) -> Decoder:
-    """Returns the description of a head's layer, with the names that its tensors have among the model's."""
+    """Returns the description of a head's layer, with the names of its tensors among the model's."""
     family = _FAMILIES[eagle.family]
     return replace(family, names=replace(family.names, layer=PREFIX + eagle.outer_prefix + eagle.layer_prefix))
 
 
 def eagle_groups(eagle: EagleShape, number: int) -> list[TensorGroup]:
-    """Returns the tensor groups of a head, all plain. number: that of its layer among the model's. The norm comes last."""
+    """Returns the tensor groups of a head, all plain. number: the number of its layer among the model's. The norm comes last."""
     shape, family = eagle.layer, _FAMILIES[eagle.family]
     hidden, num_read, names = shape.hidden_size, len(eagle.read_layers), family.names
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -149,13 +149,13 @@ def eagle_groups(eagle: EagleShape, number: int) -> list[TensorGroup]:
     if eagle.has_offsets:
         last.append(TensorGroup(((OFFSETS, (eagle.draft_vocab_size,)),), held_as="int64"))
     last.append(one_tensor(f"{NORM}.weight", hidden))
-    # d2t and lm_head stand beside the body in checkpoints whose body has a prefix of its own
+    # d2t and lm_head do not have the prefix of the body
     outside = (f"{HEAD}.weight", OFFSETS)
     return [_placed(group, number, eagle.outer_prefix, outside) for group in (*groups, *last)]
 
 
 def ignores(name: str) -> bool:
-    """Returns whether a head's files may hold this tensor in addition. The embedding is the model's own where it is as wide."""
+    """Returns whether a head's files may hold this tensor in addition. A stored embedding is ignored if the model's own is used."""
     bare = name.removeprefix(PREFIX).removeprefix("model.")
     return bare in _NOT_READ or bare == f"{EMBEDDING}.weight" or bare.endswith("rotary_emb.inv_freq")
 
@@ -175,7 +175,8 @@ def _biases(names: tuple[str, ...], outputs: tuple[int, ...]) -> TensorGroup:
 
 
 def _read_layers(fields: Fields, eagle: Fields) -> tuple[int, ...]:
-    """Returns EagleHead.read_layers. Within eagle_config layers are named whose output is read, beside it those whose input is."""
+    """Returns EagleHead.read_layers. A list within eagle_config names layers whose output is read, a list beside it layers whose
+    input is read."""
     for own, further in ((eagle, 1), (fields, 0)):
         listed = own.values.get(_READS_KEY)
         if listed is None:

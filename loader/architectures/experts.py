@@ -1,4 +1,4 @@
-"""Mixtures of experts: layers whose MLP is many small ones, of which a router chooses a few for each token.
+"""Mixtures of experts: layers with many small MLPs, of which a router chooses a few for each token.
 
 A family of decoders that has them says so with `Experts` in its description. Defaults are those of transformers' configuration
 classes, as in decoder.py.
@@ -13,10 +13,10 @@ from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, Dims, 
 from loader.config_fields import Fields
 from loader.model_shape import ALTERNATING, INPUT_MAJOR, ExpertShape, SigmoidShape
 
-MAX_EXPERTS = 4096  # of a layer; the largest models have 512
+MAX_EXPERTS = 4096  # most experts of a layer; the largest models have 512
 # transformers 5 writes the second for families that published the first
 NUM_KEYS, ROUTED_NUM_KEYS = ("num_experts", "num_local_experts"), ("n_routed_experts", "num_local_experts")
-_GROUP_BEST = 2  # experts whose scores make a group's
+_GROUP_BEST = 2  # number of best experts whose scores are added up as a group's score
 _METHOD_KEY, _FACTOR_KEY, _IN_GROUPS = "topk_method", "routed_scaling_factor", "group_limited_greedy"
 _SHARED_NUM_KEY, _SHARED_SIZE_KEY = "n_shared_experts", "shared_expert_intermediate_size"
 _TYPES_KEY, _LAYER_TYPES = "mlp_layer_types", ("dense", "sparse")
@@ -25,13 +25,13 @@ _CHOSEN_KEY, _CHOSEN_KEYS = "num_experts_per_tok", ("num_experts_per_tok", "expe
 
 @dataclass(slots=True, frozen=True)
 class ExpertNames:
-    """Names of the tensors of a layer's experts, without `.weight`. Like those of TensorNames they follow the layer's prefix.
+    """Names of the tensors of a layer's experts, without `.weight`. As in TensorNames, they follow the layer's prefix.
 
-    expert: what the names gate_up and down of each expert follow; {} is its number. shared: the same for the expert that all tokens
-    pass through; "": there is none. shared_gate: the vector that weighs its output for each token; "": its weight is 1. correction:
-    the whole name of what is added to the scores by which experts are chosen, of families with the sigmoid rule. stacked_gate_up,
-    stacked_down: the whole names where the checkpoint holds the matrices of all experts as one tensor; "": it does not. Their
-    biases have the same names and _bias."""
+    expert: prefix of the names gate_up and down of each expert; {} is its number. shared: the same prefix for the shared expert;
+    "": there is none. shared_gate: the vector that weighs the shared expert's output for each token; "": its weight is 1.
+    correction: the complete name of the numbers that are added to the scores when experts are chosen, in families with the sigmoid
+    rule. stacked_gate_up, stacked_down: the complete names if the checkpoint holds the matrices of all experts as one tensor; "":
+    it does not. Their biases have the same names with `_bias`."""
 
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}."
@@ -58,11 +58,11 @@ class ExpertNames:
 
 @dataclass(slots=True, frozen=True)
 class BesideNames:
-    """Names of what a layer has whose experts are beside its MLP (engine/layers/beside_experts.py), without `.weight` except
-    router_scale and expert_scale, which are whole names. Like those of TensorNames they follow the layer's prefix.
+    """Names of the additional tensors of a layer whose experts are beside its MLP (engine/layers/beside_experts.py), without
+    `.weight`, except router_scale and expert_scale, which are complete names. As in TensorNames, they follow the layer's prefix.
 
-    router_scale: factors of the router's normalised input. expert_scale: of each expert's weight. norm: of what experts read.
-    mlp_output_norm, output_norm: of what the MLP and the experts make."""
+    router_scale: factors of the router's normalised input. expert_scale: factor of each expert's weight. norm: norm of the experts'
+    input. mlp_output_norm, output_norm: norms of the outputs of the MLP and of the experts."""
 
     router_scale: str = "router.scale"
     expert_scale: str = "router.per_expert_scale"
@@ -73,8 +73,8 @@ class BesideNames:
 
 @dataclass(slots=True, frozen=True)
 class SigmoidRule:
-    """What applies to a router whose scores pass through a sigmoid if config.json leaves a key out: n_group, topk_group and
-    routed_scaling_factor. by_softmax: the scores are a softmax, and a group counts by its best expert."""
+    """Defaults of the keys n_group, topk_group and routed_scaling_factor for a router whose scores pass through a sigmoid.
+    by_softmax: the scores are a softmax instead, and a group's score is that of its best expert."""
 
     num_groups: int = 1
     num_chosen_groups: int = 1
@@ -102,37 +102,37 @@ class SigmoidRule:
 
 @dataclass(slots=True, frozen=True)
 class Experts:
-    """What config.json may say about a family's experts, and what applies if it leaves a key out."""
+    """The keys of config.json about a family's experts, and their defaults."""
 
-    num_experts: int | None  # None: config.json must have the number, as for num_chosen
+    num_experts: int | None  # default; None: config.json must have the number; the same holds for num_chosen
     num_chosen: int | None
     names: ExpertNames = ExpertNames()
-    enabled_key: str = ""  # the key that says whether layers have experts, false if it is absent; "": they have
+    enabled_key: str = ""  # the key that says whether layers have experts, with default false; "": they always have
     num_keys: tuple[str, str] = NUM_KEYS  # either has the number of experts
     size_key: str = "moe_intermediate_size"
-    size: int | None = None  # None: config.json must have size_key
+    size: int | None = None  # default of the key size_key; None: config.json must have it
     shared_size: int = 0  # default of the key shared_expert_intermediate_size, of families whose names have `shared`
-    num_shared: int = 0  # default of the key n_shared_experts, of families whose shared expert is so many times as wide as others
+    num_shared: int = 0  # default of the key n_shared_experts: the shared expert is so many times as wide as others
     normalised: bool | None = None  # whether a token's weights are made to add up to 1; None: the key norm_topk_prob says
-    normalised_default: bool = False  # if that key is absent
+    normalised_default: bool = False  # default of that key
     sigmoid: SigmoidRule | None = None  # None: the weights are a softmax of the router's scores
     in_groups: SigmoidRule | None = None  # the rule that the key topk_method may ask for instead
     has_dense_layers: bool = False  # whether the keys decoder_sparse_step and mlp_only_layers name layers with an MLP instead
-    num_dense_first: int | None = None  # default of the key first_k_dense_replace: so many layers have an MLP; None: no such key
+    num_dense_first: int | None = None  # default of first_k_dense_replace: so many first layers have an MLP; None: no such key
     has_layer_types: bool = False  # whether the key mlp_layer_types may list the layers with an MLP instead
     fixed: tuple[tuple[str, str | float], ...] = ()  # keys, and the only values that are supported
-    has_biases: bool = False  # of the router and, where experts are stacked, of their matrices
+    has_biases: bool = False  # the router and, if experts are stacked, their matrices have biases
     swiglu_limit: float = 0.0  # default of the key swiglu_limit, of families with the clamped SwiGLU; 0: the activation is SiLU
-    swiglu_alpha: float = 0.0  # default of the key swiglu_alpha, likewise
-    stack: str = ""  # of families whose names have stacked_gate_up: how such tensors are ordered (loader/model_shape.py)
-    weighs_inputs: bool = False  # the sigmoid of an expert's score multiplies what it reads
-    beside: BesideNames | None = None  # None: experts are in the place of the MLP
-    chosen_keys: tuple[str, str] = _CHOSEN_KEYS  # either has the number of experts of a token
+    swiglu_alpha: float = 0.0  # default of the key swiglu_alpha, for the same families
+    stack: str = ""  # how stacked tensors are ordered, in families with stacked_gate_up (loader/model_shape.py)
+    weighs_inputs: bool = False  # the sigmoid of an expert's score multiplies the expert's input
+    beside: BesideNames | None = None  # None: experts take the place of the MLP
+    chosen_keys: tuple[str, str] = _CHOSEN_KEYS  # either has the number of experts that a token passes through
     has_sparse_layers: bool = False  # whether the keys moe_layers and interleave_moe_layer_step name the layers with experts
 
     @property
     def shared_key(self) -> str:
-        """What config.json's keys say of the size of the expert for all tokens."""
+        """The key of config.json that gives the size of the shared expert."""
         return f"{_SHARED_NUM_KEY} * {self.size_key}" if self.num_shared else _SHARED_SIZE_KEY
 
     def parse(self, fields: Fields, num_layers: int) -> ExpertShape | None:
@@ -195,7 +195,7 @@ class Experts:
         return groups
 
     def as_stored(self, experts: ExpertShape, tensors: Collection[str]) -> ExpertShape:
-        """Returns the experts of a checkpoint whose tensors have these names. Of families that have two ways to name them."""
+        """Returns the experts of a checkpoint whose tensors have these names, because some families name them in two ways."""
         stacked = any(name.endswith((self.names.stacked_gate_up, self.names.stacked_down)) for name in tensors)
         return replace(experts, stacked=stacked)
 
@@ -212,13 +212,13 @@ class Experts:
         return [gate_up._replace(divided=ROWS, num_experts=num), down._replace(divided=COLUMNS, num_experts=num)]
 
     def _shared_size(self, fields: Fields, size: int) -> int:
-        """Returns the intermediate size of the expert for all tokens. size: that of the others."""
+        """Returns the intermediate size of the shared expert. size: that of the others."""
         if self.num_shared:
             return fields.integer(_SHARED_NUM_KEY, self.num_shared, at_most=MAX_EXPERTS) * size
         return fields.integer(_SHARED_SIZE_KEY, self.shared_size)
 
     def _dense_layers(self, fields: Fields, num_layers: int) -> frozenset[int]:
-        """Returns the layers that have one MLP for all tokens."""
+        """Returns the layers that have an MLP instead of experts."""
         if self.has_layer_types and fields.has(_TYPES_KEY):
             types = fields.values[_TYPES_KEY]
             if not isinstance(types, list) or len(types) != num_layers or not all(one in _LAYER_TYPES for one in types):
@@ -231,7 +231,8 @@ class Experts:
         return _dense_layers(fields, num_layers) if self.has_dense_layers else frozenset()
 
     def _float32_router(self, router: TensorGroup, num_experts: int) -> list[TensorGroup]:
-        """Returns the tensors of a router whose scores are computed in float32: in less, other experts would be chosen."""
+        """Returns the tensor groups of a router whose scores are computed in float32, because with less precision other experts
+        would be chosen."""
         own = router._replace(held_as="float32")
         if not self.names.correction:
             return [own]
@@ -254,7 +255,7 @@ class Experts:
 
 
 def _same_of(fields: Fields, keys: tuple[str, str], default: int | None, at_most: int) -> int:
-    """Returns the number that two keys are names of. Raises CheckpointError if they contradict each other."""
+    """Returns a number that either of two keys may give. Raises CheckpointError if they contradict each other."""
     given = {key: fields.integer(key, at_most=at_most) for key in keys if fields.has(key)}
     if len(set(given.values())) > 1:
         raise fields.fail(keys[0], f"{given[keys[0]]} contradicts {keys[1]} {given[keys[1]]}")
@@ -276,8 +277,8 @@ def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
 
 
 def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:
-    """Returns the layers that have one MLP for all tokens: those that `mlp_only_layers` lists, and of every `decoder_sparse_step`
-    layers all but the last."""
+    """Returns the layers that have an MLP instead of experts: those that `mlp_only_layers` lists, and of every
+    `decoder_sparse_step` layers all but the last."""
     step, key = fields.integer("decoder_sparse_step", 1), "mlp_only_layers"
     listed = fields.values.get(key) or []
     if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
@@ -286,7 +287,7 @@ def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:
 
 
 def _stack(name: str, dims: Dims) -> TensorGroup:
-    """Returns a tensor that has the experts along its first axis."""
+    """Returns the group of a tensor with the experts along its first axis."""
     return TensorGroup(((name, dims),), num_experts=dims[0], stacked=True)
 
 

@@ -1,4 +1,4 @@
-"""Names the keys of config.json by which some families scale what others leave as it is."""
+"""Names the keys of config.json for factors that only some families have."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from loader.config_fields import Fields
 class Factors:
     """Keys of config.json; "": the family has no such factor. A key that config.json leaves out stands for 1.
 
-    embeddings: of what the embedding gives. branches: of what attention and the MLP add. scores: of attention's, in place of the
-    one that follows from the heads' size. logits: of the logits, logits_default if the key is absent. logits_divisor: what the
-    logits are divided by."""
+    embeddings: factor of the embeddings. branches: factor of the outputs of attention and MLP. scores: factor of attention's
+    scores, in place of the one that follows from the heads' size. logits: factor of the logits, with default logits_default.
+    logits_divisor: divisor of the logits."""
 
     embeddings: str = ""
     branches: str = ""
@@ -27,5 +27,5 @@ class Factors:
 
 
 def factor(fields: Fields, key: str, default: float = 1.0) -> float:
-    """Returns the factor that the key holds. Raises CheckpointError if it is not a positive number."""
+    """Returns the factor under the key. Raises CheckpointError if it is not a positive number."""
     return fields.positive(key, default) if key else default

@@ -13,7 +13,7 @@ _BY_LAYER, _NUM, _DIM, _TIED = "per_layer_config", "num_key_value_heads", "head_
 
 @dataclass(slots=True, frozen=True)
 class FullHeads:
-    """What applies to a family whose layers without windows have heads of their own. head_dim: if config.json has neither
+    """The heads of layers without windows, in a family in which they differ. head_dim: default if config.json has neither
     `global_head_dim` nor `per_layer_config`."""
 
     head_dim: int
@@ -23,7 +23,8 @@ class FullHeads:
         Raises UnsupportedModel or CheckpointError.
 
         The key `per_layer_config`, which later versions of transformers write, has an object for each layer that differs, by its
-        number. Files without it have `global_head_dim` and `num_global_key_value_heads`, which counts where keys are values."""
+        number. Files without it have `global_head_dim` and `num_global_key_value_heads`, which is used if one projection makes keys
+        and values."""
         tied = fields.boolean(_TIED)
         if fields.has(_BY_LAYER):
             num_key = dim_key = _BY_LAYER

@@ -1,4 +1,4 @@
-"""Granite 3.x (dense): Llama, in which embeddings, scores, what a branch adds and logits have factors."""
+"""Granite 3.x (dense): Llama with factors of embeddings, scores, branches' outputs and logits."""
 
 from __future__ import annotations
 

@@ -13,17 +13,17 @@ from loader.architectures.architecture import COLUMNS, FIRST_ALONE, ROWS, Tensor
 from loader.config_fields import Fields
 from loader.model_shape import LatentShape
 
-NORM_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps says of the others
+NORM_EPS = 1e-6  # eps of the norms of latents; rms_norm_eps applies to other norms
 
 
 @dataclass(slots=True, frozen=True)
 class LatentNames:
-    """Names of a layer's tensors of latent attention, without `.weight` and `.bias`. Like those of TensorNames they follow the
-    layer's prefix.
+    """Names of a layer's tensors of latent attention, without `.weight` and `.bias`. As in TensorNames, they follow the layer's
+    prefix.
 
-    queries: of models whose queries are made by one matrix. query_down, query_norm, query_up: of the others. down: the matrix that
-    makes the latent and the rotated part of the keys. norm: of the latent. up: the matrix that makes, head by head, the other part
-    of the keys and the values of a latent."""
+    queries: in models with one matrix for queries. query_down, query_norm, query_up: in other models. down: the matrix that makes
+    the latent and the rotated part of the keys. norm: the norm of the latent. up: the matrix that makes, head by head, the other
+    part of the keys, and the values, from a latent."""
 
     queries: str = "self_attn.q_proj"
     query_down: str = "self_attn.q_a_proj"
@@ -35,13 +35,13 @@ class LatentNames:
     output: str = "self_attn.o_proj"
 
     def read_together(self, latent: LatentShape) -> tuple[str, ...]:
-        """Returns the names of the matrices that make, in one product, latents of queries (if there are any) and of KV."""
+        """Returns the names of the matrices that make, in one product, the latents of queries (if there are any) and of KV."""
         return (self.query_down, self.down) if latent.query_rank else (self.down,)
 
 
 @dataclass(slots=True, frozen=True)
 class Latents:
-    """What applies to a family's latent attention if config.json leaves a key out."""
+    """A family's latent attention, with defaults for keys that config.json leaves out."""
 
     query_rank: int
     rank: int = 512
@@ -70,8 +70,8 @@ class Latents:
         return fields.boolean(self.interleaved_key, True) if self.interleaved_key else True
 
     def tensor_groups(self, latent: LatentShape, num_heads: int, hidden: int, has_bias: bool) -> list[TensorGroup]:
-        """Returns the groups of one layer's attention, with names that lack the layer's prefix. Devices divide what is of heads.
-        Each of them makes and keeps the latents of all tokens, with all that this takes."""
+        """Returns the groups of one layer's attention, with names that lack the layer's prefix. Devices divide the matrices that
+        belong to heads. Each device has the other matrices whole, and computes and keeps the latents of all tokens."""
         names, rank = self.names, latent.query_rank
         of_query, of_key_value = latent.plain_dim + latent.rope_dim, latent.plain_dim + latent.value_dim
         widths = (rank, latent.token_values) if rank else (latent.token_values,)

@@ -15,7 +15,7 @@ from loader.config_fields import Fields
 from loader.model_shape import ModelShape
 from loader.rope_config import RopeParameters, RopeRules, parse_rope
 
-_BODY = "model."  # what the encoder's tensors begin with in models that have a head
+_BODY = "model."  # prefix of the encoder's tensors in models that have a head
 _THETA = (("global_rope_theta", 160_000.0), ("local_rope_theta", 10_000.0))
 _ROPE = RopeRules(is_local=True)
 _POOLINGS = ("cls", "mean")
@@ -34,15 +34,15 @@ _WINDOWS = Windows(_all_but_first_of_every, 128, "local_attention")
 @dataclass(slots=True, frozen=True)
 class ModernEncoder:
     """Describes ModernBERT: what its config.json may say, and which tensors its checkpoints hold. scores: whether it has the head
-    that makes a score of a pair."""
+    that scores a pair."""
 
     name: str
     model_type: str
     scores: bool = False
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Implements Architecture.parse. How token vectors are pooled is read from another file (loader/pooling.py), but for
-        cross-encoders."""
+        """Implements Architecture.parse. For models other than cross-encoders, the pooling of token vectors is read from another
+        file (loader/pooling.py)."""
         hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if hidden_size % (2 * num_heads):
             raise fields.fail("num_attention_heads", f"{num_heads} heads of hidden_size {hidden_size} are no pairs of dimensions")
@@ -117,7 +117,7 @@ class ModernEncoder:
         groups += one(f"{at}embeddings.norm", False, hidden)
         for layer in range(shape.num_layers):
             in_layer = [
-                *(one("attn_norm", False, hidden) if layer else ()),  # the first layer reads what was normed last
+                *(one("attn_norm", False, hidden) if layer else ()),  # the first layer reads the normed embeddings
                 *one("attn.Wqkv", shape.attention_bias, 3 * hidden, hidden),
                 *one("attn.Wo", shape.output_bias, hidden, hidden),
                 *one("mlp_norm", False, hidden),

@@ -1,5 +1,5 @@
-"""Phi-1, Phi-1.5 and Phi-2: LayerNorm, which attention and the MLP both read, an MLP without a gate, and biases throughout. A part
-of each head is rotated.
+"""Phi-1, Phi-1.5 and Phi-2: LayerNorm, whose output both attention and the MLP read, an MLP without a gate, and biases throughout.
+A part of each head is rotated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The layer behind the last one that some checkpoints hold, which predicts one token further (multi-token prediction,
-https://arxiv.org/abs/2412.19437, section 2.2). It reads the model's last hidden state of a token beside the embedding of the token
-that follows, and shares the model's embedding and head.
+"""The predictor: a layer after the last one, which some checkpoints hold and which predicts one token further (multi-token
+prediction, https://arxiv.org/abs/2412.19437, section 2.2). It reads the model's last hidden state of a token beside the embedding
+of the token that follows, and shares the model's embedding and head.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Collection
 from loader.architectures.architecture import TensorGroup, one_tensor
 from loader.model_shape import ModelShape
 
-# names of its tensors within the layer, without `.weight`, besides those that any layer has
+# names of the tensors, without `.weight`, that its layer has and other layers lack
 TOKEN_NORM, HIDDEN_NORM, PROJECTION, OUTPUT_NORM = "enorm", "hnorm", "eh_proj", "shared_head.norm"
 
 
 def predictor_groups(shape: ModelShape, layer: list[TensorGroup]) -> list[TensorGroup]:
-    """Returns the tensor groups of the predictor. layer: those of a layer of its kind. The norm is last, since it is plain in every
-    format."""
+    """Returns the tensor groups of the predictor. layer: the groups of an ordinary layer of its kind. The norm comes last, since it
+    is plain in every format."""
     hidden = shape.hidden_size
     return [
         one_tensor(f"{TOKEN_NORM}.weight", hidden),
@@ -28,6 +28,6 @@ def predictor_groups(shape: ModelShape, layer: list[TensorGroup]) -> list[Tensor
 
 
 def holds_predictor(prefix: str, names: Collection[str] | None) -> bool:
-    """Returns whether a checkpoint whose tensors have these names holds a predictor. prefix: of its layer's tensors. names: None:
-    they are not known, and it counts as there."""
+    """Returns whether a checkpoint whose tensors have these names holds a predictor. prefix: prefix of its layer's tensors. names:
+    None if they are not known; the result is then True."""
     return names is None or f"{prefix}{PROJECTION}.weight" in names

@@ -9,7 +9,7 @@ from loader.architectures.decoder import Decoder
 from loader.config_fields import Fields
 from loader.model_shape import ModelShape
 
-_FILES = (  # of this folder; each holds its description as ARCHITECTURE
+_FILES = (  # files of this folder; each holds its description as ARCHITECTURE
     "llama",
     "mistral",
     "qwen2",
@@ -61,7 +61,7 @@ _FILES = (  # of this folder; each holds its description as ARCHITECTURE
 _DESCRIPTIONS: list[Architecture] = [import_module(f"loader.architectures.{file}").ARCHITECTURE for file in _FILES]
 ARCHITECTURES = {one.name: one for one in _DESCRIPTIONS}
 _HEADED = "ForCausalLM"
-# by the name that config.json has for the decoder alone, as in Qwen3Model
+# by the name in config.json of a decoder without a head, such as Qwen3Model
 _HEADLESS = {f"{one.name.removesuffix(_HEADED)}Model": one for one in _DESCRIPTIONS if isinstance(one, Decoder)}
 
 

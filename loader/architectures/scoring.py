@@ -11,7 +11,7 @@ _ACTIVATIONS = {"torch.nn.modules.activation.Sigmoid": SIGMOID, "torch.nn.module
 
 
 def scoring_of(fields: Fields) -> str:
-    """Returns what makes the relevance of a score: SIGMOID, also where config.json names nothing, or IDENTITY. Raises
+    """Returns the function that turns a score into a relevance: SIGMOID, also if config.json names none, or IDENTITY. Raises
     UnsupportedModel, which names the key, for a model with several outputs and for other activations."""
     _check_one_output(fields)
     holder, key = fields.mapping("sentence_transformers"), "activation_fn"
@@ -30,6 +30,6 @@ def _check_one_output(fields: Fields) -> None:
     if labels is not None:
         key, num_labels = "id2label", len(labels.values)
     else:
-        key, num_labels = "num_labels", fields.integer("num_labels", 2)  # transformers writes no labels where there are two
+        key, num_labels = "num_labels", fields.integer("num_labels", 2)  # transformers leaves the key out if there are two labels
     if num_labels != 1:
         raise fields.unsupported(key, f"{num_labels} labels are not supported; supported: cross-encoders, which have 1")

@@ -1,5 +1,5 @@
 """Decides which layers of a decoder attend only to a window of recent positions, and which of an encoder to one around each token.
-Config files have several ways of saying it; each is one rule here.
+Config files say this in several ways; each way is one rule here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _FULL, _SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_atten
 
 @dataclass(slots=True, frozen=True)
 class Asked:
-    """What config.json says about windows. name: the architecture. listed: for each layer, whether the key `layer_types` calls it
-    sliding (or chunked, in a family with chunks); None: the key is absent. default_tokens: the window's length if its key is
-    absent; None: there is no default."""
+    """The settings about windows in config.json. name: the architecture. listed: for each layer, whether the key `layer_types`
+    calls it sliding (or chunked, in a family with chunks); None: the key is absent. default_tokens: the window's length if its key
+    is absent; None: there is no default."""
 
     fields: Fields
     name: str
@@ -26,7 +26,7 @@ class Asked:
     default_tokens: int | None
 
 
-Rule = Callable[[Asked], list[bool]]  # by layer: whether it has a window
+Rule = Callable[[Asked], list[bool]]  # returns for each layer whether it has a window
 
 
 def no_layer(asked: Asked) -> list[bool]:
@@ -120,8 +120,8 @@ def _wants_windows(asked: Asked) -> bool:
 @dataclass(slots=True, frozen=True)
 class Windows:
     """The windows of a family. rule: decides which layers have one. default_tokens: their length if the key `key` is absent; None:
-    a config.json with windows must have that key. kind: what `layer_types` calls such layers; CHUNKED: a query sees the positions
-    of its own chunk."""
+    a config.json with windows must have that key. kind: the name of such layers in `layer_types`; CHUNKED: a query attends to the
+    positions of its own chunk."""
 
     rule: Rule = no_layer
     default_tokens: int | None = None

@@ -1,7 +1,7 @@
-"""Wrappers: checkpoints in which a decoder lies beside an encoder of images or sound. The decoder is served, the rest is not read.
+"""Wrappers: checkpoints with a decoder beside an encoder of images or sound. Only the decoder is read and served.
 
-The decoder's settings are the object `text_config` of config.json. The names of its tensors begin in one of several ways, by the
-version of transformers that wrote them.
+The decoder's settings are the object `text_config` of config.json. The prefix of its tensors' names depends on the version of
+transformers that wrote them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from loader.config_fields import Fields
 from loader.model_shape import ModelShape
 
 TEXT_KEY = "text_config"
-_BODY = "model."  # what the names of a decoder's tensors begin with, but for the head's
-# what those names begin with in a wrapper instead, and what the head's name begins with
+_BODY = "model."  # prefix of the names of a decoder's tensors, except the head's
+# the prefix that replaces it in a wrapper, and the prefix of the head's name
 _PREFIXES = {"language_model.model.": "language_model.", "model.language_model.": ""}
 _FIRST = "language_model.model."
-# keys that a wrapper may have beside text_config instead of within it
+# keys that a wrapper may have outside text_config instead of within it
 _OUTER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings")
 
 
 @dataclass(slots=True, frozen=True)
 class Wrapper:
-    """The description of one family of wrappers. text: the decoder's. defaults: what text_config may leave out although config.json
-    of the decoder alone must have it. also: other model types that text_config may name. others: what the names of all other
-    tensors begin with."""
+    """The description of one family of wrappers. text: the decoder's description. defaults: values of keys that text_config may
+    leave out although a decoder's own config.json must have them. also: other model types that text_config may name. others:
+    prefixes of the names of all other tensors."""
 
     name: str
     model_type: str
@@ -66,7 +66,8 @@ class Wrapper:
         return name.startswith(self.others) or self.decoder_of(shape).ignores(shape, name)
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored. A head that is there is used: config.json may leave out that it is not tied."""
+        """Implements Architecture.as_stored. A head in the checkpoint is used, because config.json may leave out that it is not
+        tied."""
         for prefix, of_head in _PREFIXES.items():
             if any(name.startswith(prefix) for name in names):
                 tied = shape.tie_word_embeddings and f"{of_head}{self.text.names.head}.weight" not in names
@@ -75,12 +76,12 @@ class Wrapper:
         return self.text.as_stored(shape, names)
 
     def predicting(self, shape: ModelShape, names: Collection[str] | None) -> ModelShape | None:
-        """Returns the shape with the layer that predicts one token further (predictor.py), if a checkpoint whose tensors have these
-        names holds one that can draft tokens; otherwise None. names: None: they are not known, and config.json counts."""
+        """Returns the shape with the model's predictor (predictor.py), if a checkpoint whose tensors have these names holds one
+        that can draft tokens; otherwise None. names: None if they are not known; then config.json decides."""
         return self.decoder_of(shape).predicting(shape, names)
 
     def decoder_of(self, shape: ModelShape) -> Decoder:
-        """Returns the decoder's description with the names that its tensors have in the checkpoint."""
+        """Returns the decoder's description with its tensors' names in the checkpoint."""
         return replace(self.text, names=_placed(self.text.names, shape.tensor_prefix))
 
 

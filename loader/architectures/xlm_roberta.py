@@ -1,4 +1,4 @@
-"""XLM-RoBERTa (BGE-M3, multilingual E5): BERT whose positions begin behind the padding's id."""
+"""XLM-RoBERTa (BGE-M3, multilingual E5): BERT whose positions begin after the id of padding."""
 
 from __future__ import annotations
 
