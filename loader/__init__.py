@@ -1,4 +1,4 @@
-"""From checkpoint folders to bytes in device memory. What the daemon takes of it needs no torch.
+"""Brings checkpoints from their folders into device memory. The modules that the daemon imports need no torch.
 
 Part of hearthd.
 """

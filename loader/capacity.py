@@ -1,8 +1,9 @@
-"""Computes what a model takes on devices that need not be there: its weights, its work space, its KV, and the tokens that fit.
+"""Computes how much memory a model takes on given devices, which need not exist here: its weights, its work space, its KV, and how
+many tokens fit.
 
-On several devices the sums are those of the largest share, as it would be loaded (loader/slices.py). For what is not split they are
-what one would expect of tensor parallelism: each device holds an equal part of the matrices and of the KV heads, or one KV head
-where there are fewer heads than devices, and a work space of its own.
+On several devices the figures are those of the largest share, as it would be loaded (loader/slices.py). For models that hearthd
+does not split they are what one would expect of tensor parallelism: each device holds an equal part of the matrices and of the KV
+heads (one KV head if there are fewer heads than devices), and has a work space of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from loader.work_space import work_space_bytes
 
 @dataclass(slots=True, frozen=True)
 class Devices:
-    """Equal devices. kind: cuda or cpu. budget_bytes: what models may use of each. expert_parts, num_stages: as in Division."""
+    """A number of equal devices. kind: cuda or cpu. budget_bytes: bytes that models may use on each device. expert_parts,
+    num_stages: as in Division."""
 
     kind: str
     num_devices: int
@@ -59,9 +61,10 @@ class Settings:
 
 @dataclass(slots=True, frozen=True)
 class KVNeed:
-    """The KV of the layers that see equally far. window_tokens: 0: all tokens; else a sequence keeps so many, and those of the
-    piece of a prompt that is being computed. token_bytes: of one token, in all these layers. kind: of KVGroupSpec. state_bytes: of
-    layers that keep states of a sequence: of one state in all of them; token_bytes and window_tokens are then 0."""
+    """The KV of the layers with the same window. window_tokens: how many tokens a sequence keeps, besides those of the chunk of a
+    prompt that is being computed; 0: all. token_bytes: bytes of one token in all these layers. kind: as in KVGroupSpec.
+    state_bytes: for layers that keep states of a sequence, the bytes of one state in all these layers; token_bytes and
+    window_tokens are then 0."""
 
     num_layers: int
     window_tokens: int
@@ -72,8 +75,8 @@ class KVNeed:
 
 @dataclass(slots=True, frozen=True)
 class ModelNeed:
-    """What a model takes, however many devices it is on. active_parameters: those that one token's step multiplies with, of a
-    mixture of experts fewer than there are. sequence_bytes: of the KV of one sequence of max_model_len."""
+    """What a model takes, whatever the number of devices. active_parameters: number of parameters that the computation of one token
+    uses; in a mixture of experts these are not all. sequence_bytes: bytes of the KV of one sequence of max_model_len."""
 
     num_parameters: int
     active_parameters: int
@@ -84,11 +87,11 @@ class ModelNeed:
 
 @dataclass(slots=True, frozen=True)
 class Share:
-    """What a model takes and leaves on each of `devices`. All bytes are of one device. free_bytes: what is left for KV, below 0
-    where so much is missing. kv_token_bytes: of one token in the layers that see all tokens. sequence_bytes: of the KV of one
-    sequence of max_model_len. tokens: the longest sequence whose KV fits (None: any length, since no layer sees all tokens).
-    sequences: how many of max_model_len fit at once. not_split: why the model is not loaded in such shares; "": it is, or there is
-    one device."""
+    """The memory that a model takes and leaves on each of `devices`. All bytes are per device. free_bytes: bytes left for KV;
+    negative: so many are missing. kv_token_bytes: bytes of one token in the layers that attend to all tokens. sequence_bytes: bytes
+    of the KV of one sequence of max_model_len. tokens: length of the longest sequence whose KV fits (None: any length, since no
+    layer attends to all tokens). sequences: how many sequences of max_model_len fit at once. not_split: why the model cannot be
+    loaded in such shares; "": it can, or there is one device."""
 
     devices: Devices
     weights_bytes: int
@@ -107,7 +110,7 @@ class Share:
 
 @dataclass(slots=True, frozen=True)
 class PredictorNeed:
-    """What the layer adds that predicts one token further. kv_token_bytes: of one token. work_space_bytes: on each device."""
+    """What a model's predictor takes in addition. kv_token_bytes: KV bytes of one token. work_space_bytes: bytes on each device."""
 
     num_parameters: int
     weights_bytes: int
@@ -116,7 +119,8 @@ class PredictorNeed:
 
 
 def predictor_need(plain: ModelShape, whole: ModelShape, settings: Settings, kind: str) -> PredictorNeed | None:
-    """Returns what a model with this `whole` shape takes more than without its predictor; None: it has none. kind: of devices."""
+    """Returns what a model's predictor takes; None: it has none. plain, whole: the model's shape without and with the predictor.
+    kind: kind of the devices."""
     if not whole.predicts:
         return None
     kv_dtype = kv_dtype_of(settings.dtype, settings.kv_cache_dtype)
@@ -180,7 +184,7 @@ def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
 
 
 def why_not_split(shape: ModelShape, settings: Settings, devices: Devices) -> str:
-    """Returns why the model is not loaded in shares on several such devices; "": it is, or there is one device."""
+    """Returns why the model cannot be loaded in shares on several such devices; "": it can, or there is one device."""
     if devices.num_devices == 1:
         return ""
     if devices.kind != "cpu":
@@ -193,7 +197,7 @@ def why_not_split(shape: ModelShape, settings: Settings, devices: Devices) -> st
 
 
 def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:
-    """Returns the shape whose KV each device holds: its part of the KV heads, and of the heads of the delta rule."""
+    """Returns the shape of the KV that each device holds: with its part of the KV heads, and of the heads of the delta rule."""
     own = replace(shape, num_kv_heads=math.ceil(shape.num_kv_heads / num_devices))
     if (full := shape.full_heads) is not None:
         own = replace(own, full_heads=replace(full, num_kv_heads=math.ceil(full.num_kv_heads / num_devices)))
@@ -229,7 +233,7 @@ def _work_space_bytes(shape: ModelShape, settings: Settings, kind: str) -> int:
 
 
 def _idle_parameters(shape: ModelShape) -> int:
-    """Returns the parameters of the experts that a token does not pass through."""
+    """Returns the number of parameters in experts that a token does not pass through."""
     experts = shape.experts
     if experts is None:
         return 0

@@ -50,7 +50,7 @@ from loader.weight_files import (
 )
 
 log = logging.getLogger("hearthd.models")
-MAX_DEPTH = 8  # folders below the models folder; also ends link cycles
+MAX_DEPTH = 8  # deepest level of folders below the models folder that is looked at; also ends link cycles
 MAX_FOLDERS = 100_000
 _MADE_UP = ("/proc", "/sys")
 UNPRINTABLE = "its name holds what is no printable UTF-8 text; rename it"
@@ -63,22 +63,22 @@ TOKENIZER_NAMES = (
     "chat_template.json",
 )
 _INNER = (PACKED_DIR, os.path.dirname(POOLING_NAME))  # folders in a model's folder that belong to the model
-# all files of models that are read here, other than the weights
+# all files of a model, other than its weights, that are read here
 SIDE_FILES = (CONFIG_NAME, QUANT_CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_NAMES, MODULES_NAME, POOLING_NAME)
 
 
 @dataclass(slots=True)
 class Checkpoint:
     """The folder of a model, or of a LoRA adapter. complete: whether it can be loaded. If not, `reason` says what is missing (it
-    may still arrive), or `error` what is wrong (it stays wrong until the files change). shape: None where config.json can't be
-    used.
+    may still arrive), or `error` what is wrong (it stays wrong until the files change). shape: the model's shape; None if
+    config.json can't be used.
 
-    predicting: the shape with the layer that predicts one token further, where the files hold one that can draft tokens; None:
-    they do not, or predictor_error says what is wrong with it. weights_bytes: the bytes of weights that an engine holds, by dtype,
-    without that layer. fingerprint: a hash of names, sizes, times, configuration
-    texts and headers. packed_files: the same weights in packed form, where `files` are plain. packed_reason: why existing packed
-    files can't be used. is_adapter: whether it is an adapter's folder, which has no shape; adapter: what its files say, None
-    unless it is complete. head: what the files say of a head that drafts tokens for other models; it has no shape either."""
+    predicting: the shape with the model's predictor, if the files hold one that can draft tokens; None: they do not, or
+    predictor_error says what is wrong with it. weights_bytes: dtype -> bytes of weights that an engine holds, without the
+    predictor. fingerprint: a hash of names, sizes, times, configuration texts and headers. packed_files: the same weights in packed
+    form, if `files` are plain. packed_reason: why existing packed files can't be used. is_adapter: whether it is an adapter's
+    folder, which has no shape. adapter: the adapter that the files describe; None unless it is complete. head: the head that the
+    files describe, which drafts tokens for other models; such a folder has no shape either."""
 
     name: str
     path: str
@@ -104,7 +104,7 @@ class Checkpoint:
 
     @property
     def is_packed_only(self) -> bool:
-        """Whether the folder holds the weights in packed form alone."""
+        """Whether the folder holds the weights only in packed form."""
         return any(info.name.startswith(f"{PACKED_DIR}/") for info in self.files)
 
 
@@ -120,14 +120,14 @@ class Seen:
 def scan(
     models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None, named: Mapping[str, str] | None = None
 ) -> dict[str, Checkpoint]:
-    """Returns all models below models_dir by name (their path below it), sorted. previous: as for `walk`. named: adapters in other
-    folders, as for `named_adapters`. Raises OSError if models_dir itself can't be read, or if no more files can be opened."""
+    """Returns all models below models_dir by name (their path below it), sorted. previous: as in `walk`. named: adapters in other
+    folders, as in `named_adapters`. Raises OSError if models_dir itself can't be read, or if no more files can be opened."""
     return merged(chain(walk(models_dir, previous), named_adapters(named or {}, previous)))
 
 
 def merged(found: Iterable[Seen]) -> dict[str, Checkpoint]:
-    """Returns the models by name, sorted. Where several have the same name, a named adapter counts, then a plain folder, then what
-    a Hugging Face cache has."""
+    """Returns the models by name, sorted. If several have the same name, a named adapter is preferred to a plain folder, and that
+    to one in a Hugging Face cache."""
     plain: dict[str, Checkpoint] = {}
     cached: dict[str, Checkpoint] = {}
     named: dict[str, Checkpoint] = {}
@@ -203,7 +203,7 @@ def walk(
                 inner = hub_cache.repo_name(entry.name) or entry.name
                 yield Seen(Checkpoint(f"{name}/{inner}" if name else inner, entry.path, reason=silent[entry.path]), in_cache)
             for entry in below:
-                if not entry.name.isprintable():  # a name that is not UTF-8 is not printable either
+                if not entry.name.isprintable():  # names that are not UTF-8 are not printable either
                     escaped = ascii(entry.name)[1:-1]
                     checkpoint = Checkpoint(f"{name}/{escaped}" if name else escaped, str(folder), reason=UNPRINTABLE)
                     yield Seen(checkpoint, in_cache)
@@ -229,8 +229,8 @@ def named_adapters(
     silent: Mapping[str, str] | None = None,
     watched: Callable[[str], None] = lambda folder: None,
 ) -> Iterator[Seen]:
-    """Yields the LoRA adapters in these folders, which may lie anywhere. named: name -> folder, whatever it holds. The others: as
-    for `walk`. Raises OSError if no more files can be opened."""
+    """Yields the LoRA adapters in these folders, which may lie anywhere. named: name -> folder, whose content need not be an
+    adapter. The other arguments are as in `walk`. Raises OSError if no more files can be opened."""
     for name, path in named.items():
         if path in (silent or {}):
             checkpoint = Checkpoint(name, path, reason=(silent or {})[path], is_adapter=True)
@@ -297,15 +297,16 @@ def _snapshot(folder: Path) -> Path | None:
 
 
 def scan_one(path: str | Path, name: str | None = None) -> Checkpoint:
-    """Returns the checkpoint in this folder, whatever the folder contains. name: by default the folder's own. Raises OSError if
-    it is not a readable folder."""
+    """Returns the checkpoint in this folder, whatever the folder contains. name: the checkpoint's name, by default the folder's.
+    Raises OSError if it is not a readable folder."""
     folder = Path(path)
     files = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and _is_file(entry)]
     return _scan_folder(folder, name or folder.name, files, None)
 
 
 def holds_model(folder: str | Path) -> bool:
-    """Returns whether the scan would list the folder as a model, complete or not, and look for none below it. Raises OSError."""
+    """Returns whether the scan would list the folder as a model, complete or not, and look for no models below it. Raises
+    OSError."""
     with os.scandir(folder) as entries:
         return _looks_like_model({entry.name for entry in entries if not entry.name.startswith(".") and not _is_dir(entry)})
 
@@ -342,7 +343,7 @@ def _is_adapter(names: Collection[str]) -> bool:
 
 
 def _belongs_to_model(entry: os.DirEntry[str], looking: Callable[[str], None], watched: Callable[[str], None]) -> bool:
-    """Returns whether a folder in a model's folder is an adapter's, or that of a head. Links are not followed: they may lead
+    """Returns whether a folder in a model's folder holds an adapter or a head. Links are not followed, because they may lead
     anywhere."""
     if entry.name in _INNER or not _is_real_dir(entry) or not entry.name.isprintable():
         return False
@@ -402,7 +403,7 @@ def _scan_folder(folder: Path, name: str, entries: Iterable[os.DirEntry[str]], p
         checkpoint.reason = f"{error.filename or folder}: {error.strerror}"
     except MemoryError:
         checkpoint.error = "its configuration and headers need more memory than reading them may take"
-    except Exception as error:  # what is wrong with one folder must not hide the others
+    except Exception as error:  # a fault in one folder must not hide the others
         log.debug("%s: reading it failed", name, exc_info=True)
         checkpoint.error = f"cannot be read: {type(error).__name__}: {shortened(str(error))}"
     return checkpoint
@@ -418,8 +419,8 @@ def _files(entries: Iterable[os.DirEntry[str]]) -> tuple[tuple[str, int, int], .
 
 
 def _pooling_file(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Returns (name, size, mtime_ns) of an embedding model's pooling configuration, its only file in a folder below; () without
-    one."""
+    """Returns (name, size, mtime_ns) of an embedding model's pooling configuration, the only file of a model in a subfolder; () if
+    there is none."""
     try:
         stat = (folder / POOLING_NAME).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -471,7 +472,7 @@ def _sum_up(
     headers: Mapping[str, Header],
     digest: hashlib.blake2b,
 ) -> None:
-    """Sets a checkpoint's files and its fingerprint. digest: has seen the configuration texts."""
+    """Sets a checkpoint's files and its fingerprint. digest: a hash that already contains the configuration texts."""
     files = []
     for file, header in headers.items():
         size, mtime = stats[file] if file in stats else _stat(folder / file)
@@ -482,7 +483,7 @@ def _sum_up(
 
 
 def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[TensorRef]) -> ModelShape:
-    """Returns the shape with the formats and places in which the files hold its tensors."""
+    """Returns the shape with the formats of its tensors, and their places in the files."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups(shape, tensors))
     return replace(shape, block_offsets=layout.block_offsets(shape, tensors))
@@ -491,7 +492,7 @@ def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[Te
 def _find_predictor(
     checkpoint: Checkpoint, names: Collection[str], tensors: Sequence[TensorRef], headers: Mapping[str, Header]
 ) -> None:
-    """Sets what the files say about a layer that predicts one token further. The model is served without one that is damaged."""
+    """Sets the checkpoint's fields about a predictor. The model is served without a predictor that is damaged."""
     assert checkpoint.shape is not None
     shape = layout.predicting(checkpoint.shape, names)
     if shape is None:
@@ -535,8 +536,8 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 def check_counts(shape: ModelShape, num_tensors: int) -> None:
-    """Raises CheckpointError where the files hold fewer tensors than the model has layers, or experts. Called before anything
-    lists all layers, since config.json may name any number of them."""
+    """Raises CheckpointError if the files hold fewer tensors than the model has layers, or experts. Called before anything lists
+    all layers, since config.json may name any number of them."""
     if shape.num_layers > num_tensors:
         raise CheckpointError(
             CONFIG_NAME, None, f"key num_hidden_layers: {shape.num_layers} is more than the files hold tensors ({num_tensors})"
@@ -558,8 +559,8 @@ def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
 def check_tensors(
     stored: Iterable[StoredTensor], tensors: Iterable[TensorRef], is_ignored: Callable[[str], bool], what: str, files: str
 ) -> None:
-    """Raises CheckpointError, which names file and tensor, unless there is each of the `stored` tensors, and no other but those
-    that are ignored. what: asks for them, in messages; files: where they are looked for."""
+    """Raises CheckpointError, which names file and tensor, unless `tensors` contain every tensor of `stored`, and no others except
+    ignored ones. what: names, in messages, what asks for the tensors; files: where they are looked for."""
     wanted = {tensor.name: tensor for tensor in stored}
     for tensor in tensors:
         expected = wanted.pop(tensor.name, None)

@@ -12,8 +12,8 @@ from loader.weight_files import FileInfo
 
 
 def scanned_again(path: str | Path, fingerprint: str, kind: str) -> Checkpoint:
-    """Scans a folder again. fingerprint: that of what was registered, "" to accept any. kind: what the folder is, in errors: a
-    model or an adapter. Raises CheckpointError (permanent), or CheckpointChanged where the files differ or are incomplete again."""
+    """Scans a folder again. fingerprint: the registered fingerprint, "" to accept any. kind: "model" or "adapter", for error
+    messages. Raises CheckpointError (permanent), or CheckpointChanged if the files differ or are incomplete again."""
     try:
         checkpoint = scan_one(path)
     except OSError as error:
@@ -28,7 +28,8 @@ def scanned_again(path: str | Path, fingerprint: str, kind: str) -> Checkpoint:
 
 
 def open_unchanged(folder: str | Path, info: FileInfo, kind: str) -> int:
-    """Opens a weight file as the scan saw it; the caller closes the descriptor. Raises CheckpointChanged for another one."""
+    """Opens a weight file that must be as the scan saw it; the caller closes the descriptor. Raises CheckpointChanged if it
+    differs."""
     try:
         fd = open_regular(Path(folder) / info.name)
     except OSError as error:

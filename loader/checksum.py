@@ -1,7 +1,7 @@
-"""Checksums of memory that reveal accidental damage. They do not protect against deliberate changes.
+"""Computes checksums of memory that reveal accidental damage. They do not protect against deliberate changes.
 
-The checksum of a piece has two parts: the sum of its 8-byte words w (the last one padded with zeros) and the sum of index * w,
-both modulo 2**64. So a changed, lost or exchanged word shows.
+The checksum of a piece has two parts: the sum of its 8-byte words w (the last one padded with zeros) and the sum of index * w, both
+modulo 2**64. So a changed, lost or exchanged word changes the checksum.
 """
 
 from __future__ import annotations

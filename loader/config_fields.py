@@ -8,11 +8,11 @@ import msgspec
 
 from loader.errors import CheckpointError, UnsupportedModel
 
-MAX_IDS = 1024  # ids of one key, such as those that end a text
+MAX_IDS = 1024  # most ids under one key, such as the ids that end a text
 
 
 class Fields:
-    """One JSON object. file: named in errors. prefix: put before keys in errors, for example "rope_scaling."."""
+    """One JSON object. file: the file's name in errors. prefix: put before keys in errors, for example "rope_scaling."."""
 
     def __init__(self, values: dict[str, Any], file: str, prefix: str = "") -> None:
         self.values, self.file, self.prefix = values, file, prefix
@@ -102,7 +102,7 @@ class Fields:
 
 
 def json_fields(text: bytes, file: str) -> Fields:
-    """Parses a JSON object. Raises CheckpointError if `text` is none."""
+    """Parses a JSON object. Raises CheckpointError if `text` is not one."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Reads what a folder says about a model whose weights need not be there: config.json, and the names or headers of its tensors."""
+"""Reads the description of a model whose weights need not be there: config.json, and the names or headers of its tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from loader.pooling import MODULES_NAME, POOLING_NAME, pooled
 from loader.regular_file import read_regular
 from loader.safetensors import INDEX_NAME, MAX_TENSORS, read_index
 
-# What the sizes follow from: the weight files' headers, the names in their index, or config.json alone.
+# The source of the sizes: the weight files' headers, the names in their index, or config.json alone.
 HEADERS, INDEX, CONFIG = "headers", "index", "config"
 
 
 @dataclass(slots=True, frozen=True)
 class DescribedModel:
-    """A model, and what its sizes follow from: HEADERS, INDEX or CONFIG. With CONFIG, those matrices of a quantised checkpoint
-    count as plain that the configuration lists. predicting, predictor_error: as in catalog.Checkpoint."""
+    """A model, and the source of its sizes: HEADERS, INDEX or CONFIG. With CONFIG, the matrices of a quantised checkpoint that the
+    configuration lists as plain count as such. predicting, predictor_error: as in catalog.Checkpoint."""
 
     shape: ModelShape
     source: str
@@ -63,7 +63,8 @@ def described_model(folder: Path) -> DescribedModel:
 
 
 def _named(shape: ModelShape, names: set[str]) -> ModelShape:
-    """Returns the shape with the formats that these names tell. Raises CheckpointError for a tensor that is not among them."""
+    """Returns the shape with the formats that follow from these names of tensors. Raises CheckpointError for a tensor that is
+    missing."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups_by_name(shape, names))
     for tensor in layout.stored_tensors(shape):
@@ -73,7 +74,7 @@ def _named(shape: ModelShape, names: set[str]) -> ModelShape:
 
 
 def _text(path: Path) -> bytes | None:
-    """Returns a file's content; None: there is no such file."""
+    """Returns a file's content; None if there is no such file."""
     try:
         return read_regular(path, catalog.MAX_CONFIG_BYTES)
     except (FileNotFoundError, NotADirectoryError):

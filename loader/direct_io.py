@@ -1,4 +1,4 @@
-"""Reads past the page cache: tells where they are faster, and what the kernel requires of them.
+"""Helps with direct reads, which bypass the page cache: tells where they are faster, and what the kernel requires of them.
 
 A range that is in the page cache is read from there (a copy at memory speed). Any other range is read with O_DIRECT straight from
 the drive, which costs almost no CPU time and leaves the cache to others. Linux only; makes system calls directly where libc has
@@ -20,8 +20,8 @@ _STATX_BYTES = 256
 _DIOALIGN_OFFSET = 152  # where struct statx has stx_dio_mem_align; stx_dio_offset_align follows it
 DEFAULT_ALIGN_BYTES = 4096  # used where the kernel doesn't say; a multiple of every block size in use
 BLOCK_BYTES = 4096  # direct reads consist of whole blocks, in the file and in memory
-PROBES = 4  # pages that are tested where cachestat is not available
-# Errors by which a drive or file system refuses a direct read.
+PROBES = 4  # number of pages that are tested if cachestat is not available
+# Error numbers with which a drive or file system refuses a direct read.
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,8 +51,8 @@ def direct_alignment(fd: int) -> Alignment:
 
 
 def open_direct(fd: int) -> int:
-    """Returns another descriptor of the same file, for reads past the page cache. It is the same file even if its name leads to
-    another one by now. Raises OSError."""
+    """Returns another descriptor of the same file, for reads past the page cache. It is the same file even if its name belongs to
+    another file by now. Raises OSError."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
 
@@ -76,8 +76,8 @@ def _cached_pages(fd: int, offset: int, length: int) -> int | None:
 
 
 def _page_is_cached(fd: int, offset: int) -> bool:
-    """Returns whether the page cache holds the page at `offset`, found out by a read that must not wait. mincore is no help here:
-    for another user's file it says that everything is cached."""
+    """Returns whether the page cache holds the page at `offset`, found out by a read that must not wait. mincore does not help: for
+    another user's file it says that everything is cached."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except OSError:

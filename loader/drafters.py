@@ -19,8 +19,8 @@ from loader.weight_files import FileInfo
 
 @dataclass(slots=True, frozen=True)
 class Joined:
-    """A model with its head. shape: both. files: the head's, named as they are found from the model's folder. fingerprint: of
-    both."""
+    """A model with its head. shape: the shape of both together. files: the head's files, named by their paths from the model's
+    folder. fingerprint: the fingerprint of both together."""
 
     shape: ModelShape
     files: tuple[FileInfo, ...]
@@ -29,7 +29,7 @@ class Joined:
 
 def joined(checkpoint: Checkpoint, head: Checkpoint) -> Joined:
     """Joins a complete model and a complete head, without reading any file. Raises CheckpointError, which names file and key or
-    tensor, where they do not belong together."""
+    tensor, if they do not belong together."""
     assert checkpoint.shape is not None
     assert head.head is not None
     base = checkpoint.shape
@@ -42,7 +42,7 @@ def joined(checkpoint: Checkpoint, head: Checkpoint) -> Joined:
     check_tensors(under_own_names, seen, ignores, f"a head with {head.path}/{CONFIG_NAME}", head.path)
     shape = replace(base, predicts=True, eagle=eagle, block_offsets=())
     offsets = layout.block_offsets(shape, tensors)
-    if base.block_offsets:  # the head's groups lie behind the model's
+    if base.block_offsets:  # the head's groups come after the model's
         shape = replace(shape, block_offsets=base.block_offsets + offsets[len(base.block_offsets) :])
     files = tuple(replace(info, name=os.path.join(way, info.name)) for info in head.files)
     digest = hashlib.blake2b(f"{checkpoint.fingerprint}\0{head.fingerprint}".encode(), digest_size=16)
@@ -50,7 +50,7 @@ def joined(checkpoint: Checkpoint, head: Checkpoint) -> Joined:
 
 
 def renamed(header: Header, file: str) -> Header:
-    """Returns a header of a head's file with the names that its tensors have among the model's. file: its name, seen from the
+    """Returns the header of a head's file with the names that its tensors get among the model's. file: the file's path from the
     model's folder."""
     return replace(header, tensors=tuple(_renamed(tensor, file) for tensor in header.tensors))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 DTYPES = ("float32", "bfloat16", "float16")
-E8M0 = "e8m0"  # powers of two, as their exponents plus 127: the scales of MXFP4
-FP8 = "float8_e4m3fn"  # weights only, as codes
-SCALES_IN = {"bfloat16": "bfloat16 scales", "float16": "float16 scales"}  # of INT4 weights: finite numbers, held as they are
-FLOAT_OF = {name: name for name in DTYPES} | {target: name for name, target in SCALES_IN.items()}  # the numbers' own dtype
+E8M0 = "e8m0"  # powers of two, stored as exponents plus 127: the scales of MXFP4
+FP8 = "float8_e4m3fn"  # only for weights, which are held as codes
+SCALES_IN = {"bfloat16": "bfloat16 scales", "float16": "float16 scales"}  # scales of INT4 weights: finite numbers, held unchanged
+FLOAT_OF = {name: name for name in DTYPES} | {target: name for name, target in SCALES_IN.items()}  # the dtype of the numbers
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1, E8M0: 1, "int64": 8} | dict.fromkeys(SCALES_IN.values(), 2)
-# safetensors' name -> ours
+# safetensors' name of a dtype -> hearthd's
 DTYPE_OF = {
     "F32": "float32",
     "BF16": "bfloat16",
@@ -24,8 +24,9 @@ DTYPE_OF = {
 
 
 def computed_dtype(asked: str, stored: str, kinds: Collection[str]) -> str:
-    """Returns the dtype that a model is computed in. asked: the setting; auto: the stored dtype, but bfloat16 in place of float16
-    where every device that may hold the model is of the kind cpu, which has no kernels for float16. kinds: those devices' kinds."""
+    """Returns the dtype that a model is computed in. asked: the setting; "auto" means the stored dtype, but bfloat16 in place of
+    float16 if every device that may hold the model is of the kind cpu, which has no kernels for float16. kinds: the kinds of these
+    devices."""
     if asked != "auto":
         return asked
     return "bfloat16" if stored == "float16" and set(kinds) == {"cpu"} else stored

@@ -1,4 +1,4 @@
-"""Errors that a load of a checkpoint can raise. Each names the file and, if it is about one, the tensor."""
+"""Errors that a load of a checkpoint can raise. Each names the file and, if it is about a tensor, the tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MOST_CHARACTERS = 300  # limit for each part of a message: names and values come
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Returns the text, or if it is longer than `most` characters its beginning and its length. Characters that can't be printed
+    """Returns the text, or, if it is longer than `most` characters, its beginning and its length. Characters that can't be printed
     are escaped, because a terminal would act on them."""
     beginning = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[:most])
     return beginning if len(text) <= most else f"{beginning}... ({len(text)} characters)"

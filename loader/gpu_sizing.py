@@ -11,34 +11,35 @@ from loader.model_shape import ModelShape
 from loader.work_space import beside_values, delta_bytes, input_values, keys_as_values, predictor_values
 
 LOGITS_ROWS = 256  # sampling rows whose logits are computed at a time
-# So many rows are edited at a time (engine/cuda/edited.py), with so many penalised tokens between them; one row may have more.
+# Rows edited at a time (engine/cuda/edited.py), and penalised tokens of these rows together; a single row may have more tokens.
 EDITED_ROWS, EDITED_TOKENS = 64, 1 << 20
-# Contexts are cut into one piece a row and so many more, each with float32 results: some eight for each of 256 multiprocessors.
+# Contexts are cut into one piece for each row and so many more, each with float32 results: about eight for each of 256
+# multiprocessors.
 DECODE_PIECES = 2048
-# Of latent attention: heads that read a tile of latents together, and tokens whose queries are in the latents' space at a time.
+# For latent attention: heads that read a tile of latents together, and tokens whose queries are in the latents' space at a time.
 LATENT_HEADS, LATENT_TOKENS = 32, 1024
 # Sampling has a program for each SAMPLING_TOKENS logits of a row, which writes SAMPLING_BYTES; each row has as many bytes again.
 SAMPLING_TOKENS, SAMPLING_BYTES = 4096, 1024
-# What a token's LoRA adapter makes of a product's inputs, before it makes outputs of that (kernels/triton_adapters.py): 256 numbers
-# in float32 for each of up to four matrices. Few tokens take several times as much, but no more than ADAPTER_TOKENS do.
+# A token's product with the `down` matrices of its LoRA adapter (kernels/triton_adapters.py): 256 numbers in float32 for each of up
+# to four matrices. Few tokens take several times as much, but no more than ADAPTER_TOKENS do.
 ADAPTER_BYTES, ADAPTER_TOKENS = 4 * 4 * 256, 512
-# What a predictor's drafts behind one row take: a few columns for each drafted token, as they are sent and as they are picked.
+# Memory for a predictor's drafts after one row: a few columns for each drafted token, both as sent and as picked.
 DRAFT_BYTES = 512
-# cuBLAS's work space, 32 MiB for each stream and thread: of steps, of captures, and of two loads at a time
+# cuBLAS's work space, 32 MiB for each stream and thread: for steps, for captures, and for two loads at a time
 LIBRARY_BYTES = 128 << 20
 # Buffers that packed weights pass through, and as many again while their speed is measured (engine/cuda/frames.py).
 PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES)
 
 
 def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
-    """Returns an upper bound of the memory that one step allocates besides weights and KV; 0 for encoders, which GPUs do not
-    serve. What a loaded model keeps between steps (block tables, graphs) is not included: it comes from the memory that the
-    default budget leaves."""
+    """Returns an upper bound of the bytes that one step allocates besides weights and KV; 0 for encoders, which GPUs do not serve.
+    Memory that a loaded model keeps between steps (block tables, graphs) is not included: it comes from the memory that the default
+    budget leaves free."""
     if shape.is_encoder:
         return 0
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size
     query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
-    # residual, normed, a product's result; where branches are parallel, attention's beside the MLP's
+    # residual, its norm, a product's result; with parallel branches, the results of attention and of the MLP
     residual = tokens * hidden * (4 if shape.parallel_branches else 3) * item
     residual += tokens * (3 * input_values(shape) + beside_values(shape)) * item
     residual += tokens * predictor_values(shape) * item + max_sequences * DRAFT_BYTES * shape.predicts
@@ -48,29 +49,29 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
         attention = tokens * ((query + 2 * key) + (2 if shape.whole_width_norms else 1) * query) * item + pieces
     else:
         pieces = num_pieces * shape.num_heads * (latent.rank + 1) * 4
-        # latents, those of queries as they are and normalised; queries; attention's result
+        # latents; latents of queries, before and after their norm; queries; attention's result
         by_token = 2 * latent.query_rank + latent.token_values + query + shape.num_heads * latent.value_dim
         # some queries in the latents' space, and their sums
         absorbed = min(tokens, max(LATENT_TOKENS, max_sequences)) * shape.num_heads * (latent.token_values + latent.rank)
         attention = (tokens * by_token + absorbed) * item + pieces
-    if shape.gated_attention:  # queries with their gates, and what these multiply
+    if shape.gated_attention:  # queries with their gates, and the attention output that the gates multiply
         attention += tokens * (2 * query + 2 * key + query) * item
     attention += tokens * keys_as_values(shape) * item
     attention = max(attention, tokens * delta_bytes(shape, dtype))
     mlp = tokens * max(shape.widest_inner_size * 3 * item, _expert_bytes(shape, item))
     held = stored_format(shape)
-    if held.reorders:  # a copy of what a product reads
+    if held.reorders:  # a copy of a product's inputs
         attention += tokens * max(hidden, query) * item
         mlp += tokens * max(hidden, shape.widest_inner_size) * item
     rows = min(LOGITS_ROWS, max(1, max_sequences))
     logits = rows * (shape.vocab_size * item + hidden * item) + sampling_bytes(rows, shape.vocab_size)
     logits += edited_bytes(min(rows, EDITED_ROWS), shape)
-    if shape.eagle is not None:  # those of its own tokens, too
+    if shape.eagle is not None:  # logits of the head's own tokens, too
         logits += rows * shape.eagle.draft_vocab_size * item
-    if shape.pooling:  # no logits, but the vectors of all rows, in float32 and scaled
+    if shape.pooling:  # no logits, but the vectors of all rows, in float32 and after scaling
         logits = max_sequences * hidden * (item + 2 * 4)
     adapters = max(tokens, ADAPTER_TOKENS) * ADAPTER_BYTES
-    # a quarter more for what an allocator of blocks cannot use
+    # a quarter more for the memory that a block allocator loses to fragmentation
     return (
         (residual + max(attention + adapters, mlp + adapters, logits) + tokens * 64) * 5 // 4
         + LIBRARY_BYTES
@@ -80,31 +81,32 @@ def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: 
 
 
 def sampling_bytes(rows: int, vocab_size: int) -> int:
-    """Returns what sampling from so many rows of logits takes besides them."""
+    """Returns the bytes that sampling from `rows` rows of logits takes besides the logits."""
     return rows * (-(-vocab_size // SAMPLING_TOKENS) + 1) * SAMPLING_BYTES
 
 
 def edited_bytes(rows: int, shape: ModelShape) -> int:
-    """Returns what so many rows take that are edited before they are sampled: their logits in float32, counts of tokens, masks; and
-    the tokens that are counted."""
+    """Returns the bytes that `rows` rows take whose logits are edited before sampling: logits in float32, counts of tokens, masks,
+    and the counted tokens."""
     return rows * (shape.vocab_size * (4 + 4) + shape.vocab_size // 8) + 4 * max(EDITED_TOKENS, shape.max_position_embeddings)
 
 
 def decode_programs(shape: ModelShape, num_kv_heads: int) -> int:
-    """Returns how many programs read the same piece of a sequence's context in a decode step: one for each KV head of a layer. Of
-    latents there is one for each LATENT_HEADS heads, which counts as four, because it takes most of what a multiprocessor has."""
+    """Returns how many programs read the same piece of a sequence's context in a decode step: one for each KV head of a layer. For
+    latents there is one for each LATENT_HEADS heads, which counts as four, because it takes most of a multiprocessor's
+    resources."""
     return num_kv_heads if shape.latent is None else 4 * -(-shape.num_heads // LATENT_HEADS)
 
 
 def _expert_bytes(shape: ModelShape, item: int) -> int:
-    """Returns what the experts of one layer take for each token of a step, however tokens are routed."""
+    """Returns the bytes that the experts of one layer take for each token of a step, however tokens are routed."""
     experts = shape.experts
     if experts is None:
         return 0
-    # for each expert of a token: what gate and up gave, and down's output; its number, weight and place
+    # for each expert of a token: the outputs of gate and up, and of down; its number, weight and place
     grouped = experts.num_chosen * ((experts.intermediate_size + shape.hidden_size) * item + 12)
     shared = 3 * experts.shared_size * item + shape.hidden_size * item
     scores = (experts.num_experts + 1) * item
-    if experts.sigmoid is not None:  # in float32, as is the router's input
+    if experts.sigmoid is not None:  # scores in float32, as is the router's input
         scores = (experts.num_experts + shape.hidden_size) * 4
     return grouped + shared + shape.hidden_size * item + scores

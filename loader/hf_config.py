@@ -1,6 +1,6 @@
-"""Reads config.json and generation_config.json of a Hugging Face folder, in both forms: `rope_parameters` and `dtype`
-(transformers 5), or `rope_theta`, `rope_scaling` and `torch_dtype` (before). What each family reads from config.json is in
-loader/architectures. hf_quant_config.json, if it is there, says how matrices are quantised where config.json does not.
+"""Reads config.json and generation_config.json of a Hugging Face folder, in both forms: `rope_parameters` and `dtype` (transformers
+5), or `rope_theta`, `rope_scaling` and `torch_dtype` (before). What each family reads from config.json is in loader/architectures.
+If config.json does not say how matrices are quantised, hf_quant_config.json may say it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GenerationDefaults:
 
 
 def parse_config(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None = None) -> ModelShape:
-    """Returns the model's shape. quant_text: that of hf_quant_config.json; None: there is none. Raises UnsupportedModel
+    """Returns the model's shape. quant_text: the text of hf_quant_config.json; None: there is no such file. Raises UnsupportedModel
     (architecture, activation, kind of rotary embedding or of layers, weight format), or CheckpointError, which names the key."""
     fields = json_fields(text, file)
     architecture, headless = named_architecture(fields)
@@ -56,8 +56,8 @@ def parse_config(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None 
 
 
 def check_config(text: bytes, quant_text: bytes | None) -> None:
-    """Raises UnsupportedModel or CheckpointError, which names the key, unless this config.json is of a model, or of a head that
-    drafts tokens for one. quant_text: as in parse_config."""
+    """Raises UnsupportedModel or CheckpointError, which names the key, unless this is the config.json of a model that is served, or
+    of a head that drafts tokens for one. quant_text: as in parse_config."""
     if eagle.is_head(fields := json_fields(text, CONFIG_NAME)):
         eagle.parse_head(fields, None)
     else:
@@ -65,7 +65,8 @@ def check_config(text: bytes, quant_text: bytes | None) -> None:
 
 
 def _quantised(fields: Fields, is_wrapper: bool) -> Fields:
-    """Returns the object that may hold `quantization_config`: in a wrapper text_config, if only that has the key."""
+    """Returns the object that may hold `quantization_config`: config.json, or in a wrapper text_config, if only that has the
+    key."""
     if not is_wrapper or fields.has(CONFIG_KEY):
         return fields
     return fields.mapping(TEXT_KEY) or fields
@@ -79,8 +80,8 @@ def _said_by(fields: Fields, quant_text: bytes | None) -> tuple[Fields, str]:
 
 
 def plain_modules(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None = None) -> Callable[[str], bool]:
-    """Returns what tells whether the configuration of a quantised checkpoint says that a module of this name is plain. quant_text:
-    as in parse_config. Raises CheckpointError, which names the key."""
+    """Returns a function that tells whether a quantised checkpoint's module of a given name is plain by its configuration.
+    quant_text: as in parse_config. Raises CheckpointError, which names the key."""
     fields = json_fields(text, file)
     fields = _quantised(fields, isinstance(named_architecture(fields)[0], Wrapper))
     own, key = _said_by(fields, quant_text)

@@ -1,7 +1,7 @@
-"""Which sets of the `cpu` device's kernels a model's steps call, so that no others are compiled for it.
+"""Determines which sets of the `cpu` device's kernels a model's steps call, so that no others are compiled for it.
 
-This is the one place that says it. A step that asks for another set is served by the reference implementation until that is
-compiled, too, and the log says so (engine/cpu/ops.py); tests/engine/test_kernel_needs.py runs a model of each family.
+Only this file decides it. A step that needs another set is served by the reference implementation until that set is compiled, too,
+and the log says so (engine/cpu/ops.py); tests/engine/test_kernel_needs.py runs a model of each family.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def needed_kernels(
 
 
 def _of_layers(family: Decoder, shape: ModelShape) -> set[str]:
-    """Returns what layers of a model call besides PLAIN, those of the head that drafts for it included."""
+    """Returns the sets that the layers of a model call besides PLAIN, those of its draft head included."""
     found = set()
     if shape.latent is None:
         found.add(ATTENTION)

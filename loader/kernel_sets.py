@@ -1,5 +1,5 @@
-"""Names the sets of the `cpu` device's kernels. A set is what one kind of operation calls: engine/cpu/kernel_units.py lists its
-kernels, engine/cpu/ops.py the operations. Weight formats have sets of their own (WeightFormat.kernels).
+"""Names the sets of the `cpu` device's kernels. A set has the kernels that one kind of operation calls: engine/cpu/kernel_units.py
+lists its kernels, engine/cpu/ops.py the operations. Weight formats have sets of their own (WeightFormat.kernels).
 """
 
 from __future__ import annotations
@@ -7,13 +7,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 PLAIN = ""  # a step's inputs, embeddings, products of plain matrices, RMS norms, SwiGLU
-ATTENTION = "attention"  # over keys and values that each head has, and what rotates and stores these
+ATTENTION = "attention"  # attention over keys and values of each head, and the kernels that rotate and store these
 LAYER_NORM, GELU, EXPERTS, DELTAS = "layer_norm", "gelu", "experts", "deltas"
-GREEDY = "greedy"  # the most likely token
+GREEDY = "greedy"  # choice of the most likely token
 SAMPLING = "sampling"  # any other choice, log-probabilities, penalties
 OF_DECODERS = (PLAIN, ATTENTION, LAYER_NORM, GELU, EXPERTS, DELTAS, GREEDY, SAMPLING)
-ADAPTERS = "adapters"  # of models with LoRA adapters
-RANKS = "ranks"  # of models that are split over devices
+ADAPTERS = "adapters"  # for models with LoRA adapters
+RANKS = "ranks"  # for models that are split over devices
 _WORDS = {
     PLAIN: "{dtype}",
     ATTENTION: "attention in {dtype}",
@@ -39,7 +39,7 @@ class KernelSet(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What operators are told that the set is for: all that steps of a dtype call up to their logits is one thing."""
+        """The name of the set for operators. All sets that the steps of a dtype call up to their logits have the same name."""
         if self.name in (GREEDY, SAMPLING):
             return "sampling"
         return self.dtype if self.name in OF_DECODERS else str(self)

@@ -1,4 +1,4 @@
-"""Computes how keys and values are grouped and how much memory they take: bytes of a token and of a block, chunks of a sequence."""
+"""Computes the KV groups of a model and how much memory its KV takes: bytes of a token and of a block, chunks of a sequence."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from loader.model_shape import ModelShape
 
 KV_FP8 = "fp8"  # keys and values as float8_e4m3fn; a head of a token has one scale, of one byte (engine/cuda/kernels/triton_fp8.py)
 MIN_MODEL_LEN = 2048
-# A prompt leaves a state behind where it has passed a multiple of so many tokens. One of Qwen3-Next 80B takes as much memory as the
+# A prompt saves a state wherever it has passed a multiple of so many tokens. A state of Qwen3-Next 80B takes as much memory as the
 # keys and values of 3,072 of its tokens.
 SNAPSHOT_TOKENS = 1024
-NO_LAYER = -1  # in KVGroupSpec.layers
-_FEW_STATES = 8  # that one sequence holds, with up to 4,096 tokens in a step
+NO_LAYER = -1  # marks an unused place in KVGroupSpec.layers
+_FEW_STATES = 8  # states that one sequence holds, with up to 4,096 tokens in a step
 
 
 @dataclass(slots=True, frozen=True)
 class KVGroupSpec:
-    """The layers that share block tables (docs/design/memory.md). block_bytes: the size of one block, for all these layers. A
-    stage of a pipeline has places for as many layers as the stage that has most of the group, so that the blocks of all stages have
-    one size; a place without a layer is NO_LAYER.
+    """The layers that share block tables (docs/design/memory.md). block_bytes: the size of one block, for all these layers. Every
+    stage of a pipeline has places for as many layers of the group as the stage with the most of them, so that the blocks of all
+    stages have the same size; a place without a layer is NO_LAYER.
 
     In a `window` group a query at position p attends to positions [p - window_tokens + 1, p], in a `chunked` group to those of p's
     own chunk of window_tokens, from p // window_tokens * window_tokens to p. In a `full` group it attends to [0, p], and
     window_tokens is 0. A `latent` group is full, and its tokens have one vector for all heads (LatentShape).
 
     A block of a `state` group holds the state of all these layers after the last computed token within a block of tokens
-    (scheduler/batch/group_cache.py). snapshot_tokens: where a prompt leaves one behind; 0 for groups of other kinds. window_tokens
-    is then block_tokens + 1."""
+    (scheduler/batch/group_cache.py). snapshot_tokens: a prompt saves a state after each multiple of so many tokens; 0 for groups of
+    other kinds. window_tokens of a `state` group is block_tokens + 1."""
 
     kind: str  # full, window, chunked, latent, state
     block_tokens: int
@@ -40,7 +40,7 @@ class KVGroupSpec:
 
     @property
     def reach(self) -> int:
-        """How far a query sees, as kernels take it: window_tokens, or as many below 0 in a chunked group."""
+        """How far back a query attends, in the kernels' form: window_tokens, or -window_tokens in a chunked group."""
         return -self.window_tokens if self.kind == "chunked" else self.window_tokens
 
 
@@ -60,8 +60,8 @@ def kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
 
 
 def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
-    """Returns what one layer keeps of a token: 2 (keys and values), KV heads and their size; for latents 1, 1 and their size. It is
-    the same for all layers of a group."""
+    """Returns the dimensions of a token's KV in one layer: 2 (keys and values), number of KV heads, and their size; for latents 1,
+    1 and the latent's size. They are the same for all layers of a group."""
     if shape.latent is not None and not (shape.eagle is not None and layer == shape.num_layers):
         return 1, 1, shape.latent.token_values
     heads = shape.heads_of(layer)
@@ -74,14 +74,14 @@ def kv_bytes_per_token(shape: ModelShape, kv_dtype: str) -> int:
 
 
 def state_bytes(shape: ModelShape) -> int:
-    """Returns the bytes of one state of a sequence, which is float32, in all layers of the delta rule; 0 without such layers."""
+    """Returns the bytes of one state of a sequence, in float32, in all layers of the delta rule; 0 without such layers."""
     if shape.delta is None:
         return 0
     return len(_places(shape, sorted(shape.delta.layers))) * shape.delta.state_values * ITEM_BYTES["float32"]
 
 
 def is_bounded(shape: ModelShape) -> bool:
-    """Returns whether some layers keep less of a sequence than each of its tokens."""
+    """Returns whether some layers do not keep KV of every token of a sequence."""
     return any(shape.layer_windows) or shape.delta is not None
 
 
@@ -91,13 +91,13 @@ def has_several_groups(shape: ModelShape) -> bool:
 
 
 def _windows(shape: ModelShape) -> tuple[int, ...]:
-    """Returns the windows of all layers, and of a predictor behind them, which has none."""
+    """Returns the windows of all layers, followed by that of a predictor, which is 0."""
     return (*(shape.layer_windows or (0,) * shape.num_layers), 0)
 
 
 def _counted_layers(shape: ModelShape) -> list[int]:
-    """Returns layers that keep as much of a token as a device has places for: all that keep any. Of a stage of a pipeline they are
-    as many of each length of window as it has places for, whichever stage they are of."""
+    """Returns the layers by which a device's KV of a token is counted: all layers that keep KV. For a stage of a pipeline they are,
+    for each length of window, as many layers as the stage has places for, from whatever stage."""
     windows, counted = _windows(shape), list[int]()
     for window in sorted(set(windows)):
         layers = [layer for layer in shape.attention_layers if windows[layer] == window]
@@ -106,7 +106,8 @@ def _counted_layers(shape: ModelShape) -> list[int]:
 
 
 def _places(shape: ModelShape, layers: Sequence[int]) -> tuple[int, ...]:
-    """Returns the layers of a group as a device has places for them: all of them, or those of its stage and then NO_LAYER."""
+    """Returns the layers of a group for a device's places: all layers of the group, or those of the device's stage, filled up with
+    NO_LAYER."""
     share = shape.split
     if share is None or not share.stage_ends:
         return tuple(layers)
@@ -127,8 +128,8 @@ def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
 
 
 def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
-    """Returns the model's KV groups, one for each length of window: layers with full attention first, then the others by length;
-    then those that keep a state."""
+    """Returns the model's KV groups, one for each length of window: first layers with full attention, then the others by length of
+    window, then those that keep states."""
     windows, with_keys = _windows(shape), shape.attention_layers
     groups = []
     own_layers = with_keys if shape.eagle is None else with_keys[:-1]
@@ -142,7 +143,7 @@ def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGr
     if shape.delta is not None and shape.delta.layers:
         layers = _places(shape, sorted(shape.delta.layers))
         groups.append(KVGroupSpec("state", block_tokens, state_bytes(shape), layers, block_tokens + 1, SNAPSHOT_TOKENS))
-    if shape.eagle is not None:  # its keys are turned by angles of its own
+    if shape.eagle is not None:  # its keys are rotated by angles of its own
         layer = shape.num_layers
         groups.append(KVGroupSpec("full", block_tokens, _layer_bytes(shape, layer, kv_dtype) * block_tokens, (layer,)))
     return tuple(groups)
@@ -151,7 +152,7 @@ def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGr
 def group_chunks(group: KVGroupSpec, max_model_len: int, max_num_batched_tokens: int, chunk_bytes: int) -> int:
     """Returns how many chunks hold all blocks of one sequence of max_model_len in one group. The memory of one more block is added,
     because blocks do not begin and end where chunks do. A window group holds the window and the chunk of a prompt that is being
-    computed; a state group the states before that chunk, within it, and at its end (GroupCache.most_blocks)."""
+    computed; a state group holds the states before that chunk, within it, and at its end (GroupCache.most_blocks)."""
     blocks = -(-max_model_len // group.block_tokens)
     if group.snapshot_tokens:
         blocks = min(blocks, 4 - (-max_num_batched_tokens // group.snapshot_tokens))
@@ -170,9 +171,9 @@ def kv_reserved_bytes(
 
 
 def default_max_model_len(shape: ModelShape, kv_dtype: str, device_budget_bytes: int) -> int:
-    """Returns the context length that a model is served with by default: the checkpoint's, or as much as fits into a quarter of
-    the device if that is less, but at least 2,048. A layer with a window needs no more than its window, one with a state a few of
-    those."""
+    """Returns the context length that a model is served with by default: the checkpoint's, or as many tokens as fit into a quarter
+    of the device if that is less, but at least 2,048. A layer with a window needs no more memory than for its window, a layer with
+    states no more than for a few states."""
     if shape.is_encoder:
         return shape.max_position_embeddings
     windows = {layer: shape.layer_windows[layer] for layer in _counted_layers(shape) if any(shape.layer_windows)}

@@ -1,5 +1,5 @@
-"""Tells which parts of a model's weight range are in place after each read. Tensors whose numbers are rearranged fill places that
-reads share, so they are told as a whole, after their last read.
+"""Determines which parts of a model's weight range are in place after each read. Reads of a tensor whose numbers are rearranged
+fill the same place, so it is reported as a whole, after its last read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ Places = Sequence[tuple[int, int]]  # [begin, end) in bytes of the weight range
 
 
 class Landings:
-    """What has landed of one load. sink: orders the inputs of joint parameters (WeightSlot.joint) once all of them have landed."""
+    """Tracks what has landed in one load. sink: orders the inputs of joint parameters (WeightSlot.joint) once all of them have
+    landed."""
 
     def __init__(self, reads: Iterable[Read], sink: WeightSink) -> None:
         self._sink = sink
         self._lock = threading.Lock()
         self._left_bytes: dict[str, int] = {}
-        self._slots: dict[str, dict[str, WeightSlot]] = {}  # by the name that they share, and by their own
+        self._slots: dict[str, dict[str, WeightSlot]] = {}  # WeightSlot.joint -> own name -> slot
         self._files: dict[str, str] = {}
         for read in reads:
             for segment in read.segments:
@@ -34,8 +35,9 @@ class Landings:
                     self._files[slot.name] = segment.tensor.file
 
     def of(self, read: Read) -> Places:
-        """Returns what has landed with this read, all of whose bytes have been stored. Called once for each, from any thread.
-        Raises CheckpointError for orders of inputs that differ within joint parameters, and RuntimeError if the device failed."""
+        """Returns the places that are complete with this read, all of whose bytes have been stored. Called once for each read, from
+        any thread. Raises CheckpointError for orders of inputs that differ within joint parameters, and RuntimeError if the device
+        failed."""
         places: list[tuple[int, int]] = []
         for segment in read.segments:
             if segment.whole is None:

@@ -1,7 +1,7 @@
 """Computes where every parameter of a model lies in its weight range, and how long that range is.
 
-Parameters that one matrix product reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and nothing of
-the checkpoint is converted. Matrices of layers are held in the model's weight format (loader/formats). All other parameters
+Parameters that one matrix product reads together (q, k, v; gate, up) lie end to end, so the fused matrix is a view and the
+checkpoint need not be converted. Matrices of layers are held in the model's weight format (loader/formats). All other parameters
 (embedding, head, norms, biases) are plain.
 """
 
@@ -37,7 +37,7 @@ from loader.model_shape import Division, ModelShape
 from loader.safetensors import TensorRef
 from loader.slices import block_offsets_of_share, format_of, groups_of_share, split, whole
 
-# To be raised with any change of the bytes that a load writes to a slot, such as another rounding of int8. Changed slots need none.
+# To be raised when the bytes that a load writes to a slot change, for example by another rounding of int8; not when slots change.
 CONTENT_VERSION = 1
 
 
@@ -47,16 +47,15 @@ def as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
 
 
 def predicting(shape: ModelShape, names: Collection[str] | None) -> ModelShape | None:
-    """Returns the shape with the layer that predicts one token further, if a checkpoint whose tensors have these names holds one
-    that can draft tokens (loader/architectures/predictor.py); otherwise None. names: None: they are not known, and config.json
-    counts."""
+    """Returns the shape with the model's predictor, if a checkpoint whose tensors have these names holds one that can draft tokens
+    (loader/architectures/predictor.py); otherwise None. names: None if they are not known; then config.json decides."""
     family = architecture_of(shape)
     return family.predicting(shape, names) if isinstance(family, Decoder | Wrapper) else None
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Returns name and shape of every parameter, whatever format the checkpoint stores it in. Those of a split shape are the
-    share's, as in all functions here but stored_tensors."""
+    """Returns name -> shape of every parameter, whatever format the checkpoint stores it in. For a split shape these are the
+    share's parameters, as in all functions here except stored_tensors."""
     return dict(item for _, group in _groups(shape) for item in group.tensors)
 
 
@@ -66,14 +65,14 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def stored_tensors(shape: ModelShape) -> list[StoredTensor]:
-    """Returns every tensor that the checkpoint must contain, the whole ones of a split shape."""
+    """Returns every tensor that the checkpoint must contain; also for a split shape these are whole tensors."""
     own, shape = stored_format(shape), whole(shape)
     return [tensor for at, group in _groups(shape) for tensor in format_of(shape, at, group, own).stored(group)]
 
 
 def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[int]:
-    """Returns ModelShape.plain_groups of a checkpoint with these tensors, from the files' headers. Raises CheckpointError where of
-    the tensors of a group some are plain and some are not."""
+    """Returns ModelShape.plain_groups of a checkpoint with these tensors, which come from the files' headers. Raises
+    CheckpointError if some tensors of a group are plain and some are not."""
     if not shape.stored_format:
         return frozenset()
     stored, own = {tensor.name: tensor for tensor in tensors}, stored_format(shape)
@@ -90,7 +89,7 @@ def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[i
         if other:
             why = f"is stored as {plain[0].dtype}, and {other}, which is read together with it, is quantised: not served"
             raise CheckpointError(plain[0].file, plain[0].name, why)
-        if plain and is_stack(group):  # in another order than the model reads
+        if plain and is_stack(group):  # its order differs from the one that the model reads
             raise CheckpointError(plain[0].file, plain[0].name, f"is stored as {plain[0].dtype}: served are experts in MXFP4")
         if plain:
             found.add(at)
@@ -98,8 +97,8 @@ def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[i
 
 
 def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset[int]:
-    """Returns ModelShape.plain_groups of a checkpoint with tensors of these names: a group is plain if none of the names is there
-    that its matrices have in the checkpoint's format alone (those of scales)."""
+    """Returns ModelShape.plain_groups of a checkpoint with tensors of these names: a group is plain if the checkpoint has no
+    tensors that only the format adds to its matrices (scales)."""
     if not shape.stored_format:
         return frozenset()
     own, found = stored_format(shape), set()
@@ -111,8 +110,8 @@ def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset
 
 
 def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) -> frozenset[int]:
-    """Returns ModelShape.plain_groups of a checkpoint of which is_plain tells whether a module is plain; a module's matrix is its
-    NAME.weight, and those of a group are alike."""
+    """Returns ModelShape.plain_groups of a checkpoint. is_plain: tells whether the module of a given name is plain. The matrix of
+    module NAME is NAME.weight, and all matrices of a group are either plain or not."""
     found = set()
     for at, group in _groups(shape):
         if group.may_be_quantized and is_plain(group.tensors[0][0].removesuffix(".weight")):
@@ -121,7 +120,7 @@ def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) 
 
 
 def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
-    """Returns ModelShape.stored_format of a checkpoint with tensors of these names, where config.json alone leaves two formats
+    """Returns ModelShape.stored_format of a checkpoint with tensors of these names, because config.json alone may leave two formats
     open."""
     own = stored_format(shape)
     if own.otherwise and not any(name.endswith(own.scale_suffix) for name in names):
@@ -130,14 +129,14 @@ def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
 
 
 def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
-    """Returns whether a checkpoint may contain this tensor in addition to those. It is not read."""
+    """Returns whether a checkpoint may contain this tensor in addition to stored_tensors. It is not read."""
     if shape.eagle is not None and name.startswith(eagle.PREFIX):
         return eagle.ignores(name)
     return architecture_of(shape).ignores(shape, name) or stored_format(shape).ignores(name)
 
 
 def _groups(shape: ModelShape) -> list[tuple[int, TensorGroup]]:
-    """Returns the groups, each with its index, which of a share is that in the whole model."""
+    """Returns the tensor groups, each with its index in the whole model, also for a share."""
     if (share := shape.split) is not None:
         of_all = whole(shape)
         return groups_of_share(of_all, architecture_of(of_all).tensor_groups(of_all), share)
@@ -187,23 +186,23 @@ def _laid_out(shape: ModelShape, dtype: str, weight_format: WeightFormat) -> tup
 
 @lru_cache(maxsize=4096)
 def layout_id(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> str:
-    """Returns a digest of the places, dtype and format of all parameters, so that weights that outlive the process that loaded
-    them are used only where they mean the same."""
+    """Returns a digest of the places, dtype and format of all parameters, so that weights that outlive the process that loaded them
+    are used only if their layout is the same."""
     slots = weight_layout(shape, dtype, weight_format)
     return hashlib.sha256(repr((CONTENT_VERSION, dtype, weight_format.name, slots)).encode()).hexdigest()[:32]
 
 
 @lru_cache(maxsize=4096)
 def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> int:
-    """Returns how many bytes the engine maps for weights that are held as `dtype` in a format: the length of the layout, or of
-    the layout without block offsets if that is longer."""
+    """Returns how many bytes the engine maps for the weights in this dtype and format: the length of the layout, or of the layout
+    without block offsets if that is longer."""
     layouts = {replace(shape, block_offsets=()), shape}
     return max(aligned(_laid_out(one, dtype, weight_format)[1]) for one in layouts)
 
 
 def share_weights_bytes(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat = PLAIN) -> int:
-    """Returns how many bytes each device of a division maps for its share of a model's weights: those of the largest share. Raises
-    UnsupportedModel."""
-    # the first of a stage has all that others have; these may be longer only where they lie otherwise in the blocks of the files
+    """Returns how many bytes each device of a division maps for its share of a model's weights: the bytes of the largest share.
+    Raises UnsupportedModel."""
+    # A stage's first share has all tensors of the others, which can be longer only by other offsets in the files' blocks.
     ranks = range(0, division.size, 1 if shape.block_offsets else division.stage_size)
     return max(weights_bytes(split(shape, rank, division), dtype, weight_format) for rank in ranks)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from loader.rope_config import RopeParameters
 
-# What makes the relevance of a cross-encoder's score: the logistic function, or nothing.
+# The function that turns a cross-encoder's score into a relevance: the logistic function, or none.
 SIGMOID, IDENTITY = "sigmoid", "identity"
 
 
@@ -15,9 +15,9 @@ SIGMOID, IDENTITY = "sigmoid", "identity"
 class SigmoidShape:
     """Sizes of a router whose scores pass through a sigmoid, or through a softmax but with groups (reference.route_by_sigmoid)."""
 
-    num_groups: int  # equal parts of a layer's experts
-    num_chosen_groups: int  # whose experts a token may pass through
-    factor: float  # of the weights
+    num_groups: int  # number of equal groups of a layer's experts
+    num_chosen_groups: int  # number of groups whose experts a token may pass through
+    factor: float  # factor of the weights
     by_softmax: bool = False
 
 
@@ -29,10 +29,10 @@ class TemperatureShape:
     tokens: int
 
 
-# Stacks of experts' matrices. The experts of the last two kinds may be stored one by one, too.
+# Ways in which experts' matrices are stacked in a tensor. Families with the last two may also store experts one by one.
 ALTERNATING = "alternating"  # [experts, outputs, inputs], in which a row of the gate and one of up take turns
 INPUT_MAJOR = "input-major"  # [experts, inputs, outputs], the gate's outputs before up's
-OUTPUT_MAJOR = "output-major"  # [experts, outputs, inputs], likewise
+OUTPUT_MAJOR = "output-major"  # [experts, outputs, inputs], the gate's outputs before up's
 OPTIONAL_STACKS = (INPUT_MAJOR, OUTPUT_MAJOR)
 
 LAST_TOKEN = "lasttoken"  # ModelShape.pooling of a decoder: the vector is the last token's hidden state
@@ -41,23 +41,23 @@ LAST_TOKEN = "lasttoken"  # ModelShape.pooling of a decoder: the vector is the l
 @dataclass(slots=True, frozen=True)
 class ExpertShape:
     """The experts of a model (loader/architectures/experts.py). Every layer has them, except dense_layers, which have an MLP of
-    ModelShape.intermediate_size. Of a share of a model (SplitShape) intermediate_size and shared_size are those of the share."""
+    ModelShape.intermediate_size. In a share of a model (SplitShape), intermediate_size and shared_size are the share's."""
 
-    num_experts: int  # of a layer
-    num_chosen: int  # for each token
-    intermediate_size: int  # of each expert
+    num_experts: int  # number of experts of a layer
+    num_chosen: int  # number of experts that each token passes through
+    intermediate_size: int  # intermediate size of each expert
     normalised: bool  # the weights of a token's experts add up to 1
     shared_size: int = 0  # intermediate size of the expert that all tokens pass through; 0: there is none
     dense_layers: frozenset[int] = frozenset()
     sigmoid: SigmoidShape | None = None  # None: the weights are a softmax of the router's scores
     stacked: bool = False  # the checkpoint has one tensor for the matrices of all experts
-    stack: str = ""  # how the family orders such a tensor: one of the three below; "": it has none
+    stack: str = ""  # how the family orders such a tensor: ALTERNATING, INPUT_MAJOR or OUTPUT_MAJOR; "": it has none
     weighs_inputs: bool = False  # an expert's weight is the sigmoid of its score, and multiplies what the expert reads
     swiglu_limit: float = 0.0  # clamped SwiGLU (reference.clamped_swiglu): the clamp of gate and up; 0: SiLU instead
     swiglu_alpha: float = 0.0  # the factor of the gate within its sigmoid
     beside: bool = False  # experts are beside a layer's MLP, not in its place
-    first_own: int = 0  # of a share: the number of the first expert that it has
-    num_own: int = 0  # of a share: how many experts it has; 0: all
+    first_own: int = 0  # for a share: the number of its first expert
+    num_own: int = 0  # for a share: how many experts it has; 0: all
 
     @property
     def own(self) -> range:
@@ -67,82 +67,83 @@ class ExpertShape:
 
 @dataclass(slots=True, frozen=True)
 class HeadShape:
-    """The heads of keys and values that a layer of attention has. keys_are_values: one projection makes both; values are what it
-    gave, keys its norm, rotated. reads_only: the layer makes queries alone, and reads the keys and values of an earlier layer."""
+    """The heads of a layer of attention. keys_are_values: one projection makes keys and values: values are its output, keys its
+    normalised and rotated output. reads_only: the layer makes only queries, and reads the keys and values of an earlier layer."""
 
     num_kv_heads: int
-    head_dim: int  # of queries, too
+    head_dim: int  # dimensions of a head of queries, keys or values
     keys_are_values: bool = False
     reads_only: bool = False
 
     @property
     def num_projections(self) -> int:
-        """How many of queries, keys and values have a matrix of their own, the first ones."""
+        """How many of the matrices of queries, keys and values, in this order, the layer has."""
         return 1 if self.reads_only else 2 if self.keys_are_values else 3
 
 
 @dataclass(slots=True, frozen=True)
 class LayerInputShape:
-    """Inputs that each layer has of its own (engine/layers/layer_inputs.py): an embedding table for all layers, and a projection of
-    the token's embedding."""
+    """Sizes of the additional inputs of layers (engine/layers/layer_inputs.py): an embedding table for all layers, and a projection
+    of the token's embedding."""
 
     vocab_size: int
-    width: int  # numbers that one layer gets of a token
+    width: int  # size of one layer's input for a token
 
 
 @dataclass(slots=True, frozen=True)
 class LatentShape:
     """Sizes of multi-head latent attention (https://arxiv.org/abs/2405.04434). The KV of a token is one vector for all heads: a
-    latent, of which a matrix makes every head's keys and values, and a rotated part of the keys."""
+    latent, from which a matrix makes every head's keys and values, and the rotated part of the keys."""
 
-    query_rank: int  # of the two matrices that make the queries; 0: one makes them
-    rank: int  # numbers of a latent
+    query_rank: int  # rank of the two matrices that make the queries; 0: a single matrix makes them
+    rank: int  # size of a latent
     plain_dim: int  # dimensions of a head's queries and keys that are not rotated; the keys' come from the latent
-    rope_dim: int  # dimensions that are rotated; all heads' keys have the same
+    rope_dim: int  # rotated dimensions of a head's queries and keys; all heads share those of the keys
     value_dim: int  # dimensions of a head's values
 
     @property
     def token_values(self) -> int:
-        """The numbers that a layer keeps of a token."""
+        """How many numbers a layer keeps for a token."""
         return self.rank + self.rope_dim
 
 
 @dataclass(slots=True, frozen=True)
 class DeltaShape:
-    """Sizes of layers of the gated delta rule (https://arxiv.org/abs/2412.06464). What such a layer keeps of a sequence is a matrix
-    for each value head, and the last columns that its convolution has seen."""
+    """Sizes of layers of the gated delta rule (https://arxiv.org/abs/2412.06464). The state that such a layer keeps of a sequence
+    is a matrix for each value head, and the inputs of the last tokens to its convolution."""
 
-    layers: frozenset[int]  # the others have attention
-    num_key_heads: int  # of queries and keys; each serves as many value heads as the next
+    layers: frozenset[int]  # layers with the delta rule; the others have attention
+    num_key_heads: int  # number of heads of queries and of keys; each serves the same number of value heads
     num_value_heads: int
     key_dim: int
     value_dim: int
-    conv_tokens: int  # that the convolution sees, the token's own included
-    by_head: bool  # one matrix makes everything, head of keys by head; else one after the other (engine/ops/ops.py, DeltaRule)
+    conv_tokens: int  # number of tokens that the convolution covers, the current one included
+    by_head: bool  # the projections' outputs are grouped by key head, else by kind (engine/ops/ops.py, DeltaColumns)
 
     @property
     def conv_width(self) -> int:
-        """The columns of queries, keys and values of a token."""
+        """How many columns the queries, keys and values of a token have together."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def with_key_heads(self, num: int) -> DeltaShape:
-        """Returns the sizes with so many key heads, each of which serves as many value heads as here."""
+        """Returns the sizes with `num` key heads, each of which serves as many value heads as here."""
         return replace(self, num_key_heads=num, num_value_heads=self.num_value_heads * num // self.num_key_heads)
 
     @property
     def state_values(self) -> int:
-        """The numbers that one layer keeps of a sequence."""
+        """How many numbers one layer keeps of a sequence."""
         return self.num_value_heads * self.key_dim * self.value_dim + (self.conv_tokens - 1) * self.conv_width
 
 
 @dataclass(slots=True, frozen=True)
 class EagleShape:
-    """Sizes and settings of a head that drafts tokens (loader/architectures/eagle.py). layer: of its only layer; family: that one's
-    model_type. outer_prefix, layer_prefix: what the names of its tensors begin with in its files, and those of its layer behind
-    that. read_layers: of the model, those before which its states are read (the number of layers: behind the last one), target_size
-    wide. has_offsets: its tokens are not the model's first ones. has_embedding: it has a table of embeddings of its own.
-    norm_before_residual: the residual is normed. one_norm: of the states it reads, all in one; norms: each on its own. norm_output:
-    its own state is normed before it reads it again."""
+    """Sizes and settings of a head that drafts tokens (loader/architectures/eagle.py). layer: the shape of its only layer; family:
+    that layer's model_type. outer_prefix: prefix of its tensors' names in its files; layer_prefix: the further prefix of its
+    layer's tensors. read_layers: numbers of the model's layers before which its states are read (the number of layers means after
+    the last one); target_size: the states' width. has_offsets: its vocabulary is not the beginning of the model's. has_embedding:
+    it has an embedding table of its own. norm_before_residual: the residual is the normed state. one_norm: the states that it reads
+    have one norm together; norms: each state has a norm of its own. norm_output: its own state is normed before it is read
+    again."""
 
     layer: ModelShape
     family: str
@@ -160,9 +161,9 @@ class EagleShape:
 
 
 class Division(NamedTuple):
-    """How a model is divided among devices. size: how many devices there are. num_stages: into how many stages its layers are
-    divided, of consecutive ones; each stage has as many devices. expert_parts: into how many parts the experts of a layer are
-    divided, whole ones; each expert of a part is divided among the devices of the stage that hold the part."""
+    """How a model is divided among devices. size: number of devices. num_stages: number of stages, each of consecutive layers and
+    with the same number of devices. expert_parts: number of parts, of whole experts, into which the experts of a layer are divided;
+    each expert is divided among the devices of the stage that hold its part."""
 
     size: int
     expert_parts: int = 1
@@ -170,21 +171,21 @@ class Division(NamedTuple):
 
     @property
     def stage_size(self) -> int:
-        """How many devices each stage has."""
+        """Number of devices of each stage."""
         return self.size // self.num_stages
 
     @property
     def inner_parts(self) -> int:
-        """Into how many parts each expert is divided."""
+        """Number of parts into which each expert is divided."""
         return self.stage_size // self.expert_parts
 
     def stage_of(self, rank: int) -> int:
-        """Returns the stage of a device; that of rank 0, which samples, is the last one."""
+        """Returns the stage of a device. Rank 0, which samples, is in the last stage."""
         return self.num_stages - 1 - rank // self.stage_size
 
 
 class DeviceShare(NamedTuple):
-    """What one device holds of a model that is divided: the share of number `rank`."""
+    """One device's share of a divided model: number `rank` of the division's shares."""
 
     rank: int
     division: Division
@@ -192,14 +193,13 @@ class DeviceShare(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class SplitShape:
-    """Which share of a model's matrices a shape describes, of a model that is split over the devices of a group. The shape's
-    num_heads, num_kv_heads, intermediate_size, experts and the like are then those of the share; its other sizes are the whole
-    model's.
+    """The share of a split model's matrices that a shape describes. The shape's num_heads, num_kv_heads, intermediate_size, experts
+    and the like are then the share's; its other sizes are the whole model's.
 
-    rank: which share of the layers of its stage. size: how many devices have shares of these. expert_parts: as in Division.
-    num_kv_heads: of the whole model, which are fewer than `size` where several devices hold the same head; 0: each device has
-    heads of its own. num_full_kv_heads: the same of ModelShape.full_heads. stage: which of the stages. stage_ends: for each stage
-    the number of the layer behind its last one; (): the layers are not divided."""
+    rank: number of the share within its stage. size: number of devices in the stage. expert_parts: as in Division. num_kv_heads:
+    number of KV heads of the whole model if several devices hold the same head, because there are fewer than `size`; 0: each device
+    has heads of its own. num_full_kv_heads: the same for ModelShape.full_heads. stage: number of the stage. stage_ends: for each
+    stage, the number of its last layer plus 1; (): the layers are not divided."""
 
     rank: int
     size: int
@@ -233,19 +233,19 @@ class SplitShape:
 
     @property
     def expert_part(self) -> int:
-        """Which part of the experts of a layer this share has."""
+        """Number of the part of a layer's experts that this share has."""
         return self.rank // self.division.inner_parts
 
     @property
     def inner_part(self) -> int:
-        """Which part this share has of each of its experts."""
+        """Number of the part of each of its experts that this share has."""
         return self.rank % self.division.inner_parts
 
 
 @dataclass(slots=True, frozen=True)
 class ModelShape:
-    """Sizes and settings of one model. Counts are numbers of elements, lengths are in tokens. What all models of a family have in
-    common is in the family's description (loader/architectures)."""
+    """Sizes and settings of one model. Counts are numbers of elements, lengths are in tokens. Facts that all models of a family
+    share are in the family's description (loader/architectures)."""
 
     architecture: str
     hidden_size: int
@@ -256,79 +256,80 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
-    max_position_embeddings: int  # where a rotary scaling reaches further: as far as it reaches
+    max_position_embeddings: int  # longest context, including the reach of a rotary scaling
     rope: RopeParameters
     tie_word_embeddings: bool
-    attention_bias: bool  # of queries, keys and values
-    output_bias: bool  # of the attention's output
+    attention_bias: bool  # queries, keys and values have biases
+    output_bias: bool  # attention's output has a bias
     mlp_bias: bool
     dtype: str
-    layer_windows: tuple[int, ...]  # by layer: positions a query sees, its own included; 0: all
+    layer_windows: tuple[int, ...]  # for each layer, how many positions a query attends to, its own included; 0: all
     query_scale: float  # factor of attention scores
-    unrotated_layers: frozenset[int] = frozenset()  # without rotary embedding
-    temperature: TemperatureShape | None = None  # of queries in layers without windows, which are unrotated; None: they have none
+    unrotated_layers: frozenset[int] = frozenset()  # layers without rotary embedding
+    temperature: TemperatureShape | None = None  # scaling of queries in layers without windows, which are unrotated; None: none
     unit_norms: bool = False  # rotated queries and keys have norms without weights
-    chunked_windows: bool = False  # a query of such a layer sees its own chunk of so many positions, up to itself
+    chunked_windows: bool = False  # windows are chunks: a query attends to its own chunk of positions, up to itself
     embedding_scale: float = 1.0  # factor of embeddings
-    branch_scale: float = 1.0  # factor of what attention and the MLP add
+    branch_scale: float = 1.0  # factor of the updates of attention and MLP
     logit_scale: float = 1.0
-    parallel_branches: bool = False  # the MLP reads what attention reads, not its sum with what attention adds
+    parallel_branches: bool = False  # the MLP reads the same input as attention
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: they are not capped
     logit_softcap: float = 0.0
     whole_width_norms: bool = False  # norms of queries and keys are over all heads at once
     has_head_norms: bool = True  # queries and keys have the norms that the family names
-    num_predicting_layers: int = 0  # behind the last layer; the checkpoint may hold them
-    # the first of them, or a head from other files, is loaded and drafts tokens (loader/architectures/predictor.py, eagle.py)
+    num_predicting_layers: int = 0  # predicting layers after the last layer, which the checkpoint may hold
+    # whether the first of them, or a head from other files, is loaded and drafts tokens (loader/architectures/predictor.py,
+    # eagle.py)
     predicts: bool = False
-    eagle: EagleShape | None = None  # that head
-    local_rope: RopeParameters | None = None  # of windowed layers, where theirs differs from `rope`
-    full_heads: HeadShape | None = None  # of layers without windows, where theirs differ from num_kv_heads and head_dim
-    num_reading_layers: int = 0  # the last ones, which read the KV of the last layer before them that sees as far
-    reading_intermediate_size: int = 0  # of their MLPs; 0: intermediate_size
-    layer_inputs: LayerInputShape | None = None  # None: a layer reads the residual alone
-    experts: ExpertShape | None = None  # of a mixture of experts
-    latent: LatentShape | None = None  # of latent attention; num_kv_heads is then 1, head_dim that of queries
-    delta: DeltaShape | None = None  # of layers of the gated delta rule
-    gated_attention: bool = False  # each head's queries have as many gates of its output behind them
-    pooling: str = ""  # of a model that makes vectors: mean or cls of an encoder, lasttoken of a decoder; "": it generates text
-    scoring: str = ""  # of an encoder that scores pairs of texts (a cross-encoder): SIGMOID or IDENTITY; "": it makes vectors
-    type_vocab_size: int = 0  # of an encoder: kinds of segments
-    first_position: int = 0  # of an encoder: the row of its table of positions that a text's first token has
-    cut_sizes: tuple[int, ...] = ()  # of a model trained for it (Matryoshka): what its vectors may be cut to
-    any_cut_size: bool = False  # of a model trained for it: its vectors may be cut to any size
+    eagle: EagleShape | None = None  # the head from other files
+    local_rope: RopeParameters | None = None  # rotary embedding of layers with windows, if it differs from `rope`
+    full_heads: HeadShape | None = None  # heads of layers without windows, if they differ from num_kv_heads and head_dim
+    num_reading_layers: int = 0  # how many last layers read the KV of the last layer before them with the same window
+    reading_intermediate_size: int = 0  # intermediate size of these layers' MLPs; 0: intermediate_size
+    layer_inputs: LayerInputShape | None = None  # None: a layer reads only the residual
+    experts: ExpertShape | None = None  # None: not a mixture of experts
+    latent: LatentShape | None = None  # sizes of latent attention; num_kv_heads is then 1, and head_dim that of queries
+    delta: DeltaShape | None = None  # sizes of layers of the gated delta rule
+    gated_attention: bool = False  # each head's queries are followed by as many gates of its output
+    pooling: str = ""  # for a model that embeds: mean or cls (encoders), lasttoken (decoders); "": it generates text
+    scoring: str = ""  # for an encoder that scores pairs of texts (a cross-encoder): SIGMOID or IDENTITY; "": it embeds
+    type_vocab_size: int = 0  # for an encoder: number of segment types
+    first_position: int = 0  # for an encoder: the row of its table of positions for a text's first token
+    cut_sizes: tuple[int, ...] = ()  # sizes to which its vectors may be cut, if it was trained for that (Matryoshka)
+    any_cut_size: bool = False  # its vectors may be cut to any size
     named_headless: bool = False  # config.json names the decoder alone (Qwen3Model), without a head
-    bare_names: bool = False  # the parameters' names lack the `model.` that they have beside a head
-    tensor_prefix: str = ""  # what the parameters' names begin with, where a family's checkpoints differ in it
+    bare_names: bool = False  # the parameters' names lack the `model.` that they have in checkpoints with a head
+    tensor_prefix: str = ""  # prefix of the parameters' names, if a family's checkpoints differ in it
     stored_format: str = ""  # the weight format (loader/formats) of the checkpoint's matrices; "": plain
-    plain_groups: frozenset[int] = frozenset()  # tensor groups that are stored plain although the others are not
+    plain_groups: frozenset[int] = frozenset()  # indices of tensor groups that are stored plain although others are not
     split: SplitShape | None = None  # None: the whole model
     block_offsets: tuple[int, ...] = ()  # where large parameters begin in the files (block_offsets in layout.py); (): unknown
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the model makes vectors and keeps no KV."""
+        """Whether the model is an encoder, which keeps no KV."""
         return self.pooling not in ("", LAST_TOKEN)
 
     @property
     def own_layers(self) -> range:
-        """The layers that a device computes: all of them, or those of its stage."""
+        """The layers that a device computes: all, or those of its stage."""
         if (split := self.split) is None or not split.stage_ends:
             return range(self.num_layers)
         return split.layers_of(split.stage)
 
     @property
     def num_writing_layers(self) -> int:
-        """The layers, the first ones, that do not read the keys and values of other layers."""
+        """How many first layers do not read the keys and values of other layers."""
         return self.num_layers - self.num_reading_layers
 
     @property
     def num_computed_layers(self) -> int:
-        """The layers that have weights, that of the predictor included."""
+        """How many layers have weights, the predictor included."""
         return self.num_layers + self.predicts
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that keep keys and values of each token, that of the predictor included."""
+        """The layers that keep keys and values of each token, the predictor included."""
         own = tuple(layer for layer in range(self.num_writing_layers) if self.delta is None or layer not in self.delta.layers)
         return (*own, self.num_layers) if self.predicts else own
 
@@ -342,8 +343,8 @@ class ModelShape:
         return replace(heads, reads_only=True) if self._reads(layer) else heads
 
     def kv_layer(self, layer: int) -> int:
-        """Returns the layer whose keys and values a layer reads: itself, or for those that read others' the last one before them
-        that sees as far."""
+        """Returns the layer whose keys and values a layer reads: itself or, if it reads those of another, the last layer with KV of
+        its own that has the same window."""
         if not self._reads(layer):
             return layer
         windows = self.layer_windows
@@ -363,7 +364,7 @@ class ModelShape:
 
     @property
     def kinds_of_heads(self) -> tuple[HeadShape, ...]:
-        """The heads of layers without windows, and of those with them, once if they are the same."""
+        """The heads of layers without windows and of layers with windows; one entry if they are the same."""
         usual = HeadShape(self.num_kv_heads, self.head_dim)
         return (usual,) if self.full_heads is None else (self.full_heads, usual)
 
@@ -373,7 +374,7 @@ class ModelShape:
 
     @property
     def widest_key(self) -> int:
-        """The numbers of a token's keys, or values, in the layer where they are most."""
+        """The size of a token's keys, or values, in the layer where they are largest."""
         return max(heads.num_kv_heads * heads.head_dim for heads in self.kinds_of_heads)
 
     @property
@@ -382,7 +383,8 @@ class ModelShape:
 
     @property
     def rotary_head_dims(self) -> tuple[int, int]:
-        """The dimensions of a head of which the rotary embedding turns all or a share: in layers without windows, and with them."""
+        """The dimensions of a head, of which the rotary embedding rotates all or a part: in layers without windows, and in layers
+        with windows."""
         if self.latent is not None:
             return self.latent.rope_dim, self.latent.rope_dim
         return self.kinds_of_heads[0].head_dim, self.head_dim

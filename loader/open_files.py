@@ -1,4 +1,4 @@
-"""The limit on a process's open descriptors (RLIMIT_NOFILE), and the errors that say that it is reached."""
+"""Handles the limit on a process's open descriptors (RLIMIT_NOFILE), and the errors that tell that it is reached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """Returns the soft limit, or a larger number than any process needs (2^30) where there is none."""
+    """Returns the soft limit; if there is none, a larger number than any process needs (2^30)."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 

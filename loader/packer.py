@@ -25,7 +25,7 @@ from loader.verifier import OnBytes, frames_of, num_threads, read_bytes
 
 INCOMPLETE, JOURNAL = ".incomplete", ".journal"
 BLOCK_BYTES = 4096  # the data begins at a multiple of this
-MIN_PACKED_VALUES = 1 << 12  # in smaller tensors a frame's head and padding take too large a share
+MIN_PACKED_VALUES = 1 << 12  # fewest values of a packed tensor: in smaller ones a frame's head and padding take too large a share
 MAX_RATIO = 0.95  # a tensor that shrinks less is stored unchanged
 SAMPLES, SAMPLE_VALUES = 4, 1 << 14
 
@@ -116,8 +116,8 @@ class _Packing:
         self._journal_path.unlink(missing_ok=True)
 
     def _take_up(self, out: int) -> None:
-        """Takes over the tensors that an earlier run has written, up to the first that is missing or damaged. Rewrites the
-        journal with these alone."""
+        """Takes over the tensors that an earlier run has written, up to the first that is missing or damaged. Rewrites the journal
+        with only these."""
         with suppress(OSError, msgspec.DecodeError):
             first, *rest = self._journal_path.read_bytes().split(b"\n")
             if msgspec.json.decode(first, type=_Begun) == _Begun(packed.VERSION, self._source):

@@ -1,5 +1,5 @@
 """Reads how a text's token vectors become one vector: `1_Pooling/config.json` and `modules.json`, as sentence-transformers writes
-them. An encoder makes vectors in any case; a decoder makes them, and no text, if its folder has the former.
+them. An encoder always computes vectors; a decoder computes vectors instead of text if its folder has the first of these files.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _DECODER_MODES = {"pooling_mode_lasttoken": LAST_TOKEN}
 
 
 def pooled(shape: ModelShape, pooling_text: bytes | None, modules_text: bytes | None) -> ModelShape:
-    """Returns the shape of a model whose folder holds these files; None: there is no such file. A decoder with the first makes
-    vectors. Raises UnsupportedModel, CheckpointError, and MissingFile where a decoder's modules name pooling that is not there
-    yet."""
-    if shape.scoring:  # a cross-encoder's score is made of the first vector
+    """Returns the shape of a model whose folder holds files with these texts; None: there is no such file. A decoder with a pooling
+    file computes vectors. Raises UnsupportedModel, CheckpointError, and MissingFile if a decoder's modules name a pooling file that
+    is not there yet."""
+    if shape.scoring:  # a cross-encoder's score is computed from the first vector
         return shape
     if not shape.pooling and pooling_text is None:
         if modules_text is not None and "Pooling" in check_modules(modules_text):
@@ -41,8 +41,8 @@ def pooled(shape: ModelShape, pooling_text: bytes | None, modules_text: bytes | 
 
 
 def parse_pooling(text: bytes | None, modes: Mapping[str, str] = _MODES) -> str:
-    """Returns "mean" or "cls", or what `modes` has for the key. text: the file's content; None: there is no such file, which means
-    mean. Raises UnsupportedModel, which names the key of any other mode."""
+    """Returns the pooling, "mean" or "cls" by default. text: the file's content; None: there is no such file, which means mean.
+    modes: key in the file -> pooling. Raises UnsupportedModel, which names the key, for any other mode."""
     if text is None:
         return "mean"
     fields = json_fields(text, POOLING_NAME)
@@ -59,8 +59,8 @@ def parse_pooling(text: bytes | None, modes: Mapping[str, str] = _MODES) -> str:
 
 
 def check_modules(text: bytes) -> list[str]:
-    """Returns the modules' kinds, such as Pooling. Raises UnsupportedModel for a module that would change the vectors (a dense
-    layer after the pooling), and CheckpointError for a file that cannot be read."""
+    """Returns the kinds of the modules, such as Pooling. Raises UnsupportedModel for a module that would change the vectors (a
+    dense layer after the pooling), and CheckpointError for a file that cannot be read."""
     try:
         modules = msgspec.json.decode(text, type=list[dict[str, object]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

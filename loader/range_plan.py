@@ -1,13 +1,13 @@
 """Plans the reads of a load, in the order of the layers: which bytes of which file belong where in the model's weight range. A
 read is divided into segments, each with its own place.
 
-A read consists of whole blocks, so that it can bypass the page cache. A segment's place can have its block boundaries where the
-file has them (layout.weight_layout sees to that). Then the segment's whole blocks are read straight into place: a direct span.
-All other bytes (the blocks at a tensor's ends, tensors placed otherwise, tensors of another dtype) go through a staging slot,
-where they have the same position as in the read.
+A read consists of whole blocks, so that it can bypass the page cache. A segment's place may have the same position relative to
+block boundaries as in the file (layout.weight_layout arranges that). Then the segment's whole blocks are read straight into place:
+a direct span. All other bytes (the blocks at a tensor's ends, tensors placed differently, tensors of another dtype) go through a
+staging slot, where they have the same position as in the read.
 
-Of a model that is split over devices only the share's rows are read, and long runs of its columns. Where columns are divided into
-short runs, whole rows are read, and a segment of many of them leaves only their parts behind.
+In a split model only the share's rows and long runs of its columns are read. Where columns are divided into short runs, whole rows
+are read, and only their parts are stored.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from loader.formats.weight_format import WeightSlot, without_ones
 from loader.packed import Frame
 from loader.safetensors import DTYPE_BYTES, Header, TensorRef
 
-# Shorter runs of columns are read together with what lies between them: a few long reads are faster than many short ones.
+# Shorter runs of columns are read together with the bytes between them: a few long reads are faster than many short ones.
 MIN_RUN_BYTES = 256 << 10
-MIN_DIRECT_BYTES = 32 << 10  # shorter spans are as cheap to copy, and a system call takes 1,024 pieces at most
+MIN_DIRECT_BYTES = 32 << 10  # shorter spans are as cheap to copy, and a system call accepts 1,024 pieces at most
 ANY_ALIGNMENT = Alignment(1, 1)
 QUANTIZED, SCALES = "int8", "scales"
 
@@ -36,15 +36,16 @@ QUANTIZED, SCALES = "int8", "scales"
 class Segment:
     """Consecutive whole elements of one tensor: bytes [begin, end) of its file, which belong at place_bytes of the weight range.
 
-    target: the engine's dtype if it differs from the stored one, else "". It is "int8" for whole rows to be quantised, whose scales
-    belong at scales_at_bytes of the weight range; "scales" for all scales of a matrix, each row of which fills `repeats` rows of
-    memory, in float32, held_bytes bytes in all (their inverses, if `inverse`); FP8 for codes, which stay as they are but must be
-    checked; and a value of SCALES_IN for scales of INT4 weights, or the name of a Relayout. stage: see `stages`. frame: in a packed
-    file the frame that the segment consists of, else None. content: the segment that this frame decodes to, with begin and end
-    counted as though the file held the tensor unpacked. whole: the place of the whole tensor whose numbers are rearranged
-    (loader/formats/relayout.py), else None. What a segment of such a tensor fills is scattered in this place; place_bytes counts as
-    though it were not. kept: of "scales", see WeightSlot. columns: the part that is kept of each row, where the tensor
-    counts as a matrix (Cut); its `whole` is the length of a row, and the segment is of whole ones. None: all is kept."""
+    target: the engine's dtype if it differs from the stored one, else "". Special values are: "int8" for whole rows to be
+    quantised, whose scales belong at scales_at_bytes of the weight range; "scales" for all scales of a matrix, each row of which
+    fills `repeats` rows of memory, in float32, held_bytes bytes in all (their inverses, if `inverse`); FP8 for codes, which are
+    stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; and the name of a Relayout. stage: see
+    `stages`. frame: in a packed file the frame that the segment consists of, else None. content: the segment that this frame
+    decodes to, with begin and end counted as though the file held the tensor unpacked. whole: the place of the whole tensor if its
+    numbers are rearranged (loader/formats/relayout.py), else None. The numbers of a segment of such a tensor are scattered in this
+    place; place_bytes counts as though they were not. kept: for "scales", see WeightSlot. columns: the part of each row that is
+    kept, with the tensor regarded as a matrix (Cut); `columns.whole` is the length of a row, and the segment consists of whole
+    rows. None: all columns are kept."""
 
     tensor: TensorRef
     begin: int
@@ -69,8 +70,8 @@ class Segment:
 
     @property
     def unit_bytes(self) -> tuple[int, int]:
-        """Returns the size of the smallest unit that must not be divided, an element, a row to be quantised or of which a part is
-        kept, all scales of a matrix, or the rows that are rearranged together: its bytes in the file and in the weight range."""
+        """Returns the bytes, in the file and in the weight range, of the smallest unit that must not be divided: an element, a row
+        (if it is quantised or partly kept), all scales of a matrix, or the rows that are rearranged together."""
         if self.whole is not None and (relayout := self.whole.relayout) is not None:
             unit_rows = relayout.unit_rows(self.tensor.shape)
             unit_bytes = unit_rows * math.prod(self.tensor.shape[1:]) * DTYPE_BYTES[self.tensor.dtype]
@@ -88,7 +89,7 @@ class Segment:
     @property
     def places(self) -> list[tuple[int, int]]:
         """Returns the ranges [begin, end) of the weight range that the segment fills: one for its values and, if it is quantised,
-        one for their scales. Of a tensor that is rearranged, it is the segment's share of the tensor's place."""
+        one for their scales. For a tensor that is rearranged, the range is the segment's share of the tensor's place."""
         if self.content is not None:
             return self.content.places
         unit, held_unit = self.unit_bytes
@@ -140,7 +141,7 @@ class Read:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns ranges [begin, end) in their order, with those that touch as one."""
+    """Returns ranges [begin, end) sorted, with ranges that touch joined."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if found and found[-1][1] == begin:
@@ -150,8 +151,8 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtype: str, read_bytes: int) -> list[Read]:
-    """Returns reads that bring every parameter once. They are ordered by the first stage that needs something from a read, then
-    by file and position. read_bytes: the length of the longest read, in whole blocks, at least two.
+    """Returns reads that together read every parameter once. They are ordered by the first stage that needs something from a read,
+    then by file and position. read_bytes: the length of the longest read, in whole blocks, at least two.
 
     Tensors that are not parameters are left out (open_checkpoint has refused those that should not exist). Raises
     CheckpointError, which names a parameter that is missing or has another shape."""
@@ -204,7 +205,7 @@ def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
     num_rows, inner = math.prod(dims[: cut.axis]), math.prod(dims[cut.axis + 1 :])
     row_bytes = (whole.end - whole.begin) // num_rows
     shortest = min(end - begin for begin, end in cut.ranges) * row_bytes // cut.whole
-    takes_rows = whole.whole is not None or whole.target == QUANTIZED  # what is made of a row needs all that is kept of it
+    takes_rows = whole.whole is not None or whole.target == QUANTIZED  # converting a row needs all its kept columns
     if cut.axis and (takes_rows or (shortest < MIN_RUN_BYTES and row_bytes <= read_bytes - BLOCK_BYTES)):
         ranges = tuple((begin * inner, end * inner) for begin, end in cut.ranges)
         return [replace(whole, columns=Cut(1, ranges, cut.whole * inner))]
@@ -248,7 +249,7 @@ def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:
     for segment in segments:
         left: Segment | None = segment
         while left is not None:
-            if taken and left.begin >= _up(taken[-1].end) + BLOCK_BYTES:  # bytes that the load does not need are in between
+            if taken and left.begin >= _up(taken[-1].end) + BLOCK_BYTES:  # bytes that the load does not need lie in between
                 close()
             if not taken:
                 begin = left.begin // BLOCK_BYTES * BLOCK_BYTES

@@ -1,6 +1,4 @@
-"""Opens files that somebody else put in place. Refuses pipes, sockets and devices, because opening or reading one could wait
-forever.
-"""
+"""Opens files whose origin is not known. Refuses pipes, sockets and devices, because opening or reading one could wait forever."""
 
 from __future__ import annotations
 

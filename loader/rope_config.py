@@ -13,18 +13,18 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 PROPORTIONAL = "proportional"
 MAX_POSITIONS = 1 << 40
 _LAYER_KINDS = ("full_attention", "sliding_attention")
-_ROTATED_KEY = "no_rope_layers"  # has 1 for layers that are rotated
+_ROTATED_KEY = "no_rope_layers"  # in spite of its name, a list with 1 for layers that are rotated
 
 
 @dataclass(slots=True, frozen=True)
 class RopeRules:
-    """What a family's config.json may say about its rotary embedding. theta: the base if config.json gives none. may_be_partial:
-    whether only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: the part if config.json gives
-    none. is_local: whether layers with windows have frequencies of their own, by the base local_theta if config.json gives none
-    (None: by that of the other layers). only_windows: whether layers without windows are not rotated. only_listed: whether layers
-    are rotated that the key no_rope_layers has a 1 for. interleaved: whether a pair is two neighbouring dimensions, not one of the
+    """The rotary settings that a family's config.json may have. theta: the base if config.json gives none. may_be_partial: whether
+    only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: that part if config.json gives none.
+    is_local: whether layers with windows have frequencies of their own, from the base local_theta if config.json gives none (None:
+    the base of the other layers). only_windows: whether only layers with windows are rotated. only_listed: whether only layers with
+    a 1 in the key no_rope_layers are rotated. interleaved: whether a pair is two neighbouring dimensions, instead of one of the
     first half and one of the second. may_be_proportional: whether the frequencies may be proportional. scaling: (key, value) pairs
-    that apply if config.json has no rotary settings, in families with local ones to layers without windows."""
+    that apply if config.json has no rotary settings; with is_local, only to layers without windows."""
 
     theta: float = 10000.0
     may_be_partial: bool = False
@@ -44,11 +44,11 @@ class RopeParameters:
 
     partial_rotary_factor: the share of each head's dimensions that is rotated. longrope: short_factors and long_factors have one
     factor per frequency, for sequences within original_max_position_embeddings and for longer ones; cosines and sines are
-    multiplied by attention_factor. score_factor: of attention's scores, which latent attention applies (yarn). yarn: dimensions
-    that rotate at least beta_fast times within the original length keep their frequency, those that rotate at most beta_slow times
-    are stretched. extended_to: the positions that the scaling reaches, if that may be more than config.json gives (yarn,
-    dynamic). proportional: frequencies are those of a head that is rotated as a whole, and the slower ones, all but the share, are
-    0."""
+    multiplied by attention_factor. score_factor: factor of attention's scores, which latent attention applies (yarn). yarn:
+    dimensions that rotate at least beta_fast times within the original length keep their frequency, those that rotate at most
+    beta_slow times are stretched. extended_to: the number of positions that the scaling reaches, if that may be more than
+    config.json gives (yarn, dynamic). proportional: frequencies are those of a head that is rotated as a whole, and only the
+    fastest, partial_rotary_factor of them, are not 0."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -74,9 +74,9 @@ class RopeParameters:
 def parse_rope(
     fields: Fields, name: str, rules: RopeRules, head_dim: int, full_head_dim: int, max_position_embeddings: int
 ) -> tuple[RopeParameters, RopeParameters | None]:
-    """Returns the parameters of layers with full attention, and those of layers with windows if they have their own. name: the
-    architecture. full_head_dim: head_dim of layers with full attention, where both have their own parameters. Raises
-    UnsupportedModel or CheckpointError."""
+    """Returns the parameters of layers with full attention, and those of layers with windows if these have their own, else None.
+    name: the architecture. full_head_dim: head_dim of layers with full attention, if both kinds of layers have parameters of their
+    own. Raises UnsupportedModel or CheckpointError."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     nothing = Fields({}, fields.file)
     has_kinds = new is not None and any(isinstance(new.values.get(kind), dict) for kind in _LAYER_KINDS)
@@ -89,7 +89,7 @@ def parse_rope(
         rope = replace(rope, interleaved=rules.interleaved)
         return rope, None
     if new is not None and not has_kinds:
-        # before transformers 5 knew one per kind of layer, this object was the full layers'
+        # before transformers 5 had one object for each kind of layer, this object applied to layers with full attention
         wide: Fields | None = new
         near = None
     else:
@@ -105,8 +105,8 @@ def parse_rope(
 
 
 def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """Returns which layers are rotated: those that `no_rope_layers` has a 1 for, or else all but the last of every
-    `no_rope_layer_interval`."""
+    """Returns for each layer whether it is rotated: as the list `no_rope_layers` says (1: rotated), or else all but the last of
+    every `no_rope_layer_interval` layers."""
     interval = fields.integer("no_rope_layer_interval", 4)
     given = fields.values.get(_ROTATED_KEY) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if not isinstance(given, list) or len(given) != num_layers or not all(one in (0, 1) for one in given):
@@ -122,7 +122,7 @@ def _rope(
     if rules.may_be_proportional:
         supported = (*ROPE_TYPES, PROPORTIONAL)
     if rules.may_be_partial and kind == "su":
-        kind = "longrope"  # its first name
+        kind = "longrope"  # "su" is its earlier name
     if kind not in supported:
         raise given.unsupported("rope_type", f"{kind!r} is not supported; supported: {', '.join(supported)}")
     theta = given.number("rope_theta", theta)

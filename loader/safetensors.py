@@ -27,7 +27,7 @@ QUOTES_PER_TENSOR, QUOTES_PER_INDEX_ENTRY = 10, 4
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# element sizes in bytes; types of less than a byte are left out on purpose
+# dtype -> bytes of an element; types of less than a byte are left out on purpose
 DTYPE_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -145,7 +145,7 @@ def parse_header(raw: bytes, file: str) -> Header:
 
 
 def _packing(metadata: msgspec.Raw | None, file: str) -> packed.Record | None:
-    """Returns what the header's metadata says of packed tensors, None for a plain file. Raises CheckpointError."""
+    """Returns the record of packed tensors in the header's metadata, None for a plain file. Raises CheckpointError."""
     if metadata is None or packed.METADATA_KEY.encode() not in bytes(metadata):
         return None
     try:
@@ -190,12 +190,13 @@ def read_header(fd: int, file: str) -> Header:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Returns the file name of each tensor from model.safetensors.index.json. Raises CheckpointError, OSError."""
+    """Returns tensor name -> file name from model.safetensors.index.json. Raises CheckpointError, OSError."""
     return parse_index(read_regular(folder / INDEX_NAME, MAX_HEADER_BYTES))
 
 
 def parse_index(text: bytes) -> dict[str, str]:
-    """Returns the file name of each tensor. Raises CheckpointError, also for a file name that leads out of the folder."""
+    """Returns tensor name -> file name from the text of an index. Raises CheckpointError, also for a file name that leads out of
+    the folder."""
     if text.count(b'"') > QUOTES_PER_INDEX_ENTRY * MAX_TENSORS:
         raise CheckpointError(INDEX_NAME, None, f"names more than {MAX_TENSORS} tensors")
     try:

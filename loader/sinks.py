@@ -1,4 +1,4 @@
-"""Destinations of weights. A sink writes to a model's weight range, on one kind of device."""
+"""Defines sinks, the destinations of weights. A sink writes to a model's weight range, on one kind of device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from loader.formats.weight_format import WeightSlot
 from loader.range_plan import QUANTIZED, SCALES, Segment, Span
 from loader.safetensors import DTYPE_BYTES
 
-# Elements converted at a time: torch converts as many without waking its thread pool, which belongs to the model that is stepping.
+# Elements converted at a time: few enough that torch does not wake its thread pool, which belongs to the model whose step runs.
 CONVERT_ELEMENTS = 32768
 
-_NAN_SCALE = 255  # of E8M0
+_NAN_SCALE = 255  # code of NaN in E8M0
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32}
-_STORED |= {"I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.uint8}  # of codes
-_AS_STORED = ("", FP8, E8M0)  # targets
+_STORED |= {"I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.uint8}  # int8 values and codes
+_AS_STORED = ("", FP8, E8M0)  # targets whose bytes are stored unchanged
 
 
 class Fence(Protocol):
@@ -49,34 +49,36 @@ class WeightSink(Protocol):
     memory: memoryview | None
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
-        """Announces that this part of the range is about to be filled. The sink has the system provide its memory if it has none
-        yet."""
+        """Announces that this part of the range is about to be filled. The sink makes the system provide memory for it if there is
+        none yet."""
         ...
 
     def store(self, span: Span, staged: memoryview) -> None:
-        """Starts bringing the span's bytes, which `staged` holds, to their place. They must stay in `staged` until a fence taken
-        afterwards is passed. Raises CheckpointError for weights that cannot be stored, RuntimeError if the device failed."""
+        """Starts moving the span's bytes from `staged` to their place. `staged` must not change until a fence taken afterwards is
+        passed. Raises CheckpointError for weights that cannot be stored, RuntimeError if the device failed."""
         ...
 
     def decode(self, segment: Segment, staged: memoryview) -> bool:
-        """Starts decoding a packed frame, whose checksum is right, to its place, with the same rules as `store`. Returns False if
-        the host must decode it instead. Raises FrameError."""
+        """Starts decoding a packed frame, whose checksum has been verified, to its place, with the same rules as `store`. Returns
+        False if the host must decode it instead. Raises FrameError."""
         ...
 
     def fence(self) -> Fence | None:
-        """Returns a fence that is passed when all that was stored so far is in place, or None if it already is."""
+        """Returns a fence that is passed when everything stored so far is in place; None if it is in place already."""
         ...
 
     def holds_same(self, one: WeightSlot, other: WeightSlot) -> bool:
-        """Returns whether two parameters, which are in place, are held as the same bytes."""
+        """Returns whether two parameters, both in place, have the same bytes."""
         ...
 
     def order_inputs(self, words: WeightSlot, order: WeightSlot) -> None:
-        """Brings the inputs of INT4 weights, which are in place, into the order that a parameter holds. Returns when it is done."""
+        """Reorders the inputs of INT4 weights that are in place, and returns when it is done. order: the parameter that holds the
+        order."""
         ...
 
     def finish(self) -> None:
-        """Waits until all that was stored and decoded is in place. Raises CheckpointError for a frame that could not be decoded."""
+        """Waits until everything that was stored and decoded is in place. Raises CheckpointError for a frame that could not be
+        decoded."""
         ...
 
 
@@ -93,7 +95,8 @@ def _convert(stored: torch.Tensor, held: torch.Tensor) -> None:
 
 @contextmanager
 def _of_span(span: Span) -> Iterator[None]:
-    """Turns a ValueError about a span's numbers into a CheckpointError that names the tensor and the bytes."""
+    """Returns a context that turns a ValueError about a span's numbers into a CheckpointError that names the tensor and the
+    bytes."""
     try:
         yield
     except ValueError as error:
@@ -149,7 +152,7 @@ class HostSink:
                 write(source[some], held[some])
 
     def _store_columns(self, span: Span, columns: Cut, read: npt.NDArray[np.uint8]) -> None:
-        """Stores the kept part of each row of a span, a whole segment."""
+        """Stores the kept part of each row of a span, which must be a whole segment."""
         segment = span.segment
         ((begin, end),) = segment.places
         stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, columns.whole)
@@ -165,7 +168,7 @@ class HostSink:
                     to[some].copy_(source[some])
 
     def _held(self, slot: WeightSlot) -> torch.Tensor:
-        """Returns the place of a parameter that is rearranged."""
+        """Returns the memory of a parameter that is rearranged."""
         place = torch.from_numpy(self._bytes[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
         return place.view(held_dtype(slot)).view(slot.held_shape)
 
@@ -176,7 +179,8 @@ class HostSink:
         order_inputs(self._held(words).view(torch.uint8), self._held(order), CONVERT_ELEMENTS)
 
     def _quantize(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """Quantises a span, a whole segment, into its place. Raises CheckpointError for weights that are not finite."""
+        """Quantises a span, which must be a whole segment, into its place. Raises CheckpointError for weights that are not
+        finite."""
         segment = span.segment
         width = segment.width if segment.columns is None else segment.columns.length
         rows = torch.from_numpy(_kept(segment, read)).view(_STORED[segment.tensor.dtype]).view(-1, width)
@@ -187,7 +191,7 @@ class HostSink:
             quantize_rows(rows, values.view(torch.int8).view(rows.shape), scales.view(torch.float32))
 
     def _fill_scales(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """Writes the scales of a matrix, a whole segment, into their place. Raises CheckpointError for scales that are not
+        """Writes the scales of a matrix into their place. span: a whole segment. Raises CheckpointError for scales that are not
         finite."""
         segment = span.segment
         stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
@@ -205,7 +209,7 @@ class HostSink:
         return None
 
     def finish(self) -> None:
-        """Does nothing: whatever was stored is in place already."""
+        """Does nothing, because everything stored is in place already."""
 
 
 def held_dtype(slot: WeightSlot) -> torch.dtype:
@@ -215,8 +219,8 @@ def held_dtype(slot: WeightSlot) -> torch.dtype:
 
 
 def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, int]:
-    """Returns the rows of a segment of a tensor that is rearranged, as far as they are kept, and the index of the first in the
-    stored tensor."""
+    """Returns the kept part of the rows of a segment of a rearranged tensor, and the index of the first row in the stored
+    tensor."""
     shape = segment.tensor.shape
     row_bytes = math.prod(shape[1:]) * DTYPE_BYTES[segment.tensor.dtype]
     inner = shape[1:] if segment.columns is None else (segment.columns.length,)
@@ -225,7 +229,7 @@ def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Te
 
 
 def row_of_part(slot: WeightSlot, stored: int) -> int:
-    """Returns which row of a parameter a row of its stored tensor is that belongs to it. stored: its index there."""
+    """Returns the index, in a parameter that is a part of a stored tensor, of the row with index `stored` in that tensor."""
     if (cut := slot.cut) is None or cut.axis:
         return stored
     return sum(min(end, stored) - begin for begin, end in cut.ranges if begin < stored)
@@ -241,8 +245,8 @@ def _kept(segment: Segment, read: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8
 
 
 def rearrange_span(span: Span, slot: WeightSlot, rows: torch.Tensor, first: int, part: torch.Tensor) -> None:
-    """Rearranges the rows of a span, a whole segment, into their part of the tensor's place. Raises CheckpointError for numbers
-    that cannot be held."""
+    """Rearranges the rows of a span, which must be a whole segment, into their part of the tensor's place. Raises CheckpointError
+    for numbers that cannot be held."""
     assert slot.relayout is not None
     with _of_span(span):
         rearrange(slot.relayout, rows, first, slot.group_inputs, part, CONVERT_ELEMENTS)

@@ -1,11 +1,11 @@
 """Divides a decoder among the devices of a group: tensor parallelism, as in Megatron-LM (https://arxiv.org/abs/1909.08053), within
 each of the stages of a pipeline.
 
-A stage has consecutive layers; the first one has the embedding, too, and the last one the final norm and the head. Each device of a
-stage has equal parts of the heads, of each MLP's inner dimensions and of the head's rows; what a group of tensors is divided
-by is said where a family lists it (TensorGroup.divided). Norms and the embedding are whole on each device, and the biases of what
-the devices add up are on the first one alone. Of the experts that a router chooses among each device has some, whole or an equal
-part of each of them; routers are whole on each device.
+A stage has consecutive layers; the first stage also has the embedding, and the last one the final norm and the head. Each device of
+a stage has equal parts of the attention heads, of each MLP's inner dimensions and of the head's rows; a family's list of tensors
+says how each group is divided (TensorGroup.divided). Norms and the embedding are whole on each device; biases of outputs that the
+devices add up are only on the first device. Of a router's experts each device has some, either whole or an equal part of each;
+routers are whole on each device.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from loader.hf_config import CONFIG_NAME
 from loader.model_shape import Division, ExpertShape, ModelShape, SplitShape
 from loader.safetensors import Header
 
-SETTING = "parallel"  # what asks for it
+SETTING = "parallel"  # the setting that asks for a division
 
 
 def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
-    """Returns the shape of one share of a model: what device number `rank` of a division holds. Raises UnsupportedModel for a model
-    that cannot be divided so."""
+    """Returns the shape of one share of a model, that of device number `rank` of a division. Raises UnsupportedModel for a model
+    that cannot be divided in this way."""
     if not 0 <= rank < division.size:
         raise ValueError(f"rank {rank} is not below the number of devices {division.size}")
     if why := refusal(shape, division):
@@ -84,7 +84,7 @@ def whole(shape: ModelShape) -> ModelShape:
 
 
 def _has_mlps(shape: ModelShape) -> bool:
-    """Returns whether any layer has an MLP of intermediate_size: not all have experts in its place."""
+    """Returns whether any layer has an MLP of intermediate_size, that is, whether not all layers have experts instead."""
     experts = shape.experts
     return experts is None or experts.beside or bool(experts.dense_layers)
 
@@ -108,7 +108,7 @@ def _all_experts(experts: ExpertShape, share: SplitShape) -> ExpertShape:
 
 @lru_cache(maxsize=4096)
 def refusal(shape: ModelShape, division: Division) -> str:
-    """Returns why a model cannot be divided so among devices; "": it can."""
+    """Returns why a model cannot be divided in this way among devices; "": it can."""
     size = division.stage_size
     if shape.split is not None:
         return "it is a share of a model already"
@@ -141,7 +141,7 @@ def refusal(shape: ModelShape, division: Division) -> str:
 
 
 def _refused_stages(shape: ModelShape, num_stages: int) -> str:
-    """Returns why the layers of a model cannot be divided into so many stages; "": they can."""
+    """Returns why the layers of a model cannot be divided into num_stages stages; "": they can."""
     if num_stages == 1:
         return ""
     if shape.num_layers < num_stages:
@@ -155,8 +155,9 @@ def _refused_stages(shape: ModelShape, num_stages: int) -> str:
 
 @lru_cache(maxsize=4096)
 def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """Returns for each stage of a whole model the number of the layer behind its last one. The stage that has most weights has as
-    few as possible, where the head counts for the last one; the embedding, of which a step reads some rows, does not count."""
+    """Returns for each stage of a whole model the number of its last layer plus 1. The division minimises the weights of the stage
+    with the most weights. The head counts for the last stage; the embedding, of which a step reads only some rows, does not
+    count."""
     sizes, behind = [0] * shape.num_layers, 0
     groups = architecture_of(shape).tensor_groups(shape)
     for group in groups[1:] if not shape.tie_word_embeddings else groups:
@@ -178,8 +179,8 @@ def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def _stages_within(sizes: Sequence[int], behind: int, bound: int, num_stages: int) -> tuple[int, ...] | None:
-    """Returns the ends of stages that have weights up to `bound` each, the last stages as many as they may; None: there are none.
-    sizes: of each layer. behind: what the last stage has besides."""
+    """Returns the ends of stages with at most `bound` weights each, of which the last ones are as full as possible; None if there
+    is no such division. sizes: number of weights of each layer. behind: number of further weights in the last stage."""
     ends, left, room = [len(sizes)], num_stages - 1, bound - behind
     for layer in reversed(range(len(sizes))):
         if layer + 1 < ends[0] and (sizes[layer] > room or layer + 1 == left):
@@ -193,7 +194,7 @@ def _stages_within(sizes: Sequence[int], behind: int, bound: int, num_stages: in
 
 
 def _refused_experts(shape: ModelShape, division: Division) -> str:
-    """Returns why the experts of a model cannot be divided so; "": they can, or there are none."""
+    """Returns why the experts of a model cannot be divided in this way; "": they can, or there are none."""
     experts, family = shape.experts, decoder_of(shape).experts
     if experts is None or family is None:
         return ""
@@ -211,7 +212,7 @@ def _refused_experts(shape: ModelShape, division: Division) -> str:
 
 
 def _unserved_kind(shape: ModelShape) -> str:
-    """Returns what of a model is not divided, as the subject of a sentence; "": nothing."""
+    """Returns the part of a model that cannot be divided, as the subject of a sentence; "": there is none."""
     kinds = (
         (shape.is_encoder, "an encoder"),
         (bool(shape.pooling), "a decoder that makes vectors"),
@@ -222,12 +223,12 @@ def _unserved_kind(shape: ModelShape) -> str:
 
 
 def format_of(shape: ModelShape, at: int, group: TensorGroup, weight_format: WeightFormat) -> WeightFormat:
-    """Returns the format of a group of tensors, where matrices of layers are in `weight_format`. at: its index in the model."""
+    """Returns the format of a group of tensors in a model held in `weight_format`. at: the group's index in the model."""
     return weight_format if group.may_be_quantized and at not in shape.plain_groups else PLAIN
 
 
 def _refused_cut(shape: ModelShape, division: Division) -> str:
-    """Returns where the format of a model's checkpoint does not let its matrices be cut as a division needs; "": nowhere."""
+    """Returns why the format of a model's checkpoint does not allow the cuts of its matrices that a division needs; "": it does."""
     own, seen = stored_format(shape), set()
     for at, group in enumerate(architecture_of(shape).tensor_groups(shape)):
         matrices = (group.divided, group.unit, tuple(dims for _, dims in group.tensors), group.may_be_reordered)
@@ -246,8 +247,8 @@ def _refused_cut(shape: ModelShape, division: Division) -> str:
 
 
 def _key_of(shape: ModelShape, part: TensorGroup, stored: str) -> str:
-    """Returns what of config.json says how many outputs or inputs a divided matrix has, with its value. part: a device's part of
-    its group. stored: the name of one of the matrix's tensors, or its own."""
+    """Returns the key of config.json that gives the number of outputs or inputs of a divided matrix, with its value. part: a
+    device's part of the matrix's group. stored: the name of the matrix or of one of its tensors."""
     matrices = zip(part.tensors, part.cuts, strict=True)
     (name, dims), cut = next(one for one in matrices if stored.startswith(one[0][0].removesuffix("weight")))
     experts = decoder_of(shape).experts
