@@ -35,7 +35,7 @@ class Settings:
     key1: npt.NDArray[np.uint32]
 
     def of(self, num_rows: int) -> tuple[npt.NDArray[Any], ...]:
-        """Returns the columns of the first num_rows rows."""
+        """Returns the settings of the first num_rows rows, one array each."""
         every = (self.temperature, self.top_p, self.top_k, self.min_p, self.key0, self.key1)
         return tuple(column[:num_rows] for column in every)
 
@@ -44,8 +44,8 @@ class StepInputs:
     """The input arrays of one model, for steps of up to max_rows rows and max_tokens tokens (at least as many as rows). A smaller
     step uses the first entries of each array; the rest is padding.
 
-    settings: of the rows that sample in the latest step. last_tokens: for each of these rows the index of its last token in the
-    step, then zeros."""
+    settings: the settings of the rows that sample in the latest step. last_tokens: for each of these rows the index of its last
+    token in the step, then zeros."""
 
     def __init__(
         self,
@@ -88,15 +88,15 @@ class StepInputs:
         ]
         self._adapters: BatchAdapters | None = None
         self._filling: tuple[SequenceTable, Replay] | None = None
-        self._decoding: IntArray | None = None  # slots of the latest step if it was all decode, often the next step's, too
+        self._decoding: IntArray | None = None  # slots of the latest step if it only decoded; often the next step has the same
 
     def recorded_rows(self, num_rows: int) -> int:
-        """Returns the rows of the program that computes a decode step of num_rows rows. Rows added as padding store nothing and
-        attend to nothing. oneDNN is faster with few different row counts anyway."""
+        """Returns the number of rows of the program that computes a decode step of num_rows rows. Rows added as padding store
+        nothing and attend to nothing. oneDNN is faster with few different row counts anyway."""
         return padded_rows(num_rows) if self._padded else num_rows
 
     def use_adapters(self, adapters: BatchAdapters) -> None:
-        """Has programs that are recorded from now on compute the model's adapters. Its `numbers` are replaced."""
+        """Makes programs that are recorded from now on compute the model's adapters. adapters: their `numbers` are replaced."""
         self._adapters = replace(adapters, numbers=np.full(len(self._tokens), -1, np.int32))
 
     def batch(self, num_tokens: int, with_long_rows: bool) -> HostBatch:
@@ -168,7 +168,7 @@ class StepInputs:
 
     @property
     def num_sampling(self) -> int:
-        """Number of the latest step's rows that sample."""
+        """How many of the latest step's rows sample."""
         return self._told[SAMPLING]
 
     @property
@@ -178,7 +178,7 @@ class StepInputs:
 
     @property
     def settings_suffice(self) -> bool:
-        """Whether the latest step's tokens depend on `settings` alone: no row edits its logits or wants log-probabilities."""
+        """Whether the latest step's tokens depend only on `settings`: no row edits its logits or wants log-probabilities."""
         return self._told[APART] == 0
 
     def _fill_from(self, table: SequenceTable) -> Replay:

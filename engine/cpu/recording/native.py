@@ -32,8 +32,8 @@ _preparing = threading.Lock()
 class NativeCalls:
     """A list of kernel calls that run without Python.
 
-    calls: kernels as numba compiled them for the types of their arguments, each with these: numbers, and arrays whose rows lie
-    end to end. Every run reads the arrays' elements again, from the same memory."""
+    calls: pairs of a kernel, as numba compiled it for the types of its arguments, and these arguments: numbers, and arrays whose
+    rows lie end to end. Every run reads the arrays' elements again, from the same memory."""
 
     def __init__(self, calls: Sequence[tuple[Any, Sequence[Any]]]) -> None:
         self._calls = calls  # keeps the arrays alive

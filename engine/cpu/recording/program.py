@@ -3,7 +3,7 @@
 Together with engine/cpu/recording/replay.py, which repeats the calls, this is on the CPU what a CUDA graph is on a GPU. A program
 holds addresses: of weights, of the KV arena, of the model's input arrays (engine/cpu/recording/inputs.py) and of intermediate
 results. While a step is recorded, engine/cpu/ops.py makes its calls through the recorder and takes memory for their results from
-it. If a model computes anything else, with torch itself, that is noticed and the recording is discarded.
+it. If a model computes anything without the recorder, with torch itself, that is noticed and the recording is discarded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _ALIGN_BYTES = 64
-_REGION_BYTES = 256 << 20  # address space: pages that no step touches take no memory
+_REGION_BYTES = 256 << 20  # bytes of address space; pages that no step touches take no memory
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,7 +42,7 @@ class Scratch:
     def __init__(self, num_bytes: int = _REGION_BYTES) -> None:
         self._num_bytes = num_bytes
         self._region: Tensor | None = None
-        self._pieces: list[_Piece] = []  # in order of address
+        self._pieces: list[_Piece] = []  # pieces in use, in order of address
         self.most_bytes = 0  # the highest end of a piece so far
 
     def take(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -67,16 +67,16 @@ class Scratch:
 
 @dataclass(slots=True, frozen=True)
 class Call:
-    """One kernel call of a step. args: arrays and numbers, or tensors that are referred to from nowhere else."""
+    """One kernel call of a step. args: arrays and numbers, or tensors to which nothing else refers."""
 
     kernel: Callable[..., Any]
     args: tuple[Any, ...]
 
 
 class Recorder:
-    """Makes the calls of a step and keeps them. missed: name of the first torch function that was called outside of them, "" if
-    there was none; the recorded calls are then not the whole step. watches: whether to look for such functions, which makes
-    recording a third slower. dry: calls are recorded but not made."""
+    """Makes the calls of a step and keeps them. missed: name of the first torch function that was called outside of them, which
+    means that the recorded calls are not the whole step; "": there was none. watches: whether to look for such functions, which
+    makes recording a third slower. dry: calls are recorded but not made."""
 
     def __init__(self, scratch: Scratch, watches: bool = True, dry: bool = False) -> None:
         self.calls: list[Call] = []
@@ -87,14 +87,14 @@ class Recorder:
 
     @property
     def is_open(self) -> bool:
-        """Whether what the calling thread does now is to be recorded. What a call does itself is part of that call."""
+        """Whether a call of the calling thread is to be recorded now. Calls within a recorded call are part of that call."""
         return not self._calling and self._thread == threading.get_ident()
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return self._scratch.take(num_rows, width, dtype)
 
     def call(self, kernel: Callable[..., Any], *args: Any) -> None:
-        """Makes and keeps a kernel call. args: arrays and numbers, or tensors that are referred to from nowhere else."""
+        """Makes and keeps a kernel call. args: arrays and numbers, or tensors to which nothing else refers."""
         if not self._dry:
             self._calling = True
             try:
@@ -146,7 +146,7 @@ def call(kernel: Callable[..., Any], *args: Any) -> None:
 
 
 def empty(like: Tensor, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns uninitialised memory [num_rows, width] for the result of a call. dtype: default: that of `like`."""
+    """Returns uninitialised memory [num_rows, width] for the result of a call. dtype: by default the dtype of `like`."""
     recorder = _recorder
     if recorder is None or not recorder.is_open:
         return like.new_empty(num_rows, width, dtype=dtype)
@@ -174,8 +174,8 @@ def _computes_nothing(name: str, args: tuple[Any, ...]) -> bool:
 
 
 class _Watch(TorchFunctionMode):
-    """Notices torch functions when Python calls them. Not a TorchDispatchMode, whose first use imports torch._dynamo: 0.9 s in the
-    middle of a step."""
+    """Notices torch functions when Python calls them. It is not a TorchDispatchMode, whose first use imports torch._dynamo, which
+    takes 0.9 s in the middle of a step."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -33,8 +33,8 @@ _CHUNK_SIZES = sorted({recorded_tokens(num_tokens) for num_tokens in range(1, MA
 class RecordedSteps:
     """The recorded programs of one model. A step's results stay valid until the next step of any model.
 
-    decodes: by number of rows. chunks: by number of tokens. heads (logits of steps with chunks): by number of rows that sample.
-    These numbers include padding."""
+    decodes: number of rows -> decode step. chunks: number of tokens -> step with chunks. heads: number of sampling rows ->
+    computation of the logits of steps with chunks. These numbers include padding."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class RecordedSteps:
         title: str,
     ) -> None:
         """Starts without programs. max_decodes: the most rows that may sample in a step. max_rows, max_tokens: the largest step
-        with chunks. With 0, steps of that kind are not recorded. title: of the model and its dtype, for the log."""
+        with chunks. With 0, steps of that kind are not recorded. title: names the model and its dtype in the log."""
         self._title = title
         self._ops, self._model, self._inputs, self._scratch = ops, model, inputs, scratch
         self._max_decodes, self._max_rows, self._max_tokens = max_decodes, max_rows, max_tokens
-        self._draws = True  # False once sampling was found to be more than kernel calls
+        self._draws = True  # False once sampling was found to need more than kernel calls
         self.kept: list[Tensor] | None = None  # [tokens, W] each: StepBatch.kept of the latest step; None: no step was recorded
         self._picked: Tensor | None = None  # [rows, W]: hidden states that steps with chunks sample from
         self.decodes: dict[int, DecodeProgram] = {}
@@ -87,7 +87,7 @@ class RecordedSteps:
 
     def draw(self, plan: BatchPlan, table: SequenceTable) -> tuple[IntArray, BoolArray] | None:
         """Runs a step with its sampling and returns ids [N] and bad rows [N]. Between the kernels torch is only called where a
-        program needs it. None: nothing has run, because the step is of no kind recorded so far, or a row needs more than its
+        program needs it. None: nothing has run, because steps of this kind are not recorded, or because a row needs more than its
         sampling settings (edited logits, log-probabilities)."""
         if not self._draws:
             return None
@@ -134,7 +134,7 @@ class RecordedSteps:
         self.chunks[size].lay_out()
 
     def forget_table(self) -> None:
-        """Drops what refers to the sequence table: the model's sequences are gone."""
+        """Drops everything that refers to the sequence table, because the model's sequences are gone."""
         self._inputs.forget()
 
     def _decodes(self, plan: BatchPlan) -> bool:
@@ -172,7 +172,8 @@ class RecordedSteps:
         return program
 
     def _keeping(self, batch: HostBatch) -> HostBatch:
-        """Has a step keep what the model's predictor reads, where nothing overwrites it before the next step of the model."""
+        """Makes a step keep the states that the model's predictor reads, in memory that nothing overwrites before the model's next
+        step."""
         if not (num := self._model.num_kept):
             return batch
         if self.kept is None:
@@ -213,7 +214,7 @@ class RecordedSteps:
         with recording(recorder):
             logits = head.logits[:num_rows]
             ids, bad = self._ops.greedy(logits) if greedy else self._ops.sample(logits, *self._inputs.settings.of(num_rows))
-        self._draws = not recorder.missed  # if missed, these tokens are right, but a replay's would not be
+        self._draws = not recorder.missed  # if something was missed, these tokens are right, but a replay's would not be
         step = program if isinstance(program, DecodeProgram) else None
         drawing = head.drawings[num_rows, greedy] = Drawing(recorder.calls, ids, bad, step)
         return drawing

@@ -1,7 +1,7 @@
 """Runs a recorded step again.
 
-Consecutive calls of compiled kernels are laid out once and then made without Python between them
-(engine/cpu/recording/native.py). What torch computes is called from Python at its place between them.
+Consecutive calls of compiled kernels are laid out once and then made without Python between them (engine/cpu/recording/native.py).
+Calls of torch are made from Python, at their places between these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Part(Protocol):
 
     def run(self, shared: bool, seconds: npt.NDArray[np.float64] | None) -> None:
         """Makes the calls. shared: whether kernels that have a form for one thread and one for all threads use the latter. seconds:
-        each call's time is added to its entry; None: calls are not timed."""
+        an array to which each call's time is added; None: calls are not timed."""
         ...
 
 
@@ -63,7 +63,7 @@ class _NativePart:
 
     @classmethod
     def of(cls, forms: Sequence[_Forms], first: int) -> _NativePart:
-        """Lays out calls of which both forms are given. first: number of the first one in the program."""
+        """Lays out calls. forms: both forms of each call. first: number of the first call in the program."""
         from engine.cpu.recording.native import NativeCalls
 
         varies = any(one is not other for one, other in forms)
@@ -94,7 +94,7 @@ class Replay:
     """A sequence of recorded calls, which `run` repeats in order."""
 
     def __init__(self, calls: Sequence[Call], after: Replay | None = None) -> None:
-        """Takes the calls, which are made after those of `after` if that is given."""
+        """Takes the calls to make. after: a Replay whose calls are made before them; None: there is none."""
         self._own, self._after = calls, after
         self.calls: Sequence[Call] = calls if after is None else (*after.calls, *calls)
         self.seconds: npt.NDArray[np.float64] | None = None  # [calls], None until `watch`
@@ -153,7 +153,7 @@ class Replay:
         return parts
 
     def _forms(self, call: Call) -> _Forms | None:
-        """Returns a call's compiled forms, for one thread and for all threads. None: Python has to make the call."""
+        """Returns a call's compiled forms, for one thread and for all threads; None if Python must make the call."""
         kernel: Any = call.kernel
         vary = getattr(kernel, "forms", None)
         if vary is None:
@@ -164,7 +164,7 @@ class Replay:
             return None
         if shared[0] is None:  # only the form for one thread is compiled
             return serial, serial
-        # is_shared is asked once a step, for all layers: their contexts are the same
+        # is_shared is called once a step for all layers, because their contexts are the same
         depends_on = kernel.depends_on(call.args)
         if self._is_shared is None:
             self._is_shared, self._varying_on = partial(kernel.is_shared, call.args), depends_on
