@@ -11,15 +11,15 @@ from loader.model_shape import ModelShape
 
 
 class HostAdapterMemory(AdapterTables):
-    """An engine.contracts.adapters.AdapterMemory. Its tables stay where they are, since recorded steps read them. added: a method
-    of the model, called after an adapter was set."""
+    """An engine.contracts.adapters.AdapterMemory. Its tables never move, because recorded steps read them. added: a method of the
+    model, called after an adapter was set."""
 
     def __init__(self, shape: ModelShape, dtype: str, added: Callable[[], None]) -> None:
         super().__init__(shape, dtype)
-        self._added = WeakMethod(added)  # the model refers to this: a cycle would leave it to the garbage collector
+        self._added = WeakMethod(added)  # weak, to make no reference cycle with the model
 
     def prepare(self) -> None:
-        """Does nothing: steps can do without compiled kernels."""
+        """Does nothing, because steps can run without compiled kernels."""
 
     def set(self, number: int, first_byte: int, layout: AdapterLayout) -> None:
         self.fill(number, first_byte, layout)
@@ -30,5 +30,5 @@ class HostAdapterMemory(AdapterTables):
         self.empty(number)
 
     def clear_all(self) -> None:
-        """Forgets every adapter."""
+        """Removes every adapter."""
         self.places[:], self.ranks[:] = -1, 0

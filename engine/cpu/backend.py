@@ -1,4 +1,4 @@
-"""The `cpu` device: opens its memory, makes models, and has their kernels compiled.
+"""The backend of the `cpu` device: opens its memory, makes models, and has their kernels compiled.
 
 Until a model's kernels are compiled (once per machine, by other processes), it is served without them.
 """
@@ -40,8 +40,8 @@ from loader.unpack import Decoder
 
 log = logging.getLogger("engine")
 
-MAX_KEPT_MODELS = 32  # with their recorded steps: some hundred KiB for each number of rows
-# The matrix products of a model with fewer bytes of weights end before a second thread has woken up.
+MAX_KEPT_MODELS = 32  # models kept with their recorded steps, which take some hundred KiB for each number of rows
+# In a model with fewer bytes of weights than this, matrix products end before a second thread has woken up.
 SINGLE_THREAD_WEIGHTS_BYTES = 32 << 20
 
 
@@ -63,7 +63,7 @@ class CpuBackend:
     def __init__(self, memory: ChunkMemory, options: Configure) -> None:
         self.memory, self._options = memory, options
         self.compute_threads = options.threads or num_cores()
-        self._models: dict[str, tuple[object, CpuModel]] = {}  # the latest loaded, with their recorded steps
+        self._models: dict[str, tuple[object, CpuModel]] = {}  # the latest loaded models, with their recorded steps
         self._scratch = Scratch()
 
     def prepare(self, tell: Callable[[KernelNews], None]) -> None:
@@ -85,13 +85,13 @@ class CpuBackend:
         self._need(needed_kernels(shape, spec.dtype, weight_format))
 
     def _need(self, sets: Sequence[KernelSet]) -> None:
-        """Has sets of kernels compiled, unless they are."""
+        """Has sets of kernels compiled, unless they are compiled already."""
         if self._builds is not None:
             self._builds.need(sets)
 
     def _compile_late(self, kernel_set: KernelSet) -> None:
-        """Has a set of kernels compiled that a step goes without, if loader/kernel_needs.py does not say that its model calls
-        it. The step does not wait."""
+        """Has a set of kernels compiled that a step needs although loader/kernel_needs.py does not list it for the model. The step
+        goes on without it."""
         if self._builds is not None and not self._builds.knows(kernel_set):
             log.warning("kernels for %s were not compiled ahead: no model was known to call them", kernel_set)
             threading.Thread(target=self._builds.need, args=([kernel_set],), name="kernels", daemon=True).start()
@@ -153,5 +153,5 @@ class CpuBackend:
 
 
 def threads_for(weights_bytes: int, num_threads: int) -> int:
-    """Returns the number of threads that compute a model of this size, of num_threads that may."""
+    """Returns how many of num_threads threads compute a model of this size."""
     return 1 if weights_bytes < SINGLE_THREAD_WEIGHTS_BYTES else num_threads

@@ -1,5 +1,5 @@
-"""The inputs of one forward pass, as arrays. They are built once a step and passed down. Nothing about a step is global, because
-several models live in one process.
+"""The inputs of one forward pass, as arrays. They are built once a step and passed on to the layers. Nothing about a step is
+global, because several models live in one process.
 
 Shapes: R rows, T tokens of all rows one after the other, N tokens that paged attention computes, B blocks of the longest row, D
 head size, P pairs of a head's dimensions that are rotated.
@@ -18,15 +18,17 @@ from torch import Tensor
 from engine.ops.ops import BatchAdapters, Rotary
 from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
-# Rows with more new tokens than this are prompts: many of their queries read a block at a time. Other rows read it query by query.
+# Rows with more new tokens than this are prompts: many of their queries read a KV block together. Other rows read blocks query by
+# query.
 LONG_ROW_TOKENS = 16
 
 
 @dataclass(slots=True, frozen=True)
 class GroupMemory:
     """One KV group's memory. kv [num_blocks, layers of the group, 2, G, block_tokens, D]: the arena as this group sees it, for G KV
-    heads; in a group of states, float32 [num_blocks, layers, numbers of a state]. kv_flat: the same memory for kernels. rotary: of
-    the group's layers. reach: how far a query sees (KVGroupSpec.reach). scales: of fp8 KV (engine/memory/arena.py)."""
+    heads; in a group of states, float32 [num_blocks, layers, numbers of a state]. kv_flat: the same memory for kernels. rotary: the
+    rotary embedding of the group's layers. reach: how far back a query attends (KVGroupSpec.reach). scales: the scales of fp8 KV
+    (engine/memory/arena.py)."""
 
     kv: Tensor
     kv_flat: Any
@@ -37,8 +39,9 @@ class GroupMemory:
 
 @dataclass(slots=True)
 class GroupBatch:
-    """One KV group's part of a step's inputs. slots [T]: block * block_tokens + place of each token, -1 for padding. cos_sin [T, 2
-    P] float32. Entries of block_table for blocks that have left the window of every query are -1 and must not be read."""
+    """One KV group's part of a step's inputs. slots [T]: block * block_tokens + place in the block of each token, -1 for padding.
+    cos_sin [T, 2 P] float32. Entries of block_table for blocks that have left the window of every query are -1 and must not be
+    read."""
 
     kv: Tensor
     kv_flat: Any
@@ -54,11 +57,11 @@ class HostBatch:
     """The inputs of one step on the CPU.
 
     num_tokens: T without padding. groups: one for each KV group. layer_places: for each layer that is computed, its group and its
-    place in that group. starts, num_new, contexts [R]: each row's first token in the step, its tokens in the step, and its
-    positions stored after the step. paged_tokens, paged_rows, paged_contexts [N]: token, row and context of each query that reads
-    its blocks directly. A context of 0 marks padding, -1 a query of a long row, which is computed with its whole row instead.
-    has_long_rows: whether there may be long rows, that is, rows with more than LONG_ROW_TOKENS tokens. attended [1]: an upper bound
-    on the positions that all queries together attend to. layer_inputs, kept, adapters: as in StepBatch."""
+    place in that group. starts, num_new, contexts [R]: each row's first token in the step, its number of tokens in the step, and
+    its number of positions stored after the step. paged_tokens, paged_rows, paged_contexts [N]: token, row and context of each
+    query that reads its KV blocks directly. A context of 0 marks padding, -1 a query of a long row, which is computed with its
+    whole row instead. has_long_rows: whether there may be long rows, that is, rows with more than LONG_ROW_TOKENS tokens. attended
+    [1]: an upper bound on the positions that all queries together attend to. layer_inputs, kept, adapters: as in StepBatch."""
 
     input_ids: Tensor  # [T] int64
     num_tokens: int
@@ -78,7 +81,7 @@ class HostBatch:
 
     @property
     def block_tokens(self) -> int:
-        """The tokens of a block, in every group. The first group is never one of states."""
+        """The number of tokens of a block, the same in every group. (The first group never has states.)"""
         return int(self.groups[0].kv.shape[4])
 
     def group_of(self, layer: int) -> tuple[GroupBatch, int]:
@@ -115,8 +118,8 @@ def build_batch(
     adapters: BatchAdapters | None = None,
 ) -> HostBatch:
     """Builds the inputs of a step from the sequence table. cos_sin: CpuOps.cos_sin. padded: T is padded to one of few counts;
-    padding tokens are not stored and attend to nothing. adapters: the model's, of which `numbers` are replaced. The work is done
-    array by array, never row by row."""
+    padding tokens are not stored and attend to nothing. adapters: the model's adapters; their `numbers` are replaced by those of
+    the step. Everything is computed on whole arrays, never row by row."""
     block_tokens = memory[0].kv.shape[4]
     num_new, first = plan.num_new, plan.num_computed
     num_rows = len(num_new)

@@ -1,4 +1,5 @@
-"""The gated delta rule on the `cpu` device: its two kernels, or the reference implementation where they do not serve the dtype."""
+"""The gated delta rule on the `cpu` device: calls its two kernels, or the reference implementation if they do not support the
+dtype."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from engine.cpu.recording.program import call, empty
 from engine.ops import reference
 from engine.ops.ops import DeltaRule
 
-# On an emulated Neoverse V1 the kernels gave wrong outputs for some shapes, on an emulated Neoverse N1 right ones. It is not known
-# yet whose fault that is (docs/aarch64.md).
+# On an emulated Neoverse V1 the kernels gave wrong outputs for some shapes, on an emulated Neoverse N1 correct ones. Whether the
+# kernels or the emulator is at fault is not known yet (docs/aarch64.md).
 IS_TRUSTED = platform.machine() != "aarch64"
 
 
 def gated_delta(kernels: Any, x: Tensor, gates: Tensor, rule: DeltaRule, layer: int, batch: HostBatch) -> Tensor:
-    """Does what Ops.gated_delta says. kernels: the module engine.cpu.kernels.entry; None: the reference implementation computes,
-    as it does where they are not trusted."""
+    """Implements Ops.gated_delta. kernels: the module engine.cpu.kernels.entry; None: the reference implementation is used, as it
+    is on processors where the kernels are not trusted."""
     group, place = batch.group_of(layer)
     out = empty(x, len(x), rule.num_value_heads * rule.value_dim)
     rows = (batch.block_tokens, group.block_table, batch.starts, batch.num_new, batch.contexts)

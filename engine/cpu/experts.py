@@ -1,8 +1,8 @@
 """Computes a mixture of experts with the CPU kernels: tokens are sorted by expert, and each expert's rows are multiplied together.
 
-kernels: the module engine.cpu.kernels.entry. Shapes: T tokens, W width, E experts, C experts that each token passes through,
-P = T * C pairs of a token and one of its experts, sorted by expert, I the experts' intermediate size. Of a model that is split over
-devices a rank may have some of the experts. Then all arrays have the pairs of these in front, and rows behind them are undefined.
+kernels: the module engine.cpu.kernels.entry. Shapes: T tokens, W width, E experts, C experts that each token passes through, P = T
+* C pairs of a token and one of its experts, sorted by expert, I the experts' intermediate size. In a split model a rank may have
+only some of the experts. All arrays then begin with the pairs of these experts, and the rows after them are undefined.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from engine.cpu.products import array, four_bits, four_bits_in_parts, fp8_in_par
 from engine.cpu.recording.program import call, empty
 from engine.ops.ops import ExpertMatrices, ExpertMatrix, Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
 
-# In steps of so few tokens, whose kernels are called without Python, rows that no product has filled are activated, too.
+# In steps of so few tokens, whose kernels are called without Python, the activation also computes rows that no product has filled.
 _FEW_TOKENS = 16
 
 
 @dataclass(slots=True, frozen=True)
 class _Routing:
-    """Where a step's tokens go, as kernels.route writes it. memory: what the arrays are views of."""
+    """The routing of a step's tokens, as kernels.route writes it. memory: the memory of which the arrays are views."""
 
     memory: Tensor
     weights: Any  # [T, C] float32
@@ -70,7 +70,7 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
         call(_weigh_rows, rows.view(rows.shape), *where, slots)
     sizes = (routing, len(x))
     gate_up = _grouped_product(kernels, rows, matrices.gate_up, matrices.gate_up_bias, *sizes)
-    del rows  # recorded steps place the next result where it was
+    del rows  # so that recorded steps can reuse its memory for the next result
     activated = empty(x, len(gate_up), gate_up.shape[1] // 2)
     kernel, numbers = (kernels.gelu_and_mul if matrices.gelu else kernels.silu_and_mul), tuple[float, ...]()
     if (clamped := matrices.clamped) is not None:
@@ -92,14 +92,15 @@ def experts(kernels: Any, x: Tensor, scores: Tensor, matrices: ExpertMatrices, s
 
 
 def _activate_own(kernel: Any, firsts: Any, gate_up: Any, *numbers_and_out: Any) -> None:
-    """Activates the rows of a rank's own experts alone. firsts [E + 1]: of these."""
+    """Computes the activation only for the rows of a rank's own experts. firsts [E + 1]: the first row of each of these experts,
+    and the end."""
     *numbers, out = numbers_and_out
     if num_rows := int(firsts[-1]):
         kernel(gate_up[:num_rows], *numbers, out[:num_rows])
 
 
 def _weigh_rows(rows: Tensor, weights: Any, places: Any, slots: Any) -> None:
-    """Multiplies the row of each pair by the pair's weight, which becomes 1. Arguments: see the kernel `route`."""
+    """Multiplies the row of each pair by the pair's weight, and sets the weight to 1. Arguments: see the kernel `route`."""
     there = slots >= 0
     own = torch.from_numpy(places[there].ravel()).long()
     rows[own] = (rows[own].float() * torch.from_numpy(weights[there].reshape(-1, 1))).to(rows.dtype)
@@ -116,7 +117,7 @@ def _grouped_product(
     kernels: Any, x: Tensor, weight: ExpertMatrix, bias: Tensor | None, routing: _Routing, num_tokens: int
 ) -> Tensor:
     """Returns each row of x [P, K] times its expert's matrix of weight [E, N, K], plus its bias [E, N]. num_tokens: the most rows
-    an expert may have."""
+    that an expert may have."""
     out = empty(x, len(x), weight.shape[1])
     if isinstance(weight, Mxfp4Matrix | Int4Matrix | Nvfp4Matrix):
         _grouped_four_bits_linear(kernels, x, weight, bias, routing, num_tokens, out)
@@ -131,7 +132,7 @@ def _grouped_linear(
     kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routing: _Routing, num_tokens: int, out: Tensor
 ) -> None:
     kernel, most_rows = kernels.grouped_linear_kernel(weight.shape[1], "bfloat16" if x.dtype is torch.bfloat16 else "float32")
-    if not weight.is_contiguous():  # along the outputs: torch multiplies so
+    if not weight.is_contiguous():  # contiguous along the outputs, which only torch multiplies
         most_rows = 0
     if num_tokens > most_rows:
         views = (x.view(x.shape), weight.view(weight.shape), None if bias is None else bias.view(bias.shape))
@@ -141,7 +142,7 @@ def _grouped_linear(
         scratch: tuple[Any, ...] = ()
         if kernel is kernels.grouped_widened_linear:
             num_floats = kernels.grouped_widened_scratch_floats(*x.shape, num_shares)
-            scratch = (empty(x, 1, 2 * num_floats).view(torch.float32).view(-1).numpy(),)  # lent for this call only
+            scratch = (empty(x, 1, 2 * num_floats).view(torch.float32).view(-1).numpy(),)  # used for this call only
         own = (array(weight), _biases(x, bias, len(weight)))
         call(kernel, array(x), *own, routing.firsts, most_rows, *scratch, num_shares, array(out))
 
@@ -185,20 +186,20 @@ def _grouped_fp8_linear(
 def _many_fp8_rows(
     kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, firsts: Any, most_rows: int, out: Tensor
 ) -> None:
-    """Does the same as _many_rows with FP8 weights, which are widened a part of an expert at a time."""
+    """Multiplies as _many_rows does, with FP8 weights, which are widened a part of an expert at a time."""
     for expert, own in _many(firsts, most_rows):
         fp8_in_parts(kernels, x[own], values[expert], scales[expert], group_inputs, None, out[own])
 
 
 def _many_rows(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, firsts: Any, most_rows: int, out: Tensor) -> None:
-    """Multiplies the rows of each expert that has more than most_rows of them, with the kernel that multiplies so many rows with
-    any matrix, or with torch."""
+    """Multiplies the rows of each expert that has more than most_rows rows, with the kernel for plain matrices and many rows, or
+    with torch."""
     for expert, own in _many(firsts, most_rows):
         write_product(kernels, x[own], weight[expert], None if bias is None else bias[expert], out[own])
 
 
 def _many(firsts: Any, most_rows: int) -> Iterator[tuple[int, slice]]:
-    """Yields each expert that has more than most_rows rows, and these."""
+    """Yields each expert that has more than most_rows rows, with the slice of its rows."""
     for expert, (first, end) in enumerate(pairwise(firsts.tolist())):
         if end - first > most_rows:
             yield expert, slice(first, end)
@@ -217,7 +218,7 @@ def _many_four_bits_rows(
     most_rows: int,
     out: Tensor,
 ) -> None:
-    """Does the same as _many_rows with weights of four bits, which are widened a part of an expert at a time."""
+    """Multiplies as _many_rows does, with four-bit weights, which are widened a part of an expert at a time."""
     parts = [of_experts.reshape(len(firsts) - 1, -1) for of_experts in (scales, blocks, zeros)]
     for expert, own in _many(firsts, most_rows):
         own_bias = None if bias is None else bias[expert]

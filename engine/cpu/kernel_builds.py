@@ -1,10 +1,9 @@
-"""Compiles CPU kernels in separate processes, which give all their memory back at their end, while torch's operations serve the
-models.
+"""Compiles CPU kernels in separate processes, whose memory is freed when they end, while torch's operations serve the models.
 
-An engine asks for the sets of kernels that models need (`need`). Those in the cache folder are used at once. The rest is handed
-out, unit by unit, to processes that end when all is done: python -P -m engine.warm --unit-by-unit. Each set comes into use when its
-last unit is compiled. A compiler that crashes does not take the engine with it: its unit is not tried again, and what would call
-the unit's sets continues with torch's operations; so it does where the cache folder did not keep what was compiled.
+An engine asks for the sets of kernels that models need (`need`). Those in the cache folder are used at once. The others are
+compiled, unit by unit, by processes that end when all are compiled: python -P -m engine.warm --unit-by-unit. Each set comes into
+use when its last unit is compiled. A crash of a compiler does not end the engine: its unit is not tried again, and operations that
+would call the unit's sets go on with torch. The same happens if the cache folder did not keep a compiled kernel.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ log = logging.getLogger("engine")
 _T = TypeVar("_T")
 
 TELL_EVERY_S = 1.0
-START_S = 2.0  # a process needs this long to import what it compiles with
+START_S = 2.0  # a process needs this long for its imports before it compiles
 KEPT_BYTES = COMPILER_BYTES * 3 // 4  # a process with more memory than this compiles nothing more
 
 
 class _Build:
-    """The compilation of some sets of kernels: its progress, and an estimate of how long the rest will take. missing: each set with
-    the units that were not in the cache folder."""
+    """The compilation of some sets of kernels: its progress, and an estimate of how long it will still take. missing: set -> its
+    units that were not in the cache folder."""
 
     def __init__(self, missing: dict[KernelSet, list[Unit]]) -> None:
         self.missing = missing
-        self.left = {kernel_set: set(of_set) for kernel_set, of_set in missing.items()}  # what is still to be compiled
-        self.problems: dict[KernelSet, str] = {}  # how the process of one of its units ended
+        self.left = {kernel_set: set(of_set) for kernel_set, of_set in missing.items()}  # set -> units still to be compiled
+        self.problems: dict[KernelSet, str] = {}  # set -> how the process that compiled one of its units ended
         self.not_started = ""  # why no process started
         owners: dict[Unit, KernelSet] = {}
         for kernel_set, of_set in missing.items():
@@ -70,7 +69,7 @@ class _Build:
         self.since_s = time.monotonic()
 
     def done(self, unit: Unit, problem: str) -> list[KernelSet]:
-        """Counts a unit whose compilation has ended. Returns the sets that this was the last one of."""
+        """Counts a unit whose compilation has ended. Returns the sets of which it was the last unit."""
         self.num_done += 1
         self._done_s += unit.seconds
         of_unit = [kernel_set for kernel_set, left in self.left.items() if unit in left]
@@ -82,7 +81,7 @@ class _Build:
 
     @property
     def title(self) -> str:
-        """What is still being compiled."""
+        """The name of what is still being compiled, for messages."""
         return " and ".join(dict.fromkeys(kernel_set.title for kernel_set in self.left))
 
     @property
@@ -113,7 +112,7 @@ class CpuKernelBuilds:
         self._known: set[KernelSet] = set()
         self._builds: deque[_Build] = deque()
         self._builder: threading.Thread | None = None
-        self._idle: deque[subprocess.Popen[str]] = deque()  # compilers that have done what there was of one build
+        self._idle: deque[subprocess.Popen[str]] = deque()  # compilers that have finished a build
         self.problems: dict[str, str] = {}  # set of kernels -> why it is not in use
 
     def knows(self, kernel_set: KernelSet) -> bool:
@@ -121,8 +120,9 @@ class CpuKernelBuilds:
         return kernel_set in self._known
 
     def need(self, sets: Iterable[KernelSet]) -> None:
-        """Asks for sets of kernels. Returns once they are in use or are being compiled: those that steps call before those that
-        only sampling calls, those of the dtype that comes first before others, and of these the longest first."""
+        """Asks for sets of kernels. Returns once they are in use or are being compiled. Sets that steps call are compiled before
+        sets that only sampling calls; among these the dtype that comes first in `sets` is first, and within it the set that takes
+        longest."""
         with self._lock:
             new = [kernel_set for kernel_set in dict.fromkeys(sets) if kernel_set not in self._known]
             self._known.update(new)
@@ -193,7 +193,7 @@ class CpuKernelBuilds:
         """Brings a set into use between two steps, if it was compiled, and tells that it is no longer being compiled."""
         del build.left[kernel_set]
         problem = build.problems.get(kernel_set, "")
-        try:  # what is lost is not compiled here: that would take memory from the models, and a compiler's crash would end them
+        try:  # a lost kernel is not compiled here: that would take the models' memory, and a compiler's crash would end them
             if not problem and (lost := [unit.name for unit in build.missing[kernel_set] if not unit.load()]):
                 others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
                 problem = f"{compiled.folder()} did not keep {lost[0]}{others}; is its disk full?"
@@ -221,8 +221,8 @@ class CpuKernelBuilds:
             ended.put(None)
 
     def _run_process(self, build: _Build, ended: SimpleQueue[tuple[Unit, str] | None]) -> None:
-        """Has a process compile what is left, unit by unit; starts a new process whenever one has crashed. A process that is alive
-        at the end is kept for the next build, because starting one takes two seconds, unless it has grown large."""
+        """Has a process compile the units that are left, one by one; starts a new process whenever one has crashed. A process that
+        is alive at the end is kept for the next build, because starting one takes two seconds, unless it has grown large."""
         while build.queue:
             try:
                 process = self._kept() or _start(self._parallel)
@@ -276,7 +276,7 @@ def _compile_in(process: subprocess.Popen[str], asked: list[str]) -> bool:
 def _next(left: deque[_T]) -> _T | None:
     try:
         return left.popleft()
-    except IndexError:  # another thread may just have taken the last
+    except IndexError:  # another thread may just have taken the last process
         return None
 
 

@@ -1,7 +1,7 @@
 """Lists the kernels of each set (loader/kernel_sets.py), and loads each from the cache folder or compiles it.
 
-They are handled in units: a kernel for one thread together with its form for all threads, so that their common parts are compiled
-only once.
+Kernels are handled in units: a kernel for one thread together with its form for all threads, so that their common parts are
+compiled only once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from engine.cpu.recording import native
 from loader import kernel_sets
 from loader.kernel_sets import KernelSet
 
-# Seconds that both kernels of a unit take to compile on one core. They decide the order and the reported time that is left. All
+# Seconds that both kernels of a unit take to compile on one core. They determine the order and the reported remaining time. All
 # other units take SHORT_S.
 _SECONDS = {
     paged_attention_serial: 12.0,
@@ -69,7 +69,7 @@ _SECONDS = {
     entry.add_adapters.serial: 6.0,
 }
 SHORT_S = 0.7
-# formats of four bits: what scales and zero points are, as four_bits_tiles.py says
+# four-bit formats: types of their scales and zero points, as in four_bits_tiles.py
 _OF_FOUR_BITS = {
     "mxfp4": (numba.uint8, numba.int8),
     "nvfp4": (numba.int8, numba.float32),
@@ -111,7 +111,7 @@ def _load(kernel: Any, signature: Any) -> bool:
         raise _NotThere
 
     kernel.disable_compile(False)
-    kernel._compiler.compile = refuse  # `compile` calls it for a kernel that is not in the cache folder
+    kernel._compiler.compile = refuse  # `compile` would call it for a kernel that is not in the cache folder
     try:
         kernel.compile(signature)
     except _NotThere:
@@ -145,7 +145,8 @@ def compile_all(sets: Sequence[KernelSet], parallel: bool) -> None:
 
 
 def units(kernel_set: KernelSet, parallel: bool) -> list[Unit]:
-    """Returns the units of a set. parallel: also the forms for several threads. A unit that two sets have is the same in both."""
+    """Returns the units of a set. parallel: also the forms for several threads. A unit that belongs to two sets is the same in
+    both."""
     found = []
     for serial, shared, signature in _wanted(*kernel_set):
         kernels = ((serial, signature), (shared, signature)) if parallel and shared is not None else ((serial, signature),)

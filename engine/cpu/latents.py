@@ -1,11 +1,11 @@
 """Multi-head latent attention on the `cpu` device, with torch's products in float32.
 
-In the absorbed form each head's key matrix is applied to its query, which then reads the latents as they are stored, and its value
-matrix is applied to the sum. In the expanded form keys and values of a head are made of all latents of the row, which costs fewer
-operations where many queries read them: from 171 on at DeepSeek's sizes (benchmarks/latent_attention.py).
+In the absorbed form each head's key matrix is applied to its query, which then attends to the stored latents, and its value matrix
+is applied to the sum. In the expanded form the keys and values of a head are computed from all latents of the row, which takes
+fewer operations if many queries read them: from 171 on at DeepSeek's sizes (benchmarks/latent_attention.py).
 
-Shapes: T tokens, N of them in short chunks, H heads, K plain and R rotated dimensions of queries and keys, V of values, L numbers
-of a latent, C positions of a row.
+Shapes: T tokens, N of them in short chunks, H heads, K plain and R rotated dimensions of queries and keys, V dimensions of values,
+L size of a latent, C positions of a row.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def attend_long(
     out: Tensor,
     scales: Tensor | None,
 ) -> None:
-    """Computes attention of the new tokens of each row that has more than longer_than of them, in the form that takes fewer
+    """Computes attention of the new tokens of each row with more than longer_than new tokens, in the form that takes fewer
     operations. Writes out [T, H V]. starts, num_new, contexts: as in HostBatch."""
     for row in np.flatnonzero(num_new > longer_than):
         first, num = int(starts[row]), int(num_new[row])
@@ -100,8 +100,8 @@ def attend_row(queries: Tensor, heads: LatentHeads, held: Tensor, scale: float, 
 
 
 def absorbs(heads: LatentHeads, num_queries: int) -> bool:
-    """Returns whether num_queries queries of a row take fewer operations in the absorbed form: each then reads L + R and L numbers
-    of a position, in place of K + R and V, but these need not be made of its latent first."""
+    """Returns whether num_queries queries of a row take fewer operations in the absorbed form. In that form each query reads L + R
+    and L numbers of a position instead of K + R and V, but keys and values need not be computed from the latents first."""
     made = heads.plain_dim + heads.value_dim
     return num_queries * (2 * heads.rank - made) < heads.rank * made
 
@@ -120,12 +120,13 @@ def _attend_head(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None
 
 
 def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """Returns x [N, h, A] times each head's own of matrices [h, A, B], as [N, h, B]."""
+    """Returns x [N, h, A] multiplied, head by head, by matrices [h, A, B], as [N, h, B]."""
     return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
 
 
 def _parts(heads: LatentHeads) -> Iterator[tuple[slice, Tensor]]:
-    """Yields some heads at a time, with their matrices [heads, K + V, L] in float32, of at most WIDENED_BYTES (one at least)."""
+    """Yields slices of the heads, with their matrices [heads, K + V, L] in float32, at most WIDENED_BYTES at a time (but at least
+    one head)."""
     height = heads.plain_dim + heads.value_dim
     at_once = max(1, WIDENED_BYTES // (height * heads.rank * 4))
     for first in range(0, heads.num_heads, at_once):

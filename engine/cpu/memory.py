@@ -1,7 +1,7 @@
 """The `cpu` device's chunks: one memfd, mapped as a whole for the arena and chunk by chunk into weight ranges.
 
-Measured against private memory, mapping one memfd twice costs the kernels nothing (docs/performance.md). A chunk that is taken
-out of a range keeps its pages, so the next model finds them there.
+Kernels are as fast on one memfd mapped twice as on private memory (docs/performance.md). A chunk that is unmapped from a range
+keeps its pages, so the next model need not create them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from scheduler.batch.plan import IntArray
 
 
 class CpuMemory:
-    """The engine.memory.chunk_memory.ChunkMemory of the `cpu` device, on Linux. Pages exist once touched. handles: what `export` of
-    another one returned, to use its chunks; the caller still closes them. Raises MemoryError, ValueError."""
+    """The engine.memory.chunk_memory.ChunkMemory of the `cpu` device, on Linux. Pages exist once they are touched. handles:
+    descriptors that `export` of another memory returned, to use its chunks; the caller still closes them. Raises MemoryError,
+    ValueError."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int, handles: Sequence[int] = ()) -> None:
         if chunk_bytes % mmap.PAGESIZE:
@@ -97,13 +98,13 @@ class CpuMemory:
         return np.frombuffer(mappings.bytes_at(address, num_bytes), np.uint8)
 
     def prepare(self, chunk: int) -> int:
-        """Gives a chunk physical memory, in huge pages where it can, and returns how many of its bytes are in huge pages. A chunk
+        """Gives a chunk physical memory, in huge pages where possible, and returns how many of its bytes are in huge pages. A chunk
         keeps its pages until it is discarded, so only those it lacks are added."""
         if self._is_huge[chunk]:
             return self.chunk_bytes
         address, huge_bytes = self._arena_address + chunk * self.chunk_bytes, 0
         if self.chunk_bytes % mappings.HUGE_PAGE_BYTES == 0:
-            # reading, too, gives memory to a page of a memfd, and does no harm if the chunk is in use
+            # reading a page of a memfd also gives it memory, and does no harm if the chunk is in use
             self.arena[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes : mappings.HUGE_PAGE_BYTES].sum()
             huge_bytes = mappings.collapse(address, self.chunk_bytes)
         self._is_huge[chunk] = huge_bytes == self.chunk_bytes

@@ -66,9 +66,9 @@ class CpuModel:
         kv_memory: Tensor | None = None,
         stages: Stages | None = None,
     ) -> None:
-        """need_kernels: has sets of kernels compiled, unless they are. ranks, stages: of a share of a split model
-        (shape.split), what joins it with the others of its layers, and what joins it with other layers. kv_memory:
-        uint8, the model's own KV memory, which block numbers count from; None: it is the arena."""
+        """need_kernels: has sets of kernels compiled, unless they are compiled already. ranks, stages: for a share of a split model
+        (shape.split), the connections to the other shares of its layers, and to the stages with other layers. kv_memory: uint8, the
+        model's own KV memory, in which block numbers count from 0; None: the arena."""
         self._ops = ops
         self.name = spec.model
         self.vocab_size, self.embeds = shape.vocab_size, bool(shape.pooling)
@@ -91,7 +91,7 @@ class CpuModel:
         turns = {layer: local if window else rotary for layer, window in enumerate(shape.layer_windows)}
         turns[shape.num_layers] = rotary if shape.eagle is None else rotaries_of(shape.eagle.layer, spec.max_model_len)[0]
         own_kv = memory.arena if kv_memory is None else kv_memory
-        # a stage without a layer of a group has none to turn
+        # a stage without layers of a group (NO_LAYER) rotates none, so any rotary embedding will do
         self._kv = [self._group_memory(own_kv, group, turns.get(group.layers[0], rotary)) for group in self.kv_groups]
         places = {layer: (number, place) for number, group in enumerate(self.kv_groups) for place, layer in enumerate(group.layers)}
         own = (*shape.own_layers, *range(shape.num_layers, shape.num_computed_layers))
@@ -105,13 +105,13 @@ class CpuModel:
         self._predicting = None
         if shape.predicts:
             self._predicting = CpuPredicting(ops, self._model, self._batch, self._logits_rows)
-        self._kept: list[Tensor] | None = None  # of the latest step: what the predictor reads (StepBatch.kept)
+        self._kept: list[Tensor] | None = None  # the latest step's states for the predictor (StepBatch.kept)
         self.arena = memory.arena
         self._awaited = self._needed_kernels()
         self._steps = self._recorded_steps()
 
     def _needed_kernels(self) -> list[KernelSet]:
-        """Has the kernels compiled that the model's steps call, unless they are, and returns those to be awaited."""
+        """Has the kernels compiled that the model's steps call, unless they are, and returns the sets that are not in use yet."""
         further = (self._ranks is not None, self._adapters is not None)
         needed = needed_kernels(self.shape, self._dtype, FORMATS[self._quantize], *further)
         self._need_kernels(needed)
@@ -119,7 +119,7 @@ class CpuModel:
 
     def _recorded_steps(self) -> RecordedSteps:
         """Returns a new store of recorded steps. It records nothing while kernels of steps are not in use yet, because a recording
-        would go on calling what computes in their place. Where those of sampling are not, steps are recorded up to the logits."""
+        would go on calling their substitutes. If only kernels of sampling are not in use, steps are recorded up to the logits."""
         self._num_late = self._ops.num_late
         max_rows = self._max_rows if all(one.name == SAMPLING for one in self._awaited) else 0
         max_decodes = min(max_rows, self._logits_rows)
@@ -128,7 +128,8 @@ class CpuModel:
         return RecordedSteps(self._ops, self._model, self._inputs, self._scratch, *sizes, title)
 
     def _use_adapters(self) -> None:
-        """Has steps compute adapters from now on, because there is one. Steps that do not are forgotten."""
+        """Makes steps compute adapters from now on, because the first one has arrived. Drops recorded steps, which do not compute
+        adapters."""
         if self._adapters is not None:
             return
         tables, dtype = self.adapter_memory, getattr(torch, self._dtype)
@@ -151,7 +152,7 @@ class CpuModel:
     def execute_behind(self, gate: WeightGate, plan: BatchPlan, table: SequenceTable, max_tokens: int) -> StepResult:
         """Runs a step as `execute` does, without masks, while the weights are still arriving. A plan of more than max_tokens tokens
         is computed in slices. Raises WeightsWithdrawn."""
-        with gate.step():  # entered before the model is used: a failed load withdraws the gate first, then releases the model
+        with gate.step():  # entered before the model is used: a failed load withdraws the gate before it releases the model
             model = self._loaded()
             layers = model.layers
             gate.wait(0)
@@ -174,8 +175,8 @@ class CpuModel:
         return self._dtype
 
     def execute(self, plan: BatchPlan, table: SequenceTable, masks: RowMasks | None = None) -> StepResult:
-        """Runs one step: stores the new tokens' KV and samples one id, or makes one vector, for each sampling row. Of a split model
-        all ranks run the step, the others by `follow`; the result's seconds do not include waits for other stages. Raises
+        """Runs one step: stores the new tokens' KV, and samples one id, or computes one vector, for each sampling row. In a split
+        model all ranks run the step, the others by `follow`; the result's seconds do not include waits for other stages. Raises
         GroupBroken."""
         stages = self._stages
         waited_s = 0.0 if stages is None else stages.waited_s
@@ -218,8 +219,8 @@ class CpuModel:
     def _with_proposals(
         self, result: StepResult, plan: BatchPlan, table: SequenceTable, max_tokens: int | None = None
     ) -> StepResult:
-        """Returns a step's result with what the predictor drafts, if it is to see the step. max_tokens: of one slice of a step that
-        is computed in slices."""
+        """Returns a step's result with the predictor's drafts, if the predictor is to see the step. max_tokens: the most tokens of
+        a slice, if the step is computed in slices."""
         if self._predicting is not None and self._sees(plan):
             assert self._kept is not None
             with torch.inference_mode():
@@ -250,8 +251,8 @@ class CpuModel:
         return sampled_outputs(self._ops, hidden, num_sampling, rows, owed, plan, table, logits, self._logits_rows, begin)
 
     def _logits_in_parts(self, plan: BatchPlan, num_sampling: int, owed: OwedPrompts | None) -> Callable[[Tensor], Tensor]:
-        """Returns what computes logits as the model does, and is called for each part of the step's rows in order: those that
-        sample, then those owed, _logits_rows at a time. All ranks exchange the rows of a part that are not padding."""
+        """Returns a function that computes logits, to be called for each part of the step's rows in order: first the sampling rows,
+        then the owed prompt tokens, _logits_rows at a time. All ranks exchange the rows of a part that are not padding."""
         model, ranks = self._loaded(), self._ranks
         if ranks is None:
             return model.logits
@@ -273,8 +274,8 @@ class CpuModel:
         return [(begin + first, min(step, num - first)) for begin, num in kinds for first in range(0, num, step)]
 
     def _count(self, plan: BatchPlan, num_rows: int) -> None:
-        """Tells the other devices' parts how many of a step's rows are not padding. num_rows: of the logits that are computed
-        next."""
+        """Sets for `ranks` and `stages` how many of a step's rows are not padding. num_rows: number of rows of logits that are
+        computed next."""
         if not self._is_share:
             return
         num_tokens = int(plan.num_new.sum())
@@ -303,8 +304,8 @@ class CpuModel:
         return self._model
 
     def _decode(self, plan: BatchPlan, table: SequenceTable) -> DecodeProgram | None:
-        """Runs the plan as a recorded decode step. Returns None if it is not one that can be recorded: then `_forward` computes
-        it."""
+        """Runs the plan as a recorded decode step. Returns None if it is not a step that can be recorded; `_forward` must compute
+        it then."""
         self._prepare()
         self._count(plan, len(plan.slots))
         return self._steps.decode(plan, table)
@@ -315,7 +316,7 @@ class CpuModel:
         if len(awaited) < len(self._awaited) or self._ops.num_late > self._num_late:
             self._awaited = awaited
             self._steps = self._recorded_steps()
-        # the compiler processes need cores, too: more threads than free cores would mostly wait for one another
+        # compiler processes need cores, too, and more threads than free cores would mostly wait for one another
         self._ops.set_num_threads(max(1, self.num_threads // 2) if awaited else self.num_threads)
         return model
 
@@ -325,7 +326,7 @@ class CpuModel:
         """Returns the hidden states of the sampling rows' last tokens, or of all tokens, and their number. After them come the
         hidden states of `also` (indices into T) and padding. recorded: whether recorded steps may be run."""
         model, num_tokens = self._prepare(), int(plan.num_new.sum())
-        self._count(plan, 0)  # of the logits no part is computed here
+        self._count(plan, 0)  # no logits are computed here
         wanted: Tensor | None = None
         num_wanted = num_tokens
         if not every_token and (also is not None or not plan.samples.all() or num_tokens > len(plan.slots)):
@@ -364,14 +365,14 @@ class CpuModel:
         self._steps.record_next()
 
     def release(self) -> None:
-        """Unmaps the weights, and forgets all adapters. Idempotent; until `restore` any step raises RuntimeError."""
+        """Unmaps the weights, and removes all adapters. Idempotent; until `restore` any step raises RuntimeError."""
         self._released = True
         self.adapter_memory.clear_all()
         self._steps.forget_table()
         self._weights.unmap()
 
     def restore(self, spec: LoadModel) -> None:
-        """Makes the model usable again: its weights are back, or on their way, in the same address range, so recorded steps stay
+        """Makes the model usable again when its weights are, or are being, loaded to the same address range; recorded steps stay
         valid."""
         self._eos_token_ids = spec.eos_token_ids
         self._released = False

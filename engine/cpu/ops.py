@@ -56,7 +56,7 @@ from loader.model_shape import TemperatureShape
 from loader.work_space import PREFILL_TILE_TOKENS, sampler_rows
 
 _NO_SINKS = np.empty(0, np.float32)
-BLOCK_TOKENS_STEP = 4  # paged_attention takes blocks of a multiple of this
+BLOCK_TOKENS_STEP = 4  # paged_attention needs blocks of a multiple of this many tokens
 
 
 class _ThreadCount(threading.local):
@@ -70,17 +70,17 @@ _thread_count = _ThreadCount()
 
 
 def _heat(positions: Any, temperature: TemperatureShape, turns: Tensor) -> None:
-    """Multiplies turns [T, 2 P] by the factors of queries at positions [T]."""
+    """Multiplies turns [T, 2 P] by the queries' factors (temperature) at positions [T]."""
     turns.mul_(reference.temperature_of(torch.from_numpy(positions), temperature).unsqueeze(1))
 
 
 class CpuOps:
     """An engine.ops.ops.Ops for engine.cpu.batch.HostBatch.
 
-    cache_dir: where compiled kernels are kept. use_kernels: False: the reference implementation computes everything. deferred: no
-    kernel is called before `use` allows it. asks: called with each set of kernels that a step goes without for the first time.
-    kernels: the module engine.cpu.kernels.entry; None without Numba. asked: the sets that steps went without. num_late: how many of
-    these came into use after that."""
+    cache_dir: where compiled kernels are kept. use_kernels: whether kernels may be used; False: the reference implementation
+    computes everything. deferred: no kernel is called before `use` allows it. asks: called with a set of kernels when a step needs
+    it for the first time and it is not in use. kernels: the module engine.cpu.kernels.entry; None without Numba. asked: the sets
+    that steps needed but that were not in use. num_late: how many of these have come into use since."""
 
     def __init__(
         self,
@@ -103,14 +103,14 @@ class CpuOps:
             self.kernels = entry
 
     def use(self, kernel_set: KernelSet) -> None:
-        """Lets models call these kernels from now on. They must be compiled (engine/cpu/kernel_units.py)."""
-        with self._changing:  # loads bring kernels into use, and so does the engine's loop
+        """Allows calls of these kernels from now on. They must be compiled (engine/cpu/kernel_units.py)."""
+        with self._changing:  # both loads and the engine's loop bring kernels into use
             if self._in_use is not None:
                 self._in_use |= {kernel_set}
                 self.num_late += kernel_set in self.asked
 
     def give_up(self, kernel_set: KernelSet) -> None:
-        """Has models await these kernels no longer: they cannot be compiled."""
+        """Records that these kernels cannot be compiled, so that models do not wait for them."""
         self._given_up |= {kernel_set}
 
     def awaited(self, sets: Iterable[KernelSet]) -> list[KernelSet]:
@@ -120,8 +120,9 @@ class CpuOps:
         return [one for one in sets if one not in self._in_use and one not in self._given_up]
 
     def prepare(self, dtype: str, num_threads: int, *further: str) -> None:
-        """Compiles in this process what decoders of float32 or bfloat16 need, with further sets, and lets them use it, so that no
-        step compiles: half a minute, once per machine. Engines have other processes do it: engine/cpu/kernel_builds.py."""
+        """Compiles the kernels of decoders in float32 or bfloat16, and further sets, in this process and brings them into use, so
+        that no step compiles; it takes half a minute, once per machine. Engines have other processes do it
+        (engine/cpu/kernel_builds.py)."""
         if self.kernels is not None:
             from engine.cpu import kernel_units
 
@@ -144,17 +145,18 @@ class CpuOps:
                 self.kernels.set_num_threads(num_threads)
 
     def input_kernels(self) -> Any:
-        """Returns the module that reads a recorded step's inputs off the sequence table; it has reference_inputs.py's functions."""
+        """Returns the module that computes a recorded step's inputs from the sequence table; it has the functions of
+        reference_inputs.py."""
         return self.kernels if self._is_in_use(PLAIN) else reference_inputs
 
     def gather_kernels(self, x: Tensor) -> Any:
-        """Returns the module that puts the ranks' parts of a tensor like x together (gather_ranks); None if it may not be called
-        yet, or never."""
+        """Returns the module that joins the ranks' parts of a tensor like x (gather_ranks); None if it may not be called, or not
+        yet."""
         return self.kernels if self._served(x, RANKS) else None
 
     def sum_kernels(self, x: Tensor) -> Any:
         """Returns the module that adds up the ranks' parts of a tensor like x (sum_ranks); None as for gather_kernels. The kernels
-        of every dtype add up float32, too."""
+        for any dtype also add up float32."""
         is_served = self._is_in_use(RANKS) if x.dtype is torch.float32 else self._served(x, RANKS)
         return self.kernels if is_served else None
 
@@ -171,7 +173,7 @@ class CpuOps:
         return turns
 
     def _is_in_use(self, name: str) -> bool:
-        """Returns whether a set of kernels may be called, whatever the dtype of its elements."""
+        """Returns whether the set of kernels of this name may be called for any dtype."""
         if self.kernels is None or self._in_use is None:
             return self.kernels is not None
         return any(one.name == name for one in self._in_use)
@@ -227,7 +229,7 @@ class CpuOps:
             return self._widened_linear("nvfp4", products.four_bits_linear, reference.nvfp4_linear, x, weight, matrix, bias)
         if self._served(x, PLAIN) and (product := products.linear(self.kernels, x, weight, bias)) is not None:
             return product
-        if is_recording():  # the functions that torch's linear calls
+        if is_recording():  # calls the functions inside torch's linear, which can be recorded
             out = empty(x, len(x), len(weight))
             own, to = x.view(x.shape), out.view(out.shape)
             if bias is None:
@@ -255,7 +257,7 @@ class CpuOps:
         return out
 
     def _int8_linear(self, x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
-        """Multiplies with an Int8Matrix. Without a kernel, a few outputs' weights at a time are converted to x's dtype, never
+        """Multiplies with an Int8Matrix. Without a kernel, the weights of a few outputs at a time are converted to x's dtype, never
         all."""
         if (
             self._served(x, "int8")
@@ -278,8 +280,9 @@ class CpuOps:
         matrix: tuple[Any, ...],
         bias: Tensor | None,
     ) -> Tensor:
-        """Multiplies with a quantised matrix. For many rows, and without kernels, a few outputs' weights at a time are converted to
-        x's dtype, never all. quantize: the set of kernels that `product` calls. twin: what computes it without them, of matrix."""
+        """Multiplies with a quantised matrix. For many rows, and without kernels, the weights of a few outputs at a time are
+        converted to x's dtype, never all. quantize: the set of kernels that `product` calls. twin: the reference implementation,
+        which is called with `matrix`."""
         if self._served(x, PLAIN, quantize) and (made := product(self.kernels, x, weight, bias)) is not None:
             return made
         if not is_recording():
@@ -358,7 +361,7 @@ class CpuOps:
         return self._layer_norm(x, array(residual), weight, bias, eps, scale)
 
     def _layer_norm(self, x: Tensor, residual: Any, weight: Tensor, bias: Tensor | None, eps: float, scale: float) -> Tensor:
-        """Calls the kernel. residual: an array, without rows if nothing is added."""
+        """Calls the kernel of LayerNorm. residual: an array; it has no rows if nothing is added."""
         out, factors = empty(x, *x.shape), array(weight)
         added = factors[:0] if bias is None else array(bias)
         call(self.kernels.layer_norm, array(x), residual, scale, factors, added, eps, array(out))
@@ -445,7 +448,7 @@ class CpuOps:
         columns = array(queries)
         none = columns[0, :0]
         weight = none if norm is None else array(norm)
-        kv, head_dim = columns.reshape(-1), queries.shape[1] // heads  # without KV heads nothing is stored
+        kv, head_dim = columns.reshape(-1), queries.shape[1] // heads  # an array without KV heads, so nothing is stored
         sizes = (1, 0, heads, 0, batch.block_tokens, head_dim)
         of_norms = (weight, weight, none, around_one, eps)
         call(self.kernels.rope_and_store, columns, group.cos_sin.numpy(), *of_norms, kv, *sizes, group.slots, interleaved, heads)

@@ -1,4 +1,4 @@
-"""Drafts tokens with a model's predictor, after each step and from what the step computed.
+"""Drafts tokens with a model's predictor, after each step and from the step's hidden states.
 
 Shapes: R rows of the step, T its tokens, N sampling rows, W width.
 """
@@ -23,8 +23,8 @@ from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 
 class CpuPredicting:
-    """Has one model's predictor see the model's steps, and draft tokens. batch: builds the inputs of a plan. logits_rows: of how
-    many rows logits are made at a time."""
+    """Shows the steps of one model to its predictor, and lets it draft tokens. batch: builds the inputs of a plan. logits_rows:
+    number of rows whose logits are computed at a time."""
 
     def __init__(
         self,
@@ -38,12 +38,13 @@ class CpuPredicting:
     def after(
         self, plan: BatchPlan, table: SequenceTable, kept: Sequence[Tensor], ids: IntArray, max_tokens: int | None = None
     ) -> Proposed:
-        """Shows the predictor a step and drafts as many tokens behind each sequence that sampled as the plan says. kept [>= T, W]
-        each: what the step kept for it. ids [N]: what the step sampled. Stores the predictor's keys and values of all the step's
-        tokens, and of those that were drafted but the last. max_tokens: of a step that is computed in slices, the most of a slice.
+        """Shows a step to the predictor, and drafts as many tokens for each sequence that sampled as the plan says. kept [>= T, W]
+        each: the states that the step kept for the predictor. ids [N]: the tokens that the step sampled. Stores the predictor's
+        keys and values of all tokens of the step, and of all drafted tokens but the last. max_tokens: the most tokens of a slice,
+        if the step is computed in slices.
 
-        Drafts are sampled as the model's own tokens will be, with the noise of their positions: so they agree as often as the
-        predictor is right about what that noise picks."""
+        Drafts are sampled like the model's own tokens, with the noise of their positions, so that the model will pick the same
+        tokens wherever the predictor's distribution is close to its own."""
         assert plan.to_propose is not None
         began_s = time.perf_counter()
         last = np.cumsum(plan.num_new, dtype=np.int64) - 1  # each row's last token in the step
@@ -67,7 +68,7 @@ class CpuPredicting:
         states = torch.cat(own)[torch.from_numpy(rows)]
         for number in range(tokens.shape[1]):
             going: LongArray = np.flatnonzero(counts > number).astype(np.int64)
-            if number:  # the drafted token before is the next one to read
+            if number:  # the token drafted last is the next one to read
                 step = _one_token(plan, slots[going], computed[going] + number - 1)
                 batch = self._batch(step, table)
                 batch.input_ids[: len(going)] = torch.from_numpy(tokens[going, number - 1].astype(np.int64))
@@ -78,7 +79,7 @@ class CpuPredicting:
         return Proposed(slots, counts, tokens, seen_s - began_s, time.perf_counter() - seen_s)
 
     def _sampled(self, states: Tensor, going: LongArray, rows: SamplingRows) -> IntArray:
-        """Returns the tokens that are sampled by these settings from the predictor's hidden states `going`."""
+        """Returns the tokens that are sampled by these settings from the predictor's hidden states with indices `going`."""
         ids = np.empty(len(going), np.int32)
         for first in range(0, len(going), self._logits_rows):
             part = going[first : first + self._logits_rows]

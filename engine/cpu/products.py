@@ -16,9 +16,9 @@ from engine.ops.ops import Fp8Matrix, Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
 from loader.formats.int8 import WIDENED_BYTES
 from loader.formats.mxfp4 import GROUP
 
-_PART_OUTPUTS = 64  # parts of a matrix are a multiple of this, which all kernels' panels divide
+_PART_OUTPUTS = 64  # parts of a matrix have a multiple of so many outputs, which is a multiple of all kernels' panels
 _NO_SCALES = np.empty(0, np.float32)
-_NO_ZEROS = np.empty(0, np.int8)  # its type tells kernels that there are none
+_NO_ZEROS = np.empty(0, np.int8)  # its type tells kernels that there are no zero points
 
 
 def array(x: Tensor) -> Any:
@@ -27,8 +27,8 @@ def array(x: Tensor) -> Any:
 
 
 def linear(kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Returns x [R, K] @ weight [N, K] transposed, plus bias [N]; None if torch's linear is to be used: it is faster, or x or the
-    weight is not contiguous."""
+    """Returns x [R, K] @ weight [N, K] transposed, plus bias [N]; None if torch's linear is to be used, because it is faster or
+    because x or the weight is not contiguous."""
     is_served = x.is_contiguous() and weight.is_contiguous()
     kernel = kernels.linear_kernel(*x.shape, len(weight), _element(x)) if is_served else None
     if kernel is None:
@@ -49,7 +49,7 @@ def int8_linear(kernels: Any, x: Tensor, values: Tensor, scales: Tensor, bias: T
     kernel = kernels.int8_linear_kernel(*x.shape, len(values), _element(x)) if x.is_contiguous() else None
     if kernel is None:
         return None
-    out = empty(x, len(x), len(values))  # allocated before scratch, whose memory is lent for these calls only
+    out = empty(x, len(x), len(values))  # allocated before scratch, whose memory is used for these calls only
     if kernel is kernels.widened_linear:
         _widened_linear(kernels, x, values.numpy(), scales.numpy(), bias, out)
         return out
@@ -82,7 +82,7 @@ def fp8_linear(kernels: Any, x: Tensor, weight: Fp8Matrix, bias: Tensor | None) 
 
 
 def fp8_in_parts(kernels: Any, x: Tensor, values: Any, scales: Any, group_inputs: int, bias: Tensor | None, out: Tensor) -> None:
-    """Widens a few outputs' weights at a time, and multiplies them as plain ones."""
+    """Widens the weights of a few outputs at a time, and multiplies with them as with plain weights."""
     for some, part in widened_parts(x, *values.shape):
         kernels.fp8_rows(values[some], scales[some], group_inputs, array(part))
         write_product(kernels, x, part, None if bias is None else bias[some], out[:, some])
@@ -104,8 +104,8 @@ def four_bits_linear(kernels: Any, x: Tensor, weight: Int4Matrix | Nvfp4Matrix, 
 
 
 def four_bits(weight: Mxfp4Matrix | Int4Matrix | Nvfp4Matrix) -> tuple[Any, Any, Any, int, bool]:
-    """Returns what kernels take of weights of four bits: all scales, all bytes, all zero points or NVFP4's factors of outputs, how
-    many inputs share a scale, and whether scales of 16 bits are float16. The types tell the format (four_bits_tiles.py)."""
+    """Returns the kernels' arguments for four-bit weights: all scales, all bytes, all zero points (or NVFP4's factors of outputs),
+    how many inputs share a scale, and whether scales of 16 bits are float16. Their types tell the format (four_bits_tiles.py)."""
     if isinstance(weight, Mxfp4Matrix):
         return weight.scales.view(-1).numpy(), weight.blocks.view(-1).numpy(), _NO_ZEROS, GROUP, False
     if isinstance(weight, Nvfp4Matrix):
@@ -119,7 +119,7 @@ def four_bits(weight: Mxfp4Matrix | Int4Matrix | Nvfp4Matrix) -> tuple[Any, Any,
 def four_bits_in_parts(
     kernels: Any, x: Tensor, scales: Any, blocks: Any, zeros: Any, group_inputs: int, halves: bool, bias: Tensor | None, out: Tensor
 ) -> None:
-    """Does what fp8_in_parts does with a matrix's weights of four bits."""
+    """Widens the weights of a few outputs of a four-bit matrix at a time, and multiplies with them as with plain weights."""
     num_inputs, num_outputs = x.shape[1], out.shape[1]
     parts = [of_outputs.reshape(num_outputs, -1) for of_outputs in (scales, blocks, zeros)]
     for some, part in widened_parts(x, num_outputs, num_inputs):
@@ -128,8 +128,8 @@ def four_bits_in_parts(
 
 
 def widened_parts(like: Tensor, num_outputs: int, num_inputs: int) -> list[tuple[slice, Tensor]]:
-    """Returns all outputs, some at a time, with memory of like's dtype for their widened weights [some, num_inputs], which is the
-    same for all."""
+    """Returns slices of the outputs, each with memory of like's dtype for its widened weights [outputs of the slice, num_inputs].
+    All slices use the same memory."""
     at_once = max(1, WIDENED_BYTES // (num_inputs * like.element_size()))
     at_once = at_once // _PART_OUTPUTS * _PART_OUTPUTS or at_once
     held = like.new_empty(min(at_once, num_outputs), num_inputs)
@@ -138,7 +138,7 @@ def widened_parts(like: Tensor, num_outputs: int, num_inputs: int) -> list[tuple
 
 
 def write_product(kernels: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, to: Tensor) -> None:
-    """Writes rows @ weight transposed, plus bias, to `to`."""
+    """Writes the product of rows and the transposed weight, plus bias, to `to`."""
     product = linear(kernels, rows, weight, bias)
     if product is not None:
         to.copy_(product)
@@ -149,7 +149,7 @@ def write_product(kernels: Any, rows: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def _widened_linear(kernels: Any, x: Tensor, weight: Any, scales: Any, bias: Tensor | None, out: Tensor) -> None:
-    """Computes the product for MOST_ROWS rows at a time, so that what is derived from these rows stays in the caches."""
+    """Computes the product for MOST_ROWS rows at a time, so that data derived from these rows stays in the caches."""
     num_shares = kernels.num_shares()
     for first in range(0, len(x), kernels.MOST_ROWS):
         rows, to = x[first : first + kernels.MOST_ROWS], out[first : first + kernels.MOST_ROWS]

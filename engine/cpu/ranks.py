@@ -1,7 +1,7 @@
-"""The ranks of a group on the CPU, which exchange their parts through memory that their engines share.
+"""Connects the ranks of a group on the CPU, which exchange their parts through memory that their engines share.
 
-Compiled kernels do it (engine/cpu/kernels/ranks.py), which also describes how. Until they are compiled, Python does the same in the
-same memory, so ranks that have them and ranks that do not work together.
+Compiled kernels do it (engine/cpu/kernels/ranks.py describes how). Until they are compiled, Python does the same in the same
+memory, so ranks with and without compiled kernels work together.
 
 Shapes: T tokens or rows, W width, S ranks.
 """
@@ -24,12 +24,12 @@ from engine.host.rank_memory import LINE_BYTES, buffer_bytes_of
 from engine.host.shared_words import Fence, wake_all
 from scheduler.batch.plan import LongArray
 
-_SPIN_S, _SLEEP_S, _LONGEST_S = 60e-6, 50e-6, 2e-3  # Python looks again at once for so long; then it sleeps between looks
+_SPIN_S, _SLEEP_S, _LONGEST_S = 60e-6, 50e-6, 2e-3  # Python polls for so long, then sleeps between polls
 _NUMPY_OF = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.uint16)}
 
 
 class SharedRanks:
-    """An engine.contracts.ranks.Ranks over memory that several processes map. One thread calls it at a time."""
+    """An engine.contracts.ranks.Ranks over memory that several processes map. Only one thread may use it at a time."""
 
     def __init__(self, ops: CpuOps, rank: int, size: int, broken: LongArray, memory: Any) -> None:
         """broken [1]: not 0 once the group has lost a device; others write it. memory: uint8 array, aligned to 8 bytes, of
@@ -76,7 +76,7 @@ class SharedRanks:
             raise GroupBroken(f"rank {self.rank} of {self.size}: the group has lost a device")
 
     def _sum(self, x: Tensor) -> None:
-        """Does what sum_ranks does."""
+        """Sums the ranks' x in Python, as the kernel sum_ranks does."""
         values = x[: self._own[SUM_ROWS]].view(-1)
         for piece in values.split(self._buffer_bytes // x.element_size()):
             parts = self._exchange(piece)
@@ -84,11 +84,11 @@ class SharedRanks:
                 return
             total = parts[0].float()
             for part in parts[1:]:
-                total = total + part.float()  # not in place: of float32 it is another rank's buffer
+                total = total + part.float()  # not in place, because a float32 total is a view of another rank's buffer
             piece.copy_(total)
 
     def _gather(self, part: Tensor, out: Tensor) -> None:
-        """Does what gather_ranks does."""
+        """Gathers the ranks' parts in Python, as the kernel gather_ranks does."""
         num_rows = min(int(self._own[GATHER_ROWS]), len(part))
         room, at = self._buffer_bytes // part.element_size(), 0
         gathered = part.new_empty(self.size, num_rows * part.shape[1])
@@ -102,8 +102,8 @@ class SharedRanks:
         out[:num_rows].view(num_rows, self.size, -1).copy_(gathered.view(self.size, num_rows, -1).transpose(0, 1))
 
     def _exchange(self, piece: Tensor) -> list[Tensor] | None:
-        """Publishes a piece [n] and returns all ranks' pieces, as views that are valid until the next one; None if the group is
-        broken."""
+        """Publishes a piece [n] and returns all ranks' pieces, as views that are valid until the next exchange; None if the group
+        is broken."""
         turn = int(self._own[PIECES]) + 1
         self._own[PIECES] = turn
         buffers = torch.from_numpy(self._memory).view(piece.dtype).view(2 * self.size, -1)

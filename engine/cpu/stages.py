@@ -1,4 +1,4 @@
-"""The stages of a pipeline on the CPU, which pass states on through memory that their engines share.
+"""Connects the stages of a pipeline on the CPU, which pass states on through memory that their engines share.
 
 Shapes: T tokens, W width.
 """
@@ -14,7 +14,8 @@ from engine.memory.stage_link import Bytes, StageLink
 
 
 class SharedStages:
-    """An engine.contracts.stages.Stages over a StageLink. width, dtype: of the states. Its calls may be recorded."""
+    """An engine.contracts.stages.Stages over a StageLink. width, dtype: width and dtype of the states. Its calls may be
+    recorded."""
 
     def __init__(self, link: StageLink, width: int, dtype: torch.dtype) -> None:
         self._link, self._num_tokens, self._like = link, 0, torch.empty(0, width, dtype=dtype)
@@ -46,7 +47,7 @@ class SharedStages:
         self._link.send()
 
     def _rows(self, place: Bytes, states: tuple[Tensor, ...]) -> list[Tensor]:
-        """Returns where the rows of the states that are not padding are in a place, one after the other."""
+        """Returns, for each of the states, the part of `place` that holds its rows without padding."""
         rows, begin = [], 0
         for state in states:
             end = begin + self._num_tokens * state.shape[1] * state.element_size()
