@@ -1,4 +1,4 @@
-"""A model's LoRA adapters in a GPU's memory: where each lies in the KV arena, and which of them the tokens of each slot have.
+"""Keeps a model's LoRA adapters in a GPU's memory: where each lies in the KV arena, and which adapter the tokens of each slot have.
 
 Shapes: M products that adapters may change, A adapters, S slots, R rows, T tokens.
 """
@@ -22,8 +22,8 @@ from scheduler.batch.plan import IntArray, SequenceTable
 
 
 class _OnDevice(NamedTuple):
-    """What kernels read. places [M, A] int64, ranks [M, A] int32: as BatchAdapters has them. of_slots [S + 1] int32: the adapter of
-    each slot, -1: none, as slot S has, which padding rows point at. memory: the arena in the model's dtype."""
+    """The tables that kernels read. places [M, A] int64, ranks [M, A] int32: as in BatchAdapters. of_slots [S + 1] int32: the
+    adapter of each slot, -1: none. Slot S, at which padding rows point, has none. memory: the arena in the model's dtype."""
 
     places: Tensor
     ranks: Tensor
@@ -32,12 +32,12 @@ class _OnDevice(NamedTuple):
 
 
 class DeviceAdapterMemory(AdapterTables):
-    """An engine.contracts.adapters.AdapterMemory. The first adapter makes the device's tables, which then stay where they are,
-    since graphs read them; they change in the order of the steps. bound: one of the kernels' RANK_BOUNDS, at least the rank of
-    every adapter that there ever was; 0 before the first.
+    """An engine.contracts.adapters.AdapterMemory. The device's tables are made for the first adapter and then never move, because
+    graphs read them; their content changes in the order of the steps. bound: one of the kernels' RANK_BOUNDS, at least the rank of
+    every adapter so far; 0 before the first adapter.
 
     dtype: the model's. arena: the device's KV memory as uint8. prepare: compiles the kernels of adapters. bound_grew: called when
-    steps with adapters must launch other grids than before."""
+    `bound` has grown, so that steps with adapters must launch other grids."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class DeviceAdapterMemory(AdapterTables):
         self._arena, self._staging = arena, staging
         self._prepare, self._bound_grew = prepare, bound_grew
         self._numbers: torch.dtype = getattr(torch, dtype)
-        self._of_slots = np.full(num_slots, -1, np.int32)  # what the device knows
+        self._of_slots = np.full(num_slots, -1, np.int32)  # the device's copy of of_slots
         self._held: _OnDevice | None = None
 
     # ---- adapters that come and go
@@ -71,17 +71,17 @@ class DeviceAdapterMemory(AdapterTables):
             self._bound_grew()
 
     def clear(self, number: int) -> None:
-        """Forgets an adapter. Steps that were launched before still have it."""
+        """Removes an adapter. Steps that were launched before still use it."""
         self.empty(number)
         self._send(number)
 
     def clear_all(self) -> None:
-        """Forgets every adapter."""
+        """Removes every adapter."""
         for number in np.flatnonzero((self.places >= 0).any(axis=0)).tolist():
             self.clear(number)
 
     def _send(self, number: int) -> None:
-        """Sends an adapter's columns of the tables."""
+        """Sends an adapter's columns of the tables to the device."""
         num_products, width = self.places.shape
         at = np.arange(num_products, dtype=np.int32) * np.int32(width) + np.int32(number)
         columns = {"words": np.stack((2 * at, 2 * at + 1), axis=1).reshape(-1), "at": at}
@@ -93,7 +93,7 @@ class DeviceAdapterMemory(AdapterTables):
     # ---- adapters of a step
 
     def update(self, slots: IntArray, table: SequenceTable) -> bool:
-        """Sends the adapters of those of a step's slots that have another one than before. Returns whether any of them has one."""
+        """Sends the adapters of the step's slots that have changed. Returns whether any of the slots has an adapter."""
         if not self.bound:
             return False
         now = table.adapter[slots]
@@ -106,7 +106,7 @@ class DeviceAdapterMemory(AdapterTables):
         return bool((now >= 0).any())
 
     def of_tokens(self, slots: Tensor, token_rows: Tensor) -> DeviceAdapters:
-        """Returns the adapters of a step's tokens. slots [R]: of each row. token_rows [T]: the row of each token."""
+        """Returns the adapters of a step's tokens. slots [R]: the slot of each row. token_rows [T]: the row of each token."""
         held = self._on_device()
         numbers = entry.adapter_numbers(held.of_slots, slots, token_rows)
         return DeviceAdapters(numbers, held.places, held.ranks, held.memory, self.bound or entry.SMALLEST_RANK_BOUND)

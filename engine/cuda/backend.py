@@ -1,4 +1,5 @@
-"""NVIDIA GPUs: opens a device's memory and makes models on it. Kernels are compiled for each model's sizes, before its load."""
+"""The backend of NVIDIA GPUs: opens a device's memory and makes models on it. Kernels are compiled for each model's sizes, before
+its load."""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ from loader.unpack import Decoder
 log = logging.getLogger("engine")
 
 MAX_GRAPH_ROWS = 256  # decode steps with more rows have no graph
-MAX_GRAPH_TOKENS = 512  # steps with pieces of prompts and more tokens have none
+MAX_GRAPH_TOKENS = 512  # steps with prompt chunks and more tokens have no graph
 FP8_CAPABILITY = (8, 9)
 
 
 def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
-    """Opens the device and limits what torch may take of it. handover: None if its memory ends with this process. Raises
+    """Opens the device and limits the memory that torch may take. handover: None if its memory ends with this process. Raises
     MemoryError, ValueError, DeviceError."""
     from engine.cuda.memory import CudaMemory, DeviceError
     from engine.cuda.work_space import limit_torch
@@ -65,8 +66,8 @@ def open_device(configure: Configure, handover: Handover | None) -> OpenDevice:
 
 
 def beside_work_space(configure: Configure) -> Configure:
-    """Returns the configuration with the work space's chunks taken out of num_chunks: chunks are allocated at once, and torch takes
-    the work space from the memory they leave. The leases are smaller by the work space on every kind of device."""
+    """Returns the configuration with num_chunks reduced by the work space's chunks: chunks are allocated at once, and torch takes
+    the work space from the memory that they leave. The leases are smaller by the work space on every kind of device."""
     work_chunks = -(-configure.work_space_bytes // configure.chunk_bytes)
     return msgspec.structs.replace(configure, num_chunks=configure.num_chunks - work_chunks, work_space_bytes=0)
 
@@ -79,9 +80,9 @@ class CudaBackend:
 
     def __init__(self, memory: ChunkMemory, options: Configure) -> None:
         self.memory, self._options = memory, options
-        self._models: dict[str, tuple[object, CudaModel]] = {}  # the latest of each name, with its graphs
+        self._models: dict[str, tuple[object, CudaModel]] = {}  # name -> the latest model, with its graphs
         self._frames: DeviceFrames | None = None  # decodes packed weights on the device; None: the host does
-        # All loads launch on this stream what they launch themselves, none of it on the stream of steps and of captured graphs.
+        # Everything that loads launch runs on this stream, and nothing on the stream of steps and of captured graphs.
         self._load_stream = torch.cuda.Stream() if memory.arena.is_cuda else None
         self._builds: CudaKernelBuilds | None = None  # None: kernels are interpreted
 
@@ -100,7 +101,7 @@ class CudaBackend:
         return None if self._builds is None else partial(self._builds.need, spec, shape)
 
     def _need_adapter_kernels(self, spec: LoadModel, shape: ModelShape) -> None:
-        """Does the same for the kernels of a model's adapters, when the first of them is read."""
+        """Has the kernels of a model's adapters compiled, when the first adapter is read."""
         if self._builds is not None:
             self._builds.need(spec, shape, lambda: None, adapters=True)
 
@@ -116,8 +117,8 @@ class CudaBackend:
         return None
 
     def model(self, spec: LoadModel, shape: ModelShape, weights: WeightRange) -> CudaModel:
-        """Returns the model; if it was loaded before with the same settings, the earlier object with its graphs: what they hold
-        addresses of is still at the same place."""
+        """Returns the model; if it was loaded before with the same settings, the earlier object with its graphs, whose addresses
+        are still valid."""
         identity = (
             weights.address,
             spec.fingerprint,
@@ -138,7 +139,7 @@ class CudaBackend:
                 model = self._made(spec, shape, weights)
             except torch.OutOfMemoryError as error:
                 log.info("%s: %s", spec.model, str(error).partition("\n")[0])
-            if model is None:  # there may be memory that torch did not give back, because a graph was being captured
+            if model is None:  # torch may not have given memory back while a graph was being captured
                 give_back_memory()
                 model = self._made(spec, shape, weights)
         if known is not None:
@@ -164,8 +165,8 @@ class CudaBackend:
 
     @contextmanager
     def _on_load_stream(self) -> Iterator[None]:
-        """Launches on the stream of loads, and waits at the end, so that nothing of it runs on when the model is handed over or its
-        weights are unmapped."""
+        """Returns a context that launches on the stream of loads, and waits for it at the end, so that nothing runs any more when
+        the model is handed over or its weights are unmapped."""
         if self._load_stream is None:
             yield
             return

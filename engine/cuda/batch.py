@@ -1,5 +1,4 @@
-"""The inputs of a forward pass on a GPU. They are what HostBatch (engine/cpu/batch.py) is on the CPU, but every array is on the
-device.
+"""The inputs of a forward pass on a GPU, the counterpart of HostBatch (engine/cpu/batch.py) with every array on the device.
 
 Shapes: R rows, T tokens, S slots of the model, B blocks a sequence may hold, P pairs of a head's dimensions that are rotated. Rows
 with one new token come first: row r's token is token r for r below num_decode.
@@ -18,10 +17,11 @@ from engine.ops.ops import BatchAdapters
 
 @dataclass(slots=True)
 class DeviceGroup:
-    """One KV group's part of a step's inputs. kv: in a group of states float32 [num_blocks, layers, numbers of a state]. scales: of
-    fp8 KV (engine/memory/arena.py). block_table [S + 1, B] int32: the model's own, by slot. kv_slots [T] int64: block *
-    block_tokens + place of each token, -1 for padding. turns [T, 2 P] float32: rotary cosines, then sines. work: the pieces that
-    the decode rows' contexts are cut into (triton_decode.DecodeWork), None if there are no decode rows."""
+    """One KV group's part of a step's inputs. kv: the arena as the group sees it; in a group of states float32 [num_blocks, layers,
+    size of a state]. scales: the scales of fp8 KV (engine/memory/arena.py). block_table [S + 1, B] int32: the model's own, by slot.
+    kv_slots [T] int64: block * block_tokens + place of each token, -1 for padding. turns [T, 2 P] float32: rotary cosines, then
+    sines. work: the pieces into which the decode rows' contexts are cut (triton_decode.DecodeWork); None if there are no decode
+    rows."""
 
     kv: Tensor
     scales: Tensor | None
@@ -54,11 +54,11 @@ class DeviceAdapters(BatchAdapters):
 
 @dataclass(slots=True)
 class DeviceBatch:
-    """The inputs of one step. num_decode: rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper bound, and
-    the groups' work holds the pieces of those that there are. slots, contexts [R] int32: each row's slot, and how many
-    positions it has stored after this step. layer_places: for each layer, its group and its place in that group. token_rows [T]:
-    the row of each token. firsts, starts [R]: each row's positions before this step, and its first token in it. layer_inputs,
-    adapters: as in StepBatch."""
+    """The inputs of one step. num_decode: number of rows with one new token; in padded steps (engine/cuda/mixed_steps.py) an upper
+    bound, while the groups' `work` has the pieces of the actual decode rows. slots, contexts [R] int32: each row's slot, and its
+    number of positions stored after this step. layer_places: for each layer, its group and its place in that group. token_rows [T]:
+    the row of each token. firsts, starts [R]: each row's number of positions before this step, and the index of its first token in
+    the step. layer_inputs, adapters: as in StepBatch."""
 
     input_ids: Tensor  # [T]
     num_decode: int
@@ -76,7 +76,7 @@ class DeviceBatch:
 
     @property
     def block_tokens(self) -> int:
-        """The tokens of a block, in every group. The first group is never one of states."""
+        """The number of tokens of a block, the same in every group. (The first group never has states.)"""
         return int(self.groups[0].kv.shape[4])
 
     def group_of(self, layer: int) -> tuple[DeviceGroup, int]:

@@ -16,11 +16,11 @@ from engine.sampling.sampler import SamplingRows
 from scheduler.batch.plan import BatchPlan, IntArray, LongArray, SequenceTable
 
 Columns = dict[str, npt.NDArray[Any]]
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")  # columns of a row that is sampled
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "key0", "key1")  # columns with the settings of sampling rows
 
 
 def sampling_columns(rows: SamplingRows) -> Columns:
-    """Returns the sampling settings as kernels/entry.py takes them, [N] each."""
+    """Returns the sampling settings in the form of kernels/entry.py, [N] each."""
     keys = rows.key0, rows.key1
     if rows.all_greedy:
         keys = (np.zeros(len(rows.temperature), np.uint32),) * 2
@@ -102,7 +102,7 @@ def extend_step(plan: BatchPlan, table: SequenceTable, tile_tokens: int, also: L
 
 def _host_ids(plan: BatchPlan, table: SequenceTable, slots: IntArray, positions: IntArray) -> IntArray:
     """Returns the tokens at these positions of these slots. -1 stands for tokens that the host does not know yet."""
-    if plan.drafted:  # planned with every token known; those that were drafted are in the table, too
+    if plan.drafted:  # every token was known when the step was planned; drafted tokens are in the table, too
         return table.tokens[slots, positions]
     known = positions < table.num_tokens[slots]
     last = np.int32(table.tokens.shape[1] - 1)

@@ -17,12 +17,12 @@ from engine.cuda.launches import recorded
 from engine.protocol import LoadModel
 from loader.model_shape import ModelShape
 
-NICENESS = 5  # the steps of models that are served come first
+NICENESS = 5  # lower priority than the steps of models in service
 
 
 class CompileJob(msgspec.Struct, frozen=True):
-    """What is to be compiled. spec: only its settings count. capability: of the GPU, 90 for 9.0. folder: Triton's cache folder.
-    adapters: what steps with LoRA adapters launch, instead of what steps without them do."""
+    """The kernels to compile. spec: only its settings are used. capability: the GPU's compute capability, 90 for 9.0. folder:
+    Triton's cache folder. adapters: compile the kernels of steps with LoRA adapters instead of those without."""
 
     spec: LoadModel
     shape: ModelShape
@@ -66,4 +66,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # all is written: torch's and Triton's libraries would take time to end, and one that aborts then would count
+    os._exit(code)  # a normal exit of torch's and Triton's libraries takes time, and an abort in it would count as a failure

@@ -37,9 +37,9 @@ class EventFence:
 
 class SummedCopies:
     """Copies of N pieces with their checksums (engine.memory.chunk_memory.DeviceCopies). fence: passed once the copies have ended
-    and `partial_sums` is filled. partial_sums: [N, P, 2] int64 in page-locked memory, sums of each piece's whole words. rests:
-    for each piece that has bytes after these words its number, that of its words, and the bytes, uint8 in host memory, which are
-    read when the copies have ended."""
+    and `partial_sums` is filled. partial_sums: [N, P, 2] int64 in page-locked memory, sums of each piece's whole words. rests: for
+    each piece with bytes after its whole words, (the piece's number, its number of words, these bytes as uint8 in host memory,
+    which are read when the copies have ended)."""
 
     def __init__(self, fence: EventFence, partial_sums: torch.Tensor, rests: Sequence[tuple[int, int, Any]]) -> None:
         self._fence, self._partial_sums, self._rests = fence, partial_sums, rests
@@ -77,7 +77,7 @@ class CudaStreams:
         self.incoming, self.outgoing, self._sums = (torch.cuda.Stream(device) for _ in range(3))
 
     def synchronise(self) -> None:
-        """Waits for steps and copies. It does not wait for the device as a whole, which is an error while another thread captures a
+        """Waits for steps and copies, but not for the device as a whole, which is an error while another thread captures a
         graph."""
         for stream in (torch.cuda.default_stream(self._device), self.incoming, self.outgoing, self._sums):
             stream.synchronize()
@@ -90,11 +90,11 @@ class CudaStreams:
         return torch.cuda.stream(self.incoming)
 
     def after_steps(self) -> None:
-        """Makes copies that are started on `outgoing` from now on see what the steps launched so far leave."""
+        """Makes copies that are started on `outgoing` from now on wait for the steps launched so far."""
         self.outgoing.wait_stream(torch.cuda.default_stream(self._device))
 
     def summed(self, pieces: Sequence[Piece], stream: torch.cuda.Stream) -> SummedCopies:
-        """Returns the copies started last on `stream`, with their checksums: one launch sums up all of them on the device. pieces:
+        """Returns the copies started last on `stream`, with their checksums, which one launch computes on the device. pieces:
         places on the device, aligned to 8 bytes, each with the host's memory that it is copied from or to. Raises
         torch.OutOfMemoryError, after the copies have ended."""
         copied = EventFence(stream)
@@ -108,7 +108,7 @@ class CudaStreams:
             ]
             return SummedCopies(EventFence(self._sums), partial_sums, rests)
         except BaseException:
-            EventFence(self._sums).wait()  # which is after the copies
+            EventFence(self._sums).wait()  # the checksums run after the copies
             raise
 
     def sum_of(self, held: torch.Tensor) -> int:
@@ -126,13 +126,13 @@ class CudaStreams:
         table = np.array(extents, np.int64)
         shape = (len(table), triton_checksum.num_programs(int(table[:, 1].max())), 2)
         is_cuda = self._device.type == "cuda"
-        with torch.cuda.stream(self._sums):  # all memory first: nothing is under way if there is none
+        with torch.cuda.stream(self._sums):  # all memory is allocated first, so that nothing is under way if there is too little
             sent = torch.empty(table.shape, dtype=torch.int64, pin_memory=is_cuda)
             on_host = torch.empty(shape, dtype=torch.int64, pin_memory=is_cuda)
             on_device = torch.empty(table.shape, dtype=torch.int64, device=self._device)
             partial = torch.empty(shape, dtype=torch.int64, device=self._device)
             sent.numpy()[:] = table
-            on_device.copy_(sent, non_blocking=True)  # torch gives `sent` out again when this copy has ended
+            on_device.copy_(sent, non_blocking=True)  # torch reuses the memory of `sent` only when this copy has ended
             triton_checksum.partial_sums(on_device, partial)
             on_host.copy_(partial, non_blocking=True)
         return on_host

@@ -1,5 +1,5 @@
-"""The columns that the host sends to a GPU for rows whose logits are edited: those of all such rows of a step in one copy
-(kernels/triton_logits.py reads them). Nothing here goes through tokens one by one.
+"""Makes the columns that the host sends to a GPU for rows whose logits are edited, in one copy for all such rows of a step
+(kernels/triton_logits.py reads them). No code here loops over tokens.
 
 Shapes: N sampling rows, E edits, S slots, W words of a mask.
 """
@@ -24,8 +24,9 @@ NO_IDS, NO_VALUES = np.empty(0, np.int32), np.empty(0, np.float32)
 
 @dataclass(slots=True)
 class EditedPart:
-    """Some rows of a step that are edited together. columns: to send; those of edits are missing if no row has any. longest: tokens
-    of the longest sequence that is penalised, 0 if none is. has_bias, has_ban: whether any row has a bias, or a banned id."""
+    """Some rows of a step that are edited together. columns: the columns to send; those of edits are missing if no row has edits.
+    longest: number of tokens of the longest penalised sequence, 0 if there is none. has_bias, has_ban: whether any row has a bias,
+    or a banned id."""
 
     columns: dict[str, Column]
     longest: int = 0
@@ -34,18 +35,18 @@ class EditedPart:
 
 
 class KnownEdits:
-    """What the requests in a model's slots ask to be done to logits, as arrays that are made once for each request."""
+    """The edits of logits that the requests in a model's slots ask for, as arrays that are made once for each request."""
 
     def __init__(self, num_slots: int) -> None:
-        self._params: list[object] = [self] * num_slots  # unlike any request's
+        self._params: list[object] = [self] * num_slots  # an object that no request has
         self._penalties = np.zeros((num_slots, entry.PENALTIES), np.float64)
         self._penalised = np.zeros(num_slots, np.bool_)
         self._bias_ids, self._biases, self._banned = ([none] * num_slots for none in (NO_IDS, NO_VALUES, NO_IDS))
         self._num_biases, self._num_banned = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
 
     def ranges(self, rows: SamplingRows) -> Iterator[tuple[int, int]]:
-        """Yields the rows of a step in parts from `first` to `end`. None has more than EDITED_ROWS rows, none more than
-        EDITED_TOKENS tokens that are penalised unless it is one row, and all logits of a part are computed together."""
+        """Yields the rows of a step in parts (first, end). A part has at most EDITED_ROWS rows and, unless it is a single row, at
+        most EDITED_TOKENS penalised tokens. All logits of a part are computed together."""
         edits, num_rows = rows.edits, len(rows.temperature)
         tokens_before = np.zeros(num_rows + 1, np.int64)
         if edits is not None:
@@ -60,7 +61,7 @@ class KnownEdits:
             first = end
 
     def part(self, rows: SamplingRows, first: int, end: int) -> EditedPart:
-        """Returns what rows first to end of a step need, by the range that `ranges` has yielded."""
+        """Returns the columns for rows first to end of a step, a range that `ranges` has yielded."""
         masks = np.full(end - first, -1, np.int32)
         bits: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         if (allowed := rows.allowed) is not None:
@@ -103,7 +104,7 @@ class KnownEdits:
         return np.where(self._penalised[edits.slots[which]], edits.positions[which], 0).astype(np.int32)
 
     def _look_up(self, edits: LogitEdits) -> None:
-        """Brings what is known of the edits' slots up to date."""
+        """Updates the arrays of the edits' slots."""
         given = edits.table.params
         for slot in edits.slots.tolist():
             if self._params[slot] is not given[slot]:
@@ -122,6 +123,6 @@ class KnownEdits:
 
 
 def _ranges(counts: IntArray) -> tuple[LongArray, LongArray]:
-    """Returns where each of some ranges behind each other begins and ends."""
+    """Returns the begin and the end of each of several adjacent ranges. counts: their lengths."""
     ends: LongArray = np.cumsum(counts, dtype=np.int64)
     return ends - counts, ends

@@ -1,6 +1,6 @@
 """Samples rows whose logits are edited (penalties, bias, banned ids, masks) or whose log-probabilities are wanted, on the device
-and without waiting for it. Some rows take one copy to the device and a few launches, however many of them are edited; what a step
-has found comes back in one copy.
+and without waiting for it. A part of the rows takes one copy to the device and a few launches, however many of them are edited; a
+step's results come back in one copy.
 
 Logits are edited in this order: a mask, in the logits' own type; then, in float32, the bias, penalties and banned ids. Rows without
 edits are sampled along with the others from their logits as float32, which gives the same tokens.
@@ -28,14 +28,14 @@ from engine.sampling.sampler import SamplingRows
 from loader.gpu_sizing import LOGITS_ROWS
 from scheduler.batch.plan import IntArray, LongArray
 
-NUM_STAGING = 2  # copies of edits may be large, and few are under way at a time
+NUM_STAGING = 2  # copies under way at a time: they may be large, and few are needed
 
 
 @dataclass(slots=True)
 class EditedDraw:
-    """What a step's rows get, being computed. drawn [2, N] int32: sampled ids, and whether each row was bad. told: the memory that
-    is to be copied to the host, of which drawn is the first part; log-probabilities follow. wanted [M]: the rows that want some;
-    num_top [N]: how many alternatives each; None: no row wants any. num_best: K."""
+    """The results of a step's rows, while they are computed. drawn [2, N] int32: sampled ids, and whether each row was bad. told:
+    the memory to be copied to the host: first `drawn`, then log-probabilities. wanted [M]: the rows that want log-probabilities;
+    num_top [N]: how many alternatives each row wants; None: no row wants any. num_best: K."""
 
     drawn: Tensor
     told: Tensor
@@ -45,7 +45,7 @@ class EditedDraw:
     num_best: int
 
     def result(self, told: Tensor, seconds: float) -> StepResult:
-        """Returns the step's result. told: on the host."""
+        """Returns the step's result. told: the copy of `told` on the host."""
         num_rows = len(self.request_ids)
         drawn = told[: 2 * num_rows].numpy().reshape(2, num_rows)
         result = StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
@@ -59,8 +59,8 @@ class EditedDraw:
 
 
 class EditedSampling:
-    """Samples a model's rows that no graph samples. Called by the thread that steps. last_ids [S + 1]: where the token of a slot's
-    last step is kept."""
+    """Samples those rows of a model that no graph samples. Called by the thread that runs steps. last_ids [S + 1]: the token of
+    each slot's last step."""
 
     def __init__(self, vocab_size: int, num_slots: int, last_ids: Tensor) -> None:
         self._vocab_size, self._last_ids = vocab_size, last_ids
@@ -76,8 +76,9 @@ class EditedSampling:
         drawn: Tensor | None,
         logits_of: Callable[[Tensor], Tensor],
     ) -> EditedDraw:
-        """Launches what the rows of `slots` [N] need, whose hidden states are the first of hidden [>= N, W]. drawn [2, N]: what the
-        step has sampled from their logits as they are, and kept; None: it has not. logits_of: computes [n, W] -> [n, V]."""
+        """Launches the kernels that sample the rows of `slots` [N], whose hidden states are the first N of hidden [>= N, W]. drawn
+        [2, N]: the tokens that the step has sampled from unedited logits, and kept; None: it has sampled none. logits_of: computes
+        [n, W] -> [n, V]."""
         num_rows, is_edited = len(slots), rows.edits is not None or rows.allowed is not None
         is_cut = bool(((rows.top_p < 1.0) | (rows.top_k > 0) | (rows.min_p > 0.0)).any())
         settings = sampling_columns(rows) | {"slots": slots}
@@ -95,7 +96,7 @@ class EditedSampling:
         for first, end in self._known.ranges(rows) if is_edited else _logits_ranges(num_rows):
             base = first // LOGITS_ROWS * LOGITS_ROWS
             if first == base:
-                logits = None  # before the next are made: the work space holds only those of some rows
+                logits = None  # freed before the next are made, because the work space has room for the logits of some rows only
                 logits = logits_of(hidden[first : first + LOGITS_ROWS])
             assert logits is not None
             part = self._known.part(rows, first, end) if is_edited else EditedPart({})
@@ -115,7 +116,7 @@ class EditedSampling:
         return EditedDraw(ours, told, request_ids, rows.num_top, wanted, num_best)
 
     def launch_all(self, logits: Tensor) -> None:
-        """Launches every kernel that `draw` may launch, for the first row of logits [>= 1, V], which is no sequence's."""
+        """Launches every kernel that `draw` may launch, for the first row of logits [>= 1, V], which belongs to no sequence."""
         nothing = np.zeros(1, np.int32)
         part = EditedPart({"masks": nothing - np.int32(1), "bits": nothing, "counted": nothing + np.int32(1)}, 1, True, True)
         part.columns |= {"edits": np.zeros(entry.EDIT_WORDS, np.int32), "penalties": np.ones(entry.PENALTIES, np.float64)}
@@ -128,9 +129,9 @@ class EditedSampling:
 
 
 def _edited(logits: Tensor, first: int, num_rows: int, part: EditedPart, sent: Mapping[str, Tensor]) -> Tensor:
-    """Returns rows of logits from `first` on as float32 [num_rows, V], with what a part's masks and edits make of them."""
+    """Returns num_rows rows of logits from `first` on as float32 [num_rows, V], with a part's masks and edits applied."""
     wide = torch.empty(num_rows, logits.shape[1], dtype=torch.float32, device=logits.device)
-    # where nothing is counted, no count is touched
+    # if no tokens are counted, the counts are not touched
     counts = torch.empty(wide.shape, dtype=torch.int32, device=logits.device) if part.longest else wide.view(torch.int32)
     entry.widen(logits, first, sent["masks"], sent["bits"], sent["counted"], wide, counts)
     if part.longest or part.has_bias:
@@ -142,5 +143,5 @@ def _edited(logits: Tensor, first: int, num_rows: int, part: EditedPart, sent: M
 
 
 def _logits_ranges(num_rows: int) -> Iterator[tuple[int, int]]:
-    """Yields the rows of a step in parts from `first` to `end`, for as many of which logits are computed at a time."""
+    """Yields the rows of a step in parts (first, end) whose logits are computed at one time."""
     return ((first, min(first + LOGITS_ROWS, num_rows)) for first in range(0, num_rows, LOGITS_ROWS))

@@ -1,5 +1,5 @@
-"""Decodes frames of packed weights (loader.frame) on the device they are for. A frame is copied there as it is in the file; a
-kernel launched after the copy decodes its values and writes them to their place.
+"""Decodes frames of packed weights (loader.frame) on the device they are for. A frame is copied to the device as it is in the file;
+a kernel launched after the copy decodes its values and writes them to their place.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class DeviceFrames:
             return int(verdict.item())
 
     def measured_by(self, host: Decoder) -> Decoder:
-        """Returns a decoder, for measurements (loader.read_rates), that does with a frame what loads do: its checksum on the host,
-        its values on the device."""
+        """Returns a decoder, for measurements (loader.read_rates), that decodes a frame as loads do: its checksum on the host, its
+        values on the device."""
         with self._memory.copying():  # torch reuses memory in the order of the stream it was taken on
             out = torch.empty(frame.FRAME_VALUES, dtype=torch.int16, device=self._memory.arena.device)
         verdict = self.verdict()
         return Decoder("triton", lambda data, values: self.decode(data, out[: len(values)], verdict, 1), host.sum_of)
 
     def prove(self) -> None:
-        """Decodes a frame whose values are known to two places, of which one is aligned to 16 bytes, as weights are or are not: so
-        both compilations of the kernel exist from now on. Raises RuntimeError if the decoded values differ."""
+        """Decodes a frame with known values to two places, one of them aligned to 16 bytes and one not, so that both compilations
+        of the kernel exist from now on. Raises RuntimeError if the decoded values differ."""
         values = np.random.default_rng(1).normal(0, 0.02, PROOF_VALUES).astype(np.float32)
         bits = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         with self._memory.copying():
@@ -82,7 +82,7 @@ class DeviceFrames:
 
 
 def device_frames(memory: ChunkMemory) -> DeviceFrames | None:
-    """Returns the device's decoder; None if the device does not decode correctly: the log says why, and the host decodes
+    """Returns the device's decoder; None if the device does not decode correctly; the log then says why, and the host decodes
     instead."""
     try:
         frames = DeviceFrames(memory)

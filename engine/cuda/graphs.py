@@ -1,9 +1,9 @@
-"""Steps as CUDA graphs: one for each of a few sizes, all in one memory pool. Here are captures, memory and refusals, and the decode
-steps, whose sizes are row counts; mixed_graphs.py has the steps with pieces of prompts.
+"""Captures steps as CUDA graphs: one for each of a few sizes, all in one memory pool. This file has captures, memory and refusals,
+and the decode steps, whose sizes are row counts; mixed_graphs.py has the steps with prompt chunks.
 
 A graph holds addresses: of the weights (which return to the same range after an eviction), of the KV arena, of the model's
 sequences and of its own input columns. Graphs that share a pool must not run at the same time, so all steps of a device run on one
-stream, and one thread launches them. The same thread captures, and lets go of graphs (docs/gpu.md says why).
+stream, and one thread launches them. The same thread captures and destroys graphs (docs/gpu.md says why).
 
 Shapes: R rows, padding included; W width.
 """
@@ -28,16 +28,16 @@ log = logging.getLogger("engine")
 
 Size = TypeVar("Size", bound=Hashable)
 
-WARM_UP_STEPS = 2  # compile kernels and let libraries allocate what they keep, outside the capture
-RETRY_S = 60.0  # after which a graph that found no memory is tried again, and twice as long after each further refusal
+WARM_UP_STEPS = 2  # steps before a capture, in which kernels are compiled and libraries allocate memory that they keep
+RETRY_S = 60.0  # time after which a graph that found no memory is tried again; doubles with each further refusal
 LONGEST_RETRY_S = 3600.0
 
 _recording = threading.Lock()  # held while a graph is captured
 
 
 def give_back_memory() -> None:
-    """Has torch give back the memory that it keeps for later. It does so by itself where an allocation needs it, in all threads but
-    not while one of them captures. May be called from any thread."""
+    """Makes torch give back the memory that it keeps for later. Torch does so by itself if an allocation needs it, but not while
+    any thread captures. May be called from any thread."""
     with _recording:
         torch.cuda.empty_cache()
 
@@ -52,9 +52,9 @@ def graph_rows(num_rows: int) -> int:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What a step leaves on the device. drawn [2, R] int32: the sampled ids, and whether each row was bad. hidden [R, W]: the
-    hidden states that they were sampled from, for rows that the host has more to do with. kept [>= T, W] each: what
-    the model's predictor reads; None: it has none."""
+    """The results of a step on the device. drawn [2, R] int32: the sampled ids, and whether each row was bad. hidden [R, W]: the
+    hidden states from which they were sampled, for rows that need more than that. kept [>= T, W] each: the states that the model's
+    predictor reads; None: there is no predictor."""
 
     drawn: Tensor
     hidden: Tensor
@@ -63,22 +63,22 @@ class StepOutputs:
 
 @dataclass(slots=True)
 class StepGraph:
-    """A captured step. outputs: where it writes them. launch_s: seconds that the host took to launch the same step without a graph.
-    capture_s: seconds its capture took."""
+    """A captured step. outputs: the memory to which it writes its results. launch_s: seconds that the host took to launch the same
+    step without a graph. capture_s: seconds that its capture took."""
 
     graph: Any
-    inputs: Tensor  # int32: every column, as Staging.send lays them out
+    inputs: Tensor  # int32: all columns, as Staging.send lays them out
     outputs: StepOutputs
     launch_s: float
     capture_s: float
-    num_bytes: int  # by which the capture made the pool grow
+    num_bytes: int  # bytes by which the capture made the pool grow
 
 
 class CaptureSpace:
     """Captures all graphs of this process, in one memory pool, on one stream, and in the thread that made this object.
 
-    The device executes nothing on the stream, as work is only recorded there. So what cuBLAS keeps for it (torch has one work space
-    for each pair of a stream and a thread's handle) is used by replays alone, which run one after the other. The first graph is
+    The device executes nothing on the stream, as work is only recorded there. So the work space that cuBLAS keeps for it (torch has
+    one for each pair of a stream and a thread's handle) is used only by replays, which run one after the other. The first graph is
     never replayed and never dropped. It holds the pool open, since torch refuses a pool whose last graph is gone; and as it is the
     first to multiply on the stream, the work space is taken from the pool. With torch >= 2.12 a graph that is dropped takes the
     stream's work spaces with it, those that other graphs write to as well (pytorch#193402): these then write to free memory of the
@@ -89,12 +89,12 @@ class CaptureSpace:
         self._pool, self._stream, self._first = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
         self._dropped: deque[StepGraph] = deque()
         square = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-        torch.mm(square, square)  # makes the thread's handle, which must not happen within a capture
+        torch.mm(square, square)  # creates the thread's cuBLAS handle, which must not happen within a capture
         self._record(self._first, lambda: torch.mm(square, square))
 
     def capture(self, work: Callable[[], StepOutputs]) -> tuple[Any, StepOutputs, int]:
-        """Returns a graph of what `work` launches, the result of `work`, and by how many bytes the pool grew. Raises RuntimeError
-        in any other thread than the first caller's."""
+        """Returns a graph of everything that `work` launches, the result of `work`, and by how many bytes the pool grew. Raises
+        RuntimeError in any other thread than the first caller's."""
         if threading.get_ident() != self._thread:
             raise RuntimeError("a graph is captured in another thread than the one that replays it")
         self._dropped.clear()
@@ -127,14 +127,16 @@ def _capture_space(device: torch.device) -> CaptureSpace:
 
 @dataclass(slots=True, frozen=True)
 class _Refusal:
-    """A graph that found no memory, and is not tried before until_s (by time.monotonic()), which was wait_s later."""
+    """The refusal of a graph that found no memory. It is not tried again before until_s (by time.monotonic()), wait_s after the
+    attempt."""
 
     until_s: float
     wait_s: float
 
 
 class StepGraphs(Generic[Size]):
-    """The graphs of one model's steps of one kind, by size. step: computes columns -> outputs and is what is captured."""
+    """The graphs of one model's steps of one kind, by size. step: the function that is captured; it computes outputs from
+    columns."""
 
     def __init__(self, step: Callable[[dict[str, Tensor]], StepOutputs], staging: Staging, device: torch.device) -> None:
         self._step, self._staging, self._device = step, staging, device
@@ -154,8 +156,8 @@ class StepGraphs(Generic[Size]):
         return graph.outputs
 
     def capture(self, size: Size, padding: Mapping[str, Any]) -> bool:
-        """Captures the step of a size that is not refused. padding: the columns of such a step that consists of padding. Returns
-        False if there is no memory for the graph: then the size is refused for a while."""
+        """Captures the step of a size that is not refused. padding: the columns of a step of this size with only padding. Returns
+        False if there is no memory for the graph; the size is then refused for a while."""
         for emptied in (False, True):
             if emptied:
                 give_back_memory()
@@ -163,7 +165,7 @@ class StepGraphs(Generic[Size]):
                 self.captured[size] = self._captured(padding)
             except RuntimeError as error:
                 why = str(error).partition("\n")[0]
-                if "out of memory" not in why.lower():  # torch.OutOfMemoryError, or what the driver said at the graph's making
+                if "out of memory" not in why.lower():  # torch.OutOfMemoryError, or the driver's error when it makes the graph
                     raise
             else:
                 self._refused.pop(size, None)
@@ -197,7 +199,7 @@ class StepGraphs(Generic[Size]):
 
 
 def let_go(graphs: list[StepGraph]) -> None:
-    """Takes graphs that will not be replayed any more, in any thread."""
+    """Passes on graphs that will not be replayed any more, so that they are destroyed. May be called in any thread."""
     if _space is not None:
         _space.drop(graphs)
 
@@ -213,7 +215,7 @@ class DecodeGraphs(StepGraphs[int]):
         self._lacked: set[int] = set()
 
     def lacked_before(self, rows: int) -> bool:
-        """Notes that a step lacks the graph of a row count, and returns whether one did before."""
+        """Notes that a step lacks the graph of a row count, and returns whether an earlier step also lacked it."""
         if rows in self._lacked:
             return True
         self._lacked.add(rows)

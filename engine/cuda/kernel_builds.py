@@ -1,8 +1,8 @@
 """Compiles the Triton kernels of a model before its weights are loaded, in processes of their own: no step of another model waits
 for a compiler, and a compiler that crashes takes no engine with it.
 
-What was compiled is in Triton's cache folder, so it happens once on a node for each kind of model. An empty file there says so,
-named by a digest of everything that decides what is compiled.
+Compiled kernels are kept in Triton's cache folder, so compilation happens once on a node for each kind of model. An empty file
+there marks it as done, named by a digest of everything that determines what is compiled.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from loader.model_shape import ModelShape
 log = logging.getLogger("engine")
 
 TELL_EVERY_S, LIMIT_S = 1.0, 300.0
-START_S, UNIT_S = 6.0, 1.5  # expected: until a process begins to compile, and for each kernel then
+START_S, UNIT_S = 6.0, 1.5  # expected time until a process begins to compile, and for each kernel
 
 
 class CudaKernelBuilds:
     """The compilation of kernels for one GPU. folder: Triton's cache folder. capability: as in CompileJob. num_processes: how many
-    compilers may run at a time, MOST_COMPILERS at most. tell: called with news, by the thread that waits."""
+    compilers may run at a time, MOST_COMPILERS at most. tell: called with news about the compilation, by the thread that waits."""
 
     def __init__(
         self, folder: str, capability: int, block_tokens: int, num_processes: int, tell: Callable[[KernelNews], None]
@@ -49,9 +49,10 @@ class CudaKernelBuilds:
         self._num_processes, self._tell = max(1, min(num_processes, MOST_COMPILERS)), tell
 
     def need(self, spec: LoadModel, shape: ModelShape, waiting: Callable[[], None], adapters: bool = False) -> None:
-        """Returns once the model's kernels are compiled, or cannot be: then the log says why, and the model's own warm-up compiles
-        what is missing. waiting: called every TELL_EVERY_S; what it raises ends the compilation and is raised here. adapters: those
-        that its steps launch besides where rows have LoRA adapters; of these the first such step compiles what is missing."""
+        """Returns once the model's kernels are compiled, or cannot be; the log then says why, and the model's own warm-up compiles
+        the missing ones. waiting: called every TELL_EVERY_S; an error that it raises ends the compilation and is raised here.
+        adapters: compiles the further kernels of steps with LoRA adapters instead; if they cannot be compiled, the first such step
+        compiles the missing ones."""
         limits = (spec.max_model_len, spec.max_sequences)
         settings = LoadModel(0, "", "", spec.dtype, "", 0, 0, 0, *limits, [], spec.quantize, kv_cache_dtype=spec.kv_cache_dtype)
         job = CompileJob(settings, shape, self._block_tokens, self._capability, self._folder, adapters)
@@ -63,11 +64,11 @@ class CudaKernelBuilds:
             with _alone(Path(self._folder, "compiling"), waiting):
                 if not mark.exists() and self._build(spec.model, text, waiting):
                     mark.touch()
-        except OSError as error:  # the folder is gone, or its disk full or broken
+        except OSError as error:  # the folder is gone, or its disk is full or broken
             log.error("%s: its kernels cannot be compiled ahead, its load compiles them: %s", spec.model, error)
 
     def _build(self, model: str, job: bytes, waiting: Callable[[], None]) -> bool:
-        """Has processes compile the job, and returns whether all did."""
+        """Has processes compile the job, and returns whether all of them succeeded."""
         began_s, progress = time.monotonic(), _Progress()
         log.info("%s: its kernels are being compiled, once for this version and kind of GPU (%s)", model, self._folder)
         processes: list[subprocess.Popen[bytes]] = []
@@ -100,7 +101,7 @@ class CudaKernelBuilds:
 
 
 class _Progress:
-    """How far the processes are."""
+    """The progress of the compiler processes."""
 
     def __init__(self) -> None:
         self.num_units = self.num_done = 0
@@ -123,7 +124,7 @@ class _Progress:
 
 def _start(share: int, num_shares: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", "engine.cuda.compile_process", str(share), str(num_shares)]
-    # no device: a compiler takes no memory of it
+    # no device is visible, so a compiler takes no device memory
     environment = child_environment(CUDA_VISIBLE_DEVICES="")
     return subprocess.Popen(command, cwd="/", env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -136,7 +137,7 @@ def _follow(process: subprocess.Popen[bytes], job: bytes, progress: _Progress) -
         process.stdin.write(job)
         process.stdin.close()
     except BrokenPipeError:
-        return  # it has ended, and its exit code says how
+        return  # the process has ended, and its exit code tells how
     with process.stdout as lines:
         for line in lines:
             progress.add(line.decode())
@@ -158,8 +159,8 @@ def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _digest(job: bytes, layout: str) -> str:
-    """Returns a digest of what decides which kernels a job needs and what they become. The layout decides how weights are
-    aligned."""
+    """Returns a digest of everything that determines which kernels a job needs and how they are compiled. layout: the id of the
+    weights' layout, which determines their alignment."""
     versions = f"{triton.__version__} {torch.__version__} {sys.version} {layout} {_sources_digest()}"
     return hashlib.blake2b(versions.encode() + job, digest_size=12).hexdigest()
 

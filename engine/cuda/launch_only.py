@@ -1,5 +1,5 @@
-"""Makes a model whose weights and KV have addresses but no memory. Its steps launch the kernels that those of the real model
-launch, with arguments that Triton compiles for alike (engine/cuda/launches.py), and compute nothing.
+"""Makes a model whose weights and KV have addresses but no memory. Its steps launch the same kernels as the real model's steps,
+with arguments for which Triton compiles the same code (engine/cuda/launches.py), and compute nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from loader.formats.registry import FORMATS
 from loader.layout import weights_bytes
 from loader.model_shape import ModelShape
 
-ARENA_BLOCKS = 4  # of each KV group: views of the arena are never read
+ARENA_BLOCKS = 4  # blocks of each KV group; views of the arena are never read
 
 
 class AddressRange:
-    """Takes the place of an engine.memory.weight_range.WeightRange: addresses without memory, aligned as a device's are."""
+    """Takes the place of an engine.memory.weight_range.WeightRange: addresses without memory, with a device's alignment."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -37,15 +37,15 @@ class AddressRange:
         return self.all[offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
 
     def unmap(self) -> None:
-        """Does nothing: nothing is mapped."""
+        """Does nothing, because nothing is mapped."""
 
 
 class LaunchOnlyOps(CudaOps):
-    """Operations that launch kernels and read no weights. Products of few rows launch our kernel, as steps do wherever it was
-    measured to be the faster one."""
+    """Operations that launch kernels and read no weights. Products of few rows launch hearthd's kernel, as steps do where it was
+    measured to be faster than cuBLAS."""
 
     def __init__(self) -> None:
-        """Leaves Triton's cache folder as it is."""
+        """Does not set Triton's cache folder."""
 
     def embedding(self, ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
         return weight.new_empty(len(ids), weight.shape[1])
@@ -61,17 +61,17 @@ class LaunchOnlyOps(CudaOps):
         return torch.empty_like(x)
 
     def add_and_scale(self, update: Tensor, residual: Tensor, factor: Tensor) -> None:
-        """Does nothing: the factor has no memory."""
+        """Does nothing, because the factor has no memory."""
 
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
         return weight.new_empty(x.shape[0], weight.shape[0])
 
     def _product_by_head(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Does nothing: the weights have no memory."""
+        """Does nothing, because the weights have no memory."""
 
 
 def launch_only_model(spec: LoadModel, shape: ModelShape, block_tokens: int) -> CudaModel:
-    """Returns a model whose steps only launch. spec: of it the dtypes and the limits count."""
+    """Returns a model whose steps only launch kernels. spec: only its dtypes and limits are used."""
     groups = kv_layout.kv_groups(shape, spec.kv_dtype, block_tokens)
     arena = AddressRange(ARENA_BLOCKS * max(group.block_bytes for group in groups))
     weights: Any = AddressRange(weights_bytes(shape, spec.dtype, FORMATS[spec.quantize]))

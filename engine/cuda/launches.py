@@ -1,8 +1,8 @@
-"""Records which Triton kernels are launched, and under which keys Triton would compile them, in a process that neither compiles
-nor runs any. It needs no GPU.
+"""Records which Triton kernels are launched, and under which keys Triton would compile them, without compiling or running any. It
+needs no GPU.
 
 Triton compiles a kernel once for each key: its constexprs, the types of its arguments, which integers are 1 or multiples of 16,
-which pointers are aligned to 16 bytes, and the options. Whatever launches the same keys therefore needs the same compilations.
+which pointers are aligned to 16 bytes, and the options. Launches with the same keys therefore need the same compilations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ WARP_THREADS = 32
 
 
 class NoGpu:
-    """Stands in for Triton's driver, with the methods that compiling for a GPU needs. capability: of the GPU, 90 for 9.0."""
+    """Stands in for Triton's driver, with the methods that compiling for a GPU needs. capability: the GPU's compute capability, 90
+    for 9.0."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, WARP_THREADS)
@@ -38,7 +39,7 @@ class NoGpu:
 
 @dataclass(slots=True, frozen=True)
 class Launch:
-    """A launch of a kernel. key: what Triton compiles the kernel for."""
+    """A launch of a kernel. key: Triton's key for the compilation of the kernel."""
 
     kernel: Any
     key: str
@@ -56,7 +57,7 @@ class Launch:
 
 
 def _seen_as(argument: Any) -> Any:
-    """Returns all of an argument on which a key may depend: of a tensor, its dtype and where it begins in 16 bytes."""
+    """Returns everything about an argument on which a key may depend; for a tensor, its dtype and its address modulo 16 bytes."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     return type(argument), argument
@@ -64,15 +65,15 @@ def _seen_as(argument: Any) -> Any:
 
 @contextmanager
 def recorded(capability: int) -> Iterator[dict[str, Launch]]:
-    """Yields the launches made inside the context: the first of each key, by key, in order. They compile and run nothing, so what
-    they should have written is undefined. From then on this process compiles for a GPU of this capability, whatever it has.
+    """Yields the launches made inside the context: the first of each key, by key, in order. They compile and run nothing, so their
+    results are undefined. From then on this process compiles for a GPU of this capability, whatever GPU it has.
 
     Raises RuntimeError at a launch whose key Triton does not tell."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("interpreted kernels have no keys")
     launches: dict[str, Launch] = {}
     told: list[str] = []
-    seen: set[tuple[Any, ...]] = set()  # launches that have been told, by what is at least as fine as their keys
+    seen: set[tuple[Any, ...]] = set()  # launches that have been recorded, by something at least as fine as their keys
 
     def hook(*, key: str, fn: Any, **_: Any) -> bool:
         told.append(f"{fn.module}.{fn.name}: {key}")
@@ -80,7 +81,7 @@ def recorded(capability: int) -> Iterator[dict[str, Launch]]:
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         seen_as = (kernel, *options.items(), *map(_seen_as, args))
-        if seen_as in seen:  # which is a hundred times faster than asking Triton
+        if seen_as in seen:  # a check that is a hundred times faster than asking Triton
             return
         told.clear()
         given = dict(options)

@@ -56,8 +56,9 @@ class CudaMemory:
     """The engine.memory.chunk_memory.ChunkMemory of CUDA device `index`, in torch's (primary) context. All memory is allocated at
     once.
 
-    chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: whether `export` will be called. handles: what `export`
-    of another one returned, to use its chunks; the caller still closes them. Raises MemoryError, ValueError, DeviceError."""
+    chunk_bytes: a multiple of the device's granularity (2 MiB). exportable: whether `export` will be called. handles: descriptors
+    that `export` of another memory returned, to use its chunks; the caller still closes them. Raises MemoryError, ValueError,
+    DeviceError."""
 
     def __init__(
         self, num_chunks: int, chunk_bytes: int, index: int = 0, exportable: bool = False, handles: Sequence[int] = ()
@@ -123,10 +124,10 @@ class CudaMemory:
             raise
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Waits for what runs on the device, since a kernel still reading the range would make the whole context unusable, and has
-        the chunks unmapped in another thread. They may be used for something else at once: a chunk may lie in several ranges, and
-        nothing reads it through this one. Whoever maps or releases the range waits. Raises RuntimeError if an earlier range could
-        not be unmapped."""
+        """Waits for everything that runs on the device, since a kernel that still reads the range would make the whole context
+        unusable, and has the chunks unmapped in another thread. They may be used for something else at once, because a chunk may
+        lie in several ranges, and nothing reads it through this one. Calls that map or release the range wait for the thread.
+        Raises RuntimeError if an earlier range could not be unmapped."""
         self._enter()
         self._streams.synchronise()
         self._unmapping.add(address, num_bytes)
@@ -186,7 +187,7 @@ class CudaMemory:
         _call(driver.cuMemHostRegister, address, num_bytes, 0)
 
     def prepare(self, chunk: int) -> int:
-        """Does nothing: a device's memory is complete from the start."""
+        """Does nothing, because a device's memory exists from the start."""
         return self.chunk_bytes
 
     def discard(self, first_chunk: int, num_chunks: int) -> None:
@@ -204,7 +205,8 @@ class CudaMemory:
         return [int(_call(driver.cuMemExportToShareableHandle, handle, FILE_DESCRIPTOR, 0)) for handle in self._handles]
 
     def copy_within(self, piece_bytes: int, sources: IntArray, targets: IntArray) -> None:
-        """Copies pieces, and waits for it: a chunk that was emptied may be a load's next, whose copies are on another stream."""
+        """Copies pieces, and waits for the copies, because a load, whose copies are on another stream, may get a chunk that was
+        emptied."""
         copy_pieces(self.arena, piece_bytes, sources, targets)
         self._streams.finish_steps()
 

@@ -1,9 +1,10 @@
-"""Steps with pieces of prompts as CUDA graphs, by the sizes of mixed_steps.py. A graph is kept if replaying it takes the device no
-longer than launching the same step takes the host: then no step is slower for its padding, whatever the model and the GPU.
+"""Captures steps with prompt chunks as CUDA graphs, in the sizes of mixed_steps.py. A graph is kept if replaying it takes the
+device no longer than launching the same step takes the host: then no step is slower for its padding, whatever the model and the
+GPU.
 
 Sizes are captured in idle time. A model that is never idle captures one when a step has needed it often enough. All models of a
-process have so many graphs between them (MOST_GRAPHS); those of a model that was evicted are kept for its return until another
-model needs the room.
+process together have at most MOST_GRAPHS graphs; those of an evicted model are kept for its return until another model needs the
+room.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ from engine.cuda.sequences import Staging
 
 log = logging.getLogger("engine")
 
-# Steps without the graph that suits them before it is captured between steps. That takes as long as some ten of them.
+# Steps without a fitting graph before it is captured between steps. A capture takes as long as some ten of these steps.
 STEPS_BEFORE_CAPTURE = 16
-REPLAYS = 3  # that are measured; the fastest counts, since an idle device is slow at first
+REPLAYS = 3  # replays that are measured; the fastest counts, since an idle device is slow at first
 # Four models have as many graphs. The driver keeps up to 2 MiB for a graph, which no limit of torch's counts; what the default
 # budget leaves of a GPU (config/devices.py) is enough for these beside as many models' decode graphs.
 MOST_GRAPHS = 48
 
-_holders: list[weakref.ref[MixedGraphs]] = []  # those that have captured, of this process's models; the stepping thread's
+_holders: list[weakref.ref[MixedGraphs]] = []  # all that have captured graphs; only the thread that runs steps uses it
 
 
 def pays(device_s: float, launch_s: float) -> bool:
-    """Returns whether a graph is kept. device_s: of its replay. launch_s: of the host, for the same step without it."""
+    """Returns whether a graph is worth keeping. device_s: the device's seconds for its replay. launch_s: the host's seconds to
+    launch the same step without it."""
     return device_s <= launch_s
 
 
 class MixedGraphs(StepGraphs[MixedSize]):
-    """The graphs of one model's steps with pieces of prompts. sizes: those that there may be, the smallest first."""
+    """The graphs of one model's steps with prompt chunks. sizes: the possible sizes, the smallest first."""
 
     def __init__(
         self,
@@ -51,27 +53,27 @@ class MixedGraphs(StepGraphs[MixedSize]):
         super().__init__(step, staging, device)
         self._sizes = tuple(sizes)
         self._without_gain: set[MixedSize] = set()
-        self._needed: Counter[MixedSize] = Counter()  # how often each was the best and not there
+        self._needed: Counter[MixedSize] = Counter()  # how often each size was needed and not captured
         self.evicted_s: float | None = None  # when the model was evicted, by time.monotonic()
         self._told = False
 
     def none(self) -> MixedGraphs:
-        """Returns the same without any size, so that each such step launches its kernels."""
+        """Returns an object of this class without sizes, so that every such step launches its kernels one by one."""
         return MixedGraphs(self._step, self._staging, self._device, ())
 
     def missing(self) -> list[MixedSize]:
-        """Returns the sizes that may be captured now and are not, the smallest first."""
+        """Returns the sizes that are not captured yet and may be captured now, the smallest first."""
         if not self._has_room():
             return []
         return [size for size in self._sizes if size not in self.captured and self._is_allowed(size)]
 
     def size_for(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
-        """Returns the smallest captured size that holds a step; None if there is none."""
+        """Returns the smallest captured size that a step fits into; None if there is none."""
         holding = (size for size in self.captured if size.holds(num_tokens, num_rows, num_tiles))
         return min(holding, key=self._sizes.index, default=None)
 
     def needed(self, num_tokens: int, num_rows: int, num_tiles: int) -> MixedSize | None:
-        """Returns the size to be captured before a step that is about to run; None: none is. Counts the steps that lack one."""
+        """Returns the size to capture before a step that is about to run; None: none. Counts the steps that lack a graph."""
         for size in self._sizes:
             if size.holds(num_tokens, num_rows, num_tiles) and self._is_allowed(size):
                 if size in self.captured:
@@ -81,8 +83,8 @@ class MixedGraphs(StepGraphs[MixedSize]):
         return None
 
     def capture(self, size: MixedSize, padding: Mapping[str, Any]) -> bool:
-        """Captures a size as StepGraphs.capture says. Returns False, too, if its graph gains nothing: then it is never tried again,
-        and neither are larger sizes, which take the device longer and the host as long."""
+        """Captures a size as StepGraphs.capture does. Also returns False if its graph gains nothing: this size and larger ones,
+        which take the device longer and the host as long, are then never tried again."""
         self._needed.pop(size, None)
         self._make_room()
         if not super().capture(size, padding):
@@ -103,7 +105,7 @@ class MixedGraphs(StepGraphs[MixedSize]):
         return False
 
     def _has_room(self) -> bool:
-        """Returns whether there may be one more graph, if need be in place of an evicted model's."""
+        """Returns whether there may be one more graph, if necessary in place of an evicted model's."""
         holders = _alive()
         if sum(len(one.captured) for one in holders) < MOST_GRAPHS or any(one.evicted_s is not None for one in holders):
             return True
@@ -128,7 +130,7 @@ class MixedGraphs(StepGraphs[MixedSize]):
         """Returns the seconds in which the device replays a graph that was captured just now; 0 where there is no device."""
         if self._device.type != "cuda":
             return 0.0
-        graph.graph.replay()  # the first one brings the graph to the device
+        graph.graph.replay()  # the first replay uploads the graph to the device
         seconds = []
         for _ in range(REPLAYS):
             started, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
@@ -144,6 +146,6 @@ class MixedGraphs(StepGraphs[MixedSize]):
 
 
 def _alive() -> list[MixedGraphs]:
-    """Returns those that have graphs."""
+    """Returns the objects of this class that have graphs."""
     _holders[:] = [ref for ref in _holders if ref() is not None]
     return [one for one in (ref() for ref in _holders) if one is not None and one.captured]

@@ -1,8 +1,8 @@
-"""Steps with pieces of prompts in a few sizes, so that each size can be one graph. What is in such a step is told by columns on the
-device: which row each token belongs to, the contexts that decode, the tiles of queries that attention computes, the tokens that are
-sampled from. What a step does not fill is padding.
+"""Pads steps with prompt chunks to a few sizes, so that each size can be one graph. Columns on the device describe the content of
+such a step: the row of each token, the contexts of decode rows, the tiles of queries that attention computes, and the tokens to
+sample from. The rest of a size is padding.
 
-Shapes: T tokens, R rows, I tiles of queries, S slots. One more row, R, belongs to no sequence: padding tokens and tiles are its.
+Shapes: T tokens, R rows, I tiles of queries, S slots. One more row, R, belongs to no sequence: it has the padding tokens and tiles.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from scheduler.batch.plan import BatchPlan, SequenceTable
 # A step reads all weights, which takes a GPU as long as computing some 300 tokens with them. Below that padding costs it little.
 # Beyond 512 tokens the device is busy for longer than the host needs to launch the step, and its graph would gain nothing.
 TOKENS = (16, 32, 64, 128, 256, 512)
-# Padding rows cost logits that nobody reads: 256 rows of 128,000 are 0.1 ms of an H100.
+# Padding rows cost logits that nobody reads: 256 rows of 128,000 take 0.1 ms on an H100.
 ROWS = (16, 64, 256)
-# So many rows of a step may compute several tokens, or some more where their tiles are full. There is one tile for each and one for
-# each tile's length of tokens; so few that are padding end in the time of one.
+# At least so many rows of a step may compute several tokens, and more if their tiles are full. There is one tile for each and one
+# for each tile's length of tokens; so few padding tiles end in the time of one.
 PROMPTS = 8
 
 
 @dataclass(slots=True, frozen=True)
 class MixedSize:
-    """A size of such steps: T, R and I."""
+    """A size of padded steps: its numbers of tokens T, rows R and tiles I."""
 
     num_tokens: int
     num_rows: int
@@ -55,8 +55,8 @@ def num_tiles(plan: BatchPlan, tile_tokens: int) -> int:
 
 
 def mixed_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, size: MixedSize, tile_tokens: int) -> Columns:
-    """Returns the columns of a step, padded to a size that holds it. rows: the settings of the rows that sample; None: none
-    does."""
+    """Returns the columns of a step, padded to a size that it fits into. rows: the settings of the rows that sample; None: none
+    samples."""
     step = extend_step(plan, table, tile_tokens, None)
     columns = mixed_padding(size, len(table.request_id))
     for name, column in step.columns.items():
@@ -70,7 +70,7 @@ def mixed_columns(plan: BatchPlan, table: SequenceTable, rows: SamplingRows | No
 
 
 def mixed_padding(size: MixedSize, num_slots: int) -> Columns:
-    """Returns the columns of a step that consists of padding: no KV is stored, and the sampled tokens go to slot S."""
+    """Returns the columns of a step with only padding: no KV is stored, and the sampled tokens go to slot S."""
     sampling = padding_columns(size.num_rows, num_slots)
     nobody, each = np.int32(size.num_rows), size.num_rows + 1
     columns: Columns = {

@@ -52,15 +52,15 @@ from loader.gpu_sizing import LOGITS_ROWS, decode_programs
 from loader.model_shape import ModelShape
 from scheduler.batch.plan import BatchPlan, FloatArray, LongArray, SequenceTable
 
-DECODE_PIECES_PER_CORE = 8  # contexts are cut into this many pieces per multiprocessor
-TOLD_BYTES = 4096  # page-locked memory for what a step tells the host is at least so large: 512 sampled tokens
+DECODE_PIECES_PER_CORE = 8  # contexts are cut into about this many pieces per multiprocessor
+TOLD_BYTES = 4096  # least page-locked memory for a step's results on the host: 512 sampled tokens
 CPU_CORES = 2  # stands for the number of multiprocessors where the kernels are interpreted
 
 
 @dataclass(slots=True, frozen=True)
 class DeviceGroupMemory:
     """The memory of one of the model's KV groups. kv and scales: as in engine.cpu.batch.GroupMemory; rotary: its tensors are on the
-    device. num_pieces: about so many pieces are made of the contexts of a decode step."""
+    device. num_pieces: the approximate number of pieces into which the contexts of a decode step are cut."""
 
     kv: Tensor
     scales: Tensor | None
@@ -72,8 +72,8 @@ class DeviceGroupMemory:
 
 @dataclass(slots=True)
 class _Marks:
-    """Events around a step, and page-locked memory for what it tells the host. Taken again for a later step once this one was read:
-    the driver takes longer to make them than to use them."""
+    """Events around a step, and page-locked memory for its results on the host. They are reused for a later step once the results
+    were read, because the driver takes longer to make them than to use them."""
 
     started: Any
     done: Any
@@ -87,8 +87,9 @@ class _Marks:
 
 
 class PendingStep:
-    """A step under way on the device; `wait` blocks without spinning, and may be called once. told: what has come of it, on the
-    host. read: makes the result of that and of the step's seconds. marks: None if the step has ended; taken_back: takes them."""
+    """A step under way on the device; `wait` blocks without spinning, and may be called once. told: its results on the host. read:
+    makes a StepResult from these and the step's seconds. marks: its events; None if the step has ended. taken_back: called with
+    marks that can be reused."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class PendingStep:
         taken_back: Callable[[_Marks], None],
     ) -> None:
         self._told, self._read, self._marks, self._taken_back = told, read, marks, taken_back
-        self._seconds = time.perf_counter() - began_s  # if it has no events, it has ended
+        self._seconds = time.perf_counter() - began_s  # a step without events has ended
 
     def wait(self) -> StepResult:
         marks, self._marks = self._marks, None
@@ -112,19 +113,19 @@ class PendingStep:
 
 
 class _Begun(NamedTuple):
-    """A step that was launched. marks: around it, of which the second event is not recorded yet; None where there is no device."""
+    """A step that was launched. marks: events around it, of which the second is not recorded yet; None if there is no device."""
 
     outputs: StepOutputs
     marks: _Marks | None
 
 
 class CudaModel:
-    """An engine.contracts.steps.HostedModel on a GPU, or on the CPU with interpreted kernels (for tests). Not safe for two
-    threads at a time. A load's thread makes, warms and restores it; all else is the thread's that steps (docs/gpu.md).
+    """An engine.contracts.steps.HostedModel on a GPU, or on the CPU with interpreted kernels (for tests). Not safe for two threads
+    at a time. A load's thread makes, warms and restores it; everything else runs in the thread that runs steps (docs/gpu.md).
 
     arena: the device's KV memory as uint8. max_graph_rows: decode steps of up to this many rows run as graphs; 0: none do.
-    max_graph_tokens: the same of steps with pieces of prompts, and their tokens. prepare_adapters: compiles the kernels of
-    adapters; called in the thread that reads one."""
+    max_graph_tokens: the same limit for the tokens of steps with prompt chunks. prepare_adapters: compiles the kernels of adapters;
+    called in the thread that reads one."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class CudaModel:
                 num_slots=spec.max_sequences,
                 tile_tokens=self.tile_tokens,
             )
-        # what small steps keep for the predictor: one for the graphs of all sizes, each of which would keep more
+        # states that small steps keep for the predictor; one memory for the graphs of all sizes
         self._kept_memory: list[Tensor] = []
         if max_graph_tokens:
             self._kept_memory = [model.state_memory(max_graph_tokens) for _ in range(model.num_kept)]
@@ -227,7 +228,7 @@ class CudaModel:
         rows = sampling_rows(plan, table, self._eos_token_ids, self.vocab_size) if plan.samples.any() else None
         if rows is not None and masks is not None:
             constrain(rows, masks)
-        apart = owed is not None  # whether rows are sampled behind the step
+        apart = owed is not None  # whether rows are sampled after the step instead of within it
         if rows is not None:
             apart |= rows.edits is not None or rows.num_top is not None or rows.allowed is not None
         begun = None if owed is not None else self._begin_padded(plan, table, rows, apart, adapted)
@@ -254,8 +255,8 @@ class CudaModel:
     def _begin_padded(
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, apart: bool, adapted: bool
     ) -> _Begun | None:
-        """Starts a step that a graph runs, after capturing that where it is time to, or one that only decodes and is not sampled
-        apart; returns None for all others. Events are recorded behind a capture, which is no part of what such steps cost."""
+        """Starts a step that a graph runs, after capturing the graph if it is due, or a decode step whose rows are sampled within
+        it; returns None for all other steps. Events are recorded after a capture, which does not count as a cost of the step."""
         if rows is not None and len(rows.temperature) == plan.num_new.sum():
             padded, decoding = self._graph_for(len(plan.slots), adapted), self._graphs_of(adapted)[0]
             if apart and not padded:
@@ -278,8 +279,8 @@ class CudaModel:
     def _begin_plain(
         self, plan: BatchPlan, table: SequenceTable, rows: SamplingRows | None, also: LongArray | None, adapted: bool = False
     ) -> _Begun:
-        """Starts a step of any kind by launching each kernel. rows: of what the device samples; None: it samples nothing. also:
-        indices into T of further tokens whose hidden states are wanted, behind those of the sampling rows."""
+        """Starts a step of any kind by launching each kernel. rows: settings of the rows that the step samples; None: it samples
+        none. also: indices into T of further tokens whose hidden states are wanted, after those of the sampling rows."""
         marks = self._marks()
         hidden, kept = self._forward(extend_step(plan, table, self.tile_tokens, also), adapted)
         if rows is None:
@@ -290,8 +291,8 @@ class CudaModel:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Launches what steps launch, in a load's thread. All steps it runs consist of padding rows, which belong to no sequence,
-        so no KV is written."""
+        """Launches the kernels of steps, in a load's thread. All steps it runs consist of padding rows, which belong to no
+        sequence, so no KV is written."""
         if self._device.type == "cuda":
             with entry.weights_of_products() as weights:
                 self._launch_rows(1)
@@ -301,8 +302,8 @@ class CudaModel:
     @torch.inference_mode()
     def launch_all(self) -> None:
         """Launches every kernel that a step may launch, with arguments of every kind that Triton compiles for, so that no step has
-        to wait for a compiler (tests/engine/kernels/record_keys.py). Reads and writes what belongs to no sequence."""
-        with nullcontext() if entry.INTERPRETED else entry.both_kernels():  # interpreted, our products take minutes
+        to wait for a compiler (tests/engine/kernels/record_keys.py). Reads and writes only memory that belongs to no sequence."""
+        with nullcontext() if entry.INTERPRETED else entry.both_kernels():  # interpreted, hearthd's products take minutes
             for num_rows in (*range(1, entry.FEW_ROWS[-1] + 1), entry.MANY_ROWS):
                 self._launch_rows(num_rows)
         nobody = np.array([self._sequences.num_slots], np.int32)
@@ -331,7 +332,7 @@ class CudaModel:
         self._edited.launch_all(self._loaded().logits(hidden))
 
     def _launch_rows(self, num_rows: int) -> None:
-        """Launches what a decode step of so many rows launches, and drafts behind it."""
+        """Launches the kernels of a decode step of num_rows rows and of the drafts after it."""
         sent = self._staging.send(padding_columns(num_rows, self._sequences.num_slots))
         hidden = self._decode(sent).hidden
         if self._predicting is not None:
@@ -339,14 +340,14 @@ class CudaModel:
 
     @torch.inference_mode()
     def launch_adapters(self) -> None:
-        """Does the same for what a step with adapters launches besides."""
+        """Launches the further kernels of steps with adapters, as launch_all does."""
         with nullcontext() if entry.INTERPRETED else entry.both_kernels():
             self._decode(self._staging.send(padding_columns(1, self._sequences.num_slots)), adapted=True)
 
     @torch.inference_mode()
     def capture(self, num_rows: int, adapted: bool = False) -> int:
-        """Captures the graph that runs num_rows rows, unless it exists or none is wanted. Returns its row count; 0 if there is none
-        now. Called by the thread that steps: before a step that needs the graph, or in idle time."""
+        """Captures the graph that runs num_rows rows, unless it exists or none is wanted. Returns the graph's row count; 0 if there
+        is no graph now. Called by the thread that steps: before a step that needs the graph, or in idle time."""
         graphs, _ = self._graphs_of(adapted)
         padded = graphs.rows_for(num_rows)
         if not padded or padded in graphs.captured:
@@ -354,9 +355,9 @@ class CudaModel:
         return padded if graphs.capture(padded, padding_columns(padded, self._sequences.num_slots)) else 0
 
     def _graph_for(self, num_rows: int, adapted: bool) -> int:
-        """Returns the row count of the graph for a decode step that is about to run; 0 if it runs without. A graph is captured when
-        it is needed for the second time: a capture takes as long as several steps, and the step before it, often a request's
-        first token, is read after it."""
+        """Returns the row count of the graph for a decode step that is about to run; 0 if it runs without a graph. A graph is
+        captured when it is needed for the second time: a capture takes as long as several steps, and the step before it, often a
+        request's first token, is read after it."""
         graphs, _ = self._graphs_of(adapted)
         padded = graphs.rows_for(num_rows)
         if padded and padded not in graphs.captured and not graphs.lacked_before(padded):
@@ -364,11 +365,11 @@ class CudaModel:
         return self.capture(num_rows, adapted)
 
     def _unmeasured(self) -> list[tuple[Tensor, int]]:
-        """Returns the products, by weight and row count, of which it has yet to be measured which kernel is the faster one."""
+        """Returns (weight, row count) of the products for which the faster kernel has not been measured yet."""
         return [(weight, rows) for weight in self._products for rows in entry.FEW_ROWS if entry.is_open(weight, rows)]
 
     def _measure(self, weight: Tensor, num_rows: int) -> None:
-        """Measures both kernels, and gives up the graphs that were captured with the slower one."""
+        """Measures both kernels of a product, and drops the graphs that were captured with the slower one."""
         entry.measure_linear(weight, num_rows)
         if entry.uses_ours(weight, num_rows):
             for graphs in (self.graphs, self.adapted_graphs):
@@ -376,7 +377,7 @@ class CudaModel:
 
     @property
     def num_uncaptured(self) -> int:
-        """Returns how often capture_next has something to do: a graph to capture, or a kernel to choose."""
+        """Returns how many calls of capture_next have something to do: a graph to capture, or a kernel to choose."""
         if self._model is None:
             return 0
         return len(self._unmeasured()) + sum(len(decoding) + len(mixed) for _, decoding, mixed in self._missing())
@@ -438,7 +439,7 @@ class CudaModel:
         return build_model(self._ops, self.shape, Weights(self.shape, self._dtype_name, self._weights, self._format))
 
     def release(self) -> None:
-        """Unmaps the weights, and forgets all adapters. Idempotent; until `restore` any step raises RuntimeError."""
+        """Unmaps the weights, and removes all adapters. Idempotent; until `restore` any step raises RuntimeError."""
         self.adapter_memory.clear_all()
         if self._device.type == "cuda" and self._model is not None:
             torch.cuda.default_stream(self._device).synchronize()  # nothing may still run on memory that is unmapped
@@ -454,7 +455,7 @@ class CudaModel:
         return self._model
 
     def _update(self, plan: BatchPlan, table: SequenceTable) -> bool:
-        """Brings what the device knows of a step's sequences up to date. Returns whether any of them has an adapter."""
+        """Updates the device's copy of the state of a step's sequences. Returns whether any of them has an adapter."""
         ends = plan.num_computed + plan.num_new
         if plan.to_propose is not None:  # all drafted tokens but the last have keys and values
             ends = ends + np.maximum(plan.to_propose - 1, 0)
@@ -492,9 +493,9 @@ class CudaModel:
         return self._draw(hidden, columns, columns["slots"], kept)
 
     def compute_mixed(self, columns: dict[str, Tensor], adapted: bool = False) -> StepOutputs:
-        """Does the same for a step with pieces of prompts, from the columns of mixed_steps.py. Any of its R rows may be one that
-        decodes: those that are not have a context of 0 there, and the zeros that attention leaves for them are overwritten by that
-        of the tiles."""
+        """Computes the device's part of a step with prompt chunks, from the columns of mixed_steps.py. Any of its R rows may
+        decode: the others have a context of 0 in decode attention, whose zeros for them are overwritten by the attention of the
+        tiles."""
         tiles = QueryTiles(columns["tile_rows"], columns["tile_firsts"], self.tile_tokens, columns["starts"], columns["num_new"])
         batch = self._batch(
             columns["token_rows"],
@@ -511,13 +512,13 @@ class CudaModel:
         return self._draw(hidden, columns, columns["sampled_slots"], kept)
 
     def _forward(self, step: ExtendStep, adapted: bool = False) -> tuple[Tensor, list[Tensor] | None]:
-        """Returns what `_computed` does, of the step's `wanted` tokens."""
+        """Computes a step as `_computed` does, and returns the hidden states of its `wanted` tokens."""
         sent = self._staging.send(step.columns)
         return self._computed(self._extend_batch(sent, step, adapted), sent["wanted"])
 
     def _computed(self, batch: DeviceBatch, wanted: Tensor | None) -> tuple[Tensor, list[Tensor] | None]:
-        """Computes a step. Returns the hidden states [N, width] of the tokens `wanted` (None: of all), and what the model's
-        predictor reads of the step, if it has one."""
+        """Computes a step. Returns the hidden states [N, width] of the tokens `wanted` (None: of all), and the states that the
+        model's predictor reads, if it has one."""
         model, num_tokens = self._loaded(), len(batch.input_ids)
         if self._predicting is not None:
             batch.kept = [one[:num_tokens] for one in self._kept_memory if num_tokens <= len(one)]
@@ -526,7 +527,8 @@ class CudaModel:
         return model.forward(batch, wanted), batch.kept
 
     def _batch_of(self, columns: Mapping[str, Tensor], step: ExtendStep | None) -> DeviceBatch:
-        """Returns the inputs of a forward pass without adapters. columns: sent, those of the step; None: of one that decodes."""
+        """Returns the inputs of a forward pass without adapters. columns: the step's columns on the device. step: the inputs of a
+        step with prompt tokens; None: the step only decodes."""
         return self._decode_batch(columns, False) if step is None else self._extend_batch(columns, step, False)
 
     def _decode_batch(self, columns: Mapping[str, Tensor], adapted: bool) -> DeviceBatch:
@@ -576,8 +578,8 @@ class CudaModel:
 
     def _draw(self, hidden: Tensor, columns: dict[str, Tensor], slots: Tensor, kept: list[Tensor] | None = None) -> StepOutputs:
         """Samples one id for each row of hidden [N, width], by the settings in columns, and stores it as the last token of the
-        row's slot. Where the model embeds, it scales the rows instead: the outputs' hidden states are then the vectors.
-        kept: as in StepOutputs."""
+        row's slot. If the model embeds, the rows are scaled instead, and the outputs' hidden states are the vectors. kept: as in
+        StepOutputs."""
         if self.embeds:
             return StepOutputs(torch.empty(2, 0, dtype=torch.int32, device=self._device), scaled_vectors(hidden))
         drawn = torch.empty(2, len(hidden), dtype=torch.int32, device=self._device)
@@ -590,20 +592,21 @@ class CudaModel:
 
 
 def _drawn_result(num_sampling: int, told: Tensor, seconds: float) -> StepResult:
-    """Returns the result of a step that has left `drawn` of StepOutputs, of which the first num_sampling rows count."""
+    """Returns the result of a step from `drawn` of StepOutputs, of which the first num_sampling rows count. told: the copy of it on
+    the host."""
     drawn = told.numpy()[:, :num_sampling]
     return StepResult(drawn[0].copy(), drawn[1] != 0, seconds)
 
 
 def _embedded_result(told: Tensor, seconds: float) -> StepResult:
-    """Returns the result of a step that has left vectors."""
+    """Returns the result of a step of a model that embeds. told: the vectors on the host."""
     return vectors_result(told.numpy().copy(), seconds)
 
 
 def _with_prompts(
     read: Callable[[Tensor, float], StepResult], prompts: list[PromptLogprobs], told: Tensor, seconds: float
 ) -> StepResult:
-    """Returns what `read` does, with the log-probabilities of prompts."""
+    """Returns the result of read(told, seconds), with the log-probabilities of prompts added."""
     result = read(told, seconds)
     result.prompt_logprobs = prompts
     return result

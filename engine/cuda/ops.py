@@ -1,5 +1,5 @@
-"""The operations of a GPU. Triton computes all but most matrix products, which are cuBLAS's. Interpreted, the same kernels run on
-the CPU's tensors (for tests).
+"""The operations of a GPU. cuBLAS computes most matrix products, Triton kernels everything else. Interpreted, the same kernels run
+on the CPU's tensors (for tests).
 
 Shapes are those of engine/ops/ops.py.
 """
@@ -206,8 +206,8 @@ class CudaOps:
 
 
 def logprobs_in(told: Tensor, num: int, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the parts of memory [num (1 + 2 num_top)] int32 in which log-probabilities come to the host: of the chosen tokens
-    [num], and ids and values [num, num_top] of the most likely ones."""
+    """Returns the parts of `told` [num (1 + 2 num_top)] int32, the memory in which log-probabilities come to the host: those of the
+    chosen tokens [num], and ids and values [num, num_top] of the most likely tokens."""
     picked, top_ids, top = told.split((num, num * num_top, num * num_top))
     shape = (num, num_top)
     return picked.view(torch.float32), top_ids.view(shape), top.view(torch.float32).view(shape)

@@ -1,8 +1,8 @@
-"""Drafts tokens with a model's predictor on a GPU, behind each step and from what the step left on the device.
+"""Drafts tokens with a model's predictor on a GPU, after each step and from the states that the step left on the device.
 
-All of it is launched behind the step, before the step's tokens are known: what follows the tokens of the step, which row of a
-sequence sampled its newest token, and so where its drafts begin, the device finds by itself. The host sends what each row would
-need, and the device picks.
+Everything is launched right after the step, before the step's tokens are known. The device finds by itself the tokens that follow,
+which row sampled each sequence's newest token, and so where its drafts begin: the host sends the columns that each row would need,
+and the device picks.
 
 Shapes: R rows of the step, T its tokens, N sampling rows, Q sequences that sample, W width, K drafted tokens.
 """
@@ -29,13 +29,13 @@ from engine.sampling.sampler import plain_rows
 from loader.gpu_sizing import LOGITS_ROWS
 from scheduler.batch.plan import BatchPlan, IntArray, SequenceTable
 
-DRAFT_COLUMNS = ("slots", "firsts", "contexts", *SETTINGS)  # of a row that reads a drafted token and samples the next one
+DRAFT_COLUMNS = ("slots", "firsts", "contexts", *SETTINGS)  # columns of a row that reads a drafted token and samples the next
 FLOAT_COLUMNS = {"temperature", "top_p", "min_p"}
 
 
 class CudaPredicting:
-    """Has one model's predictor see the model's steps, and draft tokens. model: the loaded one. batch: makes the inputs of a
-    forward pass of columns that were sent. num_slots: S, the slot of no sequence. tile_tokens: as in extend_step."""
+    """Shows the steps of one model to its predictor, and lets it draft tokens. model: the loaded model. batch: makes the inputs of
+    a forward pass from columns on the device. num_slots: S, the slot of no sequence. tile_tokens: as in extend_step."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class CudaPredicting:
         the plan says. kept [>= T, W] each: what the step kept for it. ids [N] int32: what it samples. Stores the predictor's keys
         and values of all the step's tokens, and of those that are drafted but the last.
 
-        Drafts are sampled as the model's own tokens will be, with the noise of their positions: so they agree as often as the
-        predictor is right about what that noise picks."""
+        Drafts are sampled like the model's own tokens, with the noise of their positions, so that the model will pick the same
+        tokens wherever the predictor's distribution is close to its own."""
         assert plan.to_propose is not None
         began = self._mark()
         step = extend_step(plan, table, self._tile_tokens, None)
@@ -105,7 +105,7 @@ class CudaPredicting:
         for number in range(num_drafted):
             own = {name: picked[number, at, :num] for at, name in enumerate(DRAFT_COLUMNS)}
             own |= {name: own[name].view(torch.float32) for name in FLOAT_COLUMNS}
-            if number:  # the drafted token before is the next one to read
+            if number:  # the token drafted last is the next one to read
                 states = self.go_on(states, own | {"numbers": sent["numbers"], "host_ids": drawn})
             drawn = self.draw(states, own)
             told[1 + number] = drawn
@@ -155,9 +155,9 @@ class CudaPredicting:
 
 @dataclass(slots=True, frozen=True)
 class PendingProposals:
-    """Drafts that are under way. slots, counts [N]: of the step's sampling rows. told [1 + K, Q]: on the host, which of these rows
-    each sequence's drafts are behind, then the drafts. marks: before the predictor saw the step, after that, and after its
-    drafts."""
+    """Drafts that are under way. slots, counts [N]: slots of the step's sampling rows, and how many tokens to draft. told [1 + K,
+    Q]: on the host, for each sequence the row after which its drafts come, then the drafts. marks: events before the predictor sees
+    the step, after that, and after its drafts."""
 
     slots: IntArray
     counts: IntArray
@@ -176,7 +176,7 @@ class PendingProposals:
 
 
 class WithProposals:
-    """A launched step, and the drafts behind it."""
+    """A launched step, and the drafts after it."""
 
     def __init__(self, step: Launched, proposals: PendingProposals) -> None:
         self._step, self._proposals = step, proposals

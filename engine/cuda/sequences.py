@@ -1,5 +1,5 @@
-"""The state of a model's sequences that stays on the GPU between steps: block tables by slot, and the last token of each slot. The
-host sends the changes in one copy a step.
+"""Keeps the state of a model's sequences that stays on the GPU between steps: block tables by slot, and the last token of each
+slot. The host sends the changes in one copy for each step.
 
 Shapes: S slots, B blocks a sequence may hold. Slot S belongs to no sequence: padding rows point at it.
 """
@@ -45,7 +45,7 @@ class Staging:
         return sent
 
     def copy(self, columns: Mapping[str, Column], into: Tensor | None) -> Tensor:
-        """Does what `send` does, and returns the memory that has received them."""
+        """Copies columns to the device as `send` does, and returns the memory that received them."""
         num_words = words_of(columns)
         number = self._next
         self._next = (number + 1) % len(self._buffers)
@@ -83,7 +83,7 @@ def _num_words(column: Column) -> int:
 
 
 def _aligned(num_words: int) -> int:
-    """Returns how many words there are from where a column begins to where the next one does."""
+    """Returns how many words a column of num_words words takes, including the padding before the next column."""
     return -(-num_words // ALIGN_WORDS) * ALIGN_WORDS
 
 

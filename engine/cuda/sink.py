@@ -48,13 +48,13 @@ class DeviceSink:
         if span.segment.target == FP8:
             check_codes(span, read)
         if is_converted:
-            ((begin, end),) = span.segment.places  # one of a whole segment: int8, which needs two, is kept from GPUs
+            ((begin, end),) = span.segment.places  # a single place: only int8 needs two, and GPUs do not support it
             read = np.empty(end - begin, np.uint8)
             at_its_start = dataclasses.replace(span.segment, place_bytes=span.segment.begin - span.begin)
             HostSink(read.data).store(dataclasses.replace(span, segment=at_its_start), staged)
         self._device.write(self._address + span.place_bytes, read)
         if is_converted and (fence := self.fence()) is not None:
-            fence.wait()  # converted values are in no slot, so nothing else keeps them until they are copied
+            fence.wait()  # converted values are in no slot, so nothing else keeps their memory until they are copied
 
     def _rearrange(self, span: Span, slot: WeightSlot, read: npt.NDArray[np.uint8]) -> None:
         """Brings a span of a tensor that is rearranged to its place: words of weights on the device, a few at a time, and the few

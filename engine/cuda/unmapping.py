@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 log = logging.getLogger("engine")
 
-CHUNKS_AT_A_TIME = 16  # some 0.3 ms
-BACKGROUND_SHARE = 0.25  # of the time spent in the driver, while nobody waits
+CHUNKS_AT_A_TIME = 16  # they take some 0.3 ms
+BACKGROUND_SHARE = 0.25  # share of the time spent in the driver while no thread waits
 
 
 class Unmapping:
@@ -27,13 +27,13 @@ class Unmapping:
     def __init__(self, unmap: Callable[[int, int], None], chunk_bytes: int) -> None:
         self._unmap, self._step_bytes = unmap, CHUNKS_AT_A_TIME * chunk_bytes
         self._lock = threading.Lock()
-        self._ranges: deque[tuple[int, int]] = deque()  # begin and end; the first is being worked on
+        self._ranges: deque[tuple[int, int]] = deque()  # (begin, end) of ranges; the first one is being unmapped
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()  # somebody waits for the thread
         self._error: Exception | None = None
 
     def add(self, address: int, num_bytes: int) -> None:
-        """Has a range unmapped. Nothing on the device may touch it any more."""
+        """Queues a range to be unmapped. Nothing on the device may use it any more."""
         with self._lock:
             self._check()
             self._ranges.append((address, address + num_bytes))

@@ -1,5 +1,6 @@
-"""Limits what torch may take of a GPU besides the chunks: the work space that the daemon planned for, and what models keep between
-steps. A step that needs more loses its requests, and takes no memory that another process or the driver counts on.
+"""Limits the memory that torch may take of a GPU besides the chunks: the work space that the daemon planned for, and memory that
+models keep between steps. A step that needs more loses its requests, and takes no memory that another process or the driver counts
+on.
 """
 
 from __future__ import annotations
