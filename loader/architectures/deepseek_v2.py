@@ -1,6 +1,6 @@
-"""DeepSeek-V2 and Coder-V2, and their Lite models: latent attention, and a mixture of experts with experts for all tokens. The
-first layers have one MLP. The larger models choose experts in groups, by the softmax of their scores in float32
-(`topk_method: "group_limited_greedy"`), and multiply their weights by a factor.
+"""DeepSeek-V2 and Coder-V2, and their Lite models: latent attention, and a mixture of experts with shared experts. The first layers
+have one MLP. The larger models choose experts in groups, by the softmax of their scores in float32 (`topk_method:
+"group_limited_greedy"`), and multiply their weights by a factor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gemma 4 12B (text): Gemma 4 without inputs of each layer's own, beside encoders that are part of the model itself."""
+"""Gemma 4 12B (text): Gemma 4 without additional layer inputs, beside encoders that are part of the model itself."""
 
 from __future__ import annotations
 
