@@ -262,7 +262,8 @@ def _key_of(shape: ModelShape, part: TensorGroup, stored: str) -> str:
 
 
 def check_packed(shape: ModelShape, file: str, header: Header) -> None:
-    """Raises UnsupportedModel for a share of a model whose file holds packed weights: a frame has rows of several shares."""
+    """Raises UnsupportedModel for a share of a model whose file holds packed weights, because a frame has rows of several
+    shares."""
     if shape.split is not None and header.source is not None:
         raise _unsupported(f"{file} holds packed weights; shares of a model are read from plain files")
 
@@ -273,7 +274,9 @@ def _unsupported(why: str) -> UnsupportedModel:
 
 def groups_of_share(shape: ModelShape, groups: Sequence[TensorGroup], share: SplitShape) -> list[tuple[int, TensorGroup]]:
     """Returns a device's share of the groups of tensors of a whole model, each with the group's index in the model."""
-    before = next(at for at, group in enumerate(groups) if group.layer is not None)  # the embedding's alone, or inputs of layers
+    before = next(
+        at for at, group in enumerate(groups) if group.layer is not None
+    )  # groups of the embedding, or of additional layer inputs
     return [
         (at, own)
         for at, group in enumerate(groups)
@@ -292,7 +295,7 @@ def _in_stage(shape: ModelShape, share: SplitShape, group: TensorGroup, is_befor
 
 
 def share_of(groups: Iterable[TensorGroup], share: SplitShape) -> list[TensorGroup]:
-    """Returns a device's share of groups that its stage needs. Groups that it has nothing of are left out."""
+    """Returns a device's share of the groups that its stage needs. Groups of which it has no part are left out."""
     return [_cut(group, share) for group in groups if _has_some(group, share)]
 
 
@@ -305,7 +308,7 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
     number, num_parts = share.rank, share.size
     if group.num_experts:
         number, num_parts = share.inner_part, share.division.inner_parts
-        if share.expert_parts > 1 and group.stacked:  # each expert is whole then
+        if share.expert_parts > 1 and group.stacked:  # each expert stays whole then
             return _along(0, group._replace(unit=1, joined=()), share.expert_part, share.expert_parts)
         group = _own_experts(group, share)
     if group.divided not in (ROWS, COLUMNS) or num_parts == 1:
@@ -314,7 +317,7 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
 
 
 def _own_experts(group: TensorGroup, share: SplitShape) -> TensorGroup:
-    """Returns the tensors of a device's own experts. group: of all experts."""
+    """Returns the group of the tensors of a device's own experts. group: the group of all experts."""
     num_own = len(group.tensors) // share.expert_parts
     return group._replace(tensors=group.tensors[share.expert_part * num_own : (share.expert_part + 1) * num_own])
 
@@ -330,8 +333,8 @@ def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> Tensor
 
 
 def _cut_of(dims: Dims, axis: int, lengths: Dims, unit: int, number: int, num_parts: int) -> Cut:
-    """Returns part `number` of num_parts of a tensor. lengths: along the axis, of the matrices that it holds. Where there are fewer
-    units than parts, several devices have the same one."""
+    """Returns part `number` of num_parts of a tensor. lengths: lengths along the axis of the matrices that the tensor holds. If
+    there are fewer units than parts, several devices have the same unit."""
     ranges: list[tuple[int, int]] = []
     first = 0
     for length in lengths:
@@ -343,7 +346,7 @@ def _cut_of(dims: Dims, axis: int, lengths: Dims, unit: int, number: int, num_pa
 
 
 def _met(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Returns ranges in ascending order, with those that meet as one."""
+    """Returns ranges in ascending order, with ranges that touch joined."""
     found: list[tuple[int, int]] = []
     for begin, end in ranges:
         if found and found[-1][1] == begin:
@@ -353,8 +356,8 @@ def _met(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, ...]:
-    """Returns ModelShape.block_offsets of a device's share. shape: of the whole model, with block offsets. Rows lie in the file as
-    they do in memory; columns do not."""
+    """Returns ModelShape.block_offsets of a device's share. shape: shape of the whole model, with block offsets. Rows lie in the
+    file as they do in memory; columns do not."""
     groups, own = architecture_of(shape).tensor_groups(shape), stored_format(shape)
     return tuple(
         _block_offset(groups[at], part, shape.block_offsets[at], format_of(shape, at, groups[at], own), shape.dtype)
@@ -364,7 +367,8 @@ def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, .
 
 def _block_offset(group: TensorGroup, own: TensorGroup, of_whole: int, held_in: WeightFormat, dtype: str) -> int:
     """Returns the distance from a block's boundary at which a share of a group begins in its file, -1 where it does not matter.
-    group, of_whole: the whole group, whose tensors are held as they are stored and as they lie in the file, and its distance."""
+    group, of_whole: the whole group, whose tensors are held as they are stored in the file, and its distance. own: the share's
+    group."""
     if of_whole < 0 or own == group:
         return of_whole
     wholes, slots = (held_in.place(one, Space(0, ITEM_BYTES[dtype], -1, 0, dtype))[0] for one in (group, own))
@@ -378,7 +382,7 @@ def _block_offset(group: TensorGroup, own: TensorGroup, of_whole: int, held_in: 
 
 
 def rows_of(num_rows: int, share: SplitShape | None) -> slice:
-    """Returns the rows of a head that a device computes logits with. num_rows: of the whole head."""
+    """Returns the rows of a head with which a device computes logits. num_rows: number of rows of the whole head."""
     if share is None:
         return slice(0, num_rows)
     return slice(share.rank * num_rows // share.size, (share.rank + 1) * num_rows // share.size)

@@ -26,8 +26,8 @@ MAX_SHARE = 0.95
 
 @dataclass(slots=True, frozen=True)
 class Expected:
-    """What is known of a load before it begins. plain_cached: whether the page cache holds most of the plain files. The rates are
-    those of ReadRates."""
+    """Facts about a load that are known before it begins. plain_cached: whether the page cache holds most of the plain files. The
+    rates are those of ReadRates."""
 
     plain_bytes: int
     packed_bytes: int
@@ -61,7 +61,7 @@ class Expected:
 
 
 class SourceChoice:
-    """Makes the choice for open_checkpoint's wants_packed. reason: what was chosen and why; "" where there was no choice."""
+    """Makes the choice for open_checkpoint's wants_packed. reason: what was chosen and why; "" if there was no choice."""
 
     def __init__(self, rates: ReadRates, ring: StagingRing, decoder: Callable[[], Decoder]) -> None:
         self._rates, self._ring, self._decoder = rates, ring, decoder

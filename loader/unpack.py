@@ -1,5 +1,5 @@
-"""Brings the frames of packed files to their place as weights. A frame is checked first, then decoded by the sink's device or on
-the host, there straight into place if possible.
+"""Brings the frames of packed files to their place as weights. A frame is checked first, then decoded by the sink's device or by
+the host; the host decodes straight into place if possible.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Unpacker:
         self._scratch = threading.local()
 
     def store(self, segment: Segment, staged: memoryview) -> None:
-        """Starts bringing the weights of a segment that is a frame to their place; `staged` holds the frame, with the same rules
-        as for WeightSink.store. Raises CheckpointError, which names file, tensor and offset."""
+        """Starts moving the weights of a segment, which must be a frame, to their place. staged: the frame, with the same rules as
+        for WeightSink.store. Raises CheckpointError, which names file, tensor and offset."""
         frame, content = segment.frame, segment.content
         assert frame is not None
         assert content is not None

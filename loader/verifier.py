@@ -1,4 +1,4 @@
-"""Verifies packed weight files (loader.packed) against the plain files they were made from, or by their SHA-256 alone."""
+"""Verifies packed weight files (loader.packed) against the plain files that they were made from, or only by their SHA-256."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loader.safetensors import TensorRef
 
 MAX_THREADS = 8
 
-OnBytes = Callable[[int], None]  # called with the number of bytes of unpacked tensors done since the last call
+OnBytes = Callable[[int], None]  # called with the number of unpacked bytes done since the last call
 
 
 def num_threads() -> int:

@@ -1,7 +1,7 @@
 """Finds the weight files of a model's folder: plain ones in the folder itself, packed ones (loader.packed) in `packed/`.
 
-Packed files have the names of the plain files they were made from, and their own copy of the index. Where both exist, the plain
-files are the model, and the packed files are another way to read it, provided that they were made from exactly these plain files.
+Packed files have the names of the plain files they were made from, and their own copy of the index. If both exist, the plain files
+are the model, and the packed files are another way to read it, provided that they were made from exactly these plain files.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def packed_files(folder: Path) -> list[FileInfo]:
 
 
 def source_of(info: FileInfo, header: Header) -> Source:
-    """Returns what a packed file records of the plain file it was made from."""
+    """Returns the Source of a packed file: its record of the plain file that it was made from."""
     return Source(info.size_bytes, info.mtime_ns, hashlib.blake2b(header.raw, digest_size=16).hexdigest())
 
 

@@ -11,8 +11,8 @@ from loader.formats.weight_format import WeightFormat, aligned
 from loader.kv_layout import is_bounded
 from loader.model_shape import ModelShape
 
-# A first step may be so many times max_num_batched_tokens (engine/lifecycle/first_step.py), as long as that takes one layer's
-# work space.
+# A first step may have so many times max_num_batched_tokens tokens (engine/lifecycle/first_step.py), as long as its states fit into
+# the work space of one layer.
 FIRST_STEP_SLICES = 4
 # Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
 LOGITS_BYTES = 8 << 20
@@ -23,26 +23,28 @@ MAX_RECORDED_ROWS, MAX_RECORDED_TOKENS = 128, 256
 # Float32 logits the sampler turns into tokens at a time (one row at least); it needs about six copies of them.
 SAMPLER_BYTES = 1 << 20
 SAMPLER_COPIES = 6
-# Queries of one row that attend to its context at a time where that needs a mask.
+# Queries of one row whose attention is computed at a time if it needs a mask.
 PREFILL_TILE_TOKENS = 256
-# Queries of an encoder that attend to their text at a time (engine/layers/encoder_attention.py), which bounds their scores.
+# Queries of an encoder whose attention is computed at a time (engine/layers/encoder_attention.py), which bounds the memory of
+# scores.
 ENCODER_TILE_TOKENS = 256
-# Queries that are brought to the space of latents at a time (engine/cpu/latents.py).
+# Queries that are mapped to the latents' space at a time (engine/cpu/latents.py).
 ABSORBED_TOKENS = 64
 
 
-# A prompt's tokens pass through the stages of a pipeline so many at a time, at most, so that several parts of it are in several
-# stages. They are enough for products of matrices to run at their full rate.
+# A prompt passes through the stages of a pipeline in parts of at most so many tokens, so that several stages compute parts of it at
+# a time. So many tokens are enough for matrix products to run at their full rate.
 MOST_STAGED_TOKENS = 512
 
 
 def staged_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
-    """Returns how many tokens a step that passes through stages has at most: one for each sequence, or a part of a prompt."""
+    """Returns the most tokens of a step that passes through stages: one for each sequence, or a part of a prompt."""
     return max(max_sequences, min(MOST_STAGED_TOKENS, max_num_batched_tokens))
 
 
 def handed_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
-    """Returns the bytes of the states that a step of so many tokens passes from stage to stage: a residual and an update to it."""
+    """Returns the bytes of the states that a step of num_tokens tokens passes from stage to stage: a residual and an update to
+    it."""
     return aligned(2 * num_tokens * shape.hidden_size * ITEM_BYTES[dtype])
 
 
@@ -55,7 +57,8 @@ def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
 
 
 def logits_values(shape: ModelShape) -> int:
-    """Returns the numbers that the logits of one row take: of a share of a model its own, and those gathered of all shares."""
+    """Returns how many numbers the logits of one row take: in a share of a model its own logits and those gathered from all
+    shares."""
     own = shape.vocab_size // shape.split.size if shape.split is not None else 0
     return shape.vocab_size + own
 
@@ -72,7 +75,7 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
     logits. Not included are 0.5 MB for each thread that packs weights (scratch_words of amx_linear.py, scratch_floats of
     widened_linear.py)."""
     query, key = shape.num_heads * shape.widest_head_dim, shape.widest_key
-    # queries, keys and values beside attention's result, or beside the queries as they are normalised
+    # queries, keys and values, with attention's result or the normalised queries
     attention = (3 if shape.whole_width_norms else 2) * query + 2 * key
     if (latent := shape.latent) is not None:  # latents, those of queries once more as they are normalised
         attention = 2 * latent.query_rank + latent.token_values + query + shape.num_heads * latent.value_dim
@@ -90,8 +93,8 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
 
 
 def expert_bytes(shape: ModelShape, dtype: str) -> int:
-    """Returns an upper bound of what the experts of one layer take for each token of a step, however tokens are routed: each passes
-    through the same number of experts."""
+    """Returns an upper bound of the bytes that the experts of one layer take for each token of a step, however tokens are routed,
+    because each token passes through the same number of experts."""
     experts = shape.experts
     if experts is None:
         return 0
@@ -108,25 +111,25 @@ def expert_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def input_values(shape: ModelShape) -> int:
-    """Returns the numbers that layers with inputs of their own get of one token (engine/layers/layer_inputs.py). There are three
-    times as many while they are made."""
+    """Returns how many numbers the additional layer inputs of one token have (engine/layers/layer_inputs.py). Computing them takes
+    three times as many."""
     return 0 if shape.layer_inputs is None else shape.num_layers * shape.layer_inputs.width
 
 
 def beside_values(shape: ModelShape) -> int:
-    """Returns the numbers that a layer whose experts are beside its MLP takes for one token besides those of either: what the MLP
-    made, and the residual as the router and as the experts read it."""
+    """Returns how many numbers a layer with experts beside its MLP takes for one token, besides those of MLP and experts: the MLP's
+    output, and the inputs of router and experts."""
     return 4 * shape.hidden_size if shape.experts is not None and shape.experts.beside else 0
 
 
 def keys_as_values(shape: ModelShape) -> int:
-    """Returns the numbers that queries and keys of one token take once more where values are what made the keys."""
+    """Returns how many numbers the copy of one token's queries and keys takes if one projection makes keys and values."""
     tied = [heads for heads in shape.kinds_of_heads if heads.keys_are_values]
     return max((heads.head_dim * (shape.num_heads + heads.num_kv_heads) for heads in tied), default=0)
 
 
 def delta_bytes(shape: ModelShape, dtype: str) -> int:
-    """Returns an upper bound of what a layer of the gated delta rule takes for each token of a step."""
+    """Returns an upper bound of the bytes that a layer of the gated delta rule takes for each token of a step."""
     if (delta := shape.delta) is None:
         return 0
     item, values = ITEM_BYTES[dtype], delta.num_value_heads * delta.value_dim
@@ -135,7 +138,7 @@ def delta_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def predictor_values(shape: ModelShape) -> int:
-    """Returns the numbers that what predicts further tokens takes for each token of a step, besides a layer as the model's."""
+    """Returns how many numbers a predictor takes for each token of a step, besides those of a layer like the model's."""
     if not shape.predicts:
         return 0
     if (eagle := shape.eagle) is None:  # all normed hidden states, beside the embeddings that follow, both normed, and both as one
@@ -147,8 +150,8 @@ def predictor_values(shape: ModelShape) -> int:
 
 
 def sampler_rows(vocab_size: int) -> int:
-    """Returns from how many rows of logits the reference sampler samples at a time. It does not apply to greedy rows, which need
-    no copies."""
+    """Returns how many rows of logits the reference sampler samples at a time. This does not apply to greedy rows, which need no
+    copies."""
     return max(1, SAMPLER_BYTES // (vocab_size * 4))
 
 
@@ -178,7 +181,7 @@ def work_space_bytes(
     if all(shape.layer_windows):
         context = min(context, max(shape.layer_windows, default=context) + max_num_batched_tokens)
     residual = tokens * hidden * (3 * item + 2 * 4)  # residual, normed, output; two float32 copies inside the norm
-    if shape.parallel_branches:  # attention's result, beside the MLP's
+    if shape.parallel_branches:  # attention's result, kept during the MLP
         residual += tokens * hidden * item
     residual += tokens * (3 * input_values(shape) + beside_values(shape)) * item
     residual += tokens * predictor_values(shape) * item
@@ -194,16 +197,16 @@ def work_space_bytes(
         gathered += shape.num_heads // shape.fewest_kv_heads * tile * context * (2 * item + 2 * 4)
     if shape.latent is not None:
         attention, gathered = _latent_bytes(shape, tokens, context, item)
-    if shape.gated_attention:  # queries with their gates, and what these multiply
+    if shape.gated_attention:  # queries with their gates, and the attention output that the gates multiply
         attention += tokens * (2 * query + 2 * key + query) * item
     attention += tokens * keys_as_values(shape) * item
     attention = max(attention, tokens * delta_bytes(shape, dtype))
     mlp = tokens * max(shape.widest_inner_size * 4 * item, expert_bytes(shape, dtype))
     logits = logits_rows(shape, dtype, max_sequences) * (logits_values(shape) + hidden) * item
-    if shape.eagle is not None:  # those of its own tokens, too
+    if shape.eagle is not None:  # logits of the head's own tokens, too
         logits += logits_rows(shape, dtype, max_sequences) * shape.eagle.draft_vocab_size * item
     sampling = min(sampler_rows(shape.vocab_size), max_sequences) * shape.vocab_size * 4 * SAMPLER_COPIES
-    if shape.pooling:  # no logits, but the vectors of all rows, in float32 and scaled
+    if shape.pooling:  # no logits, but the vectors of all rows, in float32 and after scaling
         logits, sampling = max_sequences * hidden * (item + 2 * 4), 0
     if weight_format.widened_bytes:  # a part of a matrix, and its products before they are scaled
         mlp += weight_format.widened_bytes + tokens * 2 * shape.widest_inner_size * item
@@ -215,7 +218,7 @@ def work_space_bytes(
 
 
 def _latent_bytes(shape: ModelShape, tokens: int, context: int, item: int) -> tuple[int, int]:
-    """Returns an upper bound of what latent attention takes for the tokens of a step, and for one row's context
+    """Returns upper bounds of the bytes that latent attention takes for the tokens of a step, and for one row's context
     (engine/cpu/latents.py)."""
     latent, heads = shape.latent, shape.num_heads
     assert latent is not None
@@ -230,8 +233,8 @@ def _latent_bytes(shape: ModelShape, tokens: int, context: int, item: int) -> tu
 
 
 def _encoder_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, context: int) -> int:
-    """Returns an upper bound of what one step of an encoder allocates. context: tokens of the longest text, which may be more than
-    a step of several texts has."""
+    """Returns an upper bound of the bytes that one step of an encoder allocates. context: number of tokens of the longest text,
+    which may be more than a step of several texts has."""
     tokens, item, hidden = max(max_num_batched_tokens, context), ITEM_BYTES[dtype], shape.hidden_size
     attention, mlp = 3 * hidden * item, 2 * shape.intermediate_size * item
     if shape.local_rope is not None:  # queries and keys are rotated in float32, and the MLP has a gate
