@@ -274,9 +274,7 @@ def _unsupported(why: str) -> UnsupportedModel:
 
 def groups_of_share(shape: ModelShape, groups: Sequence[TensorGroup], share: SplitShape) -> list[tuple[int, TensorGroup]]:
     """Returns a device's share of the groups of tensors of a whole model, each with the group's index in the model."""
-    before = next(
-        at for at, group in enumerate(groups) if group.layer is not None
-    )  # groups of the embedding, or of additional layer inputs
+    before = next(at for at, group in enumerate(groups) if group.layer is not None)  # the embedding's groups come before the layers
     return [
         (at, own)
         for at, group in enumerate(groups)

@@ -11,8 +11,8 @@ from loader.formats.weight_format import WeightFormat, aligned
 from loader.kv_layout import is_bounded
 from loader.model_shape import ModelShape
 
-# A first step may have so many times max_num_batched_tokens tokens (engine/lifecycle/first_step.py), as long as its states fit into
-# the work space of one layer.
+# A first step may have up to so many times max_num_batched_tokens (engine/lifecycle/first_step.py). It is computed in slices,
+# one at a time in each layer, so only its states take more work space than those of other steps.
 FIRST_STEP_SLICES = 4
 # Logits held at a time; sampling rows beyond it are computed in turn, so a large vocabulary can't outgrow the work space.
 LOGITS_BYTES = 8 << 20
