@@ -274,13 +274,13 @@ def test_scheduler_is_pure(module: str) -> None:
 def test_kernels_know_nothing_of_checkpoints() -> None:
     """What a kernel needs of a model is an argument: the sizes at which work is cut belong to who accounts for the memory. Kernels
     that decode packed weights share the format of the bytes with those that write them."""
-    bytes_of_files = {"loader.checksum", "loader.codec", "loader.frame"}
+    formats_of_bytes = {"loader.checksum", "loader.codec", "loader.frame", "loader.packed_rows"}
     rooms = ("engine.cpu.kernels.", "engine.cuda.kernels.")
     kernels = [module for module in MODULES if module.startswith(rooms) or module.endswith("_kernels")]
     assert len(kernels) > 30
     for module, names in IMPORTS.items():
         if module in kernels:
-            assert {name for name in names if name.split(".")[0] == "loader"} <= bytes_of_files, module
+            assert {name for name in names if name.split(".")[0] == "loader"} <= formats_of_bytes, module
 
 
 def test_no_import_circles() -> None:

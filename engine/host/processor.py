@@ -26,16 +26,18 @@ _FLAGS: dict[str, frozenset[str]] = {
     "avx512": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     "avx512vnni": frozenset({"avx512_vnni"}),
     "avx512bf16": frozenset({"avx512_bf16"}),
+    "avx512vbmi2": frozenset({"avx512_vbmi2"}),
     "avx512fp16": frozenset({"avx512_fp16"}),
     "amx": frozenset({"amx_tile", "amx_bf16", "amx_int8"}),
 }
 # the features of aarch64: each with its word (0: AT_HWCAP, 1: AT_HWCAP2) and its bit in it, from asm/hwcap.h
 _BITS = {"neon": (0, 1), "sve": (0, 22), "bf16": (1, 14)}
 KNOWN = (*_FLAGS, *_BITS)
-# feature -> the features that are removed together with it. They follow oneDNN's levels, each of which includes all lower ones.
+# feature -> the features that are removed together with it. They follow oneDNN's levels, each of which includes all lower ones;
+# avx512vbmi2 is none of these.
 _REST_ON = {
-    "avx2": ("avx512", "avx512vnni", "avx512bf16", "avx512fp16", "amx"),
-    "avx512": ("avx512vnni", "avx512bf16", "avx512fp16", "amx"),
+    "avx2": ("avx512", "avx512vnni", "avx512bf16", "avx512vbmi2", "avx512fp16", "amx"),
+    "avx512": ("avx512vnni", "avx512bf16", "avx512vbmi2", "avx512fp16", "amx"),
     "avx512vnni": ("avx512bf16", "avx512fp16", "amx"),
     "avx512bf16": ("avx512fp16", "amx"),
     "avx512fp16": ("amx",),
@@ -49,6 +51,7 @@ KERNELS_NEED: dict[str, frozenset[str]] = {
     "bfloat16_pairs": frozenset({"avx512bf16"}),  # bits.py, vectors.py: vdpbf16ps, vcvtneps2bf16
     "half_conversion": frozenset({"avx2"}),  # fp8_codes.py: vcvtph2ps
     "int8_linear": frozenset({"avx512vnni"}),  # int8.py: vpdpbusd
+    "escapes_in_place": frozenset({"avx512", "avx512vbmi2"}),  # packed_tiles.py: vpexpandb
     "tiles": frozenset({"amx"}),  # amx*.py
     "wide_tables": frozenset({"avx512"}),  # four_bits_tiles.py: vpermw, vpermps
     "byte_tables": frozenset({"avx2"}),  # four_bits_tiles.py: vpshufb
@@ -202,6 +205,7 @@ _LLVM_NAMES = {
     "amx": ("amx",),
     "avx512fp16": ("avx512fp16", "avx10"),
     "avx512bf16": ("avx512bf16", "avx10"),
+    "avx512vbmi2": ("avx512vbmi2", "avx10"),
     "avx512vnni": ("avx512vnni", "avxvnni", "avx10"),
     "avx512": ("avx512", "evex512", "avx10"),
     "avx2": ("avx2", "avx", "fma", "f16c", "vaes", "vpclmulqdq"),

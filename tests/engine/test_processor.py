@@ -13,7 +13,7 @@ from engine.host.processor import KERNELS_NEED, KNOWN, VARIABLE, Processor, Unkn
 ROOT = Path(__file__).resolve().parents[2]
 AVX2 = ["avx2", "fma", "f16c"]
 AVX512 = ["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
-X86 = frozenset({"avx2", "avx512", "avx512vnni", "avx512bf16", "avx512fp16", "amx"})
+X86 = frozenset({"avx2", "avx512", "avx512vnni", "avx512bf16", "avx512vbmi2", "avx512fp16", "amx"})
 VNNI = frozenset({"avx2", "avx512", "avx512vnni"})
 
 
@@ -39,9 +39,10 @@ def test_features(machine: str, flags: list[str], capabilities: tuple[int, int],
     [
         ("", X86),
         ("-amx", X86 - {"amx"}),
-        (" -avx512bf16 , -amx ", VNNI),
-        ("-avx512bf16", VNNI),
-        ("-avx512vnni", {"avx2", "avx512"}),
+        (" -avx512bf16 , -amx ", VNNI | {"avx512vbmi2"}),
+        ("-avx512bf16", VNNI | {"avx512vbmi2"}),
+        ("-avx512vbmi2", X86 - {"avx512vbmi2"}),
+        ("-avx512vnni", {"avx2", "avx512", "avx512vbmi2"}),
         ("-avx512", {"avx2"}),
         ("-avx2", set()),
         ("-neon", X86),

@@ -1,0 +1,208 @@
+"""Weights of a packed matrix (loader/packed_rows.py): decoded 64 at a time, into memory or into the registers of a product's tile.
+
+A mask of each plane of codes adds 1, 2 or 4 to the exponents in those lanes; where the processor has it (AVX512-VBMI2), one
+instruction brings the escapes from their list to their places. Exponents and bytes are interleaved and rotated by a bit. Elsewhere
+escapes are put into the decoded weights one by one.
+
+They are generated as LLVM code because Numba's vectoriser keeps no tile of sums in registers (see vectors.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
+from engine.cpu.kernels.vectors import I32, I64, PAIRS, SUMS, Loader, add_products, fenced, fold, shuffle, splat, vector
+from engine.host import processor
+from loader.packed_rows import BLOCK, NUM_PLANES, ORDER, PANEL_ROWS
+
+HAS_EXPANSION = processor.runs("escapes_in_place")
+IS_FUSED = HAS_EXPANSION and HAS_BFLOAT16_PRODUCTS
+_AHEAD = 8192  # bytes of the body between what is prefetched and what is used
+_AHEAD_PLANES = _AHEAD // BLOCK * NUM_PLANES  # the same of the codes
+_LINE_PLANES = 8  # in a cache line
+_BYTE = ir.IntType(8)
+_BYTES, _BITS = ir.VectorType(_BYTE, BLOCK), ir.VectorType(ir.IntType(1), BLOCK)
+_WORDS = ir.VectorType(ir.IntType(16), BLOCK // 2)
+_PLACES = [ORDER.index(weight) for weight in range(BLOCK)]
+# of a vector of bytes and one of exponents, those of the first 32 weights, and of the others
+_HALVES = [[number for place in places for number in (place, BLOCK + place)] for places in (_PLACES[:32], _PLACES[32:])]
+_SECOND_CACHE = 2  # the locality argument of llvm.prefetch
+
+
+def _load(builder: ir.IRBuilder, data: Any, at: Any, kind: ir.Type, align: int = 1) -> Any:
+    return builder.load(builder.bitcast(builder.gep(data, [at]), kind.as_pointer()), align=align)
+
+
+def _call(builder: ir.IRBuilder, name: str, kind: ir.Type, args: list[Any]) -> Any:
+    function = ir.FunctionType(kind, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), args)
+
+
+def _prefetch(builder: ir.IRBuilder, data: Any, at: Any) -> None:
+    address = builder.bitcast(builder.gep(data, [at]), _BYTE.as_pointer())
+    args = [address, I32(0), I32(_SECOND_CACHE), I32(1)]  # read, data
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), args)
+
+
+def _opaque(builder: ir.IRBuilder, value: int) -> Any:
+    """Returns bytes of this value, which the compiler does not know: of an addition of 1 it would make two instructions."""
+    return builder.bitcast(fenced(builder, builder.bitcast(vector(_BYTES, value), SUMS)), _BYTES)
+
+
+def _decoded(builder: ir.IRBuilder, body: Any, planes: list[Any], base: Any, escapes: Any, at: Any) -> tuple[list[Any], Any]:
+    """Returns 64 weights as two vectors of 32, and a mask (i64) of the places of escapes, whose weights have no meaning without
+    HAS_EXPANSION. base: the row's, in all 64 lanes. at: the index of the first escape."""
+    exponents = base
+    for bit, plane in enumerate(planes):
+        raised = builder.add(exponents, _opaque(builder, 1 << bit))
+        exponents = builder.select(builder.bitcast(plane, _BITS), raised, exponents)
+    escaped = planes[0]
+    for plane in planes[1:]:
+        escaped = builder.and_(escaped, plane)
+    if HAS_EXPANSION:
+        listed = _load(builder, escapes, at, _BYTES)
+        args = [listed, exponents, builder.bitcast(escaped, _BITS)]
+        exponents = _call(builder, "llvm.x86.avx512.mask.expand.v64i8", _BYTES, args)
+    weights = []
+    for half in _HALVES:
+        words = builder.bitcast(shuffle(builder, body, exponents, half), _WORDS)
+        weights.append(_call(builder, f"llvm.fshr.v{_WORDS.count}i16", _WORDS, [words, words, vector(_WORDS, 1)]))
+    return weights, escaped
+
+
+@intrinsic
+def count_bits(typing_context: Any, mask: Any) -> Any:
+    """Returns how many bits of an int64 are set."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, "llvm.ctpop.i64", I64, args)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def lowest_bit(typing_context: Any, mask: Any) -> Any:
+    """Returns the index of the lowest bit that is set of an int64, which is not 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, "llvm.cttz.i64", I64, [args[0], ir.Constant(ir.IntType(1), 1)])
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def unpack_block(
+    typing_context: Any, body: Any, codes: Any, number: Any, base: Any, escapes: Any, escapes_at: Any, out: Any, out_at: Any
+) -> Any:
+    """Writes a row's block of 64 weights to out (uint16) from out_at on. number: the block's, of all panels' and rows' in order.
+    Returns a mask (int64) of the places (of ORDER) of escapes, whose weights are yet to be written without HAS_EXPANSION."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bytes_data, planes_data, escapes_data, target = (
+            context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 1, 4, 6)
+        )
+        own = builder.mul(args[2], I64(BLOCK))
+        _prefetch(builder, bytes_data, builder.add(own, I64(_AHEAD)))
+        planes_at = builder.mul(args[2], I64(NUM_PLANES))
+        _prefetch(builder, planes_data, builder.add(planes_at, I64(_AHEAD_PLANES)))
+        planes = [_load(builder, planes_data, builder.add(planes_at, I64(plane)), I64, 8) for plane in range(NUM_PLANES)]
+        base_lanes = splat(builder, args[3], _BYTES)
+        weights, escaped = _decoded(builder, _load(builder, bytes_data, own, _BYTES), planes, base_lanes, escapes_data, args[5])
+        for half, part in enumerate(weights):
+            place = builder.gep(target, [builder.add(args[7], I64(half * _WORDS.count))])
+            builder.store(part, builder.bitcast(place, _WORDS.as_pointer()), align=2)
+        return escaped
+
+    one = types.int64
+    return one(body, codes, one, types.uint8, escapes, one, out, one), generate
+
+
+def packed_tile(num_rows: int) -> Any:
+    """Returns a function (x, width, body, codes, bases, panel, blocks, escapes, escapes_at, folded) that multiplies num_rows
+    rows of x with a panel's weights, and writes the result of row r and output n to folded[4 r + n]. For processors with IS_FUSED.
+
+    x: bfloat16 bits; the rows lie end to end, `width` elements each. blocks: of a panel. Products are
+    added up in the order in which dot_tile (tiles.py) adds them, and the lanes as fold_sums does."""
+
+    @intrinsic
+    def tile(
+        typing_context: Any,
+        x: Any,
+        width: Any,
+        body: Any,
+        codes: Any,
+        bases: Any,
+        panel: Any,
+        blocks: Any,
+        escapes: Any,
+        escapes_at: Any,
+        folded: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            rows, bytes_data, planes_data, bases_data, escapes_data, out = (
+                context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 2, 3, 4, 7, 9)
+            )
+            load_x = Loader(builder, rows, x.dtype, True)
+            _, row_width, _, _, _, number, count, _, escapes_begin, _ = args
+            rows_at = [builder.mul(row_width, I64(r)) for r in range(num_rows)]
+            first_base = builder.mul(number, I64(PANEL_ROWS))
+            base_lanes = []
+            for n in range(PANEL_ROWS):
+                base = builder.load(builder.gep(bases_data, [builder.add(first_base, I64(n))]))
+                base_lanes.append(splat(builder, base, _BYTES))
+            first_block = builder.mul(builder.mul(number, count), I64(PANEL_ROWS))
+            totals = [cgutils.alloca_once(builder, SUMS) for _ in range(num_rows * PANEL_ROWS)]
+            for total in totals:
+                builder.store(vector(SUMS, 0.0), total)
+            place = cgutils.alloca_once(builder, I64)
+            builder.store(escapes_begin, place)
+
+            def add(k: Any, some: Any = None) -> None:
+                """Adds the products of the block at input k, of which only the first `some` (i32) inputs are there."""
+                own = builder.add(first_block, builder.mul(builder.udiv(k, I64(BLOCK)), I64(PANEL_ROWS)))
+                bytes_at, planes_at = builder.mul(own, I64(BLOCK)), builder.mul(own, I64(NUM_PLANES))
+                for n in range(PANEL_ROWS):
+                    _prefetch(builder, bytes_data, builder.add(bytes_at, I64(_AHEAD + n * BLOCK)))
+                for line in range(0, PANEL_ROWS * NUM_PLANES, _LINE_PLANES):
+                    _prefetch(builder, planes_data, builder.add(planes_at, I64(_AHEAD_PLANES + line)))
+                inputs = []
+                for row_at in rows_at:
+                    at = builder.add(row_at, k)
+                    for half in range(2):
+                        left = None if some is None else builder.sub(some, I32(half * load_x.step))
+                        inputs.append(load_x(builder.add(at, I64(half * load_x.step)), left))
+                for n in range(PANEL_ROWS):
+                    planes = [
+                        _load(builder, planes_data, builder.add(planes_at, I64(n * NUM_PLANES + plane)), I64, 8)
+                        for plane in range(NUM_PLANES)
+                    ]
+                    own_bytes = _load(builder, bytes_data, builder.add(bytes_at, I64(n * BLOCK)), _BYTES)
+                    begin = builder.load(place)
+                    weights, escaped = _decoded(builder, own_bytes, planes, base_lanes[n], escapes_data, begin)
+                    builder.store(builder.add(begin, _call(builder, "llvm.ctpop.i64", I64, [escaped])), place)
+                    for half, part in enumerate(weights):
+                        for r in range(num_rows):
+                            total = totals[r * PANEL_ROWS + n]
+                            own_inputs, pairs = inputs[2 * r + half], builder.bitcast(part, PAIRS)
+                            builder.store(add_products(builder, builder.load(total), own_inputs, pairs, True), total)
+
+            whole = builder.and_(row_width, I64(-BLOCK))
+            with cgutils.for_range_slice(builder, I64(0), whole, I64(BLOCK)) as (k, _):
+                add(k)
+            with builder.if_then(builder.icmp_signed("<", whole, row_width), likely=False):
+                add(whole, builder.trunc(builder.sub(row_width, whole), I32))
+            sums = fold(builder, [builder.load(total) for total in totals])
+            part = shuffle(builder, sums, sums, list(range(num_rows * PANEL_ROWS)))
+            builder.store(part, builder.bitcast(out, part.type.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        one = types.int64
+        return types.void(x, one, body, codes, bases, one, one, escapes, one, folded), generate
+
+    return tile
