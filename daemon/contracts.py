@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ReportedUsage:
-    """How many tokens a request took that another server answers: as that server reports it, and until then an estimate."""
+    """The token counts of a request that another server answers: what that server reports, and until then an estimate."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -55,34 +55,34 @@ class Generation:
     cache_salt: str = ""  # the client's: only requests of the same tenant with the same salt share cached prefixes
     weight: float = 1.0  # the tenant's share
     priority: int = 0
-    keep_alive_s: float | None = None  # how long its model may stay after it, from now on; None: as before
+    keep_alive_s: float | None = None  # how long its model may stay in memory from now on; None: leaves that as it is
     output: list[int] = field(default_factory=list)
     prediction: list[int] = field(default_factory=list)  # tokens that the output may repeat in parts
-    num_drafted: int = 0  # tokens that were computed for it before they were known
-    num_accepted: int = 0  # of them, those that are in the output
-    num_resumed: int = 0  # tokens of the output that an earlier daemon has made
-    was_accepted: bool = False  # by that daemon
+    num_drafted: int = 0  # draft tokens of speculative decoding that were computed for it
+    num_accepted: int = 0  # draft tokens that were accepted into the output
+    num_resumed: int = 0  # tokens of the output that an earlier daemon process generated
+    was_accepted: bool = False  # whether an earlier daemon process had accepted it
     num_cached: int = 0  # prompt tokens found in the prefix cache
     arrived_s: float = 0.0  # monotonic
     submitted_s: float = 0.0  # monotonic; 0: not submitted to an engine yet
     first_token_s: float = 0.0
     submitted_device: str = ""
-    replica: str = ""  # that it was submitted to: the model, or a further replica of it
+    replica: str = ""  # the model's name as a replica (the model itself, or a further replica) to which it was submitted
     num_pauses: int = 0  # how often its model was evicted while it ran
     paused_since_s: float = 0.0  # monotonic; 0: not paused now
     paused_s: float = 0.0  # in the pauses that are over; request_timeout_s does not count pauses
     restored_tokens: int = 0  # tokens whose KV was restored after pauses and deaths of engines
-    recomputed_tokens: int = 0  # tokens whose KV was computed again after them
-    outcome: str = ""  # once it has ended: stop, length, cancelled, refused, failed or timeout
+    recomputed_tokens: int = 0  # tokens whose KV was computed again after pauses and deaths of engines
+    outcome: str = ""  # set when it has ended: stop, length, cancelled, refused, failed or timeout
     logprobs: LogprobTrail | None = None  # None unless asked for; fed just before the tokens they belong to
     prompt_logprobs: PromptTrail | None = None  # None unless the request has prompt_logprobs
     task: str = "generate"  # or "embed", "score"
-    second_at: int = 0  # of a score: as in engine.protocol.Submit
+    second_at: int = 0  # for the task "score": as in engine.protocol.Submit
     vector: bytes = b""  # an embedding's or a score's result: float32, little-endian
-    first: Generation | None = None  # the first sequence of the same client request; None: this one is
-    trace: SequenceTrace | None = None  # None unless it is traced; told what happens to it
+    first: Generation | None = None  # the first sequence of the same client request; None: this is the first
+    trace: SequenceTrace | None = None  # records what happens to the sequence; None unless it is traced
     is_copy: bool = False  # a further sequence of the same prompt (n > 1): usage counts the prompt once
-    reported: ReportedUsage | None = None  # of a request that another server answers, which has no prompt and output here
+    reported: ReportedUsage | None = None  # token counts if another server answers (prompt and output are empty then), else None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -105,8 +105,8 @@ class Generation:
 
 
 class Expectation(NamedTuple):
-    """A request whose prompt is being tokenized. request_id: its first sequence's, if that is submitted; 0: the next one. over: to
-    be called when that sequence is submitted, or will not be; a RequestScope does both."""
+    """A request whose prompt is being tokenized. request_id: the id for its first sequence, if one is submitted; 0: the next free
+    id. over: to be called when that sequence has been submitted, or will not be; a RequestScope calls it."""
 
     request_id: int
     over: Callable[[], None]
@@ -120,8 +120,8 @@ class RequestPort(Protocol):
         ...
 
     def expect(self, model: ModelEntry, tenant: str = "") -> Expectation:
-        """Lets the load of a model that is not in memory begin, if it can at once, for a request whose prompt is still to be
-        tokenized."""
+        """Lets a model that is not in memory start to load, if that is possible at once, for a request whose prompt is not
+        tokenized yet."""
         ...
 
     def cancel(self, generation: Generation) -> None:
@@ -129,12 +129,12 @@ class RequestPort(Protocol):
         ...
 
     def forward(self, generation: Generation) -> None:
-        """Accepts a request that another server answers, which takes no part in this node's scheduling; see Generation.reported.
-        Its sink is told when its time is over. Raises HearthError while the node is drained."""
+        """Accepts a request that another server answers and that takes no part in this node's scheduling; see Generation.reported.
+        Its sink is told when the request times out. Raises HearthError while the node is drained."""
         ...
 
     def forwarded(self, generation: Generation, outcome: str) -> None:
-        """Ends such a request. outcome: as in Generation. Nothing happens if it has ended."""
+        """Ends a request that was accepted by `forward`. outcome: as in Generation. Does nothing if the request has ended."""
         ...
 
     def keep_alive(self, model: ModelEntry, seconds: float) -> None:
@@ -147,15 +147,14 @@ class SenderPort(Protocol):
     """The tenant that sends a request, as the endpoints see it."""
 
     def charge(self, num_prompt_tokens: int, field: str) -> None:
-        """Takes the request and its prompts from the tenant's limits; called before the first sequence is submitted, once. What an
-        earlier daemon has charged is not taken again.
-        num_prompt_tokens: of all its prompts together. field: the body's that holds them. Raises HearthError: 429, or 400 if the
-        request can never fit."""
+        """Counts the request and its prompt tokens against the tenant's limits; called once, before the first sequence is
+        submitted. What an earlier daemon has counted is not counted again. num_prompt_tokens: the tokens of all prompts together.
+        field: the body's field that holds the prompts. Raises HearthError: 429, or 400 if the request can never fit."""
         ...
 
     def priority(self, asked: int | None) -> int:
-        """Returns the priority of the request's sequences. asked: the request's own; None: it names none. Raises HearthError
-        (400) if the tenant may not have that."""
+        """Returns the priority of the request's sequences. asked: the priority that the request names, or None. Raises HearthError
+        (400) if the tenant may not use it."""
         ...
 
 
@@ -163,9 +162,9 @@ class ModelPort(Protocol):
     """The registry as the API sees it. asker: the sender of the request; a model that it may not use is unknown to it."""
 
     def resolve(self, name: str, asker: Asker = OPERATOR) -> ModelEntry:
-        """Returns the model with this name or alias; for any other name the one that the table of names leads to. Raises
-        HearthError: model_not_found (404), or 503 for an incomplete model, or 400 for one that cannot be served; of several that
-        the table leads to, what refusal_of() makes of their reasons."""
+        """Returns the model with this name or alias; for any other name, the model that the table of names maps it to. Raises
+        HearthError: model_not_found (404), 503 for an incomplete model, 400 for one that cannot be served. If the table maps the
+        name to several models that are all refused, refusal_of() makes one error of their reasons."""
         ...
 
     def canonical(self, name: str, asker: Asker = OPERATOR) -> str:
@@ -174,11 +173,12 @@ class ModelPort(Protocol):
         ...
 
     def knows(self, name: str, asker: Asker = OPERATOR) -> bool:
-        """Returns whether the text is a model's name, an alias, or an entry of the table of names that is no pattern."""
+        """Returns whether the text is a model's name, an alias, or an entry of the table of names that is not a pattern."""
         ...
 
     def further_names(self, asker: Asker = OPERATOR) -> Mapping[str, Sequence[str]]:
-        """Returns the entries of the table of names that are no patterns, by the first model of each that `asker` may use."""
+        """Returns the entries of the table of names that are not patterns, grouped by the first model of each entry that `asker`
+        may use."""
         ...
 
     def entries(self) -> Sequence[ModelEntry]:
@@ -187,7 +187,7 @@ class ModelPort(Protocol):
 
 
 class LoadedAdapter(NamedTuple):
-    """A LoRA adapter that was loaded or unloaded. not_saved: why a restart would forget that; None if it is saved."""
+    """A LoRA adapter that was loaded or unloaded. not_saved: why the change would be lost at a restart; None if it is saved."""
 
     name: str
     base: str
@@ -195,15 +195,16 @@ class LoadedAdapter(NamedTuple):
 
 
 class AdapterPort(Protocol):
-    """What loads LoRA adapters from folders of this machine, by names that operators give them."""
+    """Loads and unloads LoRA adapters from folders of this machine, under names that operators choose."""
 
     async def load(self, name: str, path: str, in_place: bool) -> LoadedAdapter:
-        """Serves the adapter in a folder by this name, from now on and after a restart, and has it read into memory if its base is
-        there. in_place: also where an adapter was loaded under the name. Raises HearthError; nothing has changed then."""
+        """Serves the adapter in a folder under this name, from now on and after a restart, and has it read into memory if its base
+        model is there. in_place: replaces an adapter that was loaded under the same name. Raises HearthError; nothing has changed
+        then."""
         ...
 
     async def unload(self, name: str) -> LoadedAdapter:
-        """Serves it no longer. Its requests that run go on to their end, then its memory is free. Raises HearthError."""
+        """Stops serving an adapter. Its running requests go on to their end, then its memory is freed. Raises HearthError."""
         ...
 
 
@@ -229,7 +230,8 @@ class HealthPort(Protocol):
         ...
 
     async def probe(self, limit_s: float) -> tuple[bool, dict[str, object]]:
-        """Does as ready, but has each engine that is up compute a token, and wants one at least to answer within limit_s."""
+        """Does the same as `ready`, but also asks each engine that is up to compute a token; at least one has to answer within
+        limit_s."""
         ...
 
     def num_open(self) -> int:
@@ -237,12 +239,12 @@ class HealthPort(Protocol):
         ...
 
     def residents(self) -> Mapping[str, Resident]:
-        """Returns the models that are in memory now, by name. It knows no tenants: who asks for one leaves out what it may not
-        see."""
+        """Returns the models that are in memory now, by name. It does not check permissions: the caller leaves out models that the
+        tenant may not see."""
         ...
 
     def metrics(self, model: str | None = None) -> bytes:
-        """Returns /metrics in Prometheus' text format. model: gives only what concerns this model."""
+        """Returns /metrics in Prometheus' text format. model: restricts the text to this model."""
         ...
 
 

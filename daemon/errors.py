@@ -39,7 +39,7 @@ class HearthError(Exception):
         details: dict[str, object] | None = None,
         kind: str = "",
     ) -> None:
-        """kind: OpenAI's error type where it is another than the class's."""
+        """kind: OpenAI's error type, if it differs from the class's type."""
         super().__init__(message)
         self.type = kind or type(self).type
         self.code, self.message, self.param = code, message, param
@@ -48,7 +48,8 @@ class HearthError(Exception):
         self.details = details or {}
 
     def renamed(self, names: Iterable[tuple[str, str]]) -> dict[str, str | None]:
-        """Returns `message` and `param` in the terms of another API. names: what we call a field, and what it is called there."""
+        """Returns `message` and `param` in the terms of another API. names: pairs of our name of a field and its name in the other
+        API."""
         message, param = self.message, self.param
         for ours, theirs in names:
             message, param = message.replace(ours, theirs), param and param.replace(ours, theirs)

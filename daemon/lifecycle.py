@@ -64,7 +64,7 @@ from loader.catalog import Checkpoint
 from scheduler.node import events
 
 log = logging.getLogger("hearthd")
-GC_AFTER_OBJECTS = 20_000  # new objects between two garbage collections; each collection walks only those
+GC_AFTER_OBJECTS = 20_000  # new objects between two garbage collections; each collection visits only these
 SWITCH_INTERVAL_S = 0.0005  # a thread that reads headers must not keep the loop waiting for Python's default 5 ms
 FLUSH_LIMIT_S = 2.0  # how long handlers may take to write their last bytes
 JUST_NOW_S = 10.0
@@ -73,8 +73,8 @@ TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
 
 
 class DaemonRun:
-    """One run of the daemon. flags: the values given on the command line, read again at each reload. files: what the settings
-    name. forks: the fork server, if it was started ahead."""
+    """One run of the daemon. flags: the values given on the command line, read again at each reload. files: the contents of the
+    files that the settings name, such as keys and certificates. forks: the fork server, if it was started ahead."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class DaemonRun:
     ) -> None:
         self._inventory, self._forks = inventory or Driver(), forks
         self._config, self._devices, self._config_path, self._flags = config, devices, config_path, flags
-        self._named = files  # as they were before the start
+        self._named = files  # contents at the start
         self._keys, self._tls = files.keys, files.tls
         self._certificate_log = tls.CertificateLog()
         self._acceptors: list[Acceptor] = []
@@ -103,7 +103,7 @@ class DaemonRun:
         self._own_sockets: list[str] = []  # paths to remove at the end; systemd removes those that it made
         self._read = self._present()  # the files at the last reading
         self._expiries = ExpiryLog()
-        self._by_itself: tuple[float, list[str]] = (-JUST_NOW_S, [])  # when a changed file was last applied by itself, and what
+        self._by_itself: tuple[float, list[str]] = (-JUST_NOW_S, [])  # time and keys of the last automatic reload
 
     async def run(self) -> int:
         """Serves until told to stop. Raises sockets.SocketError or OSError if it cannot start."""
@@ -199,8 +199,8 @@ class DaemonRun:
                 log.info("%s: restarting", self._stop_signal)
                 for acceptor in main:
                     await acceptor.connected(handover.FLUSH_S)
-                if self._tls is not None:  # only this process has the keys of its connections, so their answers end here
-                    node.background.hold()  # which have none, so they are not waited for
+                if self._tls is not None:  # TLS keys exist only here, so these answers cannot be handed over
+                    node.background.hold()  # background responses have no connection, so the stop does not wait for them
                     await self._let_end(node)
                 await handover.hand_over(node, store, {"main": api, "admin": admin})
                 self._fail_rest(node)
@@ -237,7 +237,8 @@ class DaemonRun:
         ask: bool = True,
         cors: bool = True,
     ) -> Runner:
-        """ask: whether keys are asked for. cors: whether other sites' pages may be allowed in."""
+        """Returns the HTTP application of one listener with its server settings. serves: tells whether it serves an endpoint. ask:
+        whether it requires keys, if any are set. cors: whether the CORS settings let pages of other sites use it."""
         rules = Cors(node.settings) if cors else None
         access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused, rules)
         if access.keys is not None:
@@ -322,8 +323,8 @@ class DaemonRun:
         return self._tls.context if self._tls is not None else None
 
     async def _look_at_certificate(self) -> None:
-        """Warns before the certificate ends, and looks whether its files have changed where the kernel tells nothing of it, as on
-        some network mounts."""
+        """Warns before the certificate expires, and checks whether files have changed, because on some network mounts the kernel
+        reports no changes."""
         while True:
             self._certificate_log.tell(self._tls, time.time())
             await asyncio.sleep(tls.LOOK_EVERY_S)
@@ -338,8 +339,8 @@ class DaemonRun:
                 self._by_itself = time.monotonic(), applied
 
     async def reload_as_asked(self) -> dict[str, Any]:
-        """Reloads for an operator. If a changed file has just been applied by itself, returns what that applied, because that is
-        what was asked for."""
+        """Reloads on an operator's request. If a changed file has just been applied automatically, returns what that reload
+        applied, because that is what the operator asked for."""
         result = await self.reload()
         at, applied = self._by_itself
         if not result["applied"] and time.monotonic() - at < JUST_NOW_S:
@@ -506,5 +507,5 @@ def serve(
         print(f"hearthd: {error}", file=sys.stderr)
         return 1
     finally:
-        if forks is not None:  # the node may not have come to be, whose stop ends it
+        if forks is not None:  # if the node was never made, nothing else stops the fork server
             forks.give_up()

@@ -10,8 +10,8 @@ from config.schema import NodeConfig
 
 
 class LiveSettings:
-    """The current values of HttpSettings, AccessSettings and CorsSettings for the API. needs_restart: dotted keys that the file
-    has changed since the start, and that only a restart applies."""
+    """The current values of HttpSettings, AccessSettings and CorsSettings for the API. needs_restart: dotted keys that changed in
+    the file since the start and take effect only after a restart."""
 
     def __init__(self, config: NodeConfig, sources: Sources) -> None:
         self.config, self.sources = config, sources

@@ -16,12 +16,13 @@ from scheduler.node.node_scheduler import NodeScheduler
 
 
 class LoadedAdapters:
-    """AdapterPort for the API and the control socket. changed: set by the lifecycle; has all folders scanned and watched anew."""
+    """AdapterPort for the API and the control socket. changed: called after each change to scan and watch all folders anew; set by
+    the lifecycle."""
 
     def __init__(
         self, registry: Registry, scheduler: NodeScheduler, dispatcher: Dispatcher, keeper: StateKeeper, ring: EventRing
     ) -> None:
-        """keeper: saves what the registry notes in the state."""
+        """keeper: saves the node's state, in which the registry records the loaded adapters."""
         self._registry, self._scheduler, self._dispatcher = registry, scheduler, dispatcher
         self._keeper, self._ring = keeper, ring
         self.changed: Callable[[], None] = lambda: None
@@ -56,5 +57,5 @@ class LoadedAdapters:
 
 
 def _identity(record: AdapterRecord) -> tuple[str, str]:
-    """Names the base and the files: an adapter for which it is the same is the same in memory."""
+    """Returns the base model and the files' fingerprint. Two records with the same identity are the same adapter in memory."""
     return record.base, record.served.fingerprint if record.served is not None else ""

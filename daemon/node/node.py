@@ -216,8 +216,8 @@ class NodeParts:
         return LeftMemory(device.name, is_host, kept)
 
     def take_up_kept(self) -> None:
-        """Takes over the memory that the daemon before this one has left in the service manager's store. Called once, after the
-        first scan and before engines are told their configuration. From then on the store follows what memory holds."""
+        """Takes over the memory that an earlier daemon left in the service manager's store, and from then on keeps the store up to
+        date. Called once, after the first scan and before engines are told their configuration."""
         for left in self._left.values():
             if left is not None:
                 left.take_up()
@@ -234,7 +234,7 @@ class NodeParts:
             self._store.drop_rest()
 
     def _open_text(self, entry: ModelEntry) -> None:
-        """Has the tokenizer of a model that begins to load opened meanwhile."""
+        """Lets the text service open the tokenizer of a model while its weights load."""
         if entry.generates_text:
             self.text.open_ahead(entry)
 
@@ -309,7 +309,8 @@ class NodeParts:
         return self.scheduler.draining
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each model, and for further replicas that are not cold, by name. `ps` leaves all cold ones out."""
+        """Returns a row for each model, and for each further replica that is not cold, sorted by name. `ps` shows no cold
+        models."""
         kv_bytes = self._kv_bytes()
         rows = []
         for view in sorted(self.scheduler.snapshot(), key=lambda view: view.name):
@@ -366,7 +367,7 @@ class NodeParts:
         return rows
 
     def adapters_in_memory(self) -> dict[str, dict[str, int]]:
-        """Returns the LoRA adapters in a device's memory, each with its bytes there, by the models that they are for."""
+        """Returns the LoRA adapters in a device's memory and the bytes that each has there, grouped by base model."""
         loaded = (each for stats in self.engine_events.stats.values() for each in stats.adapters.items())
         found: dict[str, dict[str, int]] = {}
         for replica, adapters in loaded:
@@ -374,7 +375,7 @@ class NodeParts:
         return found
 
     def residents(self) -> dict[str, Resident]:
-        """Returns the models that are in a device's memory, loading ones left out."""
+        """Returns the models that are in a device's memory, without those that are still loading."""
         found = {}
         kv_bytes = self._kv_bytes()
         for view in self.scheduler.snapshot():
@@ -388,12 +389,12 @@ class NodeParts:
         return found
 
     def _kv_bytes(self) -> dict[str, int]:
-        """Returns each model's KV in use, of a model that is split over devices on each of them."""
+        """Returns the bytes of KV in use by model. For a model that is split over devices: its bytes on one of them."""
         return {name: counts[0] for stats in self.engine_events.stats.values() for name, counts in stats.models.items()}
 
     def queue_rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each request that waits in the scheduler's queue, and then for each long-running text job. Text jobs
-        come before a request is queued."""
+        """Returns a row for each request in the scheduler's queue, and then for each long-running text job, whose request is not
+        queued yet."""
         now = time.monotonic()
         rows = []
         for view in self.scheduler.queue():
@@ -512,8 +513,8 @@ class NodeParts:
     # ---- health
 
     def health(self) -> tuple[bool, dict[str, object]]:
-        """Returns whether the node is healthy, and the body of /healthz. A task that is started again is reported, but is no
-        reason to end the node."""
+        """Returns whether the node is healthy, and the body of /healthz. A failed task that was started again is listed as a
+        problem, but does not make the node unhealthy."""
         healthy, problems = not self.scheduler.health(), self._problems()
         return healthy, {"status": "failing" if not healthy else "degraded" if problems else "ok", "problems": problems}
 
@@ -521,7 +522,7 @@ class NodeParts:
         return [*self.scheduler.health(), *self.tasks.problems()]
 
     def problem(self) -> str:
-        """Returns why systemd's watchdog is not notified, or "" if it is."""
+        """Returns why systemd's watchdog is not notified, or "" if it is notified."""
         return "; ".join(map(str, self.scheduler.health()))
 
     def ready(self) -> tuple[bool, dict[str, object]]:
@@ -537,7 +538,8 @@ class NodeParts:
         return not reason, {"status": _READINESS[not reason], "reason": reason, "engines": engines}
 
     async def probe(self, limit_s: float) -> tuple[bool, dict[str, object]]:
-        """Does as `ready`, but also has every engine that is up compute a token, and wants one to answer within limit_s."""
+        """Does the same as `ready`, but also asks every engine that is up to compute a token; at least one has to answer within
+        limit_s."""
         good, body = self.ready()
         if not good:
             return good, body

@@ -16,7 +16,7 @@ log = logging.getLogger("hearthd")
 
 @dataclass(slots=True, frozen=True)
 class RefusedReload:
-    """Why the current content of the files is not in use. since: Unix time of the first refusal after the last success."""
+    """Why the files as they are now are not in use. since: Unix time of the first refusal after the last success."""
 
     message: str
     file: str
@@ -26,16 +26,16 @@ class RefusedReload:
 
 
 class Reloads:
-    """Counts reloads. refused: None while the running settings are those of the last reading."""
+    """Counts reloads. refused: the last refusal, None if the last reload was applied."""
 
     def __init__(self, counts: defaultdict[str, int], audit: AuditLog) -> None:
-        """counts: the numbers of readings "applied" and "refused", for the metrics."""
+        """counts: the numbers of reloads, by the keys "applied" and "refused", for the metrics."""
         self._counts, self._audit = counts, audit
         self.refused: RefusedReload | None = None
 
     def refuse(self, error: ConfigError) -> BadRequest:
-        """Counts, logs and keeps the refusal, and returns the error for the caller of the reload. The audit log's file is opened
-        anew all the same: the program that rotates it knows nothing of the settings."""
+        """Counts, logs and keeps the refusal, and returns the error for the caller of the reload. The audit log's file is reopened
+        even so, because the program that rotates it cannot know whether the settings are valid."""
         self._counts["refused"] += 1
         log.error("reload refused, the running settings stay: %s", error)
         since = round(time.time(), 3) if self.refused is None else self.refused.since

@@ -26,17 +26,17 @@ log = logging.getLogger("hearthd.warm")
 TRY_FOR_S = 600.0
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 15.0
 LOOK_EVERY_S = 10.0
-AGAIN = ("would_not_fit", "busy")  # refusals that may pass
+AGAIN = ("would_not_fit", "busy")  # refusal codes after which it is worth trying again
 
 
 class CommandPort(Protocol):
-    """The dispatcher, as far as it takes commands."""
+    """The part of the dispatcher that takes commands."""
 
     def command(self, make: Callable[[float, str], events.Event], kind: str = ...) -> asyncio.Future[Refusal | None]: ...
 
 
 class Warming:
-    """Loads ahead what the settings name. problems: by model, why its last load ahead did not come about."""
+    """Loads models ahead, as their setting `warm` says. problems: for each model, why its last load ahead failed."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class Warming:
         ring: EventRing,
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """config: returns the settings as they are now. clock: the host's local time."""
+        """config: returns the current settings. clock: returns the host's local time."""
         self._config, self._dispatcher, self._tasks, self._ring, self._clock = config, dispatcher, tasks, ring, clock
         self.problems: dict[str, str] = {}
         self._trying: set[str] = set()
         self._times: WarmTimes | None = None
 
     async def run(self) -> None:
-        """Loads what `start` names, and then at each time what names it. Started when the node listens; if it is started again
-        after a failure, it goes on."""
+        """Loads the models that are to be warm at the start, and then each other model at its times. Runs from when the node
+        listens; when it is started again after a failure, it does not repeat the loads of the start."""
         if self._times is None:
             self._times = WarmTimes(self._clock())
             for name, model in self._config().models.items():
@@ -70,7 +70,7 @@ class Warming:
             await asyncio.sleep(min(LOOK_EVERY_S, max(0.05, left_s)))
 
     def begin(self, name: str, when: str) -> None:
-        """Has the model loaded, if it can be, within TRY_FOR_S. when: words for the log."""
+        """Starts to load the model, and tries again for up to TRY_FOR_S while it cannot be loaded. when: words for the log."""
         if name not in self._trying:
             self._trying.add(name)
             self._tasks.once(f"loading {name} ahead", self._try(name, when))
@@ -101,7 +101,7 @@ class Warming:
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
 
     def lines(self, name: str) -> list[str]:
-        """Returns what `hearth why` says of a model."""
+        """Returns the lines about loads ahead for `hearth why`."""
         model = self._config().models.get(name)
         lines = []
         if model is not None and model.warm is not None:
