@@ -1,1 +1,1 @@
-"""Traces of requests and loads: what they are made of, and how they get to a collector (OpenTelemetry)."""
+"""Traces of requests and loads (OpenTelemetry): the spans that they consist of, and how these get to a collector."""

@@ -1,5 +1,5 @@
-"""Sends spans to a collector, in batches, by OTLP over HTTP. What the collector does delays nobody: the queue is bounded, a request
-to it has a deadline, and what cannot be sent is dropped and counted."""
+"""Sends spans to a collector, in batches, by OTLP over HTTP. A slow collector delays nothing else: the queue is bounded, each post
+has a deadline, and spans that cannot be sent are dropped and counted."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from daemon.traces.span_counts import SpanCounts
 
 log = logging.getLogger("hearthd")
 MAX_QUEUED = 8192  # spans, some 5 MB
-BATCH = 512  # spans in a request, but for a trace that has more
-SEND_EVERY_S = 2.0  # a smaller batch waits so long for more
+BATCH = 512  # the most spans in a post, unless a single trace has more
+SEND_EVERY_S = 2.0  # how long a smaller batch waits for more spans
 POST_S = 10.0  # how long the collector may take to answer
 RETRY_FOR_S = 60.0  # after that a batch is given up
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 CLOSE_S = 1.0  # how long the stop waits for the collector
 TELL_EVERY_S = 60.0
 ANSWER_BYTES = 64 << 10
-_AGAIN = (429, 502, 503, 504)  # statuses after which OTLP has the client try again
+_AGAIN = (429, 502, 503, 504)  # statuses after which an OTLP client should try again
 
 
 class _Batch(NamedTuple):
@@ -40,8 +40,8 @@ class _Batch(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What became of a request. problem: "" if it was taken. again: whether to try once more. retry_after_s: when, None if the
-    collector does not say. num_rejected: spans that it did not take."""
+    """The result of one post to the collector. problem: "" if the collector accepted it. again: whether to try once more.
+    retry_after_s: the wait that the collector asks for, or None. num_rejected: spans that it did not accept."""
 
     problem: str = ""
     again: bool = False
@@ -50,7 +50,7 @@ class _Answer(NamedTuple):
 
 
 class Exporter:
-    """Sends what is added, on the event loop, while `run` runs. problem: why spans cannot be sent now, "" if they can."""
+    """Sends queued spans on the event loop while `run` runs. problem: why spans cannot be sent now, "" if they can."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Exporter:
         counts: SpanCounts,
         retry_for_s: float = RETRY_FOR_S,
     ) -> None:
-        """resource: as of otlp.resource_json."""
+        """resource: the result of otlp.resource_json."""
         self._endpoint, self._resource, self._counts, self._retry_for_s = endpoint, resource, counts, retry_for_s
         self._headers = {
             **headers,
@@ -80,7 +80,7 @@ class Exporter:
         self.problem = ""
 
     def add(self, spans: bytes, num: int) -> None:
-        """Queues the spans of one trace, encoded, or drops all of them if there is no room."""
+        """Queues the encoded spans of one trace, or drops all of them if there is no room. num: the number of spans."""
         if self._is_closed or self._num_queued + num > MAX_QUEUED:
             self._drop(num, self.problem or "the collector is too slow")
             return
@@ -92,7 +92,7 @@ class Exporter:
             self._full.set()
 
     async def run(self) -> None:
-        """Sends until `close` is called."""
+        """Sends queued spans until `close` is called."""
         while not self._is_closed:
             await _first_of(self._any, self._closing)
             if self._queue and not self._closing.is_set():
@@ -107,7 +107,7 @@ class Exporter:
                     return
 
     async def close(self) -> None:
-        """Sends what waits if the collector takes it within CLOSE_S, and drops the rest."""
+        """Sends the queued spans if the collector accepts them within CLOSE_S, and drops the rest."""
         if self._is_closed:
             return
         self._closing.set()
@@ -133,7 +133,7 @@ class Exporter:
         return _Batch(otlp.request(self._resource, self._scope, [each.spans for each in taken]), num)
 
     async def _deliver(self, batch: _Batch) -> None:
-        """Sends a batch, again and again where that may help, and counts what became of it."""
+        """Sends a batch, with retries where they may help, and counts the spans that were sent and those that were dropped."""
         give_up_s, pause_s = time.monotonic() + self._retry_for_s, FIRST_PAUSE_S
         while True:
             answer = await self._post(batch.spans)
@@ -177,9 +177,9 @@ class Exporter:
                 return _Answer(f"it answers {status}", status in _AGAIN, retry_after_s)
         except TimeoutError:
             problem = f"it does not answer within {POST_S:g} s"
-        except Exception as error:  # whatever the network or a collector's rubbish makes of it
+        except Exception as error:  # anything that the network or a broken answer may raise
             problem = f"{type(error).__name__}: {error}"[:200]
-        return _Answer() if status // 100 == 2 else _Answer(problem, again=True)  # it has said that it took them
+        return _Answer() if status // 100 == 2 else _Answer(problem, again=True)  # a 2xx status means accepted
 
     def _found(self, problem: str) -> None:
         if problem and not self.problem:
@@ -227,7 +227,7 @@ def _taken(answer: bytes) -> _Answer:
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """Returns an answer, or its first ANSWER_BYTES."""
+    """Returns the answer's body, cut after about ANSWER_BYTES."""
     answer = b""
     async for part in response.content.iter_any():
         answer += part

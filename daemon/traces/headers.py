@@ -1,4 +1,4 @@
-"""The headers that go with traces to the collector, secret ones among them."""
+"""Reads the headers that are sent to the collector with the spans. Some of them are secret."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MAX_BYTES = 64 << 10
 
 
 def load(config: TracesConfig) -> dict[str, str]:
-    """Returns the headers of `[traces]`, those of headers_file before those of headers. Raises ConfigError, which names file and
-    line and never a value."""
+    """Returns the headers of `[traces]`; those of headers_file take precedence over those of `headers`. Raises ConfigError, which
+    names file and line and never a value."""
     return {**config.headers, **(_read(path_of(config.headers_file, _KEY)) if config.headers_file else {})}
 
 

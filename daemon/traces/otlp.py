@@ -11,7 +11,7 @@ import msgspec
 Value = str | bool | int | float | Sequence[str]
 INTERNAL, SERVER = 1, 2  # SpanKind
 _ERROR = 2  # StatusCode
-MAX_CHARACTERS = 1024  # of a text
+MAX_CHARACTERS = 1024  # the most in one text value
 
 
 class Event(NamedTuple):
@@ -23,8 +23,8 @@ class Event(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A finished span. trace_id, span_id, parent_id: in hexadecimal digits; parent_id "": it has none. error: why it failed, None
-    if it did not. state: of the trace (tracestate). links: trace and span ids of other spans that it has to do with."""
+    """A finished span. trace_id, span_id, parent_id: in hexadecimal digits; parent_id is "" for a root span. error: why it failed,
+    None if it did not. state: the trace's tracestate. links: trace and span ids of related spans."""
 
     name: str
     kind: int
@@ -49,7 +49,8 @@ def encoded(spans: Sequence[Span]) -> bytes:
 
 
 def request(resource: bytes, scope: bytes, spans: Sequence[bytes]) -> bytes:
-    """Returns the body of an export request. resource, scope: as of `resource_json` and `scope_json`. spans: as of `encoded`."""
+    """Returns the body of an export request. resource, scope: results of `resource_json` and `scope_json`. spans: results of
+    `encoded`."""
     head = b'{"resourceSpans":[{"resource":%b,"scopeSpans":[{"scope":%b,"spans":[' % (resource, scope)
     return head + b",".join(spans) + b"]}]}]}"
 
@@ -63,8 +64,8 @@ def scope_json(name: str, version: str) -> bytes:
 
 
 def num_rejected(answer: bytes) -> tuple[int, str]:
-    """Returns how many spans of a request a collector rejects though it has taken the rest, and why. An answer that cannot be read
-    rejects none."""
+    """Returns how many spans of an accepted request the collector rejected, and why. An answer that cannot be read counts as no
+    rejection."""
     try:
         told = msgspec.json.decode(answer)["partialSuccess"]
         return max(0, int(told.get("rejectedSpans", 0))), str(told.get("errorMessage", ""))
@@ -117,7 +118,7 @@ def _value(value: Value) -> dict[str, Any]:
 def _json(value: Any) -> bytes:
     try:
         return _encoder.encode(value)
-    except UnicodeEncodeError:  # a client's header may hold what is no UTF-8
+    except UnicodeEncodeError:  # a client's header may hold text that cannot be encoded as UTF-8
         return _encoder.encode(_printable(value))
 
 

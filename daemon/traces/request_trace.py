@@ -1,4 +1,4 @@
-"""The trace of one request: a span for the request, and below it those of what happens to its sequences."""
+"""The trace of one request: a span for the request, and child spans for the phases of its sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from daemon.traces import trace_context
 from daemon.traces.otlp import INTERNAL, SERVER, Event, Span, Value
 from daemon.traces.sequence_trace import Happened, Phase, SequenceTrace, Traced, last_end_s
 
-MAX_SEQUENCES = 16  # of one request that have spans of their own
+MAX_SEQUENCES = 16  # the most sequences of one request that have spans of their own
 PREPARE = "prepare"
 
 
@@ -19,7 +19,7 @@ class Holder(Traced, Protocol):
 
 
 class Ended(NamedTuple):
-    """What is known of a request when it has ended. error: why it failed, None if it did not."""
+    """The facts about a request that has ended. error: why it failed, None if it did not."""
 
     name: str
     attributes: Mapping[str, Value]
@@ -27,7 +27,7 @@ class Ended(NamedTuple):
 
 
 class RequestTrace:
-    """The trace of one request, or the place of an untraced one in its caller's trace.
+    """The trace of one request. If it is not sampled, it has ids but makes no spans.
 
     trace_id, span_id: in hexadecimal digits. parent_id: the caller's span, "" for none. state: the tracestate. is_sampled: whether
     spans are made. began_ns: Unix time in nanoseconds, before an earlier daemon's restart if it began there. started_s: monotonic
@@ -48,8 +48,8 @@ class RequestTrace:
         offset_ns: int,
         began_ns: int,
     ) -> None:
-        """offset_ns: from monotonic to Unix time, the same for the whole request, however the clock is set meanwhile. began_ns: in
-        an earlier daemon; 0: in this one."""
+        """offset_ns: what to add to monotonic nanoseconds to get Unix time; it stays the same for the whole request, even if the
+        clock is set meanwhile. began_ns: Unix time at which the request began in an earlier daemon; 0: it begins in this one."""
         self.trace_id, self.span_id, self.is_sampled = trace_id, span_id, is_sampled
         self.parent_id, self.state = (parent.span_id, parent.state) if parent is not None else ("", "")
         self.started_s, self._offset_ns = started_s, offset_ns
@@ -64,7 +64,7 @@ class RequestTrace:
         return trace_context.written(self.trace_id, self.span_id, self.is_sampled)
 
     def follow(self, sequence: Holder) -> None:
-        """Makes a sequence that is about to be submitted tell this trace what happens to it."""
+        """Gives a sequence that is about to be submitted a trace of its own, as a part of this trace."""
         if not self.is_sampled:
             return
         if len(self._sequences) == MAX_SEQUENCES:
@@ -104,8 +104,8 @@ class RequestTrace:
         return [own, *self._children()]
 
     def handed_over(self) -> list[Span]:
-        """Returns the spans of what this daemon has done. That of the request is the next daemon's, which goes on with it under the
-        same id."""
+        """Returns the spans of the work that this daemon has done. The next daemon makes the request's own span, under the same
+        id."""
         return self._children()
 
     def _children(self) -> list[Span]:
@@ -124,7 +124,8 @@ class RequestTrace:
         return Span(phase.name, INTERNAL, *ids, start_ns, end_ns, attributes, (), phase.error, self.state, links)
 
     def _of(self, at: int, what: Phase | Happened) -> Mapping[str, Value]:
-        """Returns attributes that name the sequence, if the request has several. at: its place among them."""
+        """Returns the attributes of a phase or an event, with the sequence's number if the request has several sequences. at: that
+        number."""
         return {**what.attributes, "hearth.sequence": at} if len(self._sequences) > 1 else what.attributes
 
     def _ns(self, monotonic_s: float) -> int:

@@ -1,5 +1,5 @@
-"""Looks names up for the exporter. The event loop's own look-ups hold up the end of the process until a name server answers; these
-run in a thread that ends with the process."""
+"""Looks up host names for the exporter. A look-up by the event loop's own resolver would delay the end of the process until a name
+server answers; this one runs in a daemon thread, which ends with the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 
 class DaemonThreadResolver(AbstractResolver):
-    """Looks one name up at a time; whoever asks for the same meanwhile waits for the same answer."""
+    """Looks up one name at a time; concurrent calls for the same name wait for the same answer."""
 
     def __init__(self) -> None:
         self._asked: dict[tuple[str, int, int], asyncio.Future[list[ResolveResult]]] = {}
@@ -45,7 +45,7 @@ def _look_up(
             found.append(ResolveResult(hostname=host, host=where[0], port=where[1], family=kind, proto=proto, flags=flags))
     except OSError as failed:
         error = failed
-    except UnicodeError as failed:  # a label of more than 63 characters
+    except UnicodeError as failed:  # a label of the name has more than 63 characters
         error = OSError(f"{host}: {failed}")
 
     def tell() -> None:
@@ -53,11 +53,11 @@ def _look_up(
             return
         if error is not None:
             answer.set_exception(error)
-            answer.exception()  # nobody may be waiting for it any more
+            answer.exception()  # marks the exception as retrieved: perhaps nothing waits for it any more
         else:
             answer.set_result(found)
 
     try:
         loop.call_soon_threadsafe(tell)
-    except RuntimeError:  # the process ends
+    except RuntimeError:  # the event loop is closed because the process ends
         return

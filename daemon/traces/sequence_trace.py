@@ -1,6 +1,6 @@
-"""What happens to one sequence, from its acceptance to its end: phases that follow each other, and loads that it waits for.
+"""The trace of one sequence, from its acceptance to its end: consecutive phases, and the loads that it waits for.
 
-The times are those by which the daemon's metrics count; nothing is measured for a trace alone.
+The times are those that the daemon's metrics use; nothing is measured for a trace alone.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import NamedTuple, Protocol
 from daemon.traces.otlp import Value
 
 QUEUE, PREFILL, DECODE, PAUSED, LOAD = "queue", "prefill", "decode", "paused", "load"
-WHOLE = ("embed", "score")  # phases by their tasks, which an engine does in one step
-MAX_PHASES = 64  # of one sequence; one that is paused again and again keeps its first ones
+WHOLE = ("embed", "score")  # tasks that an engine completes in one step; the phase has the task's name
+MAX_PHASES = 64  # the most for one sequence; if it is paused again and again, only the first ones are kept
 
 
 class Traced(Protocol):
-    """A daemon.contracts.Generation, as far as a trace tells of it."""
+    """The fields of a daemon.contracts.Generation that a trace reads."""
 
     prompt: list[int]
     output: list[int]
@@ -29,8 +29,8 @@ class Traced(Protocol):
 
 
 class Phase(NamedTuple):
-    """A part of a sequence's life; a span. Times are monotonic seconds. error: why it failed, None if it did not. link: trace and
-    span ids of a load of its own."""
+    """A phase of a sequence, which becomes a span. Times are monotonic seconds. error: why it failed, None if it did not. link:
+    trace and span ids of the load's own span, if the phase is a load that is traced."""
 
     name: str
     start_s: float
@@ -41,7 +41,7 @@ class Phase(NamedTuple):
 
 
 class Happened(NamedTuple):
-    """An event. at_s: monotonic seconds."""
+    """An event in a sequence's life. at_s: monotonic seconds."""
 
     at_s: float
     name: str
@@ -83,7 +83,7 @@ class SequenceTrace:
         self.arrived_s, self.error = 0.0, ""
         self._phase, self._since_s = "", 0.0
         self._attributes: dict[str, Value] = {}
-        self._num_told = self._restored = self._recomputed = 0  # tokens of the output that phases tell of; KV until this phase
+        self._num_told = self._restored = self._recomputed = 0  # counts of tokens before this phase
 
     def accepted(self, now: float) -> None:
         self.arrived_s = now
@@ -99,14 +99,14 @@ class SequenceTrace:
             self._attributes["hearth.reason"] = reason
 
     def submitted(self, sequence: Traced, now: float) -> None:
-        """Begins what an engine does until the next token."""
+        """Begins the phase in which an engine computes the next token of the sequence, or its whole embedding or score."""
         self._end(now)
         self._num_told = max(self._num_told, sequence.num_resumed)
         self._restored, self._recomputed = sequence.restored_tokens, sequence.recomputed_tokens
         self._begin(sequence.task if sequence.task in WHOLE else PREFILL, now, {"hearth.device": sequence.submitted_device})
 
     def begins_to_decode(self, sequence: Traced, now: float) -> None:
-        """Ends the prefill with its token, the first one or the first one after a resubmission."""
+        """Ends the prefill when it has produced a token, and begins to decode."""
         if self._phase != PREFILL:
             return
         self._tell_prefill(sequence)
@@ -118,7 +118,8 @@ class SequenceTrace:
         self._begin(PAUSED, now, {"hearth.cause": cause})
 
     def lost_engine(self, sequence: Traced, now: float, device: str, reason: str) -> None:
-        """Notes that the sequence's engine has ended; it waits for another one. Nothing happens if it is in none."""
+        """Notes that the engine that ran the sequence has ended, so the sequence waits for another one. Does nothing if no engine
+        runs it."""
         if self._phase in (PREFILL, DECODE, *WHOLE):
             about: dict[str, Value] = {"hearth.device": device, "hearth.reason": reason}
             self.happened.append(Happened(now, "hearth.engine_restart", about))
@@ -178,5 +179,5 @@ class SequenceTrace:
 
 
 def last_end_s(traces: Sequence[SequenceTrace], otherwise: float) -> float:
-    """Returns the end of the last phase of all, at least `otherwise`."""
+    """Returns the latest end of a phase in all traces, or `otherwise` if that is later."""
     return max([otherwise, *(phase.end_s for trace in traces for phase in trace.phases)])

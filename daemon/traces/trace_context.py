@@ -26,8 +26,8 @@ class Parent(NamedTuple):
 
 
 def parent_of(traceparents: Sequence[str], tracestates: Sequence[str]) -> Parent | None:
-    """Returns the parent that a request's headers name. Returns None if they name none, or not as the specification says: then a
-    new trace begins. Of a later version of the header the part is read that version 00 knows."""
+    """Returns the parent span that a request's headers name. Returns None if they name none or are malformed; then a new trace
+    begins. Of a header of a later version only the fields of version 00 are read."""
     if len(traceparents) != 1:
         return None
     match = _TRACEPARENT.match(traceparents[0])
@@ -45,8 +45,8 @@ def written(trace_id: str, span_id: str, is_sampled: bool) -> str:
 
 
 def _state(headers: Sequence[str]) -> str:
-    """Returns the members of the headers, which count as one, as they are; the last ones are left out where there are too many
-    characters. "" if they are not valid."""
+    """Returns the list members of all tracestate headers, joined. Members at the end are left out if there are too many characters.
+    Returns "" if the headers are not valid."""
     if not headers:
         return ""
     members = [stripped for member in ",".join(headers).split(",") if (stripped := member.strip(" \t"))]

@@ -13,11 +13,11 @@ from daemon.traces.request_trace import Ended, RequestTrace
 from daemon.traces.sequence_trace import FinishedLoad
 from scheduler.node.groups import joined
 
-MAX_LOADS = 256  # under way; further ones are not traced
+MAX_LOADS = 256  # the most loads in progress that are traced; further ones are not
 
 
 class Load(Protocol):
-    """A scheduler.node.actions.Load, as far as a trace tells of it."""
+    """The fields of a scheduler.node.actions.Load that a trace reads."""
 
     @property
     def placement_id(self) -> int: ...
@@ -32,8 +32,8 @@ class Load(Protocol):
 
 
 class _OpenLoad:
-    """A load under way. devices: one, or those that the model is split over. started_s: monotonic seconds. trace_id, span_id: in
-    hexadecimal digits."""
+    """A load in progress. devices: its device, or all devices that the model is split over. started_s: monotonic seconds. trace_id,
+    span_id: in hexadecimal digits."""
 
     __slots__ = ("attributes", "devices", "model", "span_id", "started_s", "trace_id")
 
@@ -50,34 +50,35 @@ class _OpenLoad:
 
 
 class Tracer:
-    """Traces requests, and each load in a trace of its own. Times are monotonic seconds."""
+    """Makes the traces of requests and loads; each load is a trace of its own. Times are monotonic seconds."""
 
     def __init__(self, sample: float, export: Callable[[bytes, int], None]) -> None:
-        """sample: the share of traces without a parent that are taken. export: takes spans, encoded, and how many they are."""
+        """sample: the share of traces without a parent that are sampled. export: takes encoded spans and their number."""
         self._below = round(sample * (1 << 64))
         self._out = export
-        self._loads: dict[int, _OpenLoad] = {}  # by placement
+        self._loads: dict[int, _OpenLoad] = {}  # by placement id
 
     def _is_sampled(self, trace_id: str) -> bool:
-        """Returns whether a trace without a parent is taken, as OpenTelemetry's TraceIdRatioBased decides."""
+        """Returns whether a trace without a parent is sampled, by the rule of OpenTelemetry's TraceIdRatioBased."""
         return int(trace_id[16:], 16) < self._below
 
     def begin(
         self, traceparents: Sequence[str], tracestates: Sequence[str], drawn: bytes, started_s: float, began_ns: int = 0
     ) -> RequestTrace:
-        """Returns the trace of a request that has just arrived. traceparents, tracestates: its headers of that name. drawn: 24
-        or more random bytes, the same for a request that an earlier daemon has begun. began_ns: when that was; 0: it is new."""
+        """Returns the trace of a request that has just arrived. traceparents, tracestates: the values of the headers with these
+        names. drawn: 24 or more random bytes, the same ones if the request began in an earlier daemon. began_ns: Unix time of that
+        beginning; 0: the request is new."""
         parent = trace_context.parent_of(traceparents, tracestates)
         trace_id = parent.trace_id if parent is not None else drawn[:16].hex()
         is_sampled = parent.is_sampled if parent is not None else self._is_sampled(trace_id)
         return RequestTrace(trace_id, drawn[16:24].hex(), parent, is_sampled, started_s, _offset_ns(), began_ns)
 
     def ended(self, trace: RequestTrace, told: Ended, now: float) -> None:
-        """Exports a sampled request that has ended at `now`."""
+        """Exports the spans of a request that has ended at `now`, if it is sampled."""
         self._export(trace.ended(told, now))
 
     def handed_over(self, trace: RequestTrace) -> None:
-        """Exports what this daemon has done of a request that the next one goes on with."""
+        """Exports the spans of this daemon's part of a request that the next daemon continues."""
         if trace.is_sampled and (spans := trace.handed_over()):
             self._export(spans)
 
@@ -93,12 +94,12 @@ class Tracer:
     def load_ended(
         self, placement_id: int, now: float, attributes: dict[str, Value] | None = None, error: str | None = None
     ) -> FinishedLoad | None:
-        """Returns the load, whose own trace is complete with it; None if it was not seen to begin. error: why it failed."""
+        """Ends a load, exports its span and returns it; None if its beginning was not seen. error: why the load failed."""
         load = self._loads.pop(placement_id, None)
         return None if load is None else self._finish(load, now, attributes or {}, error)
 
     def loads_lost(self, device: str, now: float, reason: str) -> list[FinishedLoad]:
-        """Ends the loads of a device whose engine has ended."""
+        """Ends the loads in progress on a device whose engine has ended, and returns them."""
         lost = [placement_id for placement_id, load in self._loads.items() if device in load.devices]
         return [self._finish(self._loads.pop(placement_id), now, {}, reason) for placement_id in lost]
 
@@ -114,5 +115,5 @@ class Tracer:
 
 
 def _offset_ns() -> int:
-    """Returns what has to be added to the monotonic clock to get Unix time now."""
+    """Returns what has to be added to the monotonic clock to get Unix time, in nanoseconds."""
     return time.time_ns() - time.monotonic_ns()

@@ -1,4 +1,5 @@
-"""The node's tracing: off until settings name a collector, changed by a reload. While it is off, what it takes is not imported."""
+"""Switches the node's tracing on and off: it is off until the settings name a collector, and a reload may change that. While it is
+off, the modules that it needs are not imported."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Traces:
-    """tracer: None while tracing is off. Its methods are called on the event loop."""
+    """Holds the tracer, if there is one. tracer: None while tracing is off. The methods are called on the event loop."""
 
     def __init__(self, tasks: LongTasks) -> None:
         self.tracer: Tracer | None = None
@@ -30,7 +31,8 @@ class Traces:
         self._used: tuple[TracesConfig, Mapping[str, str]] = TracesConfig(), {}
 
     def use(self, config: TracesConfig, headers: Mapping[str, str]) -> None:
-        """Applies settings. headers: as of headers.load. What waits for an earlier collector is still sent to that one."""
+        """Applies settings. headers: the result of headers.load. Spans that are queued for an earlier collector are still sent to
+        that one."""
         if self._used == (config, headers):
             return
         if self._exporter is not None:
@@ -50,7 +52,7 @@ class Traces:
         return self._exporter.problems() if self._exporter is not None else []
 
     async def close(self) -> None:
-        """Sends what waits, if the collector takes it at once."""
+        """Sends the queued spans, if the collector accepts them at once."""
         self.tracer = None
         if self._exporter is not None:
             await self._exporter.close()

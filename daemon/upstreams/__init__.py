@@ -1,1 +1,1 @@
-"""Other servers of the OpenAI API that answer for some of this node's names."""
+"""Upstreams: other servers with OpenAI's API that answer requests for some of this node's model names."""

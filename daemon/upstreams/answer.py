@@ -1,6 +1,6 @@
-"""Another server's answer, whole or as a stream of events: the model gets this node's name, and the tokens are counted.
+"""Rewrites an upstream's answer, whole or as a stream of events: it gets this node's name of the model, and its tokens are counted.
 
-Only the outermost fields of each JSON object are read; all others are passed on as the bytes that came.
+Only the outermost fields of each JSON object are decoded; the others are passed on as the bytes that came.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from daemon.errors import HearthError
 from daemon.upstreams import failure
 
 MAX_EVENT_BYTES = 16 << 20
-_EMPTY, _LONGEST_EMPTY = b"[] \n\t", 32  # a list with nothing in it; longer ones are not looked at
-_NOT_FINISHED = b'"finish_reason":null'  # as most events have it
+_EMPTY, _LONGEST_EMPTY = b"[] \n\t", 32  # an empty list; values longer than this are not checked for being one
+_NOT_FINISHED = b'"finish_reason":null'  # most events contain this
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"([a-z_]+)"')
 _DONE = b"[DONE]"
 _END = b"data: [DONE]\n\n"
@@ -43,12 +43,12 @@ _choices_decoder = msgspec.json.Decoder(list[_Choice])
 
 
 class Answer:
-    """What is made of one answer. outcome: how the request ended as far as is known, a word of Generation.outcome. has_text:
-    whether it is a text, not an embedding."""
+    """Rewrites one answer. outcome: how the request ended as far as is known, a word of Generation.outcome. has_text: whether the
+    answer is generated text, not an embedding."""
 
     def __init__(self, host: str, name: str, generation: Generation, shows_usage: bool) -> None:
-        """host: the server's. name: the model's on this node. generation: counts the tokens. shows_usage: whether the client gets
-        the event that has nothing but the usage."""
+        """host: the upstream's host. name: the model's name on this node. generation: counts the tokens. shows_usage: whether the
+        client gets the event that holds only the usage."""
         self.outcome, self.has_text = "stop", False
         self._host, self._shows_usage = host, shows_usage
         self._name = Raw(msgspec.json.encode(name))
@@ -81,16 +81,16 @@ class Answer:
         return msgspec.json.encode(fields)
 
     def _count(self, fields: dict[str, Raw]) -> bool:
-        """Takes over the usage. Returns whether there was one."""
+        """Takes the token counts from the field `usage`. Returns whether there was one."""
         raw = fields.get("usage")
         if raw is None:
             return False
         try:
             usage = _usage_decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # null, too
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # also raised for null
             return False
         self._is_reported = True
-        total = usage.total_tokens if usage.completion_tokens is None else None  # all that some say of scores
+        total = usage.total_tokens if usage.completion_tokens is None else None  # some servers report only the total for scores
         self._reported.prompt_tokens = max(0, usage.prompt_tokens or total or 0)
         self._reported.output_tokens = max(0, usage.completion_tokens or 0)
         details = usage.prompt_tokens_details
@@ -102,17 +102,17 @@ class Answer:
 
 
 class AnswerStream(Answer):
-    """A stream of server-sent events, which come in pieces of any size and leave as whole events. is_over: whether the last one
-    has come. has_failed: whether one of them was an error. broken: why no more of them can be read."""
+    """Rewrites a stream of server-sent events, which arrives in pieces of any size and leaves as whole events. is_over: whether the
+    last event has come. has_failed: whether an event was an error. broken: why no more events can be read."""
 
     def __init__(self, host: str, name: str, generation: Generation, shows_usage: bool) -> None:
         super().__init__(host, name, generation, shows_usage)
         self.is_over = self.has_failed = False
         self.broken: HearthError | None = None
         self.has_text = True
-        self._held = bytearray()  # the begin of an event
-        self._seen = 0  # bytes of it that hold no event's end
-        self._is_after_cr = False  # whether a line feed that comes next belongs to the line's end before it
+        self._held = bytearray()  # the beginning of an event whose end has not come
+        self._seen = 0  # bytes of `_held` that are known to contain no end of an event
+        self._is_after_cr = False  # whether a line feed that comes next belongs to the carriage return before it
         self._finish = ""  # the last finish_reason
         self.has_begun = False  # whether an event with an answer has come
 
@@ -132,13 +132,13 @@ class AnswerStream(Answer):
         for event in events.split(b"\n\n"):
             try:
                 out.append(self._event(event) if event and not self.is_over else b"")
-            except HearthError as error:  # what came before it is good
+            except HearthError as error:  # the events before it are still sent
                 self.broken = error
                 break
         return b"".join(out)
 
     def _with_plain_ends(self, data: bytes) -> bytes:
-        """Returns the piece with a line feed at each line's end. JSON has no bare line ends within texts, so all of them separate
+        """Returns the piece with every line ending as a line feed. JSON texts contain no bare line endings, so each one separates
         lines."""
         if self._is_after_cr and data.startswith(b"\n"):
             data = data[1:]
@@ -151,13 +151,13 @@ class AnswerStream(Answer):
         return data
 
     def ended(self) -> bytes:
-        """Returns what is to be sent when the server has ended its answer properly."""
+        """Returns the bytes to send after the upstream has ended its answer in order."""
         if self.is_over:
             return b""
         out = self.feed(b"\n\n") if self._held.strip() else b""
         if not self.is_over and not self._finish:
             self.broken = self.broken or self._invalid("ended its stream before the answer was whole")
-        elif not self.is_over:  # some servers leave the mark out
+        elif not self.is_over:  # some servers leave out the final [DONE]
             self.is_over, out = True, out + _END
         return out
 
@@ -172,7 +172,7 @@ class AnswerStream(Answer):
         return self._data(b" ".join(data), b"".join(line + b"\n" for line in others))
 
     def _data(self, data: bytes, before: bytes) -> bytes:
-        """Returns an event. data: its JSON. before: its other lines."""
+        """Returns an event as it is sent to the client. data: its JSON. before: its other lines."""
         if data == _DONE:
             self.is_over = True
             return before + _END
@@ -187,7 +187,7 @@ class AnswerStream(Answer):
                 if choices and not has_text and not self._shows_usage:
                     return b""
             elif not self._shows_usage and bytes(fields["usage"]) == b"null":
-                del fields["usage"]  # which the client has not asked for
+                del fields["usage"]  # the client has not asked for it
         if has_text:
             self.has_begun = True
             if not self._is_reported:

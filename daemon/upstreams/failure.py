@@ -1,4 +1,4 @@
-"""What another server's failures are for the client that waits for its answer."""
+"""Translates failures of another server into errors for the client that waits for its answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daemon.process import shortage
 
 RETRY_AFTER_S = 5.0
 LONGEST_WAIT_S = 3600.0
-MAX_TEXT = 2000  # characters of a message that is passed on
+MAX_TEXT = 2000  # the most characters of a message that are passed on
 
 
 def unavailable(host: str, reason: str) -> NotNow:
@@ -24,7 +24,7 @@ def unavailable(host: str, reason: str) -> NotNow:
 
 
 def invalid(host: str, what: str) -> HearthError:
-    """Returns the error for an answer that is not one. what: in words, after the server's name."""
+    """Returns the error for a malformed answer. what: words that follow the server's name."""
     return ServerFault("upstream_invalid", f"The server {host}, which answers for this model, {what}.", status=502)
 
 
@@ -34,7 +34,7 @@ def not_reached(host: str, error: Exception) -> HearthError:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns words for a connection that could not be made or broke."""
+    """Returns words for why a connection could not be made, or broke."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "its name is not known"
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
@@ -54,8 +54,8 @@ def reason_of(error: Exception) -> str:
 
 
 def passed_on(host: str, status: int, retry_after: str | None, body: bytes) -> HearthError:
-    """Returns the error that another server answered with, in this API's form, with its status, message, code and param. 401 and
-    407 are about this node's own key, so the client is told 502. status: 300 or more. body: the begin of it."""
+    """Returns the error that another server answered with, in this API's form, with its status, message, code and param. For 401
+    and 407, which are about this node's own key, the client gets 502. status: 300 or more. body: the beginning of the answer."""
     message, kind, code, param = _said(body)
     if status in (401, 407):
         text = f"The server {host}, which answers for this model, does not accept this node's key (upstream_key_file)"
@@ -76,12 +76,13 @@ def _kind(status: int) -> str:
 
 
 def _said(body: bytes) -> tuple[str, str, str, str | None]:
-    """Returns message, type, code and param of an error in OpenAI's form or one like it; else what can be made of it."""
+    """Returns message, type, code and param of an error in OpenAI's form or a similar one; for other forms only the text that is
+    found."""
     try:
         told: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         text = body[:MAX_TEXT].decode("utf-8", "replace").strip()
-        return ("" if text.startswith("<") else text), "", "", None  # a page of HTML says nothing to a program
+        return ("" if text.startswith("<") else text), "", "", None  # a page of HTML is useless to a client
     error = told.get("error", told) if isinstance(told, dict) else told
     if not isinstance(error, dict):
         return _text(error), "", "", None
@@ -103,5 +104,5 @@ def _text(value: object) -> str:
 
 
 def _word(value: object) -> str:
-    """Returns a word of the error's, such as its code; "" for what is none, as vLLM's numbers."""
+    """Returns a short string of the error, such as its code; "" for other values, such as the numbers that vLLM sends."""
     return value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else ""

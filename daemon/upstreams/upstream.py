@@ -1,4 +1,5 @@
-"""One name that another server answers: its address and key, whether the server can be used, and who has a place there."""
+"""One model name that another server answers: its address and key, whether the server is up, and its running and waiting
+requests."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ UNKNOWN, UP, DOWN = "unknown", "up", "down"
 
 @dataclass(slots=True, frozen=True)
 class Address:
-    """What a request for a name is sent to. url: without a "/" at its end. model: the name there. key: "" for none."""
+    """The address for requests to one name. url: without a "/" at its end. model: the model's name there. key: "" for none."""
 
     url: str
     host: str
@@ -27,8 +28,8 @@ class Address:
 
 @dataclass(slots=True, frozen=True)
 class Bounds:
-    """max_active: requests there at once. max_queued: that may wait for a place, of one tenant at most max_of_tenant, each
-    max_wait_s."""
+    """Limits for requests to one upstream. max_active: requests that run at once. max_queued: requests that may wait for a place;
+    max_of_tenant: those of one tenant; max_wait_s: how long each may wait."""
 
     max_active: int
     max_queued: int
@@ -37,22 +38,22 @@ class Bounds:
 
 
 def bounds(max_active: int, max_queued: int, max_of_tenant: int, max_wait_s: float) -> Bounds:
-    """max_of_tenant: 0 for half of max_queued, as for models of this node."""
+    """Returns the limits. max_of_tenant: 0 for half of max_queued, as for models of this node."""
     return Bounds(max_active, max_queued, min(max_queued, max_of_tenant or ceil(max_queued / 2)), max_wait_s)
 
 
 class Upstream:
-    """The state of one name. It must be used on the event loop."""
+    """The state of one model name that an upstream answers. It must be used on the event loop."""
 
     def __init__(self, name: str, address: Address, limits: Bounds) -> None:
         self.name, self.address, self.limits = name, address, limits
         self.state, self.reason = UNKNOWN, "it was not asked yet"
         self.since_s = time.time()
         self.last_used_s: float | None = None  # Unix seconds
-        self.max_model_len = 0  # its longest context; 0: the server does not tell
-        self.note = ""  # what is odd about it, though it answers
-        self._active: Counter[str] = Counter()  # by tenant
-        self._waiting: dict[asyncio.Future[None], str] = {}  # -> tenant, in the order of arrival
+        self.max_model_len = 0  # the model's longest context; 0: the server does not tell
+        self.note = ""  # a warning about a server that answers
+        self._active: Counter[str] = Counter()  # running requests by tenant
+        self._waiting: dict[asyncio.Future[None], str] = {}  # waiting requests -> tenant, in the order of arrival
 
     @property
     def num_active(self) -> int:
@@ -65,14 +66,14 @@ class Upstream:
     # ---- health
 
     def set_state(self, state: str, reason: str) -> bool:
-        """Returns whether the state is another one now."""
+        """Sets the state and its reason. Returns whether the state has changed."""
         changed, self.reason = state != self.state, reason
         if changed:
             self.state, self.since_s = state, time.time()
         return changed
 
     def refusal(self, tenant: str) -> HearthError | None:
-        """Returns why a request that came now would not be answered as far as can be told, or None."""
+        """Returns why a request of the tenant would be refused now, as far as is known, or None."""
         if self.state == DOWN:
             return failure.unavailable(self.address.host, self.reason)
         return self._queue_full(tenant) if self.num_active >= self.limits.max_active else None
@@ -95,7 +96,7 @@ class Upstream:
                 await place
         except BaseException as error:
             self._waiting.pop(place, None)
-            if place.done() and not place.cancelled():  # it was given a place in the same turn
+            if place.done() and not place.cancelled():  # it was given a place in the same iteration of the event loop
                 self.leave(tenant)
             if isinstance(error, TimeoutError):
                 message = f"waited {limit_s:g} s for a place at {self.address.host} for {self.name} (max_wait_s)"
@@ -103,7 +104,7 @@ class Upstream:
             raise
 
     def leave(self, tenant: str) -> None:
-        """Gives the place to the first waiting request of the tenant that has the fewest."""
+        """Ends a request, and gives its place to the first waiting request of the tenant that has the fewest running."""
         self._active[tenant] -= 1
         if not self._active[tenant]:
             del self._active[tenant]
@@ -156,7 +157,7 @@ class Upstream:
         }
 
     def lines(self) -> list[str]:
-        """Returns what `hearth why` says."""
+        """Returns the lines for `hearth why`."""
         ago_s = max(0.0, time.time() - self.since_s)
         there = "" if self.address.model == self.name else f" as {self.address.model!r}"
         lines = [f"{self.name} is answered by {self.address.url}{there} (upstream); nothing of it is on this node"]

@@ -1,4 +1,5 @@
-"""All names that other servers answer: their settings, the connections to those servers, and the look at whether they answer."""
+"""All model names that other servers answer: their settings, the connections to those servers, and the probes whether they are
+up."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from daemon.upstreams.upstream import DOWN, UP, Address, Upstream, bounds
 
 log = logging.getLogger("hearthd.upstream")
 CONNECT_S = 5.0
-PROBE_S = 10.0  # a look at one server may take so long
+PROBE_S = 10.0  # how long a probe of one server may take
 PROBE_EVERY_S = 10.0
-KEPT_S = 4.0  # an idle connection; uvicorn closes them after 5 s, and a request must not meet that
+KEPT_S = 4.0  # how long an idle connection is kept; uvicorn closes its own after 5 s, and a request must not be sent into that
 MAX_LIST_BYTES = 4 << 20
 
 
@@ -48,18 +49,18 @@ class _Refused(msgspec.Struct):
 
 
 class Upstreams:
-    """The names, and one pool of connections for all of them. Each name bounds how many of these it uses."""
+    """The upstreams of all names, with one pool of connections. Each name has its own limit of requests."""
 
     def __init__(self, changed: Callable[[Upstream], None] = lambda upstream: None) -> None:
-        """changed: called when a server's state is another one."""
+        """changed: called when a server's state has changed."""
         self.by_name: dict[str, Upstream] = {}
         self._changed = changed
         self._session: aiohttp.ClientSession | None = None
         self._look = asyncio.Event()
 
     def use(self, config: NodeConfig, known_keys: Mapping[str, str]) -> None:
-        """Applies settings. Names whose server stays the same keep their state and their requests. known_keys: as keys.load()
-        returns them."""
+        """Applies settings. Names whose server stays the same keep their state and their requests. known_keys: the result of
+        keys.load()."""
         found: dict[str, Upstream] = {}
         for name, model in config.models.items():
             if model.upstream is None:
@@ -80,10 +81,10 @@ class Upstreams:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """The connections. They are made with the first use."""
+        """The HTTP session with the pool of connections. It is made on first use."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),  # each name has bounds of its own
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),  # each name has a limit of its own
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_connect=CONNECT_S),
                 headers={"User-Agent": f"hearthd/{VERSION}", "Accept-Encoding": "identity"},
@@ -97,11 +98,11 @@ class Upstreams:
     # ---- health
 
     def answered(self, upstream: Upstream) -> None:
-        """Notes that a server has answered a request."""
+        """Notes that an upstream has answered a request."""
         self._set(upstream, UP, "it answers")
 
     def failed(self, upstream: Upstream, reason: str) -> None:
-        """Notes that a server could not be reached for a request."""
+        """Notes that an upstream could not be reached for a request."""
         self._set(upstream, DOWN, reason)
 
     def _set(self, upstream: Upstream, state: str, reason: str) -> None:
@@ -111,7 +112,7 @@ class Upstreams:
             self._changed(upstream)
 
     async def watch(self) -> None:
-        """Looks at all servers again and again, and at once after the settings have changed."""
+        """Probes all servers periodically, and at once after the settings have changed."""
         while True:
             self._look.clear()
             if self.by_name:
@@ -146,7 +147,7 @@ class Upstreams:
             self._set(upstream, DOWN, "it is this very node")
         elif status >= 500:
             self._set(upstream, DOWN, f"it answers with the status {status}")
-        else:  # some servers have no list of models
+        else:  # not a failure, because some servers have no list of models
             self._set(upstream, UP, "it answers")
             self._read_list(upstream, body if status == 200 else b"")
 
@@ -163,7 +164,7 @@ class Upstreams:
     # ---- for the node
 
     def refusal(self, name: str, tenant: str) -> HearthError | None:
-        """Returns why a request for the name would not be answered now, as far as can be told."""
+        """Returns why a request for the name would be refused now, as far as is known, or None."""
         upstream = self.by_name.get(name)
         return None if upstream is None else upstream.refusal(tenant)
 

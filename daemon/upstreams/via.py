@@ -1,4 +1,4 @@
-"""The header Via, by which a request that comes back to a node is found out (RFC 9110, section 7.6.3)."""
+"""The header Via, which reveals a request that comes back to a node that has passed it on (RFC 9110, section 7.6.3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from daemon.errors import HearthError, ServerFault
 
 MAX_HOPS = 8
 MAX_CHARACTERS = 1024
-OWN = f"1.1 hearthd-{secrets.token_hex(8)}"  # this process
+OWN = f"1.1 hearthd-{secrets.token_hex(8)}"  # identifies this process
 
 
 def onward(received: Sequence[str]) -> str:
