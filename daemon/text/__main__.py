@@ -30,7 +30,7 @@ _decoder: msgspec.msgpack.Decoder[ToHelper] = msgspec.msgpack.Decoder(ToHelper)
 
 @dataclass(slots=True)
 class _Child:
-    """A worker process. errors: the read end of the pipe that is its standard error."""
+    """A worker process. errors: the read end of the pipe that the worker has as its standard error."""
 
     number: int
     errors: int
@@ -151,7 +151,7 @@ class _Helper:
             self._tell(Ended(child.number, os.waitstatus_to_exitcode(status), usage.ru_maxrss << 10, words))
 
     def _tell(self, message: FromHelper) -> None:
-        with contextlib.suppress(OSError):  # the daemon is gone, which the next read of the socket shows
+        with contextlib.suppress(OSError):  # fails if the daemon has ended, which the next read of the socket shows
             self._control.send(msgspec.msgpack.encode(message))
 
     def _end(self) -> None:

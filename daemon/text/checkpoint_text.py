@@ -22,13 +22,13 @@ from daemon.text.tool_parsers.registry import MARKERS, detect_reasoning, detect_
 from loader.regular_file import read_regular
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest in use have about 35 MB
-MAX_TEXT_FILE_BYTES = 32 << 20  # of templates and the small JSON files
+MAX_TEXT_FILE_BYTES = 32 << 20  # the limit for templates and the small JSON files
 
 
 class CheckpointText:
-    """The tokenizer and chat template of one model. name: the model's name, for error messages. chat_template: the template, or
-    the path of its file, to use instead of the checkpoint's own. The methods raise BadRequest naming the file that is missing
-    or wrong."""
+    """The tokenizer and chat template of one model. name: the model's name, for error messages. chat_template: a template, or the
+    path of a template file, that replaces the checkpoint's own. The methods raise BadRequest naming the file that is missing or
+    wrong."""
 
     def __init__(self, name: str, path: str, chat_template: str | None) -> None:
         self._name, self._folder, self._override = name, Path(path), chat_template
@@ -66,8 +66,8 @@ class CheckpointText:
         return found
 
     def encode_pairs(self, firsts: list[str], seconds: list[str], job: EncodePairs) -> Iterator[tuple[int, list[int]]]:
-        """Yields of each pair where the segment of its second text begins, and its token ids; firsts, seconds: the texts of `job`.
-        Raises BadRequest."""
+        """Yields, for each pair, the index at which the segment of its second text begins, and its token ids. firsts, seconds: the
+        texts of `job`. Raises BadRequest."""
         tokenizer = self.tokenizer()
         num_special = tokenizer.num_special_tokens_to_add(True)
         heads = tokenizer.encode_batch(firsts, add_special_tokens=False)
@@ -87,7 +87,7 @@ class CheckpointText:
             joined = tokenizer.post_process(head, tail, True)
             kinds = joined.type_ids
             begin = kinds.index(1) if 1 in kinds else 0
-            # without a template texts are joined as they are, and then post_process gives all of them one type
+            # without a template the texts are only joined, and then post_process gives all tokens the same type
             yield (len(head.ids) if tokenizer.post_processor is None else begin), joined.ids
 
     def token_lower_bound(self, text: str) -> tuple[int, str]:

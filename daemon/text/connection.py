@@ -12,14 +12,14 @@ from daemon.text.deaths import Death
 from daemon.text.jobs import Deferred, Done, Failed, FromWorker, Job, Open
 from engine.protocol import FrameReader, encode
 
-BYTES_PER_S = 256 << 10  # a job may take text_stall_s and its size at this rate; tokenizers are at least five times as fast
-HELD_S = 2.0  # a timer later than this means that the whole process stood still, and its workers perhaps too
-REPORT_WAIT_S = 2.0  # at most, between the end of a worker's socket and the helper's report of why it ended
+BYTES_PER_S = 256 << 10  # a job may take text_stall_s and its bytes at this rate; tokenizers are at least five times as fast
+HELD_S = 2.0  # if a timer is later than this, the whole process stood still, and perhaps its workers too
+REPORT_WAIT_S = 2.0  # the longest wait between the end of a worker's socket and the helper's report of why it ended
 
 
 class WorkerDied(Exception):
-    """Raised when the worker ended before it answered the job. is_suspect: the job was in progress then; is_alone: exactly one job
-    was."""
+    """Raised when the worker ended before it answered the job. is_suspect: whether the job was in progress at that time. is_alone:
+    whether it was the only job in progress."""
 
     def __init__(self, death: Death, is_suspect: bool, is_alone: bool) -> None:
         super().__init__(death.details)
@@ -41,7 +41,8 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Lane:
-    """Jobs that the worker does one after the other. since_s: when it began the first of them (the loop's time)."""
+    """A queue of jobs that the worker does one after the other. since_s: when it began the job at the front (the event loop's
+    time)."""
 
     jobs: dict[int, _Waiting] = field(default_factory=dict)
     since_s: float = 0.0
@@ -90,7 +91,8 @@ class WorkerConnection(asyncio.Protocol):
         return len(self._short.jobs) + len(self._long.jobs)
 
     def waiting(self) -> list[tuple[str, int, float]]:
-        """Returns, for each job without an answer, its kind, its bytes and since when it has waited (the loop's time)."""
+        """Returns a tuple for each unanswered job: its kind, its bytes, and the time since which it has waited (the event loop's
+        time)."""
         return [(job.kind, job.num_bytes, job.since_s) for lane in self._lanes for job in lane.jobs.values()]
 
     @property
@@ -103,7 +105,7 @@ class WorkerConnection(asyncio.Protocol):
 
     async def call(self, job: Job) -> list[bytes]:
         """Sends a job and returns the parts of its answer. Raises HearthError if the job fails, WorkerDied if the worker ends
-        first."""
+        before it answers."""
         if not self.alive or self._transport is None:
             raise WorkerDied(self._death or deaths.unknown(), False, False)
         data, stall_s, now = encode(job), self._stall_s(), self._loop.time()
@@ -123,8 +125,8 @@ class WorkerConnection(asyncio.Protocol):
         self._timer = self._loop.call_at(self._due_s, self._check)
 
     def _check(self) -> None:
-        """Kills the worker if its current job takes too long. The timer is not moved for each job, so it is often early and is set
-        again."""
+        """Kills the worker if its current job takes too long. The timer is not moved for each job, so it often fires early and is
+        set again."""
         self._timer = None
         now = self._loop.time()
         was_held = now - self._due_s > HELD_S

@@ -17,8 +17,8 @@ _OF_A_JOB = frozenset({STALLED, MEMORY, CPU_TIME, CRASHED})
 
 @dataclass(slots=True, frozen=True)
 class Death:
-    """Why a text worker ended. why: completes the sentence "the text of this request ..."; details: for the log, with what the
-    worker wrote last."""
+    """Why a text worker ended. why: completes the sentence "the text of this request ...". details: text for the log, with the last
+    lines that the worker wrote."""
 
     cause: str
     why: str
@@ -26,7 +26,7 @@ class Death:
 
     @property
     def is_of_a_job(self) -> bool:
-        """Returns whether the job in progress most likely caused the death, and would cause it again."""
+        """Returns whether the job in progress most likely caused the death, and would cause it again if it were repeated."""
         return self.cause in _OF_A_JOB
 
 
@@ -44,8 +44,8 @@ def unknown(details: str = "its socket closed, and nothing is known of why") -> 
 
 
 def from_report(ended: Ended, model: str) -> Death:
-    """Returns why a text worker ended, from what its parent process, the helper, reports of it. model: the worker's model, "" for
-    a worker for request bodies or grammars."""
+    """Returns why a text worker ended, from the report of the helper, its parent process. model: the worker's model; "" for a
+    worker for request bodies or grammars."""
     peak = f"{ended.peak_bytes >> 20} MiB at most"
     lines = [line.strip() for line in ended.last_words.splitlines()]
     words = shortened(" ".join(line for line in lines if line and not line.startswith("note: run with `RUST_BACKTRACE")))

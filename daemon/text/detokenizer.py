@@ -12,7 +12,8 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """The state of decoding one sequence. as_in_table: nothing is held back, and the next token's text is the one in the table."""
+    """The state of decoding one sequence. as_in_table: whether nothing is held back, so that the next token's text is the one in
+    the token table."""
 
     as_in_table: bool
 

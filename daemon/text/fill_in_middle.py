@@ -14,8 +14,8 @@ from daemon.errors import BadRequest
 
 
 class _Family(NamedTuple):
-    """The tokens before the text, before the suffix and at the gap. middle "": the suffix comes first, and the text ends the
-    prompt."""
+    """The special tokens of one family of models: the ones before the text, before the suffix and at the gap. If `middle` is "",
+    the suffix comes first and the text ends the prompt."""
 
     prefix: str
     suffix: str

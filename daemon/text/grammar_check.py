@@ -17,9 +17,9 @@ from engine.grammar.refusals import plain
 
 
 def check_grammar(field: str, grammar: str) -> None:
-    """Raises BadRequest with the reason if the grammar cannot be followed. field: the request's field that holds it. A Lark grammar
-    that names special tokens is checked by the engine alone, which knows the vocabulary."""
-    signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S)  # its signal ends the process
+    """Raises BadRequest with the reason if the grammar cannot be followed. field: the request's field that holds the grammar. A
+    Lark grammar that names special tokens is checked by the engine alone, which knows the vocabulary."""
+    signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_S)  # when it expires, its signal ends the process
     try:
         reason = why_not(grammar)
     finally:
@@ -50,7 +50,7 @@ def _refusal(grammar: str) -> str:
         return messages[0]
     if messages:
         return ""
-    # the first mask builds the rest of the parser; its tokens are single bytes, which all vocabularies have in common
+    # the first mask makes llguidance build the rest of the parser; the tokens are single bytes, which all vocabularies have
     matcher = LLMatcher(_bytes_tokenizer(), compiled, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         mask = matcher.compute_bitmask()

@@ -1,7 +1,7 @@
-"""Messages and tools as Harmony's chat templates read them.
+"""Converts messages and tools to the form that Harmony's chat templates expect.
 
-Such a template writes of a turn one call, and its reasoning or its text, not both; it knows one message of instructions, and needs
-a description of every function.
+For each turn, such a template writes one call, and either the reasoning or the text. It allows one message of instructions, and
+needs a description of every function.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}  # the format know
 
 def harmony_messages(messages: list[Message]) -> list[Message]:
     """Returns the messages with reasoning as `thinking`. Instructions at the start become one message. A turn of several calls
-    becomes one turn for each, with its result behind it, and what it said beside them is joined to its reasoning, since the
-    template writes a calling turn's text on the analysis channel, too."""
+    becomes one turn per call, each followed by its result. The text of a turn with calls is appended to its reasoning, because the
+    template writes that text on the analysis channel, too."""
     num_first = next((at for at, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
     shown = messages[num_first:]
     if num_first:
@@ -43,8 +43,8 @@ def harmony_messages(messages: list[Message]) -> list[Message]:
 
 
 def _taken(results: list[Message], call_id: str, ids: set[str]) -> list[Message]:
-    """Takes a call's results out of the list: those that name it, else the first if it names none of the turn's calls. ids: of
-    those."""
+    """Removes a call's results from the list and returns them: the results that name the call, else the first result if it names no
+    call of this turn. ids: the ids of the turn's calls."""
     mine = [each for each in results if call_id and each.get("tool_call_id") == call_id]
     mine = mine or [each for each in results[:1] if not each.get("tool_call_id") or each["tool_call_id"] not in ids]
     for each in mine:
@@ -60,7 +60,7 @@ def harmony_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | 
 
 
 def harmony_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the template's variables with the nearest `reasoning_effort` that the format knows."""
+    """Returns the template's variables, with `reasoning_effort` replaced by the nearest value that the format has."""
     effort = kwargs.get("reasoning_effort")
     return {**kwargs, "reasoning_effort": _EFFORTS[effort]} if isinstance(effort, str) and effort in _EFFORTS else kwargs
 

@@ -1,4 +1,4 @@
-"""Follows which tokens of a reply in Harmony are headers, in which stop strings are not looked for."""
+"""Tracks which tokens of a Harmony reply belong to message headers, in which stop strings are not searched for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from daemon.text.tool_parsers.harmony import CHANNEL, CONSTRAIN, START
 
 
 class HeaderTokens:
-    """The state of one reply. marks: token id -> its character (daemon/text/tool_parsers/harmony.py)."""
+    """The state of one reply. marks: the format's special tokens, token id -> the character that stands for it
+    (daemon/text/tool_parsers/harmony.py)."""
 
     __slots__ = ("_inside", "_marks")
 
@@ -17,10 +18,10 @@ class HeaderTokens:
         self._inside = False
 
     def covers(self, token_id: int) -> bool:
-        """Takes the next token and returns whether it is of a header, or the end of a message."""
+        """Takes the next token and returns whether it belongs to a header or ends a message."""
         mark = self._marks.get(token_id)
         if mark is None:
             return self._inside
-        # the other marks end a header or a message; <|constrain|> is a part of a header
+        # the other special tokens end a header or a message; <|constrain|> is a part of a header
         self._inside = mark in (START, CHANNEL) or (self._inside and mark == CONSTRAIN)
         return True

@@ -26,16 +26,16 @@ from daemon.text.jobs import Open
 from engine.host.child_process import child_environment, malloc_tunables
 
 log = logging.getLogger("hearthd.text")
-END_LIMIT_S = 2.0  # after its socket was closed
+END_LIMIT_S = 2.0  # how long the helper may take to end after its socket was closed
 FORK_LIMIT_S = 10.0  # a helper that has not forked a worker in this time hangs
-SOUND_AFTER_S = 10.0  # a helper that lived this long is started again at once, any other only when it is needed
+SOUND_AFTER_S = 10.0  # a helper that lived this long is restarted at once, any other only when it is needed
 _decoder: msgspec.msgpack.Decoder[FromHelper] = msgspec.msgpack.Decoder(FromHelper)
 
 
 class Helper:
-    """Runs the text helper and connects to its workers. `connect` starts the helper if it does not run. stall_s: as in
-    WorkerConnection. on_death: called for every worker that ended without being asked to. preload: modules that the process
-    imports before it forks."""
+    """Runs the text helper process and connects to its workers. `connect` starts the process if it does not run. stall_s: as in
+    WorkerConnection. on_death: called for every worker that ended without being asked to. preload: modules that the process imports
+    before it forks."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Helper:
         self._ended = False
         self._numbers = itertools.count(1)
         self.workers: dict[int, WorkerConnection] = {}
-        self._unanswered: dict[int, asyncio.TimerHandle] = {}  # the time limits of Fork messages, by worker number
+        self._unanswered: dict[int, asyncio.TimerHandle] = {}  # time limits of unanswered Fork messages, by worker number
 
     @property
     def pid(self) -> int:
@@ -129,7 +129,7 @@ class Helper:
     # ---- the helper's messages
 
     def _send(self, message: ToHelper, descriptor: int | None = None) -> bool:
-        """Sends a message to the helper. Returns whether it was sent; a helper that takes no messages hangs or is gone, and is
+        """Sends a message to the helper. Returns whether it was sent. A helper that takes no messages hangs or has ended, and is
         given up."""
         control = self._control
         if control is None:
@@ -186,14 +186,14 @@ class Helper:
     def _hangs(self, control: socket.socket | None) -> None:
         if control is None or control is not self._control:
             return
-        self._on_packets(control)  # handles answers that were not read yet
+        self._on_packets(control)  # handles messages that have arrived and were not read yet
         if control is self._control and self._unanswered:
             log.error("the text helper (pid %d) has forked no worker for %g s; it is killed", self.pid, FORK_LIMIT_S)
             self._gone(control)
 
     def _gone(self, control: socket.socket) -> None:
-        """Gives up a helper that hangs or whose socket has ended: kills what is left of it, and lets other workers do its workers'
-        jobs."""
+        """Gives up a helper that hangs or whose socket has ended: kills the processes that are left, and moves their jobs to new
+        workers."""
         if control is not self._control:
             return
         process = self._release()
@@ -234,8 +234,8 @@ def _spawn(preload: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.sock
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills the helper and its workers, which are in its process group. It was not reaped yet, so the group's id is still its
-    own."""
+    """Kills the helper and its workers, which are in its process group. The helper was not reaped yet, so the group's id cannot
+    belong to another group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -6,8 +6,8 @@ import msgspec
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for a worker that serves the socket sent with this message. number: the daemon's number for the worker, never used
-    twice."""
+    """Asks the helper for a worker that serves the socket sent with this message. number: the daemon's number for the worker, never
+    used twice."""
 
     number: int
 

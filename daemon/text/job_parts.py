@@ -1,4 +1,4 @@
-"""The work of single jobs of a text worker, apart from the worker's loop."""
+"""The functions that do single jobs of a text worker, without the worker's loop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LONG_TEXT = 64 << 10  # characters; longer jobs are encoded in a thread, concurr
 
 
 def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> str:
-    """Returns a chat as the template writes it. messages, options: as in EncodeChat. Raises BadRequest."""
+    """Returns the text of a chat, rendered by the template. messages, options: as in EncodeChat. Raises BadRequest."""
     try:
         plain = msgspec.msgpack.decode(messages)
         kwargs = msgspec.msgpack.decode(options["kwargs"]) if "kwargs" in options else {}
-        # json.loads keeps values that a template may show as the client wrote them, big numbers included
+        # json.loads keeps values as the client wrote them, big integers included, and a template may show them
         shown, documents = (json.loads(options[key]) if options.get(key) else None for key in ("tools", "documents"))
 
         def render(messages: list[Message], tools: Tools) -> str:
@@ -42,7 +42,7 @@ def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> 
 
 def _to_end_of_text(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
     """Returns the chat up to the end of the last message's text, which the reply continues. Raises BadRequest."""
-    mark = secrets.token_hex(16)  # finds the place where the template writes that end
+    mark = secrets.token_hex(16)  # marks the place where the template writes the end of that text
     messages[-1]["content"] += mark
     parts = render(messages).split(mark)
     if len(parts) != 2:
@@ -65,7 +65,7 @@ def check_length(text: CheckpointText, texts: Sequence[str], field: str, max_tok
 
 
 def paired(text: CheckpointText, firsts: list[str], seconds: list[str], job: EncodePairs) -> list[bytes]:
-    """Returns the answer to an EncodePairs job. firsts, seconds: its texts. Raises BadRequest."""
+    """Returns the answer to an EncodePairs job. firsts, seconds: the job's texts. Raises BadRequest."""
     if job.max_tokens:
         check_length(text, firsts, job.fields[0], job.max_tokens)
         if not job.keep_second:

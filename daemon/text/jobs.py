@@ -37,12 +37,13 @@ class Encode(Message, frozen=True):
 
 
 class EncodePairs(Message, frozen=True):
-    """Asks for the token ids of pairs of texts, joined by the tokenizer's own template; answered with an int32 array that says of
-    each pair where the segment of its second text (token type 1) begins, 0 if it has none, then with one int32 array per pair.
+    """Asks for the token ids of pairs of texts, joined by the tokenizer's own template; answered with an int32 array that holds for
+    each pair the index at which the segment of its second text (token type 1) begins, or 0 without such a segment, then with one
+    int32 array per pair.
 
     texts: a list of first texts, one for all pairs or one for each, and a list of second texts, as msgpack. fields: the request's
-    that hold them. max_tokens: as in Encode. keep: the number of tokens of a pair to keep, by cutting the second text at its end;
-    keep_second: that of the second text alone; 0: all."""
+    fields that hold these texts. max_tokens: as in Encode. keep: the number of tokens of a pair to keep, by cutting the second text
+    at its end; keep_second: the number of tokens of the second text alone; 0: all."""
 
     job_id: int
     texts: bytes
@@ -57,8 +58,8 @@ class EncodeChat(Message, frozen=True):
 
     messages: a list of objects, as msgpack. options: an object, as msgpack, with add_generation_prompt, continue_final_message,
     kwargs (msgpack again), tools and documents (JSON, as the client sent them), plain_calls (whether daemon/text/plain_calls.py
-    adds what the template leaves out) and forced (null, or for forced calls an object with `name`, the function's or "" for any,
-    and `many`, whether several calls are allowed). max_tokens, keep_last: as in Encode."""
+    adds what the template leaves out) and forced (null, or for forced calls an object with `name`, the function's name or "" for
+    any function, and `many`, whether several calls are allowed). max_tokens, keep_last: as in Encode."""
 
     job_id: int
     messages: bytes
@@ -71,8 +72,8 @@ class Tokenize(Message, frozen=True):
     """Asks for a tokenization; answered with the number of tokens, then as JSON their ids and the vocabulary's strings (null unless
     asked for).
 
-    kind: "text" if prompt is like Encode's texts, with one text, or "messages" if it is like EncodeChat's messages. options: those
-    of both jobs and token_strings."""
+    kind: "text" if `prompt` holds one text, packed as Encode's texts, or "messages" if it holds messages as EncodeChat does.
+    options: the options of Encode and EncodeChat, and token_strings."""
 
     job_id: int
     kind: str
@@ -81,7 +82,7 @@ class Tokenize(Message, frozen=True):
 
 
 class Detokenize(Message, frozen=True):
-    """Asks for the text of these ids (int32), special tokens included; answered with a JSON string."""
+    """Asks for the text of token ids (int32), special tokens included; answered with a JSON string."""
 
     job_id: int
     ids: bytes
@@ -101,8 +102,8 @@ class BuildTable(Message, frozen=True):
 
 
 class ParseBody(Message, frozen=True):
-    """Asks for a request's body to be read; answered with its two parts, the small one as msgpack. `reader`: the function that does
-    it, MODULE:NAME."""
+    """Asks for a request's body to be parsed; answered with two parts: the small fields as msgpack, and the prompt. `reader`: the
+    function that parses it, MODULE:NAME."""
 
     job_id: int
     reader: str
@@ -124,7 +125,7 @@ class Done(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Carries a HearthError to the client. family: BadRequest or ServerFault."""
+    """Answers a job with an error, a HearthError for the client. family: BadRequest or ServerFault."""
 
     job_id: int
     family: str
@@ -135,7 +136,7 @@ class Failed(Message, frozen=True):
 
 
 class Deferred(Message, frozen=True):
-    """Says that a job is long, and is done concurrently with those that come after it."""
+    """Says that a job is long, so it runs concurrently with the jobs after it and is answered out of order."""
 
     job_id: int
 
@@ -145,7 +146,7 @@ ToWorker = Open | Encode | EncodePairs | EncodeChat | Tokenize | Detokenize | De
 FromWorker = Done | Failed | Deferred
 
 TEMPLATE_CPU_S, GRAMMAR_CPU_S = 6.0, 2.0  # CPU time after which the kernel ends the worker; everyday grammars take 1 ms
-LIMIT_BYTES = 1 << 30  # of a worker's address space, enough for a prompt of 4.5 million tokens of one byte each
+LIMIT_BYTES = 1 << 30  # the limit of a worker's address space, enough for a prompt of 4.5 million tokens of one byte each
 
 
 class TextFacts(Struct, frozen=True, array_like=True):
@@ -153,8 +154,8 @@ class TextFacts(Struct, frozen=True, array_like=True):
 
     tool_parser: str = "none"
     reasoning_parser: str = "none"
-    markers: dict[int, str] = {}  # id -> a parser's marker that is a special token; it would otherwise be left out of texts
-    harmony_marks: dict[int, str] = {}  # id -> the character that stands for it in texts that Harmony's parser reads
+    markers: dict[int, str] = {}  # id -> a special token that a parser searches for; without this it would be left out of texts
+    harmony_marks: dict[int, str] = {}  # id -> the character that stands for this special token in texts for Harmony's parser
 
 
 def is_template_text(chat_template: str) -> bool:

@@ -1,6 +1,6 @@
-"""Messages as Kimi K2's chat templates read them, with ids of calls in the model's own form.
+"""Converts messages to the form that Kimi K2's chat templates expect, with ids of calls in the model's own form.
 
-Such a template shows a call and its result by the call's id alone.
+Such a template identifies a call and its result by the call's id alone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ Message = dict[str, Any]
 
 
 def kimi_messages(messages: list[Message]) -> list[Message]:
-    """Returns the messages with `functions.NAME:INDEX` as the id of each call, and with the same id at its result. A result that
-    names no call of the latest turn that called belongs to the first of that turn's calls without a result; one beyond these
-    stays as it is."""
+    """Returns the messages with `functions.NAME:INDEX` as the id of each call, and the same id at its result. A result that names
+    no call of the latest turn with calls is assigned to the first call of that turn without a result; if there is none, it stays
+    unchanged."""
     numbers = CallNumbers()
     out: list[Message] = []
     unanswered: list[tuple[str, str]] = []  # the id that the client gave, and the new one

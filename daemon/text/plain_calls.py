@@ -1,7 +1,7 @@
-"""Tools, calls and their results as plain text, for chat templates that do not support them.
+"""Writes tools, calls and their results as plain text, for chat templates that do not support them.
 
-To find out whether a template shows something, a mark is put in its place and searched for in what the template writes. It would
-not do to compare two renderings: a template may write the time of day.
+To find out whether a template shows something, a random mark is put in its place and searched for in the rendered text. Comparing
+two renderings would not work, because a template may write the time of day.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _rendered(render: Render, messages: list[Message], tools: Tools) -> str:
 def _plain_history(messages: list[Message]) -> list[Message]:
     """Returns the messages with calls and results as text; a result becomes a message of the user. A changed message is merged with
     a neighbour of the same role, because templates expect roles to alternate."""
-    names: dict[str, str] = {}  # of functions, by the call's id
+    names: dict[str, str] = {}  # id of a call -> name of its function
     plain: list[Message] = []
     was_changed = False
     for message in messages:
@@ -119,7 +119,7 @@ def _joined(first: str | None, second: str | None) -> str:
 
 
 def _words(tools: list[dict[str, Any]], name: str, many: bool) -> str:
-    """Returns the words that show the tools and the form of a call. name: the function that is to be called, "" for any. many:
+    """Returns the text that describes the tools and the form of a call. name: the function that must be called, "" for any. many:
     whether several calls are allowed."""
     shown = [{key: value for key, value in tool["function"].items() if key != "strict"} for tool in tools]
     lines = "\n".join(json.dumps(each, ensure_ascii=False) for each in shown)
@@ -134,8 +134,8 @@ def _words(tools: list[dict[str, Any]], name: str, many: bool) -> str:
 
 
 def _with_words(render: Render, messages: list[Message], words: str) -> str:
-    """Renders the chat with the words in the system message or, if the template refuses or drops that, before the user's first
-    message."""
+    """Renders the chat with these words in the system message. If the template refuses or drops that message, they are put before
+    the user's first message."""
     first = messages[0]
     if first["role"] in _SYSTEM_ROLES:
         as_system = [{**first, "content": _joined(first["content"], words)}, *messages[1:]]

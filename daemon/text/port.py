@@ -1,4 +1,4 @@
-"""What the API asks of the text workers."""
+"""The interface through which the API uses the text workers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ class TextPort(Protocol):
     def encode_pairs(
         self, model: ModelEntry, texts: bytes, fields: tuple[str, str], keep: int = 0, keep_second: int = 0
     ) -> Awaitable[tuple[array[int], list[array[int]]]]:
-        """Returns of each pair of texts where the segment of the second one begins (0: it has none), and its token ids.
+        """Returns the index at which the segment of the second text begins (0: it has none), one for each pair, and each pair's
+        token ids.
 
-        `texts`: a list of first texts, one for all pairs or one for each, and a list of second ones, packed as msgpack. `fields`:
+        `texts`: a list of first texts (one for all pairs, or one for each) and a list of second texts, packed as msgpack. `fields`:
         the request's fields, named in errors. `keep`: how many tokens of a pair are kept, special ones included, by cutting the
-        second text at its end; `keep_second`: how many of the second text; 0 keeps all. Raises HearthError (400), also where `keep`
-        leaves no room for the second text, and as `encode` does."""
+        second text at its end; `keep_second`: how many of the second text; 0 keeps all. Raises HearthError (400), also if `keep`
+        leaves no room for the second text, or in the same cases as `encode`."""
         ...
 
     def encode_chat(
@@ -60,11 +61,11 @@ class TextPort(Protocol):
         ...
 
     def tokenize(self, model: ModelEntry, kind: str, prompt: bytes, options: dict[str, object]) -> Awaitable[list[bytes]]:
-        """Returns three parts: the number of tokens, their ids as JSON, and the vocabulary's strings for them as JSON (null if
-        not wanted).
+        """Returns three parts: the number of tokens, their ids as JSON, and the vocabulary's strings for them as JSON (null if not
+        wanted).
 
-        `kind`: "text", with a `prompt` and `options` as for `encode`, or "messages", with those of `encode_chat`. The options
-        also hold token_strings: whether the third part is wanted."""
+        `kind`: "text", with a `prompt` and `options` as for `encode`, or "messages", with `prompt` and `options` as for
+        `encode_chat`. The options also hold token_strings: whether the third part is wanted."""
         ...
 
     def detokenize(self, model: ModelEntry, ids: bytes) -> Awaitable[bytes]:
@@ -77,6 +78,6 @@ class TextPort(Protocol):
         ...
 
     def parse_body(self, reader: str, body: bytes) -> Awaitable[tuple[bytes, bytes]]:
-        """Reads a large request body in a text worker. reader: the function that reads it, MODULE:NAME. Returns what that function
-        returns: the fields that the daemon needs, packed as msgpack, and the prompt. Raises what it raises."""
+        """Parses a large request body in a text worker. reader: the function that parses it, MODULE:NAME. Returns that function's
+        result: the fields that the daemon needs, packed as msgpack, and the prompt. Raises what the function raises."""
         ...

@@ -9,7 +9,7 @@ _BEFORE, _OPENED, _INSIDE, _CLOSED, _ANSWER = range(5)
 
 
 def reasoning_end(text: str, call_marker: str = "") -> int:
-    """Returns the index after the last character of the reasoning in a reply that has some. call_marker: as in
+    """Returns the index after the last character of the reasoning, for a reply that has reasoning. call_marker: as in
     ReasoningSplitter."""
     ends = [found for marker in (CLOSE, call_marker) if marker and (found := text.find(marker)) >= 0]
     return len(text[: min(ends, default=None)].rstrip())
@@ -24,9 +24,9 @@ class ReasoningSplitter:
     __slots__ = ("_held", "_markers", "_spaces", "_state")
 
     def __init__(self, opened: bool, call_marker: str = "") -> None:
-        self._markers = (CLOSE, call_marker) if call_marker else (CLOSE,)  # that end the reasoning
+        self._markers = (CLOSE, call_marker) if call_marker else (CLOSE,)  # the markers that end the reasoning
         self._state = _OPENED if opened else _BEFORE
-        self._held = ""  # the end of the text so far that may become a marker
+        self._held = ""  # the end of the text so far, if it may be the start of a marker
         self._spaces: list[str] = []  # white space before the reply's first word, or where the reasoning may end
 
     @property

@@ -1,5 +1,5 @@
-"""Pauses models whose texts were never processed because each worker for them died at its first job: requests are refused for a
-while.
+"""Refuses requests for a while if every worker for a model has died at its first job, so that no text of the model was ever
+processed.
 
 If a model has answered once, a death is the fault of a client's text and not of the model's files, so no other client is refused.
 """

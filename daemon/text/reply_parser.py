@@ -10,16 +10,16 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, C
 
 
 class ReplyParser:
-    """The parser of one reply. White space between calls, and between text and calls, is dropped. tools: a parser of whole replies
-    finds the reasoning, too. one_call: calls after the first complete one are dropped."""
+    """The parser of one reply. It drops white space between calls, and between text and calls. tools: parses calls; without a
+    `reasoning` splitter it may find the reasoning, too. one_call: drops the calls after the first complete one."""
 
     __slots__ = ("_dropped", "_one_call", "_reasoning", "_spaces", "_tools", "num_calls")
 
     def __init__(self, tools: ToolParser | None, reasoning: ReasoningSplitter | None, one_call: bool = False) -> None:
         self._tools, self._reasoning, self._one_call = tools, reasoning, one_call
-        # white space at the end of the text so far; content unless a call or, after a call, the end follows
+        # white space at the end of the text so far; it becomes content unless a call follows, or the reply ends after a call
         self._spaces: list[str] = []
-        self._dropped = ""  # the white space before the latest call, which is content again if that call is broken
+        self._dropped = ""  # the white space before the latest call; it becomes content if that call is broken
         self.num_calls = 0  # complete calls
 
     @property

@@ -1,4 +1,4 @@
-"""Implements TextPort: templates and tokenizers run in helper processes, one worker per model; the least recently used ones are
+"""Implements TextPort: templates and tokenizers run in helper processes, one worker per model; the least recently used workers are
 ended.
 """
 
@@ -49,7 +49,7 @@ MAX_WORKERS = 4  # models whose tokenizers stay parsed: 33-109 MB each for vocab
 MAX_TABLES = 64  # 1.5-3 MB each
 MAX_FACTS = 1024
 STALL_S = 30.0  # the default of text_stall_s
-SHARED_TRIES = 2  # on shared workers, where another job may end the worker; after these a job gets a worker of its own
+SHARED_TRIES = 2  # attempts on a shared worker, which another job may end; after that a job gets a worker of its own
 ALONE_AT_A_TIME = 2
 SHOWN_AFTER_S = 1.0
 RECENT_S, MAX_RECENT = 600.0, 16  # deaths are reported for this long, and at most this many
@@ -83,9 +83,9 @@ class _Recent:
 class TextService:
     """Runs jobs on requests' texts in worker processes. All methods may raise HearthError.
 
-    A job that takes too long, or crashes its worker, is refused at once. The jobs that waited after it are done by another worker,
-    and so is a job whose worker was killed from outside. stall_s: returns the setting text_stall_s, in seconds. num_deaths: the
-    number of workers that died, by cause; updated here."""
+    A job that takes too long, or crashes its worker, is refused at once. Another worker does the jobs that waited after it, and any
+    job whose worker was killed from outside. stall_s: returns the setting text_stall_s, in seconds. num_deaths: the number of
+    workers that died, by cause; updated here."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class TextService:
         num_deaths: MutableMapping[str, int] | None = None,
         preload: Sequence[str] = (),
     ) -> None:
-        """preload: modules with the functions that read bodies; workers that fork find them imported."""
+        """preload: modules with the functions that parse bodies; the helper imports them before it forks workers."""
         self._tasks, self._max_workers = tasks, max_workers
         self._helper = Helper(tasks, stall_s, self._died, preload)
         self._num_deaths: MutableMapping[str, int] = {} if num_deaths is None else num_deaths
@@ -224,8 +224,9 @@ class TextService:
         return task.result() if task.done() else await asyncio.shield(task)
 
     def open_ahead(self, model: ModelEntry) -> None:
-        """Has the model's tokenizer parsed while its weights load, unless a worker has it: a vocabulary of 128k takes half a second
-        and more, which its first request would wait for. What goes wrong is reported to the requests that meet it."""
+        """Parses the model's tokenizer while its weights load, unless a worker has it already: a vocabulary of 128k takes half a
+        second or more, which the first request would have to wait for. Errors are not reported here, but to the requests that meet
+        them."""
         if self._living(_open(model)[0]) is not None:
             return
         task = self._tasks.once(f"opening the tokenizer of {model.name} ahead", self._opened(model))
@@ -235,7 +236,7 @@ class TextService:
     async def _opened(self, model: ModelEntry) -> None:
         with suppress(HearthError, OSError):
             await self.table(model)
-            await self.encode(model, "", False)  # where the table was there, and the worker that had made it is not
+            await self.encode(model, "", False)  # starts a worker if the token table exists but the worker that made it has ended
 
     async def _build(self, model: ModelEntry) -> TokenTable:
         parts = await self._run(_open(model), BuildTable, "model")
@@ -281,7 +282,7 @@ class TextService:
             raise NotNow("text_worker_ended", message, retry_after_s=max(1.0, left_s))
 
     def _living(self, key: _Key) -> asyncio.Task[WorkerConnection] | None:
-        """Returns the model's worker, connected or being so; None if it has none that can be given jobs."""
+        """Returns the task that connects the model's worker, finished or not; None if there is no worker that can take jobs."""
         task = self._workers.get(key)
         if task is None or not task.done():
             return task
@@ -297,7 +298,7 @@ class TextService:
 
     def _end_idle(self, but: _Key) -> None:
         """Ends the least recently used workers without a job, until no more than the limit are left. Workers without a model do not
-        count. but: the key of a worker to keep."""
+        count. but: the key of a worker that is kept in any case."""
         for key, task in list(self._workers.items()):
             if len(self._workers.keys() - {_NO_MODEL, _GRAMMARS}) <= self._max_workers:
                 return

@@ -38,7 +38,7 @@ class StopStrings:
         return held
 
     def _num_held(self, text: str) -> int:
-        """Returns the length of the longest end of `text` that begins a stop string."""
+        """Returns the length of the longest suffix of `text` that is the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[len(text) - length :]
             if any(stop.startswith(tail) for stop in self._stops):

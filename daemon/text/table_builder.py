@@ -32,7 +32,7 @@ class _Model(msgspec.Struct):
 
 
 class TokenizerFile(msgspec.Struct):
-    """The part of tokenizer.json that decoding needs."""
+    """The fields of tokenizer.json that decoding needs."""
 
     model: _Model
     decoder: dict[str, Any] | None = None
@@ -50,12 +50,12 @@ class _Tokens(NamedTuple):
     by_id: list[str]  # "" for ids in one of the other fields
     missing: list[int]
     special: dict[int, str]  # id -> name
-    added: dict[int, str]  # id -> content of those that are not special: what they decode to may be normalized
+    added: dict[int, str]  # id -> content of added tokens that are not special; the decoded text may be normalized
 
 
 def build_table(file: TokenizerFile, where: str, decode: Callable[[list[int]], str]) -> PackedTable:
-    """Builds the table of each token's text. decode: the tokenizer's own, used only for the added tokens that are not special.
-    Raises BadRequest unsupported_tokenizer naming the file and the decoder."""
+    """Builds the table of each token's text. decode: the tokenizer's decode function, used only for added tokens that are not
+    special. Raises BadRequest unsupported_tokenizer naming the file and the decoder."""
     tokens = _tokens(file, where)
     steps = _flatten(file.decoder)
     kinds = [step.get("type") for step in steps]
@@ -93,9 +93,9 @@ def _tokens(file: TokenizerFile, where: str) -> _Tokens:
 
 
 def _added_pieces(tokens: _Tokens, static: Callable[[str], bytes], decode: Callable[[list[int]], str]) -> dict[int, bytes]:
-    """Returns the bytes of each added token as it is decoded after another token. The tokenizer decides: whether it shows added
-    tokens normalized depends on its version. static: computes a token's bytes; they are used if the tokenizer's text agrees, so
-    that bytes that form no character are kept."""
+    """Returns the bytes of each added token as it is decoded after another token. The tokenizer's own decoder decides, because
+    whether it normalizes added tokens depends on its version. static: computes a token's bytes; they are used if the decoder's text
+    agrees, so that bytes that form no character are kept."""
     anchor = next((at for at, token in enumerate(tokens.by_id) if token.isascii() and token.isalnum()), None)
     pieces = {}
     for token_id, content in tokens.added.items():
@@ -117,8 +117,8 @@ def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def byte_of_character() -> dict[str, int]:
-    """Returns ByteLevel's alphabet: printable characters stand for their own byte, characters from U+0100 on for the other
-    bytes."""
+    """Returns ByteLevel's alphabet, character -> byte: printable characters stand for their own byte, characters from U+0100 on for
+    the other bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in set(printable)]
     return {chr(value): value for value in printable} | {chr(256 + at): value for at, value in enumerate(others)}
@@ -150,7 +150,7 @@ def _metaspace(tokens: _Tokens, step: dict[str, Any], decode: Callable[[list[int
     encoded = [token.replace(mark, " ").encode() for token in tokens.by_id]
     first = {}
     if drops:
-        # a first token loses its marks, but not the spaces it may also hold
+        # a first token loses its Metaspace marks, but not spaces that it may also contain
         first = {at: token.replace(mark, "").encode() for at, token in enumerate(tokens.by_id) if " " in token}
         first |= {token_id: decode([token_id]).encode() for token_id in tokens.added}
     added = _added_pieces(tokens, lambda token: token.replace(mark, " ").encode(), decode)
@@ -159,8 +159,8 @@ def _metaspace(tokens: _Tokens, step: dict[str, Any], decode: Callable[[list[int
 
 
 def _is_pieces(steps: list[dict[str, Any]]) -> bool:
-    """Returns whether a PIECES table can do what the steps do: they are Replace*, ByteFallback?, Fuse, Strip?, as in Llama 2,
-    Mistral, Gemma and similar models."""
+    """Returns whether a PIECES table can reproduce the decoder's steps: they must be Replace*, ByteFallback?, Fuse, Strip?, as in
+    Llama 2, Mistral, Gemma and similar models."""
     kinds = [str(step.get("type")) for step in steps]
     if not re.fullmatch(r"(Replace )*(ByteFallback )?Fuse( Strip)?", " ".join(kinds)):
         return False
@@ -205,8 +205,8 @@ def _pack(
     first: dict[int, bytes] | None = None,
     first_drops_spaces: bool = False,
 ) -> PackedTable:
-    """Packs the table. blob, lengths: the joined bytes of all tokens and the length of each, with nothing yet for special tokens
-    and the ids in `added`."""
+    """Packs the table. blob, lengths: the joined bytes of all tokens and each token's length, 0 for special tokens and the ids in
+    `added`."""
     added = added | {token_id: name.encode() for token_id, name in tokens.special.items()}
     starts = list(accumulate(lengths, initial=0))
     parts, done = [], 0

@@ -1,9 +1,9 @@
-"""Computes a lower bound on the number of a text's tokens without tokenizing it, which takes seconds for texts of megabytes.
+"""Computes a lower bound on a text's number of tokens without tokenizing it, because tokenizing takes seconds for texts of
+megabytes.
 
-No token stands for more bytes than the longest token has. The same holds for some kinds of bytes alone: no token has more letters
-than the token with the most letters. That second bound is the useful one, because the longest tokens of most vocabularies are runs
-of blanks or dashes. Both hold for tokenizers in which every byte of the text belongs to a token: byte-level BPE, and BPE with byte
-fallback.
+No token has more bytes than the longest token. The same holds for bytes of one kind: no token has more letters than the token with
+the most letters. That second bound is the useful one, because the longest tokens of most vocabularies are runs of blanks or dashes.
+Both hold for tokenizers in which every byte of the text belongs to a token: byte-level BPE, and BPE with byte fallback.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEEPING = {"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}  #
 class TokenLowerBound:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._forms: list[Form] = []
-        self._most: list[tuple[bytes, int]] = []  # for each set: the bytes outside it, and the most bytes of it in one token
+        self._most: list[tuple[bytes, int]] = []  # for each set: the bytes outside it, and the most of its bytes in one token
         added = list(tokenizer.get_added_tokens_decoder().values())
         drops_blanks = any(token.lstrip or token.rstrip for token in added)
         for step in _steps(tokenizer.normalizer, "normalizers"):
@@ -57,7 +57,7 @@ class TokenLowerBound:
             self._most.append((others, _most(tokens, others)))
 
     def of(self, text: str) -> tuple[int, str]:
-        """Returns the bound and how it was computed, for an error message; (0, "") for tokenizers that have no such bound."""
+        """Returns the bound and an explanation of it for an error message; (0, "") for tokenizers that allow no such bound."""
         for form in self._forms:
             if not unicodedata.is_normalized(form, text):
                 text = unicodedata.normalize(form, text)
@@ -71,8 +71,8 @@ class TokenLowerBound:
 
 
 def _steps(stage: Any, several: str) -> list[dict[str, Any]]:
-    """Returns the steps of a normalizer or pre-tokenizer as they are in tokenizer.json. several: the key of the steps of a
-    Sequence."""
+    """Returns the steps of a normalizer or pre-tokenizer in the form of tokenizer.json, with Sequences flattened. several: the key
+    under which a Sequence has its steps."""
 
     def flat(step: dict[str, Any]) -> Iterable[dict[str, Any]]:
         return [each for inner in step[several] for each in flat(inner)] if step["type"] == "Sequence" else [step]

@@ -25,7 +25,7 @@ class PackedTable(msgspec.Struct, frozen=True, array_like=True):
     offsets: bytes  # uint32[num_tokens + 1]
     flags: bytes  # uint8[num_tokens]
     strip_start: int = 0  # spaces removed from the start of the whole text
-    first: dict[int, bytes] = {}  # id -> text of the token when it comes first, where that differs
+    first: dict[int, bytes] = {}  # id -> text of the token when it is the first one, if that differs
     first_drops_spaces: bool = False  # a first token loses all its spaces (Metaspace)
 
 
@@ -59,7 +59,7 @@ class TokenTable:
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]] if 0 <= token_id < self.num_tokens else b""
 
     def is_marker(self, token_id: int) -> bool:
-        """Returns whether it is a special token that is shown to a parser, see MarkedTable."""
+        """Returns whether the token is special but shown to a parser; see MarkedTable."""
         return False
 
     def raw_first(self, token_id: int) -> bytes:
@@ -71,7 +71,7 @@ class TokenTable:
         return raw.replace(b" ", b"") if special is None else special
 
     def render(self, token_id: int) -> None:
-        """Fills `escaped[token_id]` if the token has the same text wherever it stands."""
+        """Fills `escaped[token_id]`, if the token has the same text at every position."""
         if not 0 <= token_id < len(self.escaped) or self.flag(token_id) == BYTE:
             return
         try:
@@ -81,8 +81,8 @@ class TokenTable:
 
 
 class MarkedTable(TokenTable):
-    """A table that also shows some special tokens. markers: id -> the text that a parser looks for. `escaped` does not include
-    them."""
+    """A table that also shows some special tokens. markers: id -> the text that a parser searches for. `escaped` does not contain
+    the markers."""
 
     __slots__ = ("_markers",)
 

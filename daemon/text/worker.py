@@ -38,7 +38,7 @@ from engine.host.child_process import limit_memory
 from engine.protocol import FrameReader, Message, encode
 from loader.errors import shortened
 
-OOM_SCORE_ADJ = 900  # if memory runs out, the kernel ends a worker before the scanning process, the daemon and its engines
+OOM_SCORE_ADJ = 900  # if memory runs out, the kernel kills a worker before the scanning process, the daemon and its engines
 
 
 class TextWorker:
@@ -64,7 +64,8 @@ class TextWorker:
         self._text = CheckpointText(opening.name, opening.path, opening.chat_template) if opening.path else None
 
     def _answer(self, job: Job, work: object) -> None:
-        """Runs `work` and sends the job's answer. work: returns the answer's parts, or None if a thread will answer."""
+        """Runs `work` and sends the job's answer. work: a function that returns the answer's parts, or None if a thread will send
+        the answer."""
         try:
             parts = work()  # type: ignore[operator]
         except HearthError as error:
@@ -74,9 +75,9 @@ class TextWorker:
             self._refuse(job, f"needs more than the {LIMIT_BYTES >> 20} MiB that a text worker may take")
         except Exception as error:
             self._send(Failed(job.job_id, "ServerFault", "internal_error", f"{self._about()}: {error!r}", None, 500))
-        except BaseException as error:  # raised by a library written in Rust when it panics
+        except BaseException as error:  # a library written in Rust raises this when it panics
             self._refuse(job, f"made the tokenizer fail: {error}")
-            self._open(self._opening)  # the panic may have left the tokenizer unusable
+            self._open(self._opening)  # makes a new tokenizer, because the panic may have left the old one unusable
         else:
             if parts is not None:
                 self._send(Done(job.job_id, parts))
@@ -112,7 +113,7 @@ class TextWorker:
             texts, special = msgspec.msgpack.decode(job.texts, type=list[str]), job.add_special_tokens
             suffix, keep_last = job.suffix, job.keep_last
         elif isinstance(job, EncodeChat):
-            # the template has written the special tokens
+            # without special tokens, because the template has written them
             texts, special = [rendered(text, job.messages, msgspec.msgpack.decode(job.options))], False
             keep_last = job.keep_last
         else:
@@ -133,7 +134,7 @@ class TextWorker:
         return self._in_turn(job, sum(map(len, texts)), encoded)
 
     def _in_turn(self, job: Job, num_chars: int, work: Callable[[], list[bytes]]) -> list[bytes] | None:
-        """Returns what `work` does, or None if it is put off because the job is long."""
+        """Does the job's work now and returns the answer's parts; if the job is long, lets a thread do it and returns None."""
         if num_chars > LONG_TEXT:
             self._send(Deferred(job.job_id))
             self._long.submit(self._answer, job, work)
@@ -146,7 +147,8 @@ class TextWorker:
 
 
 def body_reader(address: str) -> Callable[[bytes], tuple[Any, bytes]]:
-    """Returns the function at MODULE:NAME. Bodies belong to the API, and a worker without one need not load them."""
+    """Returns the function at MODULE:NAME. It is imported only here, because workers that parse no bodies need not load the API's
+    modules."""
     module, _, name = address.partition(":")
     reader: Callable[[bytes], tuple[Any, bytes]] = getattr(importlib.import_module(module), name)
     return reader

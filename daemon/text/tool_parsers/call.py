@@ -17,8 +17,8 @@ _OTHER_KEYS = ("type", "id")
 
 
 class Call(ABC):
-    """The state of reading one call. done: the call is complete. bad: the text is not a call after all, see `give_up`. lead: the
-    markers that the call began with."""
+    """The state of reading one call. done: whether the call is complete. bad: whether the text turned out to be no call; see
+    `give_up`. lead: the markers that the call began with."""
 
     __slots__ = ("_index", "_raw", "announced", "bad", "done")
 
@@ -40,20 +40,20 @@ class Call(ABC):
         out.append(Piece(BROKEN, raw, self._index) if self.announced else Piece(CONTENT, raw))
 
     def finish(self, out: list[Piece]) -> bool:
-        """Ends the call at the end of the reply, if only its closing tag is missing and the dialect allows that. Returns whether it
-        did."""
+        """Completes a call at the end of the reply, if only its closing tag is missing and the dialect allows that. Returns whether
+        the call is complete."""
         return False
 
     @abstractmethod
     def _read(self, text: str, at: int, out: list[Piece]) -> int:
-        """Does the work of `feed`, and sets `done` or `bad` at the call's end."""
+        """Reads characters as `feed` describes, and sets `done` or `bad` at the call's end."""
 
     def _announce(self, name: str, out: list[Piece], call_id: str = "") -> None:
         self.announced = True
         out.append(Piece(CALL, name, self._index, call_id))
 
     def _last_arguments(self, value: JsonValue, text: str, at: int, out: list[Piece]) -> int:
-        """Reads on in the arguments with which the call ends, and passes them on as they arrive."""
+        """Reads the next part of the arguments, which end the call, and passes the text on as it arrives."""
         end = value.feed(text, at)
         if end > at:
             out.append(Piece(ARGUMENTS, text[at:end], self._index))
@@ -69,8 +69,8 @@ _OPEN, _KEY_OR_END, _KEY, _COLON, _VALUE, _COMMA_OR_END = range(6)
 
 class CallObject(Call):
     """Reads an object with `name` and `arguments` (or `parameters`), in any order. The arguments are an object, a string that holds
-    one, or null. names: for text without a marker, the only names that count as calls, which then may have no keys but a call's
-    own. None: any name and keys."""
+    one, or null. names: for text without a marker, the function names that count as calls; other keys than those of a call are not
+    allowed then. None: any name and any keys."""
 
     __slots__ = ("_arguments_seen", "_captured", "_expected", "_held", "_key", "_names", "_streaming", "_value")
 
@@ -81,7 +81,7 @@ class CallObject(Call):
         self._key: str | None = None  # None: the next string is a key
         self._value: JsonValue | None = None  # the key or value being read
         self._captured: list[str] = []
-        self._streaming = False  # the value is the arguments' object, which is passed on as it arrives
+        self._streaming = False  # whether the value is the arguments object, which is passed on as it arrives
         self._arguments_seen = False
         self._held: list[str] = []  # arguments that came before the name
 
@@ -132,7 +132,7 @@ class CallObject(Call):
             self._value = None
             try:
                 read = _string_or_null("".join(self._captured))
-            except msgspec.DecodeError:  # half a surrogate pair
+            except msgspec.DecodeError:  # an unpaired surrogate
                 self.bad = True
                 return end
             self._captured.clear()

@@ -1,6 +1,6 @@
-"""The ids of calls in Kimi K2's dialect: `functions.NAME:INDEX`, where INDEX counts a conversation's calls from 0.
+"""Assigns the ids of calls in Kimi K2's dialect: `functions.NAME:INDEX`, where INDEX counts a conversation's calls from 0.
 
-The chat template shows a call and its result by the id alone, so that an id of another form would take the function's name away.
+The chat template shows a call and its result by the id alone, so an id in another form would lose the function's name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ _NUMBERED = re.compile(r"functions\.([a-zA-Z0-9_.-]+):([0-9]{1,6})")
 
 
 class CallNumbers:
-    """Gives each call of a conversation its id, in their order. next: the number that the next call has, or a greater one."""
+    """Assigns an id to each call of a conversation, in order. next: the number of the next call, which may be higher if the model
+    wrote a higher one."""
 
     __slots__ = ("next",)
 
@@ -20,8 +21,8 @@ class CallNumbers:
         self.next = first
 
     def id_of(self, name: str, written: str) -> str:
-        """Returns the id of the next call. written: the id that it has so far, "" for none; it is kept if it is of this form, names
-        the function and its number was not passed before, so that no two calls share one."""
+        """Returns the id of the next call. written: the id that the model wrote, "" for none. It is kept if it has the right form,
+        names the function, and its number is not below `next`, so no two calls have the same id."""
         match = _NUMBERED.fullmatch(written)
         number = int(match[2]) if match is not None and match[1] == name else -1
         number = max(number, self.next)

@@ -16,7 +16,7 @@ KIND = "function"  # what V3 writes before the separator
 FENCE, JSON_FENCE = "```", "```json"
 _MOST_NAME = 256  # characters, with the separator
 
-_FIRST, _SECOND, _FENCE, _ARGUMENTS = range(4)  # what is expected next: before and behind the separator, a fence, the arguments
+_FIRST, _SECOND, _FENCE, _ARGUMENTS = range(4)  # what is expected next: text before, or after, the separator; a fence; arguments
 
 
 class _NamedCall(Call):
@@ -28,7 +28,7 @@ class _NamedCall(Call):
         super().__init__(index, lead)
         self._expected = _FIRST
         self._first = ""  # what stands before the separator
-        self._word = ""  # of what is being read
+        self._word = ""  # characters of the current part so far
         self._value = JsonValue()
 
     def _read(self, text: str, at: int, out: list[Piece]) -> int:
@@ -41,7 +41,7 @@ class _NamedCall(Call):
         return at
 
     def _step(self, char: str, out: list[Piece]) -> None:
-        """Takes the next character. The brace with which the arguments begin is left to them."""
+        """Takes the next character. The brace that opens the arguments is not taken here; it is read as a part of them."""
         if self._expected == _FIRST:
             self._word += char
             self.bad = len(self._word) > _MOST_NAME

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from daemon.text.tool_parsers.call import Call
 from daemon.text.tool_parsers.pieces import CONTENT, Piece, find_first_marker
 
-# Reads from text[at] on and returns the index of the first character that was not read. May set `held` and return len(text).
+# A mode reads from text[at] on and returns the index of the first unread character. It may set `held` and return len(text).
 Mode = Callable[[str, int, list[Piece]], int]
 
 
 class DialectParser(ABC):
-    """Parses a reply in one dialect, as a ToolParser. Subclasses define `marker`, `opened`, which is called after the marker was
-    read, and `after`, which reads what follows a complete call."""
+    """Parses a reply in one dialect, as a ToolParser. Subclasses define `marker`; `opened`, which is called when the marker was
+    read; and `after`, which reads the text that follows a complete call."""
 
     marker: str
-    markers: tuple[str, ...] = ()  # of dialects with several; (): only `marker`
+    markers: tuple[str, ...] = ()  # all markers of a dialect with several; (): only `marker`
 
     def __init__(self) -> None:
         self.mode: Mode = self.content
@@ -61,13 +61,13 @@ class DialectParser(ABC):
         return self.at_marker(marker, found)
 
     def at_marker(self, marker: str, at: int) -> int:
-        """Begins what stands behind a marker, which was found at index `at`. Returns the index to read on from."""
+        """Starts to read the text after a marker, which was found at index `at`. Returns the index to read on from."""
         self.lead = marker
         self.opened()
         return at + len(marker)
 
     def begin(self, call: Call) -> None:
-        """Starts reading a call that was given `lead`."""
+        """Starts to read a call, which has been given `lead` as the text before it."""
         self._call, self.lead, self.mode = call, "", self._in_call
 
     def no_call(self) -> None:
@@ -75,7 +75,8 @@ class DialectParser(ABC):
         self.mode = self.content
 
     def closed(self, marker: str, text: str, at: int) -> int:
-        """Reads the closing marker of a call, behind which content follows. If the model left it out, the call still counts."""
+        """Reads the closing marker of a call, after which content follows. If the model left the marker out, the call still
+        counts."""
         at = self.skip_spaces(text, at)
         rest = text[at : at + len(marker)]
         if rest and not marker.startswith(rest):

@@ -1,4 +1,5 @@
-"""Hearthd's own dialect, for forced calls of models whose template shows none: `{"name":…,"arguments":{…}}`, one call per line."""
+"""The dialect that hearthd defines itself, for forced calls of models whose template shows none: `{"name":…,"arguments":{…}}`, one
+call per line."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ AFTER_ARGUMENTS = "}"
 
 
 def before_arguments(name: str) -> str:
-    """Returns the start of a call, up to its arguments; AFTER_ARGUMENTS ends the call."""
+    """Returns the beginning of a call, up to its arguments; the text AFTER_ARGUMENTS ends the call."""
     return f'{{"name":{json.dumps(name)},"arguments":'
 
 
@@ -24,8 +25,8 @@ def written(name: str, arguments: str) -> str:
 
 
 class GenericParser(DialectParser):
-    """Parses replies in this dialect. names: the tools offered; only calls of them count as calls. Anything else is content, and so
-    is all that follows it."""
+    """Parses replies in this dialect. names: the offered tools; only their calls count as calls. Anything else is content, and so
+    is all text after it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()

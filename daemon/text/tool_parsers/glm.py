@@ -1,5 +1,5 @@
 """The dialect of GLM-4.5 and later: `<tool_call>NAME`, then `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` for each
-argument, and `</tool_call>`; any number of them, with text between them. GLM-4.5 and 4.6 write the parts on lines of their own,
+argument, and `</tool_call>`; any number of calls, with text between them. GLM-4.5 and 4.6 write the parts on lines of their own,
 GLM-4.7 without line breaks.
 
 Values are JSON, but strings stand as they are, without quotes.
@@ -19,7 +19,7 @@ from daemon.text.tool_parsers.text_call import MOST_KEY, TextCall, types_by_tool
 
 KEY, END_KEY = "<arg_key>", "</arg_key>"
 VALUE, END_VALUE = "<arg_value>", "</arg_value>"
-OTHER_TAG = "<tool_sep>"  # of Hunyuan's dialect, which has these tags, too
+OTHER_TAG = "<tool_sep>"  # of Hunyuan's dialect, which otherwise has the same tags
 _NAME_CHARACTER = re.compile(r"[a-zA-Z0-9_.-]")
 _MOST_NAME = 128  # characters
 
@@ -28,8 +28,8 @@ _AFTER_NAME, _AFTER_KEY, _AFTER_VALUE = (KEY, CLOSE), (VALUE,), (KEY, CLOSE, OPE
 
 
 class _ArgumentCall(TextCall):
-    """Reads a call from its name to `</tool_call>`. Where that is missing, the next call or the end of the reply ends it.
-    has_next: the marker of the next call was read."""
+    """Reads a call from its name to `</tool_call>`. If that tag is missing, the next call or the end of the reply ends the call.
+    has_next: whether the marker of the next call was read."""
 
     end_value = END_VALUE
     undeclared = ANY
@@ -90,7 +90,7 @@ class _ArgumentCall(TextCall):
 
 
 class GlmParser(DialectParser):
-    """Parses replies in this dialect. names: the tools offered. schemas: of each one's parameters, as JSON."""
+    """Parses replies in this dialect. names: the offered tools. schemas: the schema of each tool's parameters, as JSON."""
 
     marker = OPEN
 

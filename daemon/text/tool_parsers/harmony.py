@@ -3,8 +3,8 @@
 `<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>` is reasoning and an answer,
 `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>` a call. Source: docs/format.md of openai/harmony.
 
-These special tokens reach the parser as noncharacters of Unicode, one each. So text in which a model spells them out, because it
-was asked about them, stays text.
+Each of these special tokens reaches the parser as one Unicode noncharacter. So if a model spells out a token's name, because it was
+asked about it, that text stays text.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ MARKS = {
 }
 ROLE = "assistant"
 ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"  # channels
-FUNCTIONS = "functions."  # how a function's name begins as a recipient
-JSON = "json"  # what a call's arguments are said to be
+FUNCTIONS = "functions."  # prefix of a function's name when it is a message's recipient
+JSON = "json"  # the content type of a call's arguments
 BETWEEN = "\n\n"  # between the texts of two messages that become one text
 
-_MOST_HEADER = 256  # characters; what is longer is a text whose header was left out
+_MOST_HEADER = 256  # characters; longer text cannot be a header, so the model left the header out
 _NO_MARK = rf"[^\s{START}-{CALL}]"
 _SPLIT = re.compile(f"([{START}-{CALL}])")
 _RECIPIENT = re.compile(rf"(?<!{_NO_MARK})to=({_NO_MARK}+)")
 _CHANNEL = re.compile(rf"{CHANNEL}\s*([a-z]*)")
 _MAY_NAME_RECIPIENT = re.compile(rf"\s*(?:t(?:o(?:={_NO_MARK}*\s*)?)?)?")
 _ANALYSED = re.compile(rf"{CHANNEL}\s*{ANALYSIS}[^{MESSAGE}]*{MESSAGE}[^{START}-{CALL}]+")
-# the words of a header that need not be whole
+# the parts of a header, each of which may be cut off at its end
 _TO = rf"(?:\s*to={_NO_MARK}*|\s+to?\Z)?"
 _AFTER_ROLE = re.compile(rf"{_TO}\s*")
 _AFTER_CHANNEL = re.compile(rf"\s*[a-z]*{_TO}\s*(?:{CONSTRAIN}\s*[a-z]*|json\b|code\b)?\s*")
 
 
 def speaks_harmony(template: str) -> bool:
-    """Returns whether a chat template is one of Harmony's."""
+    """Returns whether a chat template is in Harmony's format."""
     return "<|channel|>" in template and "<|message|>" in template
 
 
 def marks_of(tokens: Mapping[int, str]) -> dict[int, str]:
-    """Returns the ids of the format's special tokens with the characters that stand for them; {} for a tokenizer of another format.
-    tokens: added ones, id -> text."""
+    """Returns the ids of the format's special tokens with the characters that stand for them; {} if the tokenizer does not have
+    them. tokens: the tokenizer's added tokens, id -> text."""
     marks = {token_id: MARKS[text] for token_id, text in tokens.items() if text in MARKS}
     return marks if {CHANNEL, MESSAGE} <= set(marks.values()) else {}
 
@@ -64,7 +64,7 @@ def reasoning_end(text: str) -> int:
 
 
 class _Arguments(Call):
-    """Reads the body of a message to a function. It is announced at once, since the header has named the function."""
+    """Reads the body of a message to a function. The call is announced at once, because the header has named the function."""
 
     __slots__ = ("_begun", "_value")
 
@@ -86,7 +86,7 @@ class _Arguments(Call):
         return self._last_arguments(self._value, text, at, out)
 
     def message_ended(self, out: list[Piece]) -> None:
-        """Completes a call without arguments. One whose arguments are not complete is none."""
+        """Handles the end of the message: completes a call without arguments; gives up a call whose arguments are incomplete."""
         if self._begun:
             self.give_up(out)
         else:
@@ -94,8 +94,9 @@ class _Arguments(Call):
 
 
 class HarmonyParser:
-    """Parses a reply's messages, as a ToolParser. Those to functions are calls, those on the analysis channel reasoning, all others
-    content. A message to somebody else, such as browser.search, keeps its address as text: `to=browser.search …`."""
+    """Parses a reply's messages, as a ToolParser. Messages to functions are calls, messages on the analysis channel are reasoning,
+    all others are content. A message to another recipient, such as browser.search, keeps its address as text: `to=browser.search
+    …`."""
 
     def __init__(
         self,
@@ -105,23 +106,24 @@ class HarmonyParser:
         prompt: str = "",
         in_answer: bool = False,
     ) -> None:
-        """names: the tools offered, which are functions without `functions.`, too. calls: whether messages to functions are calls;
-        otherwise they are text. reasoning: whether the analysis is reasoning; otherwise it is content. prompt: the end of the
-        prompt, which may have begun a message. in_answer: the reply continues a message of the client."""
+        """names: the offered tools, which count as functions even without the prefix `functions.`. calls: whether messages to
+        functions are calls; otherwise they are text. reasoning: whether messages on the analysis channel are reasoning; otherwise
+        they are content. prompt: the end of the prompt, which may have begun a message. in_answer: whether the reply continues a
+        message of the client."""
         self._names, self._calls, self._reasoning = frozenset(names), calls, reasoning
-        self._header: str | None = ""  # what there is of the header; None: its message has begun, or no message has
-        self._kind: int | None = None  # of the message's text; None: outside of messages, or in a call
-        self._lead = ""  # comes before the message's text, if there is any
-        self._said: set[int] = set()  # kinds of text until now
+        self._header: str | None = ""  # the header as far as it was read; None: outside of headers
+        self._kind: int | None = None  # kind of the current message's text; None: outside of messages, or in a call
+        self._lead = ""  # text to put before the message's text, unless that is empty
+        self._said: set[int] = set()  # kinds of pieces so far
         self._call: _Arguments | None = None
         self._num_calls = 0
-        self._begun: list[Piece] = []  # by the prompt
+        self._begun: list[Piece] = []  # pieces of a message that the prompt has begun
         at = prompt.rfind(START)
         if at >= 0 and not in_answer:
             header, is_whole, body = prompt[at + 1 :].partition(MESSAGE)
             self._header = header.strip().removeprefix(ROLE)
             if is_whole and _SPLIT.search(body):
-                self._header = None  # that message has ended, and the reply begins with a header
+                self._header = None  # the prompt's message has ended, so the reply begins with a header
             elif is_whole:
                 self._open(self._header, self._begun)
         elif in_answer:
@@ -139,7 +141,7 @@ class HarmonyParser:
     def end(self, cut: bool) -> list[Piece]:
         out, self._begun = self._begun, []
         if cut:
-            self._call = None  # it counts as it is
+            self._call = None  # at max_tokens the call counts as it is
         self._close(out)
         return out
 
@@ -156,11 +158,11 @@ class HarmonyParser:
             self._header = header + mark
         elif mark != CONSTRAIN:
             self._close(out)
-            if mark in (START, CHANNEL):  # a model may leave out what comes before
+            if mark in (START, CHANNEL):  # a model may leave out the END before these
                 self._header = mark
 
     def _open(self, header: str, out: list[Piece]) -> None:
-        """Begins the message whose header is complete."""
+        """Begins the message that follows a complete header."""
         self._header = None
         found = _RECIPIENT.search(header)
         recipient = found[1] if found is not None and found[1] != ROLE else ""
@@ -175,7 +177,7 @@ class HarmonyParser:
             self._begin(self._kind_of(header), f"to={recipient} " if recipient else "")
 
     def _close(self, out: list[Piece]) -> None:
-        """Ends the message, or a header without one."""
+        """Ends the current message, or a header that no message follows."""
         if self._header is not None:
             header, self._header = self._header, None
             self._begin(self._kind_of(header))
@@ -204,7 +206,7 @@ class HarmonyParser:
         self._say(text, out)
 
     def _in_header(self, text: str) -> str:
-        """Adds to the header. Returns the text that turns out to be none; it is of a message then."""
+        """Adds text to the header. Returns the text that is not part of it, but of a message."""
         assert self._header is not None
         room = _MOST_HEADER - len(self._header)
         header, rest = self._header + text[:room], text[room:]
@@ -216,7 +218,7 @@ class HarmonyParser:
         return _without_header(header) + rest
 
     def _in_call(self, call: _Arguments, text: str, out: list[Piece]) -> str:
-        """Adds to the call. Returns the text that is no part of it."""
+        """Adds text to the call. Returns the text that is not part of it."""
         end = call.feed(text, 0, out)
         if call.bad:
             call.give_up(out)
@@ -238,7 +240,8 @@ class HarmonyParser:
 
 
 def _without_header(header: str) -> str:
-    """Returns what is left of a header without a message, if its own words are taken out: text that should have followed."""
+    """Returns the text of a header that no message follows, without the header's own words: it is text that the model should have
+    put into a message."""
     if not _SPLIT.search(header):
         return _behind(_AFTER_ROLE, header) if header.lstrip().startswith("to=") else header
     role, mark, channel = header.removeprefix(START).partition(CHANNEL)

@@ -1,4 +1,4 @@
-"""The dialect of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them, with text between
+"""The dialect of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of calls, with text between
 them.
 """
 

@@ -14,12 +14,13 @@ _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _COMMA_OR_END, _STRING, _ESCAP
 
 
 class JsonValue:
-    """The state of reading one JSON value. done: the value is complete. bad: the text is not JSON. Nothing is read after either."""
+    """The state of reading one JSON value. done: whether the value is complete. bad: whether the text is not JSON. After either,
+    nothing more is read."""
 
     __slots__ = ("_expected", "_in_key", "_num_hex", "_open", "_scalar", "bad", "done")
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # the open brackets around what comes next
+        self._open: list[str] = []  # the opening brackets that are not closed yet
         self._expected = _VALUE
         self._in_key = False
         self._num_hex = 0

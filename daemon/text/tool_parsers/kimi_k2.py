@@ -1,6 +1,6 @@
 """The dialect of Kimi K2: `<|tool_calls_section_begin|>`, the calls, `<|tool_calls_section_end|>`. A call is
-`<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{…}<|tool_call_end|>`; what stands before the arguments is the
-call's id.
+`<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{…}<|tool_call_end|>`; the text between the first two tags is
+the call's id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from daemon.text.tool_parsers.section import SectionParser
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_MOST_ID = 256  # characters, with the tag behind it
+_MOST_ID = 256  # characters, with the tag after it
 
 _IN_ID, _BEFORE_ARGUMENTS, _IN_ARGUMENTS = range(3)
 
@@ -39,7 +39,7 @@ class _IdCall(Call):
         return at
 
     def _step(self, char: str, out: list[Piece]) -> None:
-        """Takes the next character. The brace with which the arguments begin is left to them."""
+        """Takes the next character. The brace that opens the arguments is not taken here; it is read as a part of them."""
         if self._state == _IN_ID:
             self._id += char
             if self._id.endswith(ARGUMENTS):
@@ -54,8 +54,8 @@ class _IdCall(Call):
 
 
 def _name_in(call_id: str) -> str:
-    """Returns the function's name in an id, "" if there is none. Models leave out the prefix or the number at times; a word that
-    has neither is no id."""
+    """Returns the function's name in an id, or "" if there is none. Models sometimes leave out the prefix or the number; a word
+    without both is no id."""
     name, colon, number = call_id.removeprefix(PREFIX).partition(":")
     has_number = number.isascii() and number.isdigit()
     is_id = bool(NAME.fullmatch(name)) and (has_number if colon else call_id.startswith(PREFIX))

@@ -1,7 +1,7 @@
-"""The dialect of Llama 4, and of other Llamas whose template asks for it: the reply is a list of calls as Python writes them,
+"""The dialect of Llama 4, and of other Llama models whose template asks for it: the reply is a list of calls in Python's syntax,
 `[NAME(KEY=VALUE, …), …]`. The template of Llama 4's checkpoints asks for `{"name": …, "parameters": {…}}` instead, once for each
-call. Either may stand between <|python_start|> and <|python_end|>; that template puts a turn's text between them, and its calls
-behind.
+call. Either form may stand between <|python_start|> and <|python_end|>; that template puts a turn's text between these tags, and
+its calls after them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from daemon.text.tool_parsers.python_value import SPACES, PythonValue
 from daemon.text.tool_parsers.text_call import MOST_KEY, key_as_json
 
 START, END = "<|python_start|>", "<|python_end|>"
-_HEADER = "<|header_start|>"  # no other model's
-_LIST = re.compile(r"\[func(?:_name)?1?\(")  # how templates describe a list of calls
+_HEADER = "<|header_start|>"  # only in templates of Llama 4
+_LIST = re.compile(r"\[func(?:_name)?1?\(")  # how templates describe the list of calls
 _NAME_RUN = re.compile(r"[a-zA-Z0-9_.-]*")
 KEY = r"""[^\x00-\x20=,:;()\[\]{}"'\\]"""  # a character of an argument's name
 _KEY_RUN = re.compile(f"{KEY}*")
@@ -35,7 +35,7 @@ def is_llama4(template: str) -> bool:
 
 
 class PythonCall(Call):
-    """Reads `NAME(KEY=VALUE, …)`. names: the only names that count as calls, None: any."""
+    """Reads `NAME(KEY=VALUE, …)`. names: the function names that count as calls; None: any name."""
 
     __slots__ = ("_expected", "_is_first", "_name", "_names", "_value", "_word")
 
@@ -43,8 +43,8 @@ class PythonCall(Call):
         super().__init__(index, lead)
         self._names = names
         self._expected = _IN_NAME
-        self._name = self._word = ""  # so far
-        self._is_first = True  # no argument was read
+        self._name = self._word = ""  # the characters read so far
+        self._is_first = True  # whether no argument was read yet
         self._value = PythonValue()
 
     def _read(self, text: str, at: int, out: list[Piece]) -> int:
@@ -106,7 +106,8 @@ class PythonCall(Call):
         return at if self.bad else at + 1
 
     def _begin(self, out: list[Piece]) -> None:
-        """Announces the call, at its first argument or its end: what stands in brackets otherwise is no call of this form."""
+        """Announces the call, when its first argument or its end is read. Text in brackets without either is no call of this
+        form."""
         if not self.announced:
             self._announce(self._name, out)
             out.append(Piece(ARGUMENTS, "{", self._index))
@@ -123,9 +124,9 @@ class PythonCall(Call):
 
 
 class Llama4Parser(DialectParser):
-    """Parses replies in either form. Calls stand at the reply's beginning or behind a marker; the markers never show. names: the
-    tools offered. Only behind <|python_start|> calls of others count, too, because a reply may be a list or JSON of another
-    kind."""
+    """Parses replies in either form. Calls stand at the beginning of the reply or after a marker; markers are never part of the
+    text. names: the offered tools. Calls of other functions count only after <|python_start|>, because a reply may be a list or
+    JSON of another kind."""
 
     marker = START
     markers = (START, END)
@@ -133,7 +134,7 @@ class Llama4Parser(DialectParser):
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
         self._offered = frozenset(names)
-        self._names: frozenset[str] | None = self._offered  # whose calls count here
+        self._names: frozenset[str] | None = self._offered  # function names that count as calls at this point; None: any name
         self._in_list = False
         self.mode = self._start
 
@@ -145,7 +146,7 @@ class Llama4Parser(DialectParser):
         self._in_list = False
 
     def _start(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads what a call may begin with, at the reply's beginning or behind a marker."""
+        """Reads the first character after the reply's beginning or a marker, and begins a call if it can start one."""
         at = self.skip_spaces(text, at)
         if at < len(text):
             if text[at] == "[":
@@ -159,7 +160,7 @@ class Llama4Parser(DialectParser):
         return at
 
     def _item(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads what a call in a list begins with."""
+        """Reads the first character of a list's next item, and begins a call if it can start one."""
         at = self.skip_spaces(text, at)
         if at < len(text):
             if text[at] == "{":

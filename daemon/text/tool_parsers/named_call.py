@@ -40,8 +40,8 @@ class NamedCall(Call):
         return at
 
     def _word(self, text: str, at: int) -> int:
-        """Reads the name, up to the next mark or the brace, or the id, up to the next mark. The id is not used: hearthd makes its
-        own."""
+        """Reads the name, up to the next mark or the brace, or the call's id, up to the next mark. The id is dropped: hearthd makes
+        ids of its own."""
         match = _NAME_RUN.match(text, at)
         assert match is not None
         if self._expected == _NAME:

@@ -1,4 +1,4 @@
-"""JSON's types of a function's parameters, for dialects that write their values as plain text."""
+"""Determines the JSON types of a function's parameters, for dialects that write values as plain text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import msgspec
 
 STRING = frozenset({"string"})
 ANY = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
-_PYTHON = {"True": "true", "False": "false", "None": "null"}  # what models write for JSON's words
-_MOST_DEPTH = 16  # of schemas within each other, and references
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # Python's words that models write in place of JSON's
+_MOST_DEPTH = 16  # the most nested schemas and references that are followed
 
 
 class ParameterTypes:
-    """The types by a parameter's name. schema: of all parameters, as JSON; it is read when it is first asked for."""
+    """The JSON types of a function's parameters, by parameter name. schema: the schema of all parameters, as JSON; it is parsed on
+    first use."""
 
     __slots__ = ("_schema",)
 
@@ -23,7 +24,8 @@ class ParameterTypes:
         self._schema: Any = schema
 
     def of(self, name: str, undeclared: frozenset[str]) -> frozenset[str]:
-        """Returns the types that the value may have. undeclared: those of a parameter that the schema does not name."""
+        """Returns the types that a parameter's value may have. undeclared: the result for a parameter that the schema does not
+        name."""
         if isinstance(self._schema, bytes):
             try:
                 self._schema = json.loads(self._schema)
@@ -36,8 +38,8 @@ class ParameterTypes:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Returns the types that a value of the schema may have; all where the schema does not say so in one of the usual ways. root:
-    the schema that references are looked up in."""
+    """Returns the JSON types that a value of the schema may have; all types if the schema does not restrict them in a usual way.
+    root: the schema in which references are looked up."""
     if not isinstance(schema, dict) or depth > _MOST_DEPTH:
         return ANY
     kind = schema.get("type")
@@ -57,7 +59,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
 
 
 def referred(schema: dict[str, Any], root: Mapping[str, Any]) -> Any:
-    """Returns the schema that a schema refers to, itself if it refers to none, None if there is none."""
+    """Returns the schema that `$ref` refers to; the schema itself if it has no reference, None if the reference leads nowhere."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
@@ -68,8 +70,8 @@ def referred(schema: dict[str, Any], root: Mapping[str, Any]) -> Any:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Returns a value as JSON: as it stands if it is JSON of one of the types, or if it is JSON and may not be a string; otherwise
-    as a string. Quotes belong to the text where a string is expected."""
+    """Returns a parameter's text as a JSON value: unchanged if it is JSON of one of the types, or if it is JSON and may not be a
+    string; otherwise as a JSON string. Where a string is expected, quotes are a part of it."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     try:

@@ -10,8 +10,8 @@ CONTENT, REASONING, CALL, ARGUMENTS, CALL_END, BROKEN = range(6)
 
 class Piece(NamedTuple):
     """A part of a reply. CALL announces a call, ARGUMENTS carries a part of its JSON as generated, and CALL_END says that it was
-    well formed. BROKEN withdraws a call that was announced, because its arguments turned out not to be JSON; the text after it
-    comes as CONTENT."""
+    well formed. BROKEN withdraws an announced call whose arguments turned out not to be JSON; the text after the call comes as
+    CONTENT."""
 
     kind: int
     # CONTENT, REASONING, ARGUMENTS: the text · CALL: the function's name · BROKEN: all the text of the call, markers included
@@ -21,8 +21,8 @@ class Piece(NamedTuple):
 
 
 class ToolParser(Protocol):
-    """The parser of one reply. The pieces do not depend on how the text was cut, except for the cuts between CONTENT or
-    ARGUMENTS."""
+    """The parser of one reply. Its pieces do not depend on how the text was cut when it arrived, except that CONTENT and ARGUMENTS
+    are cut where the text was."""
 
     def add(self, text: str) -> list[Piece]: ...
 
@@ -46,7 +46,7 @@ def find_marker(text: str, at: int, marker: str) -> tuple[int, bool]:
 
 
 def find_first_marker(text: str, at: int, markers: Iterable[str]) -> tuple[int, bool, str]:
-    """Looks for several markers from text[at] on. Returns what find_marker finds of the first of them in the text, and that
+    """Looks for several markers from text[at] on. Returns the result of find_marker for the marker that comes first, and that
     marker."""
     places = ((*find_marker(text, at, marker), marker) for marker in markers)
     return min(places, key=lambda place: (place[0], not place[1]))

@@ -27,7 +27,8 @@ _VALUE, _ITEM_OR_END, _KEY_OR_END, _COLON, _COMMA_OR_END, _QUOTES, _STRING, _ESC
 
 
 class PythonValue:
-    """The state of reading one literal. done: it is complete. bad: the text is no such literal. Nothing is read after either."""
+    """The state of reading one literal. done: whether it is complete. bad: whether the text is no such literal. After either,
+    nothing more is read."""
 
     __slots__ = (
         "_before",
@@ -44,14 +45,14 @@ class PythonValue:
     )
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # the closing brackets of what is open
-        self._before = ""  # JSON's comma, which is written with what follows it: Python allows one at the end
+        self._open: list[str] = []  # the closing brackets that are still to come
+        self._before = ""  # a JSON comma that is held back until another item follows, because Python allows a trailing comma
         self._expected = _VALUE
         self._in_key = False
-        self._quote = ""  # of the string being read
+        self._quote = ""  # the opening quote of the string being read
         self._is_triple = False
-        self._num_quotes = 0  # at the string's start, or in a row within a triple-quoted one
-        self._escape = ""  # what was read behind the backslash
+        self._num_quotes = 0  # quotes read at the string's start, or in a row inside a triple-quoted string
+        self._escape = ""  # characters read after the backslash
         self._scalar: list[str] = []
         self.done = self.bad = False
 
@@ -127,7 +128,8 @@ class PythonValue:
     # ---- strings
 
     def _quotes(self, char: str, at: int, out: list[str]) -> int:
-        """Reads what follows a string's first quote, which may be an empty string's second or one of three."""
+        """Reads the character after a string's first quote, which may be the second quote of an empty string or one of three
+        quotes."""
         if char == self._quote and self._num_quotes < 3:
             self._num_quotes += 1
             return at + 1
@@ -141,7 +143,7 @@ class PythonValue:
         match = _TO_QUOTE[self._quote].match(text, at)
         assert match is not None
         at = match.end()
-        if match[0] or (at < len(text) and text[at] == "\\"):  # quotes before it did not end the string
+        if match[0] or (at < len(text) and text[at] == "\\"):  # the quotes before this text did not end the string
             out.append(_escaped(self._quote * self._num_quotes + match[0]))
             self._num_quotes = 0
         if at == len(text):
@@ -194,7 +196,8 @@ class PythonValue:
 
 
 def _escaped(text: str) -> str:
-    """Returns a text as within a JSON string. Half a surrogate pair, which no UTF-8 can hold, is written as its number."""
+    """Returns a text as the inside of a JSON string. An unpaired surrogate, which UTF-8 cannot encode, is written as a \\u
+    escape."""
     return json.dumps(text, ensure_ascii=len(text) == 1 and "\ud800" <= text <= "\udfff")[1:-1]
 
 

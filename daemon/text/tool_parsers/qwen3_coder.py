@@ -1,5 +1,5 @@
 """The dialect of Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`, any number of
-them, with text between them. A line break on either side of a value is no part of it.
+calls, with text between them. A line break on either side of a value is no part of it.
 
 Values are plain text; the tool's schema says what they are in JSON.
 """
@@ -22,8 +22,8 @@ _TAG, _NAME, _KEY = range(3)  # what is expected next outside of values
 
 
 class _FunctionCall(TextCall):
-    """Reads a call from `<function=` to `</function>`. names: of a call without `<tool_call>`, the only ones that count. None:
-    any."""
+    """Reads a call from `<function=` to `</function>`. names: for a call without `<tool_call>`, the function names that count as
+    calls; None: any name."""
 
     end_value = END_PARAMETER
     has_lines = True
@@ -66,8 +66,8 @@ class _FunctionCall(TextCall):
 
 
 class Qwen3CoderParser(DialectParser):
-    """Parses replies in this dialect. names: the tools offered; only calls of them need no `<tool_call>`, which these models leave
-    out at times. schemas: of each tool's parameters, as JSON."""
+    """Parses replies in this dialect. names: the offered tools. Only their calls count without `<tool_call>`, which these models
+    sometimes leave out. schemas: the schema of each tool's parameters, as JSON."""
 
     marker = OPEN
     markers = (OPEN, FUNCTION)

@@ -28,9 +28,9 @@ DEEPSEEK_V3, DEEPSEEK_V31 = "deepseek_v3", "deepseek_v31"  # one parser reads bo
 GLM45, GLM47 = "glm45", "glm47"  # one parser reads both
 KIMI_K2 = "kimi_k2"
 LLAMA4_JSON, LLAMA4_PYTHONIC = "llama4_json", "llama4_pythonic"  # one parser reads both
-GENERIC = "generic"  # not a model's own: used for forced calls of models with NONE
+GENERIC = "generic"  # not a model's own dialect: used for forced calls of models whose dialect is NONE
 THINK = "think"
-# shown in the text even if they are special tokens, because the parsers look for them
+# texts that are shown to the parsers even if they are special tokens
 MARKERS = frozenset(
     [
         *(hermes.OPEN, hermes.CLOSE, llama3.PYTHON_TAG, mistral.MARKER, named_call.ARGS, named_call.CALL_ID, "<think>", "</think>"),
@@ -40,11 +40,11 @@ MARKERS = frozenset(
         *(kimi_k2.OPEN, kimi_k2.CLOSE, kimi_k2.BEGIN, kimi_k2.ARGUMENTS, kimi_k2.END),
     ]
 )
-# dialects whose arguments are no JSON object, which not every schema can be held to
+# dialects whose arguments are not a JSON object; they cannot express every schema
 WITH_TEXT_VALUES = frozenset([GLM45, GLM47, LLAMA4_PYTHONIC, QWEN3_CODER])
-# dialects whose calls begin a reply as an answer in JSON may
+# dialects without a marker: a reply that begins like a call may also be an answer in JSON
 WITHOUT_MARKER = frozenset([LLAMA3, LLAMA4_JSON, LLAMA4_PYTHONIC])
-# dialect -> the marker of calls that also ends the reasoning, because its models leave </think> out before it at times
+# dialect -> a marker of calls that also ends the reasoning, because the model sometimes leaves out </think> before it
 ENDS_REASONING = {KIMI_K2: kimi_k2.OPEN}
 # model_type in config.json -> the dialect of its family, for templates that take tools but contain no marker
 _FAMILIES = {
@@ -59,11 +59,11 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 def detect_tools(template: str, model_type: str) -> str:
-    """Returns the dialect of the template's tool calls; NONE if it shows the model no tools, or in a dialect that is not known
+    """Returns the dialect of the template's tool calls; NONE if the template shows the model no tools, or its dialect is not known
     here."""
     if "tools" not in template:
         return NONE
-    if qwen3_coder.FUNCTION in template:  # without parameters in tags it is a dialect that is not known here
+    if qwen3_coder.FUNCTION in template:  # this tag without the one of parameters belongs to a dialect that is not known here
         return QWEN3_CODER if qwen3_coder.PARAMETER in template else NONE
     if harmony.speaks_harmony(template):
         return HARMONY
@@ -95,8 +95,8 @@ def detect_reasoning(template: str) -> str:
 
 
 def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = ()) -> ToolParser:
-    """Returns a parser for one reply. names: the tools that the request offers. schemas: of each one's parameters. Raises
-    ValueError for a dialect without a parser."""
+    """Returns a parser for one reply. names: the tools that the request offers. schemas: the schema of each tool's parameters.
+    Raises ValueError for a dialect without a parser."""
     if dialect == HARMONY:
         return harmony.HarmonyParser(names)
     if dialect == HERMES:
@@ -121,8 +121,8 @@ def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = (
 
 
 def id_of_call(dialect: str, drawn: bytes) -> str:
-    """Returns the id of a call. Mistral's templates require nine letters and digits; ids of Kimi K2 are not random, and come from
-    CallNumbers. drawn: at least 12 random bytes."""
+    """Returns a random id for a call. Mistral's templates require nine letters and digits; ids of Kimi K2 are not random but come
+    from CallNumbers. drawn: at least 12 random bytes."""
     if dialect == MISTRAL:
         return "".join(_ID_CHARACTERS[byte % len(_ID_CHARACTERS)] for byte in drawn[:9])
     return "call_" + drawn[:12].hex()

@@ -1,4 +1,4 @@
-"""The base of the parsers of dialects that write the calls in a section, each between tags of its own."""
+"""The base class of parsers for dialects that write all calls in one section, each call between tags of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from daemon.text.tool_parsers.pieces import Piece
 
 class SectionParser(DialectParser):
     """Parses replies with sections of calls. Subclasses define `marker`, which opens a section; `close`, which ends it;
-    `begin_call` and `end_call`, the tags before a call and behind its arguments; and `new_call`. Closing tags may be missing."""
+    `begin_call` and `end_call`, the tags before a call and after its arguments; and `new_call`. Closing tags may be missing."""
 
     close: str
     begin_call: str
@@ -19,7 +19,7 @@ class SectionParser(DialectParser):
 
     @abstractmethod
     def new_call(self, index: int, lead: str) -> Call:
-        """Returns what reads a call from behind `begin_call` to the end of its arguments."""
+        """Returns the object that reads a call, from the end of `begin_call` to the end of the arguments."""
 
     def opened(self) -> None:
         self.mode = self._opened
@@ -28,7 +28,7 @@ class SectionParser(DialectParser):
         return self._tag(text, at, (self.begin_call,))
 
     def after(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads what closes a call and the section, and the begin of the next call."""
+        """Reads the tags that close a call or the section, or begin the next call."""
         return self._tag(text, at, (*self.end_call, self.begin_call, self.close))
 
     def _tag(self, text: str, at: int, tags: tuple[str, ...]) -> int:

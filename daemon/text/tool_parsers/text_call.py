@@ -1,5 +1,5 @@
-"""Reads a call whose arguments are plain text between tags, and passes them on as a JSON object. The tool's schema says what each
-value is in JSON.
+"""Reads a call whose arguments are plain text between tags, and passes them on as a JSON object. The tool's schema gives the JSON
+type of each value.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ MOST_KEY = 256  # characters
 
 
 def types_by_tool(names: Sequence[str], schemas: Sequence[bytes]) -> dict[str, ParameterTypes]:
-    """Returns the types of each tool's parameters. schemas: of the parameters of each, as JSON."""
+    """Returns the types of each tool's parameters. schemas: the schema of each tool's parameters, as JSON."""
     return {name: ParameterTypes(schema) for name, schema in zip(names, schemas, strict=False)}
 
 
 class TextCall(Call):
-    """The state of reading one such call. Subclasses read its names in `_step`, its tags with `_tag`, which hands them to `_take`.
-    They define `end_value`, the tag that ends a value; `undeclared`, the types of a parameter that no schema names; `has_lines`,
-    whether a line break on either side of a value is no part of it. tools: the types of the tools that were offered."""
+    """The state of reading a call with arguments between tags. Subclasses read names in `_step`, and tags with `_tag`, which calls
+    `_take` for a complete tag. They define `end_value`, the tag that ends a value; `undeclared`, the types of a parameter that no
+    schema names; and `has_lines`, whether a line break before or after a value is not part of it. tools: the parameter types of the
+    offered tools."""
 
     end_value: str
     undeclared = STRING
@@ -34,25 +35,25 @@ class TextCall(Call):
     def __init__(self, index: int, lead: str, tools: Mapping[str, ParameterTypes]) -> None:
         super().__init__(index, lead)
         self._tools = tools
-        self._types = ParameterTypes()  # of the function that was named
-        self._tags: tuple[str, ...] = ()  # that may come
-        self._word = ""  # of a tag, name or key so far
-        self._is_first = True  # no parameter was read
+        self._types = ParameterTypes()  # parameter types of the called function
+        self._tags: tuple[str, ...] = ()  # the tags that are allowed next
+        self._word = ""  # the characters of the current tag, name or key so far
+        self._is_first = True  # whether no parameter was read yet
         self._in_value = False
         self._value_types: frozenset[str] = STRING
-        self._held = ""  # of the value, not passed on yet
-        self._is_fresh = False  # nothing of the value was read
+        self._held = ""  # text of the value that was not passed on yet
+        self._is_fresh = False  # whether nothing of the value was read yet
 
     @abstractmethod
     def _step(self, char: str, at: int, out: list[Piece]) -> int:
-        """Takes a character outside of values, which is text[at]. Returns `at` if it was not read, else `at` + 1."""
+        """Reads text[at], a character outside of values. Returns `at` + 1, or `at` if the character must be read again."""
 
     @abstractmethod
     def _take(self, tag: str, out: list[Piece]) -> None:
-        """Takes one of the tags that may come, which was read."""
+        """Handles a complete tag, one of those that are allowed next."""
 
     def _tag(self, char: str, at: int, out: list[Piece]) -> int:
-        """Takes a character of a tag, or one of the white space before it, as `_step` does."""
+        """Reads a character of a tag, or white space before it. Returns the next index, as `_step` does."""
         if not self._word and char in " \t\r\n":
             return at + 1
         tag = self._word + char
@@ -86,7 +87,8 @@ class TextCall(Call):
         self.done = True
 
     def _value(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads the value. A string's text is passed on as it arrives."""
+        """Reads a part of a value and returns the index of the first unread character. The text of a string is passed on as it
+        arrives."""
         value = self._held + text[at:]
         found, is_whole = find_marker(value, 0, self.end_value)
         end = at + found + len(self.end_value) - len(self._held) if is_whole else len(text)
@@ -110,7 +112,7 @@ class TextCall(Call):
 
 
 def key_as_json(key: str, is_first: bool) -> str:
-    """Returns what stands before a value in a JSON object."""
+    """Returns the key with the separators that precede a value in a JSON object."""
     return f"{'' if is_first else ', '}{json.dumps(key, ensure_ascii=False)}: "
 
 
