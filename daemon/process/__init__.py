@@ -1,1 +1,1 @@
-"""What the daemon's process needs whatever it serves: logs, tasks that are watched, systemd, files that are watched."""
+"""Facilities of the daemon's process that do not depend on what it serves: logs, supervised tasks, systemd, watches of files."""

@@ -1,5 +1,5 @@
-"""Bytes that outlive the process that writes them: its successor reads the last version that was written whole, wherever in a write
-the process was killed."""
+"""Stores bytes that outlive the process: its successor reads the last version that was written completely, even if the process was
+killed in the middle of a write."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import zlib
 
 _ENTRY = struct.Struct("<QQQII")  # version, offset, bytes, CRC-32 of the bytes, CRC-32 of the fields before it
 _FIELDS = struct.Struct("<QQQI")
-_BEGIN = 2 * _ENTRY.size  # of the contents
+_BEGIN = 2 * _ENTRY.size  # offset at which the contents begin
 
 
 class Account:
-    """A memfd with the last two versions of some bytes, each with an entry in the header. A write replaces the older version and
-    at last its entry, so one version is valid at any time. fd: owned by the account."""
+    """A memfd with the last two versions of some bytes, each with an entry in the header. A write replaces the older version and,
+    as its last step, that version's entry, so one version is valid at any time. fd: the memfd, owned by the account."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -22,11 +22,11 @@ class Account:
 
     @classmethod
     def make(cls, name: str) -> Account:
-        """Returns a new, empty account. name: for /proc. Raises OSError."""
+        """Returns a new, empty account. name: the memfd's name in /proc. Raises OSError."""
         return cls(os.memfd_create(name, os.MFD_CLOEXEC))
 
     def write(self, data: bytes) -> None:
-        """Makes `data` the content. Raises OSError if there is no memory for it; the content stays what it was."""
+        """Replaces the content by `data`. Raises OSError if there is no memory for it; the old content stays then."""
         version, begin, num_bytes = self._last or (0, _BEGIN, 0)
         # before the valid version if there is room, else behind it: the file stays below three times the longest content
         offset = _BEGIN if _BEGIN + len(data) <= begin else begin + num_bytes

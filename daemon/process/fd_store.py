@@ -14,10 +14,10 @@ from daemon.process.account import Account
 from daemon.process.systemd_notify import Notifier
 
 log = logging.getLogger("hearthd.systemd")
-PREFIX = "kept-"  # of the names in the store; other passed descriptors are listeners
+PREFIX = "kept-"  # prefix of the names in the store; other passed descriptors are listeners
 NAMELESS = "stored"  # what systemd calls a descriptor that was stored without a name
 STARTS = "starts"
-QUICK_S, MOST_QUICK_STARTS = 60.0, 3  # a daemon that crashes so often so soon may do so because of what is in the store
+QUICK_S, MOST_QUICK_STARTS = 60.0, 3  # after so many starts within QUICK_S, the cause of the crashes may be what is in the store
 
 
 def is_stored(name: str) -> bool:
@@ -26,14 +26,15 @@ def is_stored(name: str) -> bool:
 
 
 class FdStore:
-    """The store. One descriptor a name. `usable` is False without a service manager; all methods do nothing then.
+    """The service manager's store of descriptors, one for each name. `usable` is False without a service manager; then all methods
+    do nothing.
 
-    What the store holds may be the reason why the daemon crashes (a lack of memory, for example). So everything in it is given up
-    when the daemon has started MOST_QUICK_STARTS times within QUICK_S without having been stopped in order."""
+    The stored descriptors may be the reason why the daemon crashes (by using up memory, for example). So all of them are given up
+    when the daemon has started MOST_QUICK_STARTS times within QUICK_S without an orderly stop."""
 
     def __init__(self, notifier: Notifier, passed: Mapping[str, list[int]], clock: Callable[[], float] = time.monotonic) -> None:
-        """passed: all descriptors that systemd passed, by name; the ones that are not stored are left alone. clock: seconds that
-        count on from one process to the next."""
+        """passed: all descriptors that systemd passed, by name; those that do not come from the store are left alone. clock:
+        returns seconds of a clock that continues from one process to the next."""
         self._notifier = notifier
         self._found: dict[str, int] = {}
         for name, fds in passed.items():
@@ -56,12 +57,12 @@ class FdStore:
         return bool(self._notifier)
 
     def take(self, name: str) -> int | None:
-        """Returns what an earlier daemon stored under this name, or None. The caller owns the descriptor; the store keeps its own
-        until `put` or `remove`."""
+        """Returns the descriptor that an earlier daemon stored under this name, or None. The caller owns it; the store keeps its
+        own duplicate until `put` or `remove`."""
         return self._found.pop(name, None)
 
     def put(self, name: str, fd: int) -> None:
-        """Stores a duplicate of the descriptor in place of the one with this name."""
+        """Stores a duplicate of the descriptor, and removes the one that had this name."""
         if self.usable:
             self._forget(name)
             # systemd would otherwise drop a socket whose other end is closed
@@ -72,7 +73,8 @@ class FdStore:
             self._forget(name)
 
     def account(self, name: str) -> Account:
-        """Returns the account with this name, with what an earlier daemon wrote, or a new one, which is stored. Raises OSError."""
+        """Returns the account of this name with the bytes that an earlier daemon wrote, or a new account, which is stored. Raises
+        OSError."""
         fd = self.take(name)
         if fd is not None:
             return Account(fd)
@@ -81,7 +83,7 @@ class FdStore:
         return account
 
     def drop_rest(self) -> None:
-        """Removes what nobody has taken: another version, or a daemon with other settings, stored it."""
+        """Removes all descriptors that were not taken: they were stored by another version, or by a daemon with other settings."""
         for name in self._give_up_rest():
             log.info("%s, kept by the previous hearthd, is not used by this one", name)
 
@@ -94,7 +96,7 @@ class FdStore:
         self._starts = self.account(STARTS)
         try:
             starts = [at for at in json.loads(self._starts.read() or b"[]") if 0 <= now_s - at < QUICK_S]
-        except (ValueError, TypeError):  # another version's
+        except (ValueError, TypeError):  # written by another version of hearthd
             starts = []
         if len(starts) >= MOST_QUICK_STARTS and self._found:
             text = "hearthd was started %d times within %g s: what is kept of earlier ones is given up (%s)"
@@ -103,7 +105,7 @@ class FdStore:
         self._starts.write(json.dumps([*starts, now_s]).encode())
 
     def _give_up_rest(self) -> list[str]:
-        """Closes and removes what was not taken, and returns its names."""
+        """Closes and removes all descriptors that were not taken, and returns their names."""
         names = list(self._found)
         for name in names:
             _close(self._found.pop(name))

@@ -15,7 +15,7 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 def signature(paths: Sequence[str]) -> Signature:
-    """Returns a value that changes when the content of a file may have changed. A file that does not exist is None in it."""
+    """Returns a value that changes when the content of a file may have changed. The entry of a file that does not exist is None."""
     found: list[tuple[int, int, int] | None] = []
     for path in paths:
         try:
@@ -28,14 +28,14 @@ def signature(paths: Sequence[str]) -> Signature:
 
 
 def folders_of(paths: Iterable[str]) -> frozenset[str]:
-    """Returns the folders in which something happens when one of the files changes: an editor may write a new file under the same
-    name, and a link may be exchanged."""
+    """Returns the folders to watch for changes of the files: an editor may write a new file under the same name, and a link may be
+    exchanged."""
     return frozenset(os.path.dirname(one) for path in paths for one in (os.path.abspath(path), os.path.realpath(path)))
 
 
 class FileWatch:
     """Calls `changed` on the event loop some 0.3 s after something happened in one of the folders, and once when the watch is in
-    place, for what happened before. Compare `signature` to see whether a file has changed. Must be made on the event loop.
+    place, for changes before that. Compare `signature` to see whether a file has changed. Must be made on the event loop.
 
     is_stale: whether a new watch is needed, because one of the folders was removed or replaced, or this one failed."""
 
@@ -51,7 +51,8 @@ class FileWatch:
             self._thread.start()
 
     def is_set(self) -> bool:
-        """Returns whether the watch is to end. watchfiles asks this, as of an Event, for the first time when it has the watches."""
+        """Returns whether the watch is to end. watchfiles calls this as if on an Event; its first call means that the watches are
+        in place."""
         if not self._in_place:
             self._in_place = True
             self._tell()

@@ -1,7 +1,8 @@
-"""The formats of what outlives the process: an upgrade has a newer version of hearthd read it, a downgrade an older one.
+"""Versions of the formats that outlive the process: after an upgrade a newer version of hearthd reads them, after a downgrade an
+older one.
 
-Fields may be added with a default, and readers skip those that they do not know, so most changes need no new version. One that does
-keeps both directions for a step: its code reads the version before it, and writes what that can read, where it can."""
+Fields may be added with a default, and readers skip unknown fields, so most changes need no new version. Code with a new version
+still reads the version before it and, where possible, writes data that code of that version can read."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from typing import NamedTuple
 
 
 class Format(NamedTuple):
-    """The version that this code writes. reads_from: the oldest that it reads. readable_from: the oldest whose code reads what this
-    code writes; it is written beside the version."""
+    """The version of a format. version: the one that this code writes. reads_from: the oldest version that this code reads.
+    readable_from: the oldest version whose code can read what this code writes; it is stored beside the version."""
 
     version: int
     reads_from: int
     readable_from: int
 
     def reads(self, version: int, readable_from: int) -> bool:
-        """Returns whether this code reads what says this of itself."""
+        """Returns whether this code can read data with these two values."""
         if version > self.version:
             return 0 < readable_from <= self.version
         return version >= self.reads_from

@@ -1,7 +1,7 @@
-"""Finds out which Python packages that hearthd needs are missing, what that costs, and the command that installs them.
+"""Finds out which of the Python packages that hearthd needs are missing, the consequences, and the command that installs them.
 
-There are two kinds: packages without which nothing runs (`required`), and packages that a kind of device needs (`of_devices`).
-Nothing is imported here: a package is looked for, and its version is read from what its installer has written.
+There are two kinds: packages without which nothing runs (`required`), and packages that a kind of device needs (`of_devices`). The
+packages are not imported: the import system is asked for them, and the versions are read from the installers' metadata.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 NUMBA, TRITON, BINDINGS, TORCH = "numba", "triton", "cuda-bindings", "torch"
 # optional package -> what needs it; numba also decodes packed weights, which numpy does without it
 NEEDED_BY = {NUMBA: "cpu devices and packed weights", TRITON: "cuda devices", BINDINGS: "cuda devices"}
-_MODULES = {BINDINGS: "cuda.bindings"}  # a package's module, where it has another name
+_MODULES = {BINDINGS: "cuda.bindings"}  # module names of packages, if they differ
 SLOW_CPU = "cpu devices compute with torch's operations alone, at a fraction of the speed"
 
 ONE_AT_A_TIME = "kernels run on threads of Numba's own beside torch's, and models of a cpu device never at the same time"
@@ -26,8 +26,9 @@ GET_OPENMP = "install the system's libgomp: apt-get install libgomp1, or dnf ins
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """A package that is missing or unsuitable. package: its distribution's name. found: what is wrong with it. cost: what suffers
-    from it. stops: whether that does not work at all, rather than more slowly. change: the command that mends it."""
+    """A package that is missing or unsuitable. package: the name of its distribution. found: what is wrong with it. cost: the
+    feature that suffers from it. stops: whether that feature does not work at all; otherwise it is slower. change: the command that
+    repairs it."""
 
     package: str
     found: str
@@ -40,7 +41,7 @@ class Lack:
 
 
 def is_there(package: str) -> bool:
-    """Returns whether Python finds the package, of any version."""
+    """Returns whether Python finds the package, in any version."""
     try:
         return importlib.util.find_spec(_MODULES.get(package, package)) is not None
     except ModuleNotFoundError:  # the parent package is missing
@@ -48,8 +49,8 @@ def is_there(package: str) -> bool:
 
 
 def has_openmp() -> bool:
-    """Returns whether the system has GCC's OpenMP. Numba's wheels need it for their threads; torch brings one, which they do not
-    find."""
+    """Returns whether the system has GCC's OpenMP library. Numba's wheels need it for their threads; they do not find the one that
+    torch brings."""
     try:
         ctypes.CDLL("libgomp.so.1")
     except OSError:
@@ -58,7 +59,8 @@ def has_openmp() -> bool:
 
 
 def of_devices(devices: Iterable[str]) -> list[Lack]:
-    """Returns what the devices of these names need and do not have, if the runner computes. A name starts with "cpu" or "cuda"."""
+    """Returns the packages that these devices need to compute models and that are missing or unsuitable. devices: names that start
+    with "cpu" or "cuda"."""
     kinds = {name.partition(":")[0] for name in devices}
     found = []
     if not is_there(TORCH):
@@ -90,8 +92,8 @@ def installed_version(package: str) -> str:
 
 
 def requirement(package: str) -> str:
-    """Returns hearthd's requirement of the package as in pyproject.toml: `numba>=0.61`. Returns the bare name if hearthd itself
-    is not installed."""
+    """Returns hearthd's requirement for the package, as written in pyproject.toml: `numba>=0.61`. Returns the bare name if hearthd
+    itself is not installed."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -104,11 +106,11 @@ def requirement(package: str) -> str:
 
 
 def required() -> tuple[list[str], list[Lack]]:
-    """Checks hearthd's requirements, leaving out those that only extras have, except for the packages in NEEDED_BY.
+    """Checks hearthd's requirements, without those of extras, except for the packages in NEEDED_BY.
 
-    Returns two lists: the requirements without an extra that are met, as `aiohttp 3.11.1`, and what is missing or too old. A
-    package of an extra is listed only if the installed version is too old. Raises PackageNotFoundError if hearthd is not
-    installed but runs from its folder."""
+    Returns two lists: the requirements that are met, as `aiohttp 3.11.1` (without those of extras), and the packages that are
+    missing or too old. A package of an extra is listed only if the installed version is too old. Raises PackageNotFoundError if
+    hearthd is not installed but runs from its folder."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -132,7 +134,7 @@ def required() -> tuple[list[str], list[Lack]]:
 
 
 def install_command(*words: str) -> str:
-    """Returns the command that installs into the environment of this process. words: requirements and options of pip."""
+    """Returns the command that installs into the environment of this process. words: requirements and options for pip."""
     given = " ".join(map(shlex.quote, words))
     if os.path.exists(os.path.join(sys.prefix, "pipx_metadata.json")):
         return f"pipx runpip {shlex.quote(os.path.basename(sys.prefix))} install {given}"
@@ -140,6 +142,6 @@ def install_command(*words: str) -> str:
 
 
 def cuda_torch_command() -> str:
-    """Returns the command that replaces a torch without CUDA by PyPI's build with CUDA. Without the options pip would take the
-    two for equal."""
+    """Returns the command that replaces a torch without CUDA by PyPI's build with CUDA. Without the options pip would regard the
+    two builds as equal."""
     return install_command("--force-reinstall", "--index-url", "https://pypi.org/simple", requirement(TORCH))

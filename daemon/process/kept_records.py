@@ -1,5 +1,5 @@
-"""Records that outlive the process that writes them, in a memfd of the FD store. Each can be added, lengthened and removed without
-any other being moved."""
+"""Records that outlive the process that writes them, in a memfd of the FD store. Each can be added, extended and removed without
+moving the others."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from daemon.process.fd_store import FdStore
 from engine.memory.mappings import punch_hole
 
 PAGE = 4096
-_FORM = b"records1"  # begins the file: a version of hearthd whose records are of another form gives them up
-_KEY_BYTES = 16  # random bytes, behind it and at the begin of each record, so that no content can pass for a record
+_FORM = b"records1"  # the file's first bytes; a version of hearthd with another record format drops the file
+_KEY_BYTES = 16  # random bytes after _FORM and at the start of each record, so that no content can look like a record
 _FIELDS = struct.Struct("<QQI")  # bytes of content, bytes of room, CRC-32 of the content
 _SUM = struct.Struct("<I")  # CRC-32 of the fields
 _HEAD_BYTES = _KEY_BYTES + _FIELDS.size + _SUM.size
 
 
 class KeptRecords:
-    """Records in a sparse file. A record is known by its place, an offset; it begins on a page of its own and may have room for
-    bytes that are written later. Pages of the room take memory once they are written.
+    """Records in a sparse file. A record is identified by its place, which is its offset in the file. It begins on a page of its
+    own and may have room for bytes that are written later; pages of the room take memory only when they are written.
 
-    Offsets are never used twice, since a file has more of them than will ever be needed; a removed record's pages go back to the
-    system. A record counts once its head is there, which is written last, so a process may be killed at any time."""
+    Offsets are never reused, because a file has more of them than will ever be needed; the pages of a removed record are returned
+    to the system. A record is valid once its head is written, which is done last, so the process may be killed at any time."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """fd: what an earlier process has written, owned by the records from now on. None: a memfd is made when it is needed."""
+        """fd: a file that an earlier process wrote, owned by this object from now on. None: a memfd is made when it is needed."""
         self._fd = -1
         self._key = b""
-        self._sizes: dict[int, tuple[int, int]] = {}  # place -> bytes of content, of room
+        self._sizes: dict[int, tuple[int, int]] = {}  # place -> (bytes of content, bytes of room)
         self._end = PAGE
         if fd is not None:
             self._own(fd)
@@ -43,13 +43,13 @@ class KeptRecords:
             if begin.startswith(_FORM) and len(begin) == len(_FORM) + _KEY_BYTES:
                 self._key = begin[len(_FORM) :]
                 self._find()
-            else:  # another version's, or its writer was killed before it had begun
+            else:  # another version wrote it, or its writer was killed while it made the file
                 os.ftruncate(fd, 0)
                 self._begin()
 
     @classmethod
     def of(cls, store: FdStore | None, name: str) -> KeptRecords:
-        """Returns the store's records of this name, empty ones if there are none. store: None: nothing is kept beyond this process.
+        """Returns the store's records of this name, or empty ones. store: the FD store; None: the records end with this process.
         Raises OSError."""
         if store is None:
             return cls()
@@ -92,13 +92,13 @@ class KeptRecords:
         write_at(self._fd, data, place + _HEAD_BYTES + num_bytes + at)
 
     def read_room(self, place: int) -> bytes:
-        """Returns a record's room. What was never written is zeros, or missing at the end."""
+        """Returns a record's room. Bytes that were never written are zeros, or missing at the end."""
         num_bytes, room_bytes = self._sizes[place]
         return os.pread(self._fd, room_bytes, place + _HEAD_BYTES + num_bytes)
 
     def remove(self, place: int) -> None:
         num_bytes, room_bytes = self._sizes.pop(place)
-        with contextlib.suppress(OSError):  # without memory for the page, which is there, nothing works any more
+        with contextlib.suppress(OSError):  # the page exists already, so this fails only if the system has no memory at all
             write_at(self._fd, bytes(_HEAD_BYTES), place)
         self._release(place, _HEAD_BYTES + num_bytes + room_bytes)
 
@@ -115,7 +115,7 @@ class KeptRecords:
         write_at(self._fd, _FORM + self._key, 0)
 
     def _find(self) -> None:
-        """Looks for records, and gives back the pages of those that were being added or removed."""
+        """Finds the valid records, and frees the pages of records that were being added or removed."""
         place = PAGE
         while (data := self._next_data(place)) is not None:
             place = max(place, data // PAGE * PAGE)
@@ -132,7 +132,7 @@ class KeptRecords:
         self._end = max(place, paged(os.fstat(self._fd).st_size))
 
     def _next_data(self, place: int) -> int | None:
-        """Returns the first offset from `place` on that has memory, or None if there is none."""
+        """Returns the first offset at or after `place` that is backed by memory, or None."""
         try:
             return os.lseek(self._fd, place, os.SEEK_DATA)
         except OSError as error:
@@ -141,15 +141,15 @@ class KeptRecords:
             raise
 
     def _release(self, place: int, num_bytes: int) -> None:
-        with contextlib.suppress(MemoryError):  # the memory stays taken, nothing else
+        with contextlib.suppress(MemoryError):  # the pages stay allocated, which does no other harm
             punch_hole(self._fd, place, paged(num_bytes))
 
 
 def memory_of(content_bytes: int) -> int:
-    """Returns the bytes of memory that a record takes, without its room."""
+    """Returns the bytes of memory that a record of this size takes, without its room."""
     return paged(_HEAD_BYTES + content_bytes)
 
 
 def paged(num_bytes: int) -> int:
-    """Returns the bytes of the pages that so many bytes take."""
+    """Rounds the bytes up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE

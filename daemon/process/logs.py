@@ -23,8 +23,8 @@ _PLAIN = re.compile(r"[^\s\"=\\]+\Z")
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """Returns the argument for `extra=`: request_id, cause, model, device and other values to search for. Empty values are left
-    out."""
+    """Returns the argument for `extra=`: request_id, cause, model, device and other values by which the log can be searched. Empty
+    values are left out."""
     return {"fields": {name: value for name, value in values.items() if value not in ("", None)}}
 
 

@@ -1,5 +1,5 @@
-"""Tasks that run as long as the daemon, and work that nothing waits for. None fails unseen: it is logged, what runs as long as the
-daemon is started again, and the node reports it."""
+"""Runs tasks that last as long as the daemon, and background work that nothing waits for. No failure goes unnoticed: it is logged
+and reported by the node, and a task that should last is started again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 log = logging.getLogger("hearthd")
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-SOUND_AFTER_S = 60.0  # once its last failure is this old, a task is no problem any more
+SOUND_AFTER_S = 60.0  # a task whose last failure is older than this counts as sound
 
 
 class LongTasks:
-    """Keeps tasks running. Tasks are started on the event loop. clock: monotonic."""
+    """Keeps tasks running. Tasks are started on the event loop. clock: returns monotonic seconds."""
 
     def __init__(self, pause_s: float = PAUSE_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._pause_s, self._clock = pause_s, clock
@@ -30,7 +30,7 @@ class LongTasks:
         return self._keep(asyncio.get_running_loop().create_task(self._run(name, run), name=name))
 
     def once(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Runs work that ends by itself and that nothing needs to wait for. If it raises an exception, that is logged."""
+        """Runs work that ends by itself and that nothing needs to wait for. An exception that it raises is logged."""
         task = self._keep(asyncio.get_running_loop().create_task(work, name=name))
         task.add_done_callback(_log_failure)
         return task

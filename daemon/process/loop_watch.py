@@ -2,9 +2,9 @@
 requests are open.
 
 A timer every 5 ms (the default of `loop_watch_ms`) costs some 15 us a tick while tokens flow (measured; every 2 ms was 2 % of a
-core on one slow stream) and nothing when the node is idle. A single block is measured up to one period too short, a repeated one in
-full. Time in which the thread waited for a core because other programs used all of them is not the daemon's fault, and is
-subtracted if the kernel reports it.
+core on one slow stream) and nothing when the node is idle. The measured length of a single block may be up to one period too short;
+that of a repeated block is exact. Time in which the thread waited for a core because other programs used all of them is not the
+daemon's fault, and is subtracted if the kernel reports it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A point in time by both clocks."""
+"""A point in time, read from both clocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """A point in time. monotonic_s: by the clock that nobody sets, for durations. unix_s: for dates."""
+    """A point in time. monotonic_s: by the monotonic clock, for durations. unix_s: by the system's clock, for dates."""
 
     monotonic_s: float
     unix_s: float

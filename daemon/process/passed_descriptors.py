@@ -1,4 +1,4 @@
-"""Takes over the descriptors that systemd passes to the daemon: listening sockets, and what the FD store has kept
+"""Takes over the descriptors that systemd passes to the daemon: listening sockets, and descriptors from the FD store
 (sd_listen_fds(3))."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ NAMELESS = "unknown"  # what systemd calls a descriptor without a name
 
 def take(environment: MutableMapping[str, str] | None = None) -> dict[str, list[int]]:
     """Returns the passed descriptors by name (LISTEN_FDNAMES), and removes LISTEN_* from the environment. Child processes do not
-    inherit them: an engine that lives on must not keep a port in use."""
+    inherit the descriptors, because an engine that outlives the daemon must not keep a port in use."""
     variables = os.environ if environment is None else environment
     pid, count, names_text = (variables.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
     if pid != str(os.getpid()) or not count.isdigit():
@@ -22,7 +22,7 @@ def take(environment: MutableMapping[str, str] | None = None) -> dict[str, list[
     found: dict[str, list[int]] = {}
     for at in range(int(count)):
         fd = FIRST_FD + at
-        with contextlib.suppress(OSError):  # whoever uses it finds that it is not open
+        with contextlib.suppress(OSError):  # an error shows up later, where the descriptor is used
             os.set_inheritable(fd, False)
         found.setdefault(names[at] if at < len(names) else NAMELESS, []).append(fd)
     return found

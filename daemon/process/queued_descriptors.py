@@ -1,5 +1,5 @@
-"""Any number of descriptors as one: they are sent into a Unix socket that nobody reads, where they stay open as long as the socket
-is. So thousands take one place in the service manager's FD store. Source: unix(7), SCM_RIGHTS."""
+"""Packs any number of descriptors into one: they are sent into a Unix socket that nobody reads, and stay open as long as the
+socket. So thousands of them take one entry of the service manager's FD store. Source: unix(7), SCM_RIGHTS."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from engine.memory import handles
 
-QUEUE_LIMIT_S = 1.0  # a queue that takes no more descriptors never will
+QUEUE_LIMIT_S = 1.0  # if the queue takes no descriptor in this time, it never will
 
 
 def queue_of(fds: Sequence[int], num_chunks: int = 0, chunk_bytes: int = 0) -> socket.socket:
-    """Returns a socket that holds duplicates of the descriptors. num_chunks, chunk_bytes: the shape of the memory that they are, if
-    they are memory. Raises OSError if they cannot be held."""
+    """Returns a socket that holds duplicates of the descriptors. num_chunks, chunk_bytes: the shape of the memory, if the
+    descriptors are memory. Raises OSError if the socket cannot hold them."""
     queue, ours = socket.socketpair()
     with ours:
         ours.settimeout(QUEUE_LIMIT_S)
@@ -26,8 +26,8 @@ def queue_of(fds: Sequence[int], num_chunks: int = 0, chunk_bytes: int = 0) -> s
 
 
 def unqueue(queue: int) -> handles.Received:
-    """Returns what `queue_of` put into a socket. The caller owns the descriptors. queue: the socket's descriptor, which is closed.
-    Raises OSError if not all of it is there."""
+    """Returns the descriptors that `queue_of` put into a socket, owned by the caller. queue: the socket's descriptor, which is
+    closed. Raises OSError if some of them are missing."""
     with socket.socket(fileno=queue) as sock:
-        sock.setblocking(False)  # all of it is there
+        sock.setblocking(False)  # everything has arrived already
         return handles.receive(sock)

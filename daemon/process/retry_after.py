@@ -8,8 +8,8 @@ from email.utils import parsedate_to_datetime
 
 
 def seconds(header: str | None) -> float | None:
-    """Returns how long the server asks to wait: 0 or more, whether the header is a number or a date. None: it says nothing that can
-    be used."""
+    """Returns the seconds that the server asks to wait, 0 or more; the header may be a number or a date. None: the header is
+    missing or invalid."""
     if not header:
         return None
     try:

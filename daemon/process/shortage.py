@@ -1,4 +1,4 @@
-"""What clients and the log are told when file descriptors run out."""
+"""Handles the shortage of file descriptors: errors for clients, and lines for the log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ RETRY_AFTER_S = 1.0
 
 
 class Shortage:
-    """Counts what could not be done and logs at most one line a minute: a shortage lasts, and each request would add to the log."""
+    """Counts failures for lack of descriptors and logs at most one line a minute, because a shortage lasts and each request would
+    add a line."""
 
     def __init__(self) -> None:
         self._untold: Counter[str] = Counter()
@@ -48,8 +49,7 @@ def overloaded() -> NotNow:
 
 
 def in_place_of(error: Exception) -> NotNow | None:
-    """Returns the error to answer with, and notes the shortage, if `error` says that no descriptors are left; otherwise returns
-    None."""
+    """Returns the error to answer with, and counts it, if `error` means that no descriptors are left; otherwise returns None."""
     if not isinstance(error, OSError) or not open_files.are_used_up(error):
         return None
     SHORTAGE.note("requests answered 503")

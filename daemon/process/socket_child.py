@@ -1,4 +1,4 @@
-"""Starts a process of hearthd's own that serves one socket, and waits for its end."""
+"""Starts a child process of hearthd that serves one socket, and waits for its end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 def spawn(
     module: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str], **own: Any
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Runs `python -P -m` with the module, the number of a socket's descriptor, and further arguments. Returns the process and the
-    other end of the socket, which keeps packets apart. own: further arguments of Popen, such as those of its process group. Raises
-    OSError."""
+    """Runs `python -P -m` with the module, the number of the socket's descriptor, and the further arguments. Returns the process
+    and the other end of the socket, a packet socket. own: further keyword arguments of Popen, such as those for the process group.
+    Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with theirs:
@@ -34,7 +34,7 @@ def spawn(
 
 
 def wait(process: subprocess.Popen[bytes], limit_s: float, kill: Callable[[], None]) -> None:
-    """Waits for the end of a process whose socket is closed. One that takes longer is killed."""
+    """Waits for the end of a process whose socket was closed, and kills it if that takes longer than limit_s."""
     try:
         process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:

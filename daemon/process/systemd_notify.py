@@ -36,8 +36,8 @@ class Notifier:
         return "\0" + self._address[1:] if self._address.startswith("@") else self._address
 
     def send(self, *assignments: str) -> None:
-        """Sends one datagram that may be lost, as where systemd's queue is full. If the service manager cannot be reached, that is
-        logged and does no further harm."""
+        """Sends one datagram, which may be lost, for example if systemd's queue is full. If the service manager cannot be reached,
+        that is only logged."""
         if not self._address:
             return
         try:
@@ -60,21 +60,21 @@ class Notifier:
             log.warning("systemd at %s was not told %s: %s", self._address, ", ".join(assignments), error)
 
     def ready(self, status: str) -> None:
-        """Reports that the daemon is ready. This also ends a reload. Without it systemd ends the daemon."""
+        """Reports that the daemon is ready, or that a reload has ended. If this is never sent, systemd ends the daemon."""
         self.send_surely("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, limit_s: float) -> None:
-        """Reports that the daemon is stopping. limit_s: how long this may take, whatever the unit's TimeoutStopSec says."""
+        """Reports that the daemon is stopping. limit_s: how long the stop may take; it overrides the unit's TimeoutStopSec."""
         self.send("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(limit_s * 1e6)}", "STATUS=draining")
 
     async def watchdog(self, problems: Callable[[], str]) -> None:
         """Sends WATCHDOG=1 three times per period, until cancelled. Returns at once if systemd expects none.
 
-        It runs on the event loop, so a blocked loop sends nothing. It also sends nothing while `problems` returns a text ("" is
-        healthy)."""
+        It runs on the event loop, so a blocked loop sends nothing. It also sends nothing while `problems` returns a text other than
+        ""."""
         while self.watchdog_s:
             problem = problems()
             if not problem:

@@ -1,1 +1,2 @@
-"""`hearth simulate` and `hearth trace`: reads files and prints tables. The simulation itself is in scheduler/simulate."""
+"""Implements `hearth simulate` and `hearth trace`: reads files and prints tables. The simulation itself is in
+scheduler/simulate."""

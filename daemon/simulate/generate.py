@@ -1,4 +1,4 @@
-"""Makes traces: models are requested by Zipf's law, each in bursts of its own or evenly."""
+"""Generates traces of requests: models are chosen by Zipf's law, and each is requested in bursts of its own or evenly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _phases(draw: random.Random, shape: TraceShape) -> list[tuple[float, float]]
 
 
 def _times(draw: random.Random, phases: list[tuple[float, float]], number: int) -> list[float]:
-    """Returns `number` moments, evenly at random over all phases together."""
+    """Returns `number` moments, uniformly distributed over all phases together."""
     ends = list(accumulate(end - begin for begin, end in phases))
     times = []
     for _ in range(number):

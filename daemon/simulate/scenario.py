@@ -43,7 +43,7 @@ class NodeCosts(msgspec.Struct, frozen=True):
 
 
 class ScenarioModel(msgspec.Struct, frozen=True):
-    """A table `[models."org/name"]`: the model's size and limits, and what was measured of it."""
+    """A table `[models."org/name"]`: the model's size and limits, and measurements of its speed."""
 
     weights_bytes: Annotated[int | str, key("its weights on the device")]
     kv_bytes_per_token: Annotated[int, key("KV of one token")] = 0
@@ -73,15 +73,15 @@ class TraceTable(msgspec.Struct, frozen=True):
     arrivals: str = _SHAPE.arrivals
     burst_s: float = _SHAPE.burst_s
     active_share: float = _SHAPE.active_share
-    input_tokens: list[int] = []  # its default is of TraceShape
+    input_tokens: list[int] = []  # empty: the default of TraceShape
     output_tokens: list[int] = []
     seed: int = _SHAPE.seed
 
 
 @dataclass(slots=True, frozen=True)
 class Scenario:
-    """What a scenario file says. source: the file's path, for errors. trace: None if the file has no such table. engine: settings
-    of the engines, by the configuration's keys."""
+    """The content of a scenario file. source: the file's path, for errors. trace: None if the file has no such table. engine:
+    settings of the engines, by the configuration's keys."""
 
     source: str
     devices: dict[str, int]

@@ -1,4 +1,4 @@
-"""What a made trace is like. It imports little, because every `hearth` command shows its defaults as help."""
+"""The parameters of a generated trace. This module imports little, because every `hearth` command shows its defaults as help."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ ARRIVALS = ("bursty", "poisson")
 
 @dataclass(slots=True, frozen=True)
 class TraceShape:
-    """What a trace should be like. The model of rank k (from 1) gets a share of the requests proportional to k^-zipf; ranks are
-    given to models at random. input_tokens, output_tokens: lengths are sampled evenly from least to most, both included.
+    """The parameters of a generated trace. The model of rank k (from 1) gets a share of the requests proportional to k^-zipf; ranks
+    are given to models at random. input_tokens, output_tokens: lengths are sampled evenly from least to most, both included.
 
     arrivals "bursty": each model is requested at random moments in phases of burst_s seconds on average (exponential), which take
     up active_share of the time (a Markov-modulated Poisson process whose number of requests is given). "poisson": at random moments
