@@ -31,8 +31,8 @@ def _histograms(edges_s: Sequence[float]) -> defaultdict[str, Histogram]:
 
 @dataclass(slots=True)
 class TenantCounts:
-    """Counters by tenant. The NUM_TENANTS largest have a label of their own, the others share one. A request counts for the label
-    that its tenant has when the request ends, so no label's count ever falls."""
+    """Counters by tenant. The NUM_TENANTS largest tenants have labels of their own, all others share one label. A request counts
+    for the label that its tenant has when the request ends, so the count of a label never falls."""
 
     requests: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (label, outcome)
     prompt_tokens: defaultdict[str, int] = field(default_factory=_counts)
@@ -40,7 +40,7 @@ class TenantCounts:
     generated_tokens: defaultdict[str, int] = field(default_factory=_counts)
     limit_refused: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (label, limit)
     named: set[str] = field(default_factory=set)
-    _tokens: defaultdict[str, int] = field(default_factory=_counts)  # of each tenant, for `rank`
+    _tokens: defaultdict[str, int] = field(default_factory=_counts)  # tokens of each tenant, for `rank`
 
     def label(self, tenant: str) -> str:
         if tenant not in self.named:
@@ -50,12 +50,12 @@ class TenantCounts:
         return tenant
 
     def rank(self) -> None:
-        """Chooses anew which tenants, the largest, have a label of their own. Once per scrape is often enough."""
+        """Updates which tenants have labels of their own: those with the most tokens. Once per scrape is often enough."""
         if len(self._tokens) > NUM_TENANTS:
             self.named = set(sorted(self._tokens, key=lambda tenant: -self._tokens[tenant])[:NUM_TENANTS])
 
     def over_limit(self, tenant: str, limit: str) -> None:
-        """Counts a request that was refused for a limit. limit: its name in the keys file."""
+        """Counts a request that was refused because of a limit. limit: the limit's name in the keys file."""
         self.limit_refused[self.label(tenant), limit] += 1
 
     def ended(self, generation: Generation) -> None:
@@ -72,13 +72,13 @@ class TenantCounts:
 
 @dataclass(slots=True)
 class Metrics:
-    """The counters since the start. Each is keyed by model, (model, outcome), device or reason, as named."""
+    """The counters since the start. Each is keyed by model, (model, outcome), device or reason, as its name or comment says."""
 
     requests: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)
     prompt_tokens: defaultdict[str, int] = field(default_factory=_counts)
     cached_tokens: defaultdict[str, int] = field(default_factory=_counts)
     generated_tokens: defaultdict[str, int] = field(default_factory=_counts)
-    drafted_tokens: defaultdict[str, int] = field(default_factory=_counts)  # and of them, those that were kept
+    drafted_tokens: defaultdict[str, int] = field(default_factory=_counts)  # and the accepted ones among them
     accepted_tokens: defaultdict[str, int] = field(default_factory=_counts)
     adapter_loads: defaultdict[str, int] = field(default_factory=_counts)
     adapter_load_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))

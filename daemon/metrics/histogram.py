@@ -1,4 +1,4 @@
-"""Counts values in buckets, as Prometheus has them."""
+"""A histogram with cumulative buckets, as Prometheus expects it."""
 
 from __future__ import annotations
 

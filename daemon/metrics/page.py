@@ -1,4 +1,4 @@
-"""Renders /metrics as text: the counters (`counters.py`) and the present figures, in the families of `families.py`."""
+"""Renders /metrics as text: the counters (`counters.py`) and the current values, in the families of `families.py`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Key = str | tuple[str, ...]
 
 @dataclass(slots=True)
 class ModelNow:
-    """A model's present figures. running: requests in the engine's batch; active: requests handed to the engine. kv_share: the
-    share, from 0 to 1, of the KV it could have."""
+    """A model's current values. running: requests in the engine's batch. active: requests handed to the engine. kv_share: KV in use
+    as a share, from 0 to 1, of the KV that the model could have."""
 
     state: str
     device: str = ""
@@ -53,7 +53,7 @@ class DeviceNow:
 
 @dataclass(slots=True)
 class UpstreamNow:
-    """A name that another server answers. active: requests there."""
+    """Current values of a model name that another server answers. active: requests that run on that server."""
 
     up: bool
     active: int
@@ -62,13 +62,13 @@ class UpstreamNow:
 
 @dataclass(slots=True)
 class Now:
-    """The node's present figures, gathered on request."""
+    """The node's current values, gathered on request."""
 
     version: str
     models: dict[str, ModelNow]
     devices: dict[str, DeviceNow] = field(default_factory=dict)
     tenants_open: dict[str, int] = field(default_factory=dict)
-    tenants_today: Mapping[str, int] = field(default_factory=dict)  # tokens
+    tenants_today: Mapping[str, int] = field(default_factory=dict)  # tokens of each tenant
     started_unix_s: float = 0.0
     cpu_s: float = 0.0
     loop_stall_s: float = 0.0
@@ -85,8 +85,8 @@ class Now:
 
 
 def render(metrics: Metrics, now: Now, model: str | None = None) -> bytes:
-    """Returns the metrics as Prometheus text, version 0.0.4. model: show only the families with a model label, and in them only
-    this model's rows."""
+    """Returns the metrics as Prometheus text, version 0.0.4. model: restricts the text to families with a model label, and to this
+    model's rows."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
@@ -196,7 +196,7 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
 
 
 def _by_label(tenants: TenantCounts, numbers: Mapping[str, int]) -> Rows:
-    """Returns the tenants' present numbers, summed by label; 0 for a label that has none."""
+    """Returns the tenants' current numbers, summed by label; 0 for a label whose tenants have none."""
     found = dict.fromkeys(tenants.named, 0)
     for tenant, number in numbers.items():
         label = tenants.label(tenant)
@@ -233,7 +233,7 @@ def _values(key: Key) -> tuple[str, ...]:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Returns the (edge, count) of each bucket; the counts are cumulative, as Prometheus wants them."""
+    """Returns the (edge, count) of each bucket; the counts are cumulative, as Prometheus requires."""
     total, buckets = 0, []
     for edge, count in zip((*histogram.edges_s, "+Inf"), histogram.counts, strict=True):
         total += count

@@ -1,4 +1,4 @@
-"""Counts what swapping models costs, for /metrics; fed by the dispatcher and by the engines' messages."""
+"""Counts the costs of swapping models, for /metrics; the dispatcher and the engines' messages supply the numbers."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def _seconds() -> defaultdict[str, float]:
 
 @dataclass(slots=True)
 class SwapCounts:
-    """Counters since the start. tier: disk or host, where weights came from or are left; device: where an engine that died had left
-    them."""
+    """Counters since the start. tier: where the weights came from, or remain after an eviction: disk, host, or device (memory that
+    an ended engine had left)."""
 
-    ins: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason), loads that were done
+    ins: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason), completed loads
     outs: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason)
     phase_seconds: defaultdict[str, float] = field(default_factory=_seconds)  # drain, evict, save, read, copy, map
-    age: Histogram = field(default_factory=lambda: Histogram(AGE_BUCKETS_S))  # of evicted models, since they became ready
+    age: Histogram = field(default_factory=lambda: Histogram(AGE_BUCKETS_S))  # seconds from ready to evicted, of evicted models
     pauses: defaultdict[str, int] = field(default_factory=_counts)  # by model
     paused_requests: defaultdict[str, int] = field(default_factory=_counts)  # by model
     kv_tokens: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (model, saved | restored | recomputed)
     out_of_memory: defaultdict[str, int] = field(default_factory=_counts)  # by device
-    _load_reason: dict[int, tuple[set[str], str]] = field(default_factory=dict)  # placement -> (devices, reason)
+    _load_reason: dict[int, tuple[set[str], str]] = field(default_factory=dict)  # placement id -> (devices, reason)
     _drains_since_s: dict[str, float] = field(default_factory=dict)  # by model
-    _evict_sent_s: dict[int, tuple[set[str], float]] = field(default_factory=dict)  # placement -> (devices, when)
+    _evict_sent_s: dict[int, tuple[set[str], float]] = field(default_factory=dict)  # placement id -> (devices, time)
 
     def state_changed(self, action: actions.StateChanged) -> None:
         if action.new == "draining":
@@ -85,8 +85,8 @@ class SwapCounts:
         self.kv_tokens[message.model, "saved"] += message.saved_kv_tokens
 
     def engine_down(self, device: str, killed_for_memory: bool) -> None:
-        """Forgets the device's placements, whose answers will not come any more, and counts an engine that was killed for want of
-        memory. The other devices of a split model answer still."""
+        """Forgets the device's placements, whose answers will never come, and counts an engine that the kernel killed for lack of
+        memory. A placement of a split model is kept until all of its devices are gone."""
         for open_ones in (self._load_reason, self._evict_sent_s):
             for placement, (devices, _) in list(open_ones.items()):
                 devices.discard(device)
@@ -102,7 +102,7 @@ def source_of(message: protocol.LoadDone) -> str:
 
 
 class KernelKills:
-    """Tells whether the kernel has killed processes for want of memory since the last look."""
+    """Tells whether the kernel has killed processes for lack of memory since the last call of `look`."""
 
     def __init__(self) -> None:
         self._seen = _oom_kills()
@@ -113,7 +113,7 @@ class KernelKills:
 
 
 def _oom_kills() -> int:
-    """Returns how many processes the kernel has killed for want of memory since the machine's start; 0 if that is not known."""
+    """Returns how many processes the kernel has killed for lack of memory since the machine started; 0 if that is unknown."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

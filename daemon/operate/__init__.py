@@ -1,1 +1,1 @@
-"""What operators ask and see: the control API and its views."""
+"""The operators' side of the node: the control API and its views."""

@@ -1,4 +1,4 @@
-"""Writes the commands that come over the control sockets to the audit log: whose they were, what was asked for, how they ended."""
+"""Writes the commands that come over the control sockets to the audit log: who sent them, the arguments, and how they ended."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from aiohttp.typedefs import Middleware
 from daemon.errors import BadRequest, HearthError, ServerFault
 from daemon.record.audit_log import AuditLog
 
-FAILED = web.RequestKey("failed", HearthError)  # why a command failed that had begun its answer
+FAILED = web.RequestKey("failed", HearthError)  # the error of a command that failed after it had begun its answer
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PEER = struct.Struct("iII")  # struct ucred of unix(7): pid, uid, gid
 
 
 def _peer(request: web.Request) -> dict[str, int]:
-    """Returns uid and pid of the process at the other end of the Unix socket, {} if they are not known. Where systemd's
-    PrivateUsers hides users, all but hearthd's own and root are 65534."""
+    """Returns uid and pid of the process at the other end of the Unix socket, {} if they are not known. Under systemd's
+    PrivateUsers, the uid of all users but hearthd's own and root is 65534."""
     sock = request.get_extra_info("socket")
     if sock is None:
         return {}
@@ -32,13 +32,13 @@ def _peer(request: web.Request) -> dict[str, int]:
 
 
 def commands(audit: Callable[[], AuditLog]) -> Middleware:
-    """Returns what writes each POST to the audit log when it has ended."""
+    """Returns a middleware that writes each POST to the audit log when it has ended."""
 
     @web.middleware
     async def write_command(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method != "POST" or not audit().is_on:
             return await handler(request)
-        who = _peer(request)  # asked for while the connection is open
+        who = _peer(request)  # read now, because the connection may be closed at the end
         failed: HearthError | None = HearthError("cancelled", "the client left before the command ended, which goes on")
         try:
             response = await handler(request)

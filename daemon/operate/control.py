@@ -47,8 +47,8 @@ _REMEMBERED = ("pin", "unpin", "enable", "disable")
 
 
 def make_control_app(node: NodeParts, read_only: bool = False) -> web.Application:
-    """Returns the application of the control socket. read_only: makes that of the status socket, which anybody on the machine may
-    open."""
+    """Returns the application of the control socket. read_only: returns the application of the status socket, which every user of
+    the machine may open."""
     api = ControlApi(node)
     app = web.Application(middlewares=[_errors, audited.commands(lambda: node.audit)])
     app[ANSWERING] = Answering(error_object)
@@ -78,7 +78,8 @@ def make_control_app(node: NodeParts, read_only: bool = False) -> web.Applicatio
 
 
 def make_control_runner(node: NodeParts, shutdown_timeout_s: float, read_only: bool = False) -> Runner:
-    """Returns what serves the application. shutdown_timeout_s: how long its answers may take to be written at the stop."""
+    """Returns the runner that serves the application. shutdown_timeout_s: how long open answers may take to be written when the
+    daemon stops."""
     return Runner(
         make_control_app(node, read_only),
         access_log=None,
@@ -213,9 +214,10 @@ class ControlApi:
         return response
 
     async def command(self, request: web.Request) -> web.StreamResponse:
-        """Runs load, unload, pin, unpin, enable or disable for a model. `?wait=0`: answers as soon as the scheduler has not
-        refused. `unload?to=warm`: keeps the copy of the weights in host memory. `load?adapter=DIR`: loads the LoRA adapter in a
-        folder by this name; `&replace=1`: in place of one that was loaded so. `unload` of such an adapter ends that."""
+        """Runs load, unload, pin, unpin, enable or disable for a model. `?wait=0`: answers as soon as the scheduler has accepted
+        the command. `unload?to=warm`: keeps the copy of the weights in host memory. `load?adapter=DIR`: loads the LoRA adapter in
+        this folder under the given name; `&replace=1`: also if that replaces a loaded one. `unload` also unloads such an
+        adapter."""
         command = request.match_info["command"]
         make = _COMMANDS.get(command)
         if make is None:
@@ -259,7 +261,7 @@ class ControlApi:
             stop()
 
     def _loaded_adapter(self, name: str) -> str:
-        """Returns the adapter that was loaded under a name, or the one that the name is an alias of; "" if there is none."""
+        """Returns the adapter that was loaded by a command and has this name or alias; "" if there is none."""
         registry = self._node.registry
         if registry.was_loaded(name):
             return name
@@ -267,7 +269,7 @@ class ControlApi:
         return record.name if record is not None and registry.was_loaded(record.name) else ""
 
     async def _adapter(self, request: web.Request, work: Awaitable[LoadedAdapter], state: str) -> web.StreamResponse:
-        """Answers a command that loads or unloads an adapter. state: the adapter's when it is done."""
+        """Answers a command that loads or unloads an adapter. work: does it. state: the adapter's state afterwards."""
         done = await work
         response = await _start_lines(request)
         result = {"event": "result", "ok": True, "model": done.name, "base": done.base, "state": state, **_saved(done.not_saved)}
@@ -300,7 +302,7 @@ class ControlApi:
         return await self._gate(request, events.ResumeRequested)
 
     async def _gate(self, request: web.Request, make: Callable[..., events.Event]) -> web.Response:
-        """Drains or resumes the model of `?model=NAME`, or the whole node without it."""
+        """Drains or resumes the model of `?model=NAME`, or without it the whole node."""
         name = request.query.get("model", "")
         model = self._node.registry.names.local(name) if name else ""
         refusal = await self._node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=model))
@@ -315,7 +317,7 @@ class ControlApi:
 
 
 def _options(command: str, request: web.Request) -> dict[str, str]:
-    """Returns the fields that the query sets in the command's event."""
+    """Returns the fields of the command's event that the query sets."""
     to = request.query.get("to")
     if command != "unload" or to is None:
         return {}

@@ -1,9 +1,9 @@
-"""Hands the open connections over to the next daemon at a restart, and goes on with those that an earlier one has left.
+"""Hands the open connections over to the next daemon at a restart, and continues those that an earlier daemon has handed over.
 
-The old daemon stops taking tokens, writes what waits, notes for each connection the request in progress with what was made of it
-(daemon/streams/so_far.py), and gives the sockets to the FD store. Responses in the background have no connection to hand over
-(daemon/api/background.py). The next one reads each request again. Its sequences begin with
-the tokens that were made, whose frames the client has and does not get again; the engine computes their KV anew.
+The old daemon stops taking tokens and flushes its output. For each connection it records the request in progress and the output so
+far (daemon/streams/so_far.py), and it gives the sockets to the FD store. Background responses have no connection to hand over
+(daemon/api/background.py). The next daemon reads each request again. Its sequences begin with the tokens so far, which are not sent
+to the client again; the engine computes their KV anew.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from daemon.node.node import NodeParts
 from daemon.process.fd_store import FdStore
 
 log = logging.getLogger("hearthd")
-FLUSH_S = 2.0  # how long a client may take to read what is written already; one that does not read is not waited for
+FLUSH_S = 2.0  # how long a client may take to read what is written already; after that it is not waited for
 LOOK_EVERY_S = 0.01
 
 
 async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runner]) -> None:
-    """Gives all connections that the next daemon can go on with to the store; the others stay. servers: by the name of their
-    listeners. Failures are logged."""
+    """Gives all connections that the next daemon can continue to the store; the others stay here. servers: the HTTP servers by the
+    name of their listeners. Failures are logged."""
     node.engine_events.is_over = True
     node.background.hold()
     connections = [(name, each) for name, server in servers.items() for each in _connections(server)]
     for _, connection in connections:
         connection.hold_reading()
     await asyncio.sleep(0)
-    await _until(lambda: not any(each.is_beginning for _, each in connections))  # what has arrived becomes a request
+    await _until(lambda: not any(each.is_beginning for _, each in connections))  # heads that have arrived become requests
     for _, connection in connections:
         if connection.in_progress is not None:
             connection.in_progress.write_all()
@@ -47,7 +47,7 @@ async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runne
     for name, connection in connections:
         try:
             so_far = connection.so_far()
-        except Exception:  # the others go on
+        except Exception:  # the other connections are still handed over
             log.exception("a connection cannot be handed over")
             continue
         if so_far is not None:
@@ -63,14 +63,14 @@ async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runne
         log.info("%d connections are handed over to the next hearthd, %d of them with a request", len(left), num_requests)
         for connection, _ in left:
             connection.let_go()
-        await _until(lambda: all(connection.transport is None for connection, _ in left))  # and no handler writes an error there
+        await _until(lambda: all(connection.transport is None for connection, _ in left))  # so that no handler writes an error
     finally:
         for fd in fds:
             os.close(fd)
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    """Waits for the condition, at most FLUSH_S."""
+    """Waits until the condition holds, at most FLUSH_S."""
     for _ in range(int(FLUSH_S / LOOK_EVERY_S)):
         if condition():
             return
@@ -78,15 +78,15 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def _connections(runner: Runner) -> list[Connection]:
-    """Returns the connections of clients."""
+    """Returns the server's connections that have a client."""
     server = runner.server
     found = [each for each in server.connections if isinstance(each, Connection)] if server is not None else []
     return [each for each in found if owner_of(each.transport) is None]
 
 
 async def go_on(node: NodeParts, left: Left, servers: Mapping[str, tuple[Runner, ClientAddresses | None]]) -> None:
-    """Goes on with the connections that an earlier daemon has left, and with its responses in the background. servers: by the name
-    of their listeners, with what counts the connections of each client."""
+    """Continues the connections and the background responses that an earlier daemon has left. servers: by the name of their
+    listeners, the HTTP server and the counter of each client's connections."""
     main = servers["main"][0].server
     assert isinstance(main, ConnectionServer)
     if num_runs := node.background.go_on(main):
@@ -98,7 +98,7 @@ async def go_on(node: NodeParts, left: Left, servers: Mapping[str, tuple[Runner,
         runner, addresses = servers.get(listed.listener, (None, None))
         server = runner.server if runner is not None else None
         if not isinstance(server, ConnectionServer):
-            sock.close()  # there is no such listener any more
+            sock.close()  # the settings no longer have this listener
             continue
         num_served += await _serve(server, sock, listed, addresses)
     log.info("%d of %d connections of before the restart go on", num_served, len(left))
@@ -108,10 +108,10 @@ async def _serve(server: ConnectionServer, sock: socket.socket, listed: Listed, 
     closed: Callable[[], None] = _nothing
     try:
         if addresses is not None and sock.family != socket.AF_UNIX:
-            closed = addresses.enter(sock.getpeername()[0]).leave  # whatever the limit is: it was served before
+            closed = addresses.enter(sock.getpeername()[0]).leave  # whatever the limit is now: the connection was within it before
         make = partial(server.connection, closed, listed.connection)
         await asyncio.get_running_loop().connect_accepted_socket(make, sock)
-    except OSError as error:  # its client is gone
+    except OSError as error:  # its client has closed the connection
         log.debug("a connection of before the restart has ended: %s", error)
         sock.close()
         closed()

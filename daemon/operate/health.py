@@ -1,4 +1,4 @@
-"""What load balancers and monitoring ask of the node."""
+"""Answers the questions that load balancers and monitoring ask the node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from daemon.operate import metrics_now
 
 
 class NodeHealth:
-    """HealthPort for the API."""
+    """Implements HealthPort for the API."""
 
     def __init__(self, node: NodeParts) -> None:
         self._node = node

@@ -1,4 +1,4 @@
-"""What `hearth keys` and `hearth status` show of tenants and keys. Sums of keys are not shown, only how they begin."""
+"""Makes the rows of tenants and keys for `hearth keys` and `hearth status`. Of a key's hash only the beginning is shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def rows(node: NodeParts) -> list[dict[str, Any]]:
     """Returns a row for each tenant, in the order of the keys file: its limits, what is left of them, and when its next key expires
-    (Unix time). A limit that it does not have is None."""
+    (Unix time). The entry of a limit that the tenant does not have is None."""
     if node.keys is None:
         return []
     now = moment.now()
@@ -22,7 +22,7 @@ def rows(node: NodeParts) -> list[dict[str, Any]]:
     for tenant in node.keys.tenants.values():
         keys = [key for key in node.keys.all() if key.tenant is tenant]
         valid = [key for key in keys if not key.has_expired(now.unix_s)]
-        standing = node.quotas.standing(tenant, now)  # counts what running requests have made
+        standing = node.quotas.standing(tenant, now)  # includes what running requests have generated so far
         found.append(
             {
                 "tenant": tenant.name,
@@ -41,7 +41,7 @@ def rows(node: NodeParts) -> list[dict[str, Any]]:
 
 
 def ending(node: NodeParts) -> list[dict[str, Any]]:
-    """Returns a row for each key that expires within a week, or has expired, the earliest first."""
+    """Returns a row for each key that has expired or expires within a week, the earliest first."""
     if node.keys is None:
         return []
     unix_s = moment.now().unix_s

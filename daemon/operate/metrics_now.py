@@ -1,4 +1,4 @@
-"""Gathers what /metrics shows of the node as it is now, from the scheduler's views and the engines' latest figures."""
+"""Gathers the current values for /metrics, from the scheduler's views and the engines' latest figures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from scheduler.node.views import DeviceView, ModelView
 if TYPE_CHECKING:
     from daemon.node.node import NodeParts
 
-NO_STATS = (0, 0, 0, 0)  # used where protocol.Stats.models has no entry, because the model is not loaded
+NO_STATS = (0, 0, 0, 0)  # used for models without an entry in protocol.Stats.models, because they are not loaded
 
 
 def now(node: NodeParts, model: str | None = None) -> Now:
-    """Returns the node's present figures. model: only this model's; None: those of all models and devices."""
+    """Returns the node's current values. model: restricts them to this model; None: all models and devices."""
     wanted = [view] if model is not None and (view := node.scheduler.model(model)) is not None else []
     views: Iterable[ModelView] = wanted if model is not None else node.scheduler.snapshot()
     devices = {} if model is not None else _devices(node)
@@ -57,7 +57,7 @@ def _host_tier(node: NodeParts) -> dict[str, int]:
 
 
 def _model(node: NodeParts, view: ModelView) -> ModelNow:
-    # of a model that is split over devices, the first one tells; its bytes there are those of one share
+    # a split model's figures are reported by its first device, for one share
     stats = node.engine_events.stats.get(view.devices[0]) if view.devices else None
     kv_bytes, running, _, cached_bytes = stats.models.get(view.name, NO_STATS) if stats is not None else NO_STATS
     adapters = {} if stats is None else stats.adapters.get(view.name, {})
@@ -79,8 +79,8 @@ def _model(node: NodeParts, view: ModelView) -> ModelNow:
 
 
 def kv_share(node: NodeParts, view: ModelView, kv_bytes: int) -> float:
-    """Returns the model's KV in use as a share, from 0 to 1, of what it could have: its reserved KV and, unless it is split over
-    devices, what other models leave of the lease. kv_bytes: in use on one device."""
+    """Returns the model's KV in use as a share, from 0 to 1, of the KV that it could have: its reserved KV and, unless it is split
+    over devices, the part of the lease that other models do not use. kv_bytes: its KV in use on one device."""
     if len(view.devices) > 1:
         return min(1.0, kv_bytes / max(view.kv_reserved_bytes, kv_bytes, 1))
     device = next((one for one in node.scheduler.devices() if one.name == view.device), None)
@@ -94,8 +94,8 @@ def kv_share(node: NodeParts, view: ModelView, kv_bytes: int) -> float:
 
 
 def chunks_by_state(view: DeviceView, kv_used: int) -> dict[str, int]:
-    """Returns the number of the device's chunks in each state. kv_used: as its engine last reported it, so it may be slightly out
-    of date."""
+    """Returns the number of the device's chunks in each state. kv_used: chunks of KV in use, as the engine last reported them, so
+    they may be slightly out of date."""
     used = {"work_space": view.work_space_chunks, "weights": view.weights_chunks}
     used["kv"] = min(kv_used, view.total_chunks - sum(used.values()))
     return used | {"free": view.total_chunks - sum(used.values())}

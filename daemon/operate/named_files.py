@@ -1,6 +1,6 @@
-"""Reads the files that settings name: keys of tenants, the certificate, headers for a collector of traces, keys for other servers.
+"""Reads the files that settings name: tenants' keys, the certificate, headers for a trace collector, keys for other servers.
 
-The start, its check and each reload read them in this way, and a change of one of them makes the node reload.
+The start, the check of the settings and each reload read the files in this way, and a change of one of them makes the node reload.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from daemon.upstreams import keys as upstream_keys
 
 @dataclass(slots=True, frozen=True)
 class NamedFiles:
-    """What the files hold. keys: None if no keys are required. tls: None without TLS. trace_headers: what goes with traces.
-    upstream_keys: for other servers, by the model's name here."""
+    """The contents of these files. keys: None if no keys are required. tls: None without TLS. trace_headers: headers that are sent
+    with traces. upstream_keys: keys for other servers, by the model's name on this node."""
 
     keys: Keys | None
     tls: Tls | None
@@ -31,8 +31,8 @@ class NamedFiles:
 
 
 def read(config: NodeConfig, path: str | None, flags: Container[str]) -> NamedFiles:
-    """Returns what the files hold, and checks that the audit log has a folder. path: of the settings file, for errors; None: there
-    is none. flags: the keys that were given on the command line. Raises ConfigError."""
+    """Returns the contents of the files, and checks that the audit log's folder exists. path: the settings file, for errors; None:
+    there is none. flags: the settings that were given on the command line. Raises ConfigError."""
     known = keys.load(config.keys_file) if config.keys_file else None
     keys_there = upstream_keys.load(config, path or "flags")
     audit_log.check(config.audit_log, _source_of("audit_log", path, flags))
@@ -40,7 +40,7 @@ def read(config: NodeConfig, path: str | None, flags: Container[str]) -> NamedFi
 
 
 def read_tls(config: NodeConfig, path: str | None, flags: Container[str]) -> Tls | None:
-    """Returns the certificate alone, as `read` does. Raises ConfigError."""
+    """Returns only the certificate, with the same arguments as `read`. Raises ConfigError."""
     return tls.load(config, _source_of("tls_certificate", path, flags))
 
 

@@ -1,4 +1,4 @@
-"""What `hearth plan`, `evict --dry-run`, `history` and `top` show: the scheduler's views as rows. Nothing is changed here."""
+"""Makes the rows for `hearth plan`, `evict --dry-run`, `history` and `top` from the scheduler's views. Nothing is changed here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def room(node: NodeParts, text: str, device: str) -> list[dict[str, Any]]:
 
 
 def history(node: NodeParts, name: str) -> list[dict[str, Any]]:
-    """Returns the last placements, oldest first; those of one model if `name` is not "". Raises HearthError not_found."""
+    """Returns the last placements, oldest first. name: restricts them to one model; "": all models. Raises HearthError
+    not_found."""
     model = node.registry.names.local(name) if name else ""
     return [_placement(node, view) for view in node.scheduler.history(model)]
 
@@ -57,7 +58,7 @@ def top(node: NodeParts) -> dict[str, Any]:
 
 
 def _placement(node: NodeParts, view: PlacementView) -> dict[str, Any]:
-    """Returns a placement as a row. Times are Unix seconds; the bytes a victim frees are computed from its chunks."""
+    """Returns a placement as a row. Times are Unix seconds; the bytes that a victim frees are computed from its chunks."""
     row = asdict(view)
     chunk_bytes = int(node.config.chunk_bytes)
     row["victims"] = [

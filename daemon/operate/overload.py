@@ -1,4 +1,4 @@
-"""The control API's answer to a connection that is one too many."""
+"""The control API's answer to a connection above the limit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from daemon.process.shortage import overloaded
 
 
 def refuse_command(closed: Callable[[], None]) -> Refusal:
-    """Returns the answer, for Acceptor. closed: called when it is sent."""
+    """Makes the protocol that refuses a connection, for Acceptor. closed: called when the answer was sent."""
     error = overloaded()
     return Refusal(refusal(error, error_object(error), request_id(None)), closed)

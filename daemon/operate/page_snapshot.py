@@ -1,4 +1,4 @@
-"""What the status page shows of the node as it is now. The page draws these figures and computes only rates from them."""
+"""Makes the snapshot of the node that the status page shows. The page draws these values and computes only rates from them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from daemon.node.node import NodeParts
 
 MAX_MODELS = 300  # rows that are sent; a node may have thousands of cold ones, and a viewer gets the table twice a second
-NO_STATS = (0, 0, 0, 0)  # used where protocol.Stats.models has no entry, because the model is not loaded
+NO_STATS = (0, 0, 0, 0)  # used for models without an entry in protocol.Stats.models, because they are not loaded
 
 
 def snapshot(node: NodeParts) -> dict[str, Any]:
-    """Returns the node's state as values for JSON. Equal states give equal results: nothing in it changes by itself."""
+    """Returns the node's state as values for JSON. Equal states give equal results: the snapshot contains no clock."""
     rows = node.rows()
     cached = {name: counts[3] for stats in node.engine_events.stats.values() for name, counts in stats.models.items()}
     registered, resident = node.registry.num_adapters, node.adapters_in_memory()
@@ -62,7 +62,8 @@ def _devices(node: NodeParts, rows: dict[str, dict[str, Any]]) -> list[dict[str,
 
 
 def _kv_here(node: NodeParts, device: str, rows: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
-    """Returns protocol.Stats.models of a device. Of a model that is split over devices the first one tells what each has."""
+    """Returns protocol.Stats.models of a device, with split models included: their first device reports the figures, which hold for
+    each share."""
     all_stats = node.engine_events.stats
     found = dict(all_stats[device].models) if device in all_stats else {}
     for name, row in rows.items():
@@ -73,9 +74,9 @@ def _kv_here(node: NodeParts, device: str, rows: dict[str, dict[str, Any]]) -> d
 
 
 def _parts(device: DeviceView, stats: dict[str, list[int]], rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns how a device's budget is divided; the bytes add up to it. kinds: work (work space), weights, kv (of running
-    sequences), cache (cached prefixes), reserved (KV that a model has reserved and does not use), free (what all models on the
-    device may use)."""
+    """Returns the parts into which a device's budget is divided; their bytes add up to the budget. kinds: work (work space),
+    weights, kv (of running sequences), cache (cached prefixes), reserved (KV that a model has reserved and does not use), free
+    (what all models on the device may use)."""
     parts: list[dict[str, Any]] = [{"kind": "work", "model": "", "bytes": device.work_space_chunks * device.chunk_bytes}]
     for model in sorted(device.held):
         held_bytes = device.held[model] * device.chunk_bytes
