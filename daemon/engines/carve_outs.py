@@ -1,8 +1,8 @@
 """Sets a part of a device's budget aside for each isolated model, before anything is placed.
 
-To everything that follows, a carve-out is a device: it has its own account, lease and engine process, and only one model may live
-there. It stays for the life of the daemon, even while its model is not loaded. An engine takes its device's memory once and returns
-none of it to the driver (docs/design/processes.md), so other models could not use memory that an isolated model has left.
+All other code treats a carve-out as a device: it has its own account, lease and engine process, and only one model may live there.
+It stays for the life of the daemon, even while its model is not loaded. An engine takes its device's memory once and returns none
+of it to the driver (docs/design/processes.md), so other models could not use the memory of an isolated model that was evicted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from scheduler.node.ledger import size_of
 
 @dataclass(slots=True, frozen=True)
 class Division:
-    """The result of dividing the devices. devices: the node's devices, smaller by what was set aside, each followed by its
-    carve-outs. problems: maps an isolated model without a carve-out to the reason; such a model is not served."""
+    """The result of dividing the devices. devices: the node's devices, each with its remaining budget and followed by its
+    carve-outs. problems: an isolated model without a carve-out -> the reason; such a model is not served."""
 
     devices: list[DeviceBudget]
     problems: dict[str, str]
@@ -39,8 +39,8 @@ def isolated_models(config: NodeConfig) -> dict[str, ModelConfig]:
 def divide(
     config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState, checkpoints: Mapping[str, Checkpoint]
 ) -> Division:
-    """Divides the devices' budgets between shared use and carve-outs. checkpoints: the content of the models folder, which is
-    needed only if a model is isolated."""
+    """Divides the devices' budgets between shared use and carve-outs. checkpoints: the content of the models folder, needed only if
+    a model is isolated."""
     isolated = isolated_models(config)
     if not isolated:
         return Division(list(devices), {})
@@ -65,12 +65,12 @@ def divide(
 
 
 class _CannotCarve(Exception):
-    """Raised when nothing can be set aside for a model. The operator is shown the message as it is."""
+    """Raised when nothing can be set aside for a model. The message is shown to the operator unchanged."""
 
 
 def _wanted_bytes(config: NodeConfig, name: str, settings: ModelConfig, found: Registered | None) -> int:
     """Returns the bytes to set aside for the model, in whole chunks. Raises _CannotCarve if neither its settings nor its files
-    tell them."""
+    determine them."""
     chunk_bytes = int(config.chunk_bytes)
     if settings.isolate_bytes is not None:
         return -(-parse_bytes(settings.isolate_bytes) // chunk_bytes) * chunk_bytes
@@ -104,5 +104,5 @@ def _choose(config: NodeConfig, name: str, allowed: Sequence[DeviceBudget], left
 
 
 def _context_bytes(device: DeviceBudget) -> int:
-    """Returns the bytes that one more process takes of a GPU outside its budget; 0 for a cpu device."""
+    """Returns the bytes of a GPU, outside its budget, that one more process takes; 0 for a cpu device."""
     return CUDA_LEFT_BYTES if device.uuid else 0

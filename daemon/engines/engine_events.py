@@ -31,14 +31,14 @@ MEASURE_PREFILL_EVERY_S = 0.5  # for each model; each measurement is an event fo
 
 
 class EngineEvents:
-    """Handles the starts, ends and messages of all engines (implements WorkerEvents), on the event loop. `stats`: maps each
-    device to the last Stats of its engine."""
+    """Handles the starts, ends and messages of all engines, on the event loop; implements WorkerEvents. `stats`: the last Stats of
+    each device's engine, by device."""
 
     def __init__(
         self, dispatcher: Dispatcher, budgets: Mapping[str, int], kernels: Kernels, regions: Regions | None = None
     ) -> None:
-        """budgets: device -> budget_bytes. kernels: gets the engines' reports on compiling kernels. regions: of the exchange
-        memory; None where no model can be split over devices."""
+        """budgets: device -> budget_bytes. kernels: receives the engines' reports on compiling kernels. regions: the exchange
+        memory of split models; None if no model can be split over devices."""
         self._kernels = kernels
         self.groups = Groups(dispatcher.send, dispatcher.lease_of, dispatcher.config.block_tokens, regions, self._answered)
         dispatcher.groups = self.groups
@@ -50,7 +50,7 @@ class EngineEvents:
         self._loaded_s: dict[str, float] = {}  # model -> when its last load ended
         self._measure_prefill_at: dict[str, float] = {}  # model -> when a prefill may be measured again
         self._post, self._find = dispatcher.post, dispatcher.open.by_id.get
-        self.is_over = False  # whether what engines still report is dropped, because the next daemon has it made again
+        self.is_over = False  # whether messages of engines are dropped, because the next daemon computes their content again
 
     def engine_up(self, device: str, message: protocol.EngineReady) -> None:
         log.info("engine is up (pid %d, %d chunks)", message.pid, message.num_chunks, extra=fields(device=device))
@@ -94,7 +94,8 @@ class EngineEvents:
             self._answered(devices, answer)
 
     def _trace_engine_down(self, tracer: Tracer, device: str, lost: set[str], now: float, reason: str) -> None:
-        """lost: the models of which the device held a share."""
+        """Tells the traces of a device's loads and requests that its engine has ended. lost: the models of which the device held a
+        share."""
         for load in tracer.loads_lost(device, now, reason):
             self._dispatcher.tell_load(load)
         for generation in self._open.by_id.values():
@@ -138,8 +139,8 @@ class EngineEvents:
             self.probes.answered(device, message)
 
     def _answered(self, device: str, message: Answer) -> None:
-        """Handles what an engine says about a placement, or all engines of a split model together. device: its name, or theirs as
-        one."""
+        """Handles an answer about a placement, from one engine or from all engines of a split model together. device: the device's
+        name, or the joined names of all devices."""
         match message:
             case protocol.LoadProgress():
                 self._load_progress(device, message)
@@ -329,7 +330,7 @@ class EngineEvents:
             self._dispatcher.release_aborts()
 
     def _mixed_rows(self, message: protocol.TokensOut) -> None:
-        """Delivers a step's tokens where a sequence has several tokens or ends."""
+        """Delivers the tokens of a step in which a sequence has several tokens or ends."""
         start = 0
         num_rows = len(message.request_ids)
         counts = message.counts or (1,) * num_rows
@@ -352,7 +353,7 @@ class EngineEvents:
                 except Exception:
                     self._dispatcher.sink_broke(generation)
             elif finish == protocol.FINISH_ABORT:
-                # its model was evicted without the scheduler having said so: the request must not end silently
+                # its model was evicted and the scheduler did not say so; the request must still end
                 error = NotNow(
                     "unloaded", f"Model {generation.model.name!r} was evicted while this request ran.", retry_after_s=1.0
                 )
@@ -411,7 +412,7 @@ class EngineEvents:
 
 
 def _of_load(message: protocol.LoadDone) -> dict[str, Value]:
-    """Returns what a trace says of a load that was done."""
+    """Returns the trace attributes of a finished load."""
     return {
         "hearth.load.source": source_of(message),
         "hearth.load.read_bytes": message.bytes_read,
@@ -423,9 +424,9 @@ def _of_load(message: protocol.LoadDone) -> dict[str, Value]:
 
 
 def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthError:
-    """Returns the error for a request that failed in the engine. A grammar that the vocabulary cannot follow, word and token lists
-    that leave no token, and an adapter whose files are broken are the client's fault, and only the engine can find them. All other
-    failures are the server's."""
+    """Returns the error for a request that failed in the engine. Three failures that only the engine can find are the client's
+    fault: a grammar that the vocabulary cannot follow, word and token lists that leave no token, and an adapter with broken files.
+    All others are the server's."""
     if failed.code == "unsupported_grammar":
         kind = generation.params.grammar.partition(":")[0]
         field = {"regex": "regex", "lark": "grammar"}.get(kind, "response_format")

@@ -14,7 +14,8 @@ from engine.host.child_process import child_environment
 
 
 class EngineProcess(Protocol):
-    """pidfd: becomes readable when the process ends. stderr: the read end of a pipe."""
+    """A running engine process. pidfd: a descriptor that becomes readable when the process ends. stderr: the read end of the pipe
+    with the process's standard error."""
 
     pid: int
     pidfd: int
@@ -23,18 +24,18 @@ class EngineProcess(Protocol):
     def kill(self) -> None: ...
 
     def wait(self) -> int | None:
-        """Waits for the end in a thread that may block. Returns the exit code, the negative number of the signal that ended the
-        process, or None where nobody can tell any more."""
+        """Waits for the process's end; called in a thread, because it blocks. Returns the exit code, the negative number of the
+        signal that ended the process, or None if it is unknown."""
         ...
 
     def close(self) -> None:
-        """Closes what the daemon has open of a process that has ended."""
+        """Closes the daemon's descriptors of a process that has ended."""
         ...
 
 
 class Spawned:
-    """An engine process that was started with exec. Raises OSError if it cannot be started. descriptors: those of its arguments.
-    variables: to set in its environment."""
+    """An engine process that was started with exec. descriptors: the descriptors that its arguments name, which it inherits.
+    variables: environment variables to set. Raises OSError if it cannot be started."""
 
     def __init__(self, arguments: Sequence[str], descriptors: Sequence[int], variables: dict[str, str]) -> None:
         # its own process group, because Ctrl-C in a terminal is for the daemon, which drains first
@@ -63,6 +64,6 @@ class Spawned:
 
 
 def kill(pidfd: int) -> None:
-    """Kills a process that may have ended."""
+    """Kills a process, which may have ended already."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)

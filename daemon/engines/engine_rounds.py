@@ -1,4 +1,5 @@
-"""Checks all engines every few seconds and kills those that hang. What follows is the same as after any death of an engine."""
+"""Checks all engines every few seconds and kills those that hang. Such a death is then handled like any other death of an
+engine."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ class EngineRounds:
             self._timer = None
 
     def problem(self, device: str) -> str:
-        """Returns the problem of an engine that has given no sign of life for long, or "" if there is none."""
+        """Returns a problem text if the engine has given no sign of life for long, otherwise ""."""
         worker = self._workers[device]
         pulse = worker.pulse()
         return "" if pulse is None else self._watch.problem(device, time.monotonic(), worker.pid, pulse, self._stall_s())
 
     def _arm(self) -> None:
-        # the loop's timers count milliseconds: one that is early by less would fire again and again
+        # the loop's timers have a resolution of milliseconds: a timer early by less would fire again and again
         delay_s = max(0.0, self._watch.due_s - time.monotonic()) + 0.001
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
 

@@ -1,8 +1,8 @@
 """Decides whether engines hang, from the sign of life that each engine's loop leaves in shared memory (engine/loop/pulse.py).
 
-It reads no clock and does no I/O. An engine may take `stall_s` seconds between two signs of life, and for a step eight times what
-the step usually takes, if that is longer. Work of unknown length gets ten times `stall_s`: a step of a size seen fewer than three
-times, which may compile kernels, or the capture of a step.
+It reads no clock and does no I/O. The limit between two signs of life is `stall_s` seconds, or during a step eight times the step's
+usual duration, if that is longer. Work of unknown length gets ten times `stall_s`: a step of a size seen fewer than three times,
+which may compile kernels, or the capture of a step.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from engine.loop.pulse import BEAT_EVERY_S, Doing, Pulse
 
 LOOK_EVERY_S = 5.0
-HELD_S = 2.0  # a timer that is later than this shows that the whole process stood still, and others may have, too
+HELD_S = 2.0  # a timer that is later than this shows that the whole process stood still, and perhaps other processes, too
 TIMES_EXPECTED = 8
 TIMES_UNKNOWN = 10
-SUSPECT, SUSPECT_S = 1 / 3, BEAT_EVERY_S + 3.0  # silence is suspect from this part of its limit on, but not before SUSPECT_S
+SUSPECT, SUSPECT_S = 1 / 3, BEAT_EVERY_S + 3.0  # silence is suspect after this share of its limit, but not before SUSPECT_S
 
 
 @dataclass(slots=True, frozen=True)
 class Silence:
-    """How long an engine has given no sign of life, how long it may, and what it was doing."""
+    """How long an engine has given no sign of life, its limit, and what the engine was doing."""
 
     silent_s: float
     limit_s: float
@@ -41,8 +41,8 @@ class Silence:
 
 def silence(pulse: Pulse, since_s: float, now: float, stall_s: float) -> Silence:
     """Returns how long the engine has been silent, compared with its limit. since_s: silence before this time does not count.
-    stall_s: the limit between two signs of life. If the engine does two things at a time, the one nearer to its limit is
-    returned."""
+    stall_s: the limit between two signs of life. If the engine does two things at a time, the result is the one nearer to its
+    limit."""
     silent_s = max(0.0, now - max(pulse.at_s, since_s))
     unknown_s = TIMES_UNKNOWN * stall_s
     if pulse.doing == Doing.STEP and pulse.expected_s:
@@ -79,9 +79,9 @@ class EngineWatch:
         self._lives: dict[str, _Life] = {}
 
     def look(self, now: float, pulses: Mapping[str, tuple[int, Pulse]], stall_s: float) -> dict[str, Silence]:
-        """Returns the engines that hang, each one once. pulses: device -> the process id and the last sign of life of each engine
-        that is up. stall_s: 0 if no engine is ever taken to hang. A call much later than due_s starts anew for all engines,
-        because their signs of life may be as old as the daemon's own pause."""
+        """Returns the engines that hang, each engine once, by device. pulses: device -> the process id and the last sign of life,
+        for engines that are up. stall_s: 0 turns the check off. If the call is much later than due_s, all silence starts anew,
+        because the signs of life may be as old as the daemon's own pause."""
         was_held = now - self.due_s > HELD_S
         self.due_s = now + LOOK_EVERY_S
         before, self._lives = self._lives, {}
@@ -106,7 +106,7 @@ class EngineWatch:
         return found
 
     def problem(self, device: str, now: float, pid: int, pulse: Pulse, stall_s: float) -> str:
-        """Returns what an operator should already know about this engine's silence, or "" for nothing."""
+        """Returns a text for operators if this engine's silence is suspect, otherwise ""."""
         life = self._lives.get(device)
         if life is None or life.pid != pid or stall_s <= 0:
             return ""

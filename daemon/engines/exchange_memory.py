@@ -1,8 +1,7 @@
-"""The daemon's end of the memory in which engines exchange what models that are split over several devices need
-(engine/exchange.py).
+"""The daemon's side of the exchange memory, through which the engines of a split model communicate (engine/exchange.py).
 
 The daemon owns the memory and the doorbells, so they outlive every engine. It numbers the engines, gives each group of devices a
-region for as long as one of them may use it, and breaks the groups that have lost a member. A new daemon makes a new memory, since
+region for as long as a member may use it, and breaks the groups that have lost a member. A new daemon makes a new memory, because
 its engines are new as well.
 """
 
@@ -15,12 +14,12 @@ from config.parallel import KINDS
 from config.schema import DeviceBudget
 from engine.exchange import Exchange, first_region, make_exchange
 
-MOST_BYTES = 1 << 40  # of address space for regions; what nobody touches takes no memory
+MOST_BYTES = 1 << 40  # address space for regions; memory is only used for pages that are touched
 
 
 class ExchangeMemory:
-    """The exchange memory of the engines of these devices, which are numbered in their order. fd: of the memory. doorbells:
-    eventfds by engine number. Raises OSError if they cannot be made."""
+    """The exchange memory of the engines of these devices, numbered in the order of `devices`. fd: the memory's descriptor.
+    doorbells: one eventfd for each engine, by its number. Raises OSError if they cannot be made."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._numbers = {device: number for number, device in enumerate(devices)}
@@ -37,12 +36,12 @@ class ExchangeMemory:
             os.close(fd)
 
     def number(self, device: str) -> int:
-        """Returns the number of a device's engine. Raises KeyError for a device that is not among those of the exchange memory."""
+        """Returns the number of a device's engine. Raises KeyError for a device that does not use the exchange memory."""
         return self._numbers[device]
 
     def arguments(self, device: str) -> tuple[list[str], list[int]]:
-        """Returns the arguments that tell an engine of the exchange memory, and the descriptors that it inherits; none for a device
-        that models are not split over."""
+        """Returns an engine's command-line arguments for the exchange memory, and the descriptors that it inherits; empty lists for
+        a device over which no model is split."""
         if device not in self._numbers:
             return [], []
         bells = ",".join(map(str, self.doorbells))
@@ -63,7 +62,7 @@ class ExchangeMemory:
         return offset
 
     def free(self, offset: int) -> None:
-        """Gives a region back, which no engine uses any more."""
+        """Frees a region that no engine uses any more."""
         end = self._taken.pop(offset)
         self._exchange.clear(offset, end - offset)
 
@@ -72,6 +71,6 @@ class ExchangeMemory:
 
 
 def exchange_memory(devices: Sequence[DeviceBudget]) -> ExchangeMemory | None:
-    """Returns an exchange memory for those of the devices that models may be split over; None if there are fewer than two."""
+    """Returns an exchange memory for the devices over which models may be split; None if there are fewer than two of them."""
     names = [device.name for device in devices if device.kind in KINDS and not device.model]
     return ExchangeMemory(names) if len(names) > 1 else None

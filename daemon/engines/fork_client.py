@@ -1,4 +1,5 @@
-"""The daemon's end of the fork server (engine/forks/server.py): starts it, asks it for engines, and replaces it if it is gone."""
+"""The daemon's client of the fork server (engine/forks/server.py): starts the server, requests engines, and replaces the server if
+it has ended or hangs."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from engine.forks.messages import PACKET_BYTES, Forked, ForkEngine
 from engine.host.child_process import child_environment
 
 log = logging.getLogger("hearthd.engine")
-FIRST_LIMIT_S = 110.0  # for the first answer, before which torch is imported, from a cold disk perhaps
-ANSWER_LIMIT_S = 10.0  # for any other
+FIRST_LIMIT_S = 110.0  # for the first answer, before which the server imports torch, perhaps from a cold disk
+ANSWER_LIMIT_S = 10.0  # for any other answer
 STOP_LIMIT_S = 2.0
 
 
@@ -36,9 +37,9 @@ def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> i
 
 
 class ForkServer:
-    """Forks engines of cpu devices. runner, cache_dir: of the node's settings. threads: of each engine.
+    """Forks engines of cpu devices. runner, cache_dir: the node's settings. threads: the number for each engine.
 
-    Every call is made in one thread of this object, since starting the server and its first answer take seconds."""
+    Every call runs in one thread of this object, because starting the server and its first answer take seconds."""
 
     def __init__(self, runner: str, cache_dir: str, threads: int) -> None:
         self.threads = threads
@@ -51,17 +52,17 @@ class ForkServer:
 
     @classmethod
     def ahead(cls, config: NodeConfig, devices: Sequence[DeviceBudget]) -> ForkServer | None:
-        """Returns a server that is started already, since importing torch takes the longest of hearthd's start. None: the node has
-        no cpu device."""
+        """Returns a server that is already being started, because importing torch takes the largest part of hearthd's start.
+        Returns None if the node has no cpu device."""
         if not any(device.name.startswith("cpu") for device in devices):
             return None
         made = cls(config.runner, config.cache_dir, threads_per_engine(config, devices))
-        with contextlib.suppress(OSError):  # the first engine that is asked for finds the same again, and says so
+        with contextlib.suppress(OSError):  # the first request for an engine meets the same error and reports it
             made._start_if_gone()
         return made
 
     def give_up(self) -> None:
-        """Ends a server that was started ahead and asked for nothing."""
+        """Ends a server that was started ahead and has not been asked for an engine."""
         self._ended = True
         if self._process is not None:
             self._process.kill()
@@ -69,8 +70,8 @@ class ForkServer:
         self._thread.shutdown(wait=False)
 
     async def fork(self, name: str, arguments: Sequence[str], descriptors: Sequence[int]) -> EngineProcess:
-        """Returns a new engine. name: of the process. descriptors: those of its arguments. Raises OSError."""
-        own = [os.dup(descriptor) for descriptor in descriptors]  # the caller may be cancelled and close its own
+        """Returns a new engine. name: the process's name. descriptors: the descriptors that its arguments name. Raises OSError."""
+        own = [os.dup(descriptor) for descriptor in descriptors]  # the caller may be cancelled and close its descriptors
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._fork, name, arguments, descriptors, own)
 
     async def end(self) -> None:
@@ -79,7 +80,7 @@ class ForkServer:
             return
         self._ended = True
         if self._process is not None:
-            self._process.kill()  # what the thread waits for comes to its end
+            self._process.kill()  # ends the call for which the thread may be waiting
         await asyncio.get_running_loop().run_in_executor(self._thread, self._end)
         self._thread.shutdown(wait=False)
 
@@ -102,7 +103,7 @@ class ForkServer:
         raise AssertionError("not reached")
 
     def _ask(self, request: ForkEngine, descriptors: Sequence[int]) -> EngineProcess:
-        """Sends a request and returns the engine. Raises _Gone if the server does not answer, and OSError for its refusal."""
+        """Sends a request and returns the engine. Raises _Gone if the server does not answer, OSError if it refuses."""
         assert self._control is not None
         ended, ended_end = os.pipe()
         stderr, stderr_end = os.pipe()
@@ -145,12 +146,12 @@ class ForkServer:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            socket_child.wait(self._process, STOP_LIMIT_S, self._process.kill)  # it may import still, or hang
+            socket_child.wait(self._process, STOP_LIMIT_S, self._process.kill)  # it may still be importing, or hang
         self._control = self._process = None
 
 
 def _reap(process: subprocess.Popen[bytes], pidfd: int) -> None:
-    """Waits until the server has ended, and takes its exit status, so that no zombie is left until the next engine is forked."""
+    """Waits for the server's end and takes its exit status at once, so that no zombie process remains."""
     ended = select.poll()
     ended.register(pidfd, select.POLLIN)
     ended.poll()
@@ -159,11 +160,11 @@ def _reap(process: subprocess.Popen[bytes], pidfd: int) -> None:
 
 
 class _Gone(Exception):
-    """Raised for a server that does not answer. The text follows the words for the server."""
+    """Raised if the server does not answer. The message continues a sentence that begins with the server's name."""
 
 
 class _ForkedEngine:
-    """An EngineProcess that the fork server has forked, which alone can tell how it ended."""
+    """An EngineProcess that the fork server has forked. Only that server can tell how it ended."""
 
     def __init__(self, pid: int, pidfd: int, ended_fd: int, stderr_fd: int) -> None:
         self.pid, self.pidfd, self._ended_fd = pid, pidfd, ended_fd
@@ -173,7 +174,7 @@ class _ForkedEngine:
         kill(self.pidfd)
 
     def wait(self) -> int | None:
-        told = os.read(self._ended_fd, 16)  # empty where the server has ended
+        told = os.read(self._ended_fd, 16)  # nothing to read if the server has ended
         return int(told) if told else None
 
     def close(self) -> None:

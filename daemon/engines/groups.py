@@ -1,12 +1,11 @@
-"""Stands between the node scheduler, for which a model that is split over several devices is one placement, and the engines, each
-of which loads and evicts a share of its own.
+"""Connects the node scheduler, which treats a model that is split over several devices as one placement, with the engines, each of
+which loads and evicts its own share.
 
-A Load becomes a LoadModel to each member, an Evict an EvictModel, and the members' answers become one answer. A member that has
-failed to load has the others evict their shares before the failure is told. A member that has died counts as having answered
-everything.
+A Load becomes a LoadModel for each member, an Evict an EvictModel, and the members' answers become one answer. If one member fails
+to load, the others evict their shares before the failure is reported. A member that has died counts as having answered everything.
 
-No member may wait for another one that will not come: the group's flag is broken before any member is told to leave, and as soon as
-one has died. What a broken group computes is worthless, and nothing of it is used: its requests run again.
+No member may wait for another one that will not come: the group is marked as broken before any member is told to leave, and as soon
+as a member has died. Results of a broken group are never used: its requests run again.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from scheduler.node.groups import joined
 
 log = logging.getLogger("hearthd.engine")
 Answer = LoadProgress | LoadStreams | LoadDone | LoadFailed | Evicted
-CLOSED_KEPT = 256  # ends of groups that are remembered; later messages about them are ignored
+CLOSED_KEPT = 256  # placements of closed groups that are remembered; later messages about them are ignored
 
 
 class Regions(Protocol):
-    """The exchange memory as this file sees it (daemon/engines/exchange_memory.py)."""
+    """The functions of the exchange memory that this module uses (daemon/engines/exchange_memory.py)."""
 
     def number(self, device: str) -> int: ...
 
@@ -48,14 +47,15 @@ class _Phase(Enum):
     LOADING = "loading"
     READY = "ready"
     BROKEN = "broken"  # a member has died; the scheduler is about to evict the others
-    FAILING = "failing"  # a member could not load; the others were told to leave for it
-    LEAVING = "leaving"  # as the scheduler wants it
+    FAILING = "failing"  # a member could not load, so the others were told to leave
+    LEAVING = "leaving"  # the scheduler has evicted the model
 
 
 @dataclass(slots=True)
 class _Group:
-    """One placement of a split model. devices: by rank. holding: those that may still use its region. leaving: those of them that
-    were told to evict their share and have not answered. failure: the first member that could not load, and what it said."""
+    """One placement of a split model. devices: by rank. holding: the members that may still use the group's region. leaving: the
+    members in `holding` that were told to evict their share and have not answered. failure: the first member that could not load,
+    and its message."""
 
     placement_id: int
     model: str
@@ -70,14 +70,15 @@ class _Group:
 
     @property
     def name(self) -> str:
-        """What stands for its devices where one device has its name."""
+        """The joined names of its devices, used where a placement on one device has that device's name."""
         return joined(self.devices)
 
 
 class Groups:
-    """All placements of split models. send: passes a message to a device's engine. lease_of: returns the lease that a device's
-    engine was last told. block_tokens: of KV blocks. regions: None where the node has no devices to split a model over. tell: gets
-    the one answer of all members, with the joined name of their devices, or with that of the first one that could not load."""
+    """All placements of split models. send: passes a message to a device's engine. lease_of: returns the last lease that was sent
+    to a device's engine. block_tokens: tokens in a KV block. regions: None if the node has no devices to split a model over. tell:
+    receives the joint answer of all members with the joined name of their devices, or a LoadFailed with the device that could not
+    load."""
 
     def __init__(
         self,
@@ -89,11 +90,11 @@ class Groups:
     ) -> None:
         self._send, self._lease_of, self._block_tokens, self._regions = send, lease_of, block_tokens, regions
         self._tell = tell
-        self._groups: dict[int, _Group] = {}  # by placement
+        self._groups: dict[int, _Group] = {}  # by placement id
         self._closed: deque[int] = deque(maxlen=CLOSED_KEPT)
 
     def knows(self, placement_id: int) -> bool:
-        """Returns whether the placement is, or was, of a split model."""
+        """Returns whether the placement is, or was, one of a split model."""
         return placement_id in self._groups or placement_id in self._closed
 
     def models_on(self, device: str) -> set[str]:
@@ -103,8 +104,8 @@ class Groups:
     # ---- what the scheduler wants
 
     def load(self, action: actions.Load, message: LoadModel, form: GroupForm) -> None:
-        """Sends the members their LoadModels. message: the leader's, without its group. Raises OSError where there is no exchange
-        memory (left)."""
+        """Sends each member its LoadModel. message: the leader's message, without its group. Raises OSError if there is no exchange
+        memory, or no room in it."""
         if self._regions is None:
             raise OSError("this node has fewer than two cpu devices to split a model over")
         leases = action.leases
@@ -120,8 +121,8 @@ class Groups:
             self._send(device, msgspec.structs.replace(message, lease_chunks=lease_chunks, group=group))
 
     def evict(self, action: actions.Evict) -> None:
-        """Sends EvictModels to the members that hold a share still, and tells Evicted once all have answered: at once if none does.
-        It takes the place of a failure that has not been told yet."""
+        """Sends an EvictModel to each member that still holds a share. Reports Evicted when all have answered, or at once if none
+        holds a share. A failure to load that was not reported yet is dropped then."""
         leases = action.leases
         group = self._groups.get(action.placement_id)
         held = set() if group is None else group.holding
@@ -140,7 +141,7 @@ class Groups:
     # ---- what engines say
 
     def answer(self, device: str, message: Answer) -> None:
-        """Takes a message about a placement of a split model. Those that come too late are ignored."""
+        """Handles an engine's message about a placement of a split model. A message that comes too late is ignored."""
         group = self._groups.get(message.placement_id)
         if group is None or device not in group.holding:
             return
@@ -161,18 +162,18 @@ class Groups:
                     self._gone(group, device)
                     self._close_if_empty(group)
             case LoadStreams():
-                pass  # its prompts wait until all shares are there
+                pass  # the placement's prompts wait until all shares are loaded
 
     def break_with(self, device: str) -> None:
-        """Breaks the groups that a device belongs to whose engine has ended, so that the others stop waiting for it."""
+        """Breaks the groups of a device whose engine has ended, so that the other members stop waiting for it."""
         for group in self._groups.values():
             if device in group.holding:
                 self._break(group)
 
     def engine_down(self, device: str) -> list[tuple[str, Answer]]:
-        """Counts a dead engine as having answered. It is called before the scheduler hears of the death, and returns what is to be
-        told to the scheduler afterwards: the names of devices, and their answer. Told before, it would place the model again, on an
-        engine that is dead."""
+        """Counts a dead engine as having answered everything. Called before the scheduler hears of the death; returns the answers
+        (names of devices, message) that the scheduler is to be told after that. If it were told earlier, it would place the model
+        on the dead engine again."""
         self.break_with(device)
         answers = []
         for group in [group for group in self._groups.values() if device in group.holding]:
@@ -183,11 +184,11 @@ class Groups:
                 answers.append(answer)
         return answers
 
-    # ---- parts of these
+    # ---- helpers of the methods above
 
     def _failed(self, group: _Group, device: str, message: LoadFailed) -> None:
         if device in group.leaving or device in group.loaded:
-            return  # the answer to its EvictModel follows; or it makes no sense
+            return  # either the answer to its EvictModel follows, or the message makes no sense
         self._gone(group, device)
         if group.phase is _Phase.LOADING:
             group.failure = device, msgspec.structs.replace(message, error=f"{message.error} (on {device})")
@@ -196,7 +197,7 @@ class Groups:
         self._close_if_empty(group)
 
     def _leave(self, group: _Group, leases: dict[str, int]) -> None:
-        """Tells all members that hold a share still to evict it. leases: the new ones; those of other devices stay."""
+        """Tells all members that still hold a share to evict it. leases: new leases by device; other devices keep theirs."""
         self._break(group)
         for device in group.devices:
             if device in group.holding and device not in group.leaving:
@@ -209,12 +210,13 @@ class Groups:
         group.leaving.discard(device)
 
     def _close_if_empty(self, group: _Group) -> None:
-        """Closes the group, and tells what there is to tell, if no member is left that could use its region."""
+        """Closes the group and reports its final answer, if no member is left that could use its region."""
         if (answer := self._closed_with(group)) is not None:
             self._tell(*answer)
 
     def _closed_with(self, group: _Group) -> tuple[str, Answer] | None:
-        """Closes the group if no member is left that could use its region. Returns what there is to tell then."""
+        """Closes the group if no member is left that could use its region, and then returns the answer to report, if there is
+        one."""
         if group.holding:
             return None
         assert self._regions is not None
@@ -233,8 +235,8 @@ class Groups:
 
 
 def _sum_of_progress(group: _Group) -> LoadProgress:
-    """Returns how far all members are together. While one of them waits for its kernels (bytes_total 0) the group does. One that
-    has not told anything yet is taken to have as much to load as another."""
+    """Returns the progress of all members together. While a member waits for its kernels (bytes_total 0), the result has
+    bytes_total 0. A member without a report is assumed to have as much to load as the largest other one."""
     told = list(group.progress.values())
     if not all(one.bytes_total for one in told):
         return LoadProgress(group.placement_id, 0, 0)
@@ -244,7 +246,7 @@ def _sum_of_progress(group: _Group) -> LoadProgress:
 
 
 def _joined_load(group: _Group) -> LoadDone:
-    """Returns the load as one: it took as long as the slowest member's, and read what all have read."""
+    """Returns one LoadDone for all members: the longest of their times, and the sum of the bytes read."""
     parts = [group.loaded[device] for device in group.devices]
     return LoadDone(
         group.placement_id,

@@ -1,7 +1,8 @@
-"""The account of what host memory holds, kept beside it so that the next daemon can use both (daemon/process/account.py).
+"""Writes the account of what host memory holds, so that the next daemon can use that memory (daemon/process/account.py).
 
-It is written after each decision of the scheduler that changes it, and before the decision is carried out. So slots that are about
-to be written are in no account, whenever the daemon is killed. A load compares the checksum of every copy that it uses.
+The account is written after each decision of the scheduler that changes it, and before the decision is carried out. So a slot that
+is about to be written is never in the account, whenever the daemon is killed. A load verifies the checksum of every copy that it
+uses.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ FORMAT = Format(version=1, reads_from=1, readable_from=1)
 
 
 class _Copy(msgspec.Struct, array_like=True):
-    """One copy. layout: see Registry.layout_id. index: the engine's account of saved KV; b"": the copy is of weights."""
+    """One copy in host memory. layout: see Registry.layout_id. index: the engine's account of saved KV; b"" for a copy of
+    weights."""
 
     model: str
     layout: str
@@ -52,7 +54,7 @@ _decoder = msgspec.msgpack.Decoder(_Decoded)
 
 
 class HostCopies(Protocol):
-    """The node scheduler, as far as host memory goes."""
+    """The part of the node scheduler that manages host memory."""
 
     @property
     def host_revision(self) -> int: ...
@@ -61,15 +63,15 @@ class HostCopies(Protocol):
 
 
 class HostAccount:
-    """Writes the account. layout_of: see Registry.layout_id."""
+    """Writes the account, and reads the one that an earlier daemon left. layout_of: see Registry.layout_id."""
 
     def __init__(self, account: Account, slot_bytes: int, copies: HostCopies, layout_of: Callable[[str], str]) -> None:
         self._account, self._slot_bytes, self._copies, self._layout_of = account, slot_bytes, copies, layout_of
-        self._revision = -1  # of what was written last
-        self._encoded: dict[int, tuple[HostCopy, msgspec.Raw]] = {}  # by id of the copy; an index may have megabytes
+        self._revision = -1  # revision of the last written account
+        self._encoded: dict[int, tuple[HostCopy, msgspec.Raw]] = {}  # by id() of the copy: an index may have megabytes
 
     def found(self) -> list[tuple[str, HostCopy]]:
-        """Returns the copies that the daemon before this one has left: those of models whose weights are laid out as now."""
+        """Returns the copies that an earlier daemon has left, for models whose weights still have the same layout."""
         data = self._account.read()
         if not data:
             return []

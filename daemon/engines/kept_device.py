@@ -1,6 +1,6 @@
-"""Keeps one device's memory in the service manager's FD store, with the account of the weights in it, for the next daemon.
+"""Keeps one device's memory in the service manager's FD store for the next daemon, with the account of the weights in it.
 
-The memory may be thousands of descriptors (on CUDA one per chunk), so the store holds them in a socket
+The memory may consist of thousands of descriptors (on CUDA one per chunk), so the store holds them in a socket
 (daemon/process/queued_descriptors.py).
 """
 
@@ -42,7 +42,7 @@ _decoder = msgspec.msgpack.Decoder(_Content)
 
 
 class KeptDevice:
-    """What the store keeps of one device. layout_of: see Registry.layout_id. Raises OSError if the account cannot be made."""
+    """The stored memory of one device. layout_of: see Registry.layout_id. Raises OSError if the account cannot be made."""
 
     def __init__(self, store: FdStore, device: str, layout_of: Callable[[str], str]) -> None:
         self._store, self._device, self._layout_of = store, device, layout_of
@@ -52,7 +52,7 @@ class KeptDevice:
         self._found = found
 
     def take(self) -> handles.Received | None:
-        """Returns the memory that the daemon before this one has left, or None. The descriptors stay in the store, too."""
+        """Returns the memory that an earlier daemon left, or None. Its descriptors remain in the store, too."""
         if self._found is None:
             return None
         fd, self._found = self._found, None
@@ -67,7 +67,7 @@ class KeptDevice:
         return received
 
     def weights(self) -> dict[str, protocol.WeightsHeld]:
-        """Returns the weights in that memory by model: those that are laid out as now."""
+        """Returns the weights in the stored memory by model, for models whose weights still have the same layout."""
         try:
             content = _decoder.decode(self._account.read())
         except (msgspec.DecodeError, OSError):
@@ -87,16 +87,16 @@ class KeptDevice:
             log.warning(text, len(fds), error, extra=fields(device=self._device))
 
     def note(self, weights: dict[str, protocol.WeightsHeld]) -> None:
-        """Writes the account."""
+        """Writes the account of the weights in the memory."""
         told = [_Weights(self._layout_of(model), held) for model, held in weights.items()]
         try:
             self._account.write(_encoder.encode(_Content(FORMAT.version, self._device, told, FORMAT.readable_from)))
-        except OSError as error:  # then the last account must not count
+        except OSError as error:  # the previous account must not be used then
             log.warning("what is on the device cannot be noted for the next hearthd: %s", error, extra=fields(device=self._device))
             self.drop()
 
     def drop(self) -> None:
-        """Gives up what the store keeps of the device."""
+        """Removes the device's memory from the store."""
         self._store.remove(self._name)
         with contextlib.suppress(OSError):
             self._account.write(b"")

@@ -1,12 +1,10 @@
-"""Devices whose kernels are still being compiled, as their engines report. Until that is done, models on them are slower, or a load
-does not end.
-"""
+"""Reports on devices whose kernels are still being compiled. Until that is done, models on them are slower, or a load does not end."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `hearth` only uses `sentence`
+if TYPE_CHECKING:  # `hearth` uses only `sentence`
     from daemon.record.event_ring import EventRing
     from engine.protocol import KernelsTold
 
@@ -39,18 +37,18 @@ class Kernels:
         return progress | {"loads_wait": told.loads_wait}
 
     def problem(self, device: str) -> str:
-        """Returns why kernels that were to be compiled are not in use, or "" if there is no problem."""
+        """Returns why the device's kernels cannot be compiled or used, or "" if there is no problem."""
         told = self._told.get(device)
         return "" if told is None else told.problem
 
     def sentence(self) -> str:
-        """Returns a sentence for each device whose kernels are being compiled, to be put after another one, or ""."""
+        """Returns a sentence for each device whose kernels are being compiled, to follow another sentence; "" if there is none."""
         rows = ((device, self.row(device)) for device in self._told)
         return " ".join(f"{sentence(device, row)}." for device, row in rows if row is not None)
 
 
 def sentence(device: str, row: dict[str, Any]) -> str:
-    """Returns the progress of one device's compilation in words, without a full stop. row: as Kernels.row returns it."""
+    """Returns the progress of one device's compilation in words, without a full stop. row: the result of Kernels.row."""
     left = f"about {row['left_s']:.0f} s left" if row["left_s"] >= 1 else "nearly done"
     done = f"{row['done']} of {row['total']}, {left}" if row["total"] else left
     until_then = "its load cannot end" if row.get("loads_wait") else "models are slower"

@@ -2,12 +2,12 @@
 the memory outlives the daemon, too (daemon/engines/kept_device.py).
 
 The daemon holds the memory's file descriptors and the engine's account of which weights are where. The next engine gets both. It
-maps the weights where they are and uses them if their checksum is still the same. As soon as the daemon tells an engine to load
-or evict a model, that model leaves the account, so a half-written model is never offered. The next engine may overwrite
+maps the weights where they are and uses them if their checksum is still the same. As soon as the daemon tells an engine to load or
+evict a model, that model is removed from the account, so a half-written model is never offered. The next engine may overwrite
 everything else in the memory, KV included.
 
-While the daemon holds the descriptors the memory stays allocated: a device's driver counts it as used, without a process that
-uses it. So the memory is given back in all cases where a new engine might not want it: see `ended`.
+While the daemon holds the descriptors, the memory stays allocated: the device's driver counts it as used, although no engine uses
+it. So the memory is freed in all cases in which a new engine might not want it: see `ended`.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from engine.memory import handles
 
 log = logging.getLogger("hearthd.engine")
 
-EARLY_S, MAX_EARLY = 60.0, 2  # a request kills its engine twice at most (max_crashes), and the first time does not count
+EARLY_S, MAX_EARLY = 60.0, 2  # a request kills its engine at most twice (max_crashes), and the first of these deaths is not counted
 
 
 class LeftMemory:
-    """Holds one device's memory between two engines. is_host: the memory is the system's, so holding it keeps it from everything
-    else.
+    """Holds one device's memory between two engines. is_host: whether it is the system's own memory, so that other programs lack it
+    while it is held.
 
-    kept: keeps the memory for the next daemon, too; None if nothing does.
+    kept: stores the memory for the next daemon, too; None: the memory ends with this daemon.
 
     `exchange` runs in its own thread while an engine lives. The other methods run while no exchange runs, or on the event loop."""
 
     def __init__(self, device: str, is_host: bool, kept: KeptDevice | None = None) -> None:
         self._device, self._is_host, self._kept = device, is_host, kept
         self._handles: list[int] = []
-        self._shape = (0, 0)  # chunks, bytes of a chunk
+        self._shape = (0, 0)  # (number of chunks, bytes of a chunk)
         self._weights: dict[str, protocol.WeightsHeld] = {}
         self._placed: dict[str, int] = {}  # model -> placement id of the load whose weights may be there
-        self._adopted = False  # whether the living engine took the memory over
+        self._adopted = False  # whether the running engine took the memory over
         self._num_early = 0  # engines in a row that took the memory over and died early
 
     @property
     def models(self) -> list[str]:
-        """Returns the models whose weights the next engine would find."""
+        """Returns the models whose weights the next engine would find in the memory."""
         return list(self._weights) if self._handles else []
 
     def take_up(self) -> None:
-        """Takes over the memory that the daemon before this one has left, with the weights of models that are known by now and
-        laid out as then. Called once, before an engine asks for memory."""
+        """Takes over the memory that an earlier daemon left, with the weights of models that are known already and still have the
+        same layout. Called once, before an engine asks for memory."""
         received = self._kept.take() if self._kept is not None else None
         if self._kept is None or received is None:
             return
@@ -64,8 +64,8 @@ class LeftMemory:
         log.info(text, num_bytes / 2**30, ", ".join(self.models), extra=fields(device=self._device))
 
     def exchange(self, sock: socket.socket) -> None:
-        """Answers one engine's question for memory, and receives the descriptors of the memory that the engine makes, if it makes
-        any. Returns at the engine's death at the latest."""
+        """Answers one engine's request for memory. If the engine makes memory of its own, receives its descriptors. Returns at the
+        engine's death at the latest."""
         with sock:
             try:
                 handles.allow_many_files()
@@ -85,7 +85,8 @@ class LeftMemory:
                 log.debug("no memory is held for %s: %s", self._device, error)
 
     def sent(self, message: protocol.Message) -> None:
-        """Takes note of a message to the engine: weights that are about to be loaded or evicted leave the account."""
+        """Handles a message that is sent to the engine: a model that is about to be loaded or evicted is removed from the
+        account."""
         if isinstance(message, protocol.LoadModel):
             self._placed[message.model] = message.placement_id
         elif isinstance(message, protocol.EvictModel):
@@ -96,8 +97,8 @@ class LeftMemory:
             self._note()
 
     def told(self, held: protocol.WeightsHeld) -> None:
-        """Takes the engine's account of a loaded model's weights. It is ignored if the model has been told to leave meanwhile.
-        Weights that an earlier engine left in these chunks have been overwritten."""
+        """Records the engine's account of a loaded model's weights. It is ignored if the model was told to leave meanwhile. Weights
+        of an earlier engine in the same chunks are removed from the account, because they were overwritten."""
         if self._placed.get(held.model) == held.placement_id:
             chunks = set(held.chunks)
             self._weights = {name: other for name, other in self._weights.items() if chunks.isdisjoint(other.chunks)}
@@ -107,10 +108,10 @@ class LeftMemory:
     def ended(self, came_up: bool, lasted_s: float, distrusted: bool, kernel_killed: bool) -> None:
         """Decides, when an engine has ended, whether its device memory is kept for the next engine.
 
-        It is given up in three cases. The next engine might fail because of it, too: this engine did not come up, or it ended
-        early and so did the one before it with the same memory. The device itself is at fault (distrusted). The kernel killed the
-        engine for lack of the memory that is held here (kernel_killed; only on host memory). lasted_s: seconds from the engine's
-        start to its end."""
+        It is freed in three cases. The memory might make the next engine fail, too: this engine did not come up, or it and the one
+        before it ended early with the same memory. The device itself is faulty (distrusted). The kernel killed the engine for lack
+        of the memory that is held here (kernel_killed; only for host memory). lasted_s: seconds from the engine's start to its
+        end."""
         self._placed.clear()
         self._num_early = self._num_early + 1 if self._adopted and lasted_s < EARLY_S else 0
         if distrusted:
@@ -129,7 +130,7 @@ class LeftMemory:
             log.info(text, num_bytes / 2**30, ", ".join(self.models), extra=fields(device=self._device))
 
     def let_go(self, why: str) -> None:
-        """Gives the memory back with everything in it. why: the reason for the log; "" if nothing is lost."""
+        """Frees the memory with everything in it. why: the reason for the log; "" if nothing is lost."""
         if why and self.models:
             log.warning("weights on the device are given up: %s", why, extra=fields(device=self._device))
         if self._kept is not None and self._handles:
@@ -138,6 +139,6 @@ class LeftMemory:
         self._handles, self._weights, self._num_early = [], {}, 0
 
     def _note(self) -> None:
-        """Notes, before anything is written to the memory, which weights are still there."""
+        """Stores which weights are still in the memory, before anything is written to it."""
         if self._kept is not None:
             self._kept.note(self._weights)

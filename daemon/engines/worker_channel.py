@@ -10,7 +10,7 @@ from engine import protocol
 
 
 class WorkerChannel(asyncio.Protocol):
-    """Passes each message from the engine to `on_message` as it is decoded, on the event loop. `closed` is set at the end of the
+    """Decodes each message from the engine and passes it to `on_message`, on the event loop. `closed` is set at the end of the
     stream, after the last message, so no message of a dead engine can arrive after its death was handled."""
 
     def __init__(self, on_message: Callable[[Any], None], on_broken: Callable[[Exception], None]) -> None:
@@ -26,7 +26,7 @@ class WorkerChannel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             messages = self._frames.feed(data)
-        except Exception as error:  # the bytes do not follow the protocol: the engine cannot be trusted any more
+        except Exception as error:  # the bytes do not follow the protocol, so the engine cannot be trusted any more
             self._on_broken(error)
             return
         for message in messages:
@@ -38,7 +38,7 @@ class WorkerChannel(asyncio.Protocol):
             self.closed.set_result(None)
 
     def send(self, message: protocol.Message) -> None:
-        """Sends a message without blocking. A message to an engine that is gone is dropped: the scheduler hears of the engine's
+        """Sends a message without blocking. A message to an engine that has ended is dropped, because the scheduler hears of that
         death anyway."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(protocol.encode(message))

@@ -1,7 +1,7 @@
-"""Runs one engine process per device or carve-out: spawns it, watches it, and starts it again with back-off when it ends. Its end
-is reported with the requests of the step in which it died.
+"""Runs one engine process per device or carve-out: spawns it, supervises it, and restarts it with back-off when it ends. Its end is
+reported together with the requests of the step in which it died.
 
-An engine ends when its socketpair is closed, so it cannot outlive the daemon, whatever ends the daemon.
+An engine ends when its socketpair is closed, so it cannot outlive the daemon, however the daemon ends.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ log = logging.getLogger("hearthd.engine")
 
 
 class WorkerEvents(Protocol):
-    """Receives what happens to the engines, always on the event loop."""
+    """Receives the events of all engines, always on the event loop."""
 
     def engine_up(self, device: str, message: protocol.EngineReady) -> None: ...
 
     def engine_ended(self, device: str) -> None:
-        """The process has ended this moment. Messages of it may be read still; engine_down follows."""
+        """Called when the process has just ended. Messages from it may still be read; engine_down follows."""
         ...
 
     def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None: ...
@@ -67,14 +67,14 @@ class EngineSpec:
     work_space_bytes: int
     config: NodeConfig
     threads: int
-    kernels: tuple[KernelSet, ...] = ()  # as protocol.Configure has them
+    kernels: tuple[KernelSet, ...] = ()  # as in protocol.Configure
     host_tier_slots: int = 0
 
     def configure(self) -> protocol.Configure:
         chunk_bytes = int(self.config.chunk_bytes)
         return protocol.Configure(
             device=self.device.hardware,
-            # address space for the whole budget; how much of it may be used is limited by the ledger's leases and the work space
+            # address space for the whole budget; the ledger's leases and the work space limit how much of it is used
             num_chunks=self.device.budget_bytes // chunk_bytes,
             chunk_bytes=chunk_bytes,
             work_space_bytes=self.work_space_bytes,
@@ -96,13 +96,13 @@ class EngineSpec:
 class EngineWorker:
     """One device's engine process, started again each time it ends.
 
-    `spec` may be called late: the process imports its libraries meanwhile. host_tier_fd: the host tier's memfd, -1 if there is
-    none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device. no_memory: gets the engine's error and returns in
-    one line why the device cannot give the memory; called in a thread. left: keeps the device's memory between two engines; None
-    if an engine's memory ends with it. exchange: what engines share that a model is split over; None if there is no such memory.
-    forks: forks the engine; None: it is started with exec, as those of cuda devices are.
+    spec: returns the engine's configuration; called late, while the process imports its libraries. host_tier_fd: the host tier's
+    memfd, -1 if there is none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device. no_memory: takes the engine's
+    error and returns one line that explains why the device lacks the memory; called in a thread. left: keeps the device's memory
+    between two engines; None if an engine's memory ends with it. exchange: the exchange memory for split models, or None. forks:
+    the fork server that forks the engine; None: it is started with exec, as for cuda devices.
 
-    problem: why there is no engine now, "" while there is one."""
+    problem: why no engine runs now, "" while one runs."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class EngineWorker:
         self.device, self._threads, self._spec, self._events = device, threads, spec, events
         self._host_tier_fd, self._gpu, self._no_memory, self._left = host_tier_fd, gpu, no_memory, left
         self._kernel_kills = KernelKills()
-        self._came_up = self._distrusted = False  # of the current process
+        self._came_up = self._distrusted = False  # both are facts about the current process
         self.problem = ""
         self._fault: protocol.EngineFault | None = None
         self.pid = 0
@@ -141,7 +141,7 @@ class EngineWorker:
         self._task = self._tasks.start(f"looking after the engine of {self.device}", self._live)
 
     def configure(self) -> None:
-        """Lets Configure be sent to the engine, because the size of the work space is known now."""
+        """Allows Configure to be sent to the engine, because the size of the work space is now known."""
         self._configurable.set()
 
     def pulse(self) -> Pulse | None:
@@ -155,8 +155,8 @@ class EngineWorker:
             self._channel.send(message)
 
     def restart(self, reason: str, distrust_memory: bool = False) -> None:
-        """Kills the process; the usual handling of its death starts a new one. distrust_memory: the device's memory must not be
-        used again."""
+        """Kills the process; the usual handling of its death starts a new one. distrust_memory: whether the device's memory must
+        not be reused."""
         self._kill_reason, self._distrusted = reason, distrust_memory
         self._kill()
 
@@ -192,7 +192,7 @@ class EngineWorker:
                 reason, running = await self._one_life()
             except OSError as error:
                 reason, running = f"could not be started: {error}", ()
-            except Exception as error:  # a bug in this file must not leave the device without an engine for ever
+            except Exception as error:  # a bug in this module must not leave the device without an engine for ever
                 log.exception("looking after an engine failed", extra=fields(device=self.device))
                 reason, running = f"could not be looked after: {error}", ()
             if self._left is not None and not self._stopping:
@@ -250,7 +250,7 @@ class EngineWorker:
             self._expect_ready()
             await self._configurable.wait()
             channel.send(self._spec().configure())
-            # the stream and the process end together, but either may be noticed first
+            # the stream and the process end together, but either end may be noticed first
             await asyncio.wait([exited, channel.closed], return_when=asyncio.FIRST_COMPLETED)
             if not exited.done():
                 await asyncio.wait([exited], timeout=1.0)
@@ -325,14 +325,14 @@ class EngineWorker:
     def _too_slow(self, due_s: float) -> None:
         if self.up:
             return
-        if time.monotonic() - due_s > HELD_S:  # the daemon stood still; the engine may have, too, or its message was not read yet
+        if time.monotonic() - due_s > HELD_S:  # the daemon stood still: the engine may have, too, or its message was not read yet
             self._expect_ready()
         else:
             self.restart(f"was not ready within {START_LIMIT_S:.0f} s")
 
 
 class _Handover:
-    """The daemon's end of the socket on which an engine asks for the memory that the previous engine left."""
+    """The daemon's end of the socket over which an engine asks for the memory that the previous engine left."""
 
     def __init__(self, left: LeftMemory, device: str) -> None:
         ours, self._theirs = socket.socketpair()
@@ -341,7 +341,7 @@ class _Handover:
         self._thread.start()
 
     def spawned(self) -> None:
-        """Closes the daemon's copy of the engine's end: now the engine has it, or was not started."""
+        """Closes the daemon's copy of the engine's end: either the engine has its own copy now, or it was not started."""
         self._theirs.close()
 
     def join(self) -> None:
