@@ -1,1 +1,1 @@
-"""Connections: sockets, who is let in when they are many, HTTP/1.1 on them, responses."""
+"""HTTP/1.1 connections: sockets, limits on connections, requests and responses."""

@@ -22,10 +22,10 @@ from daemon.http.client_addresses import REFUSED, SERVED, UNCOUNTED, ClientAddre
 from daemon.process.shortage import SHORTAGE
 
 log = logging.getLogger("hearthd")
-ACCEPTED_AT_ONCE = 64  # connections, at most, before the event loop does other work
+ACCEPTED_AT_ONCE = 64  # the most connections accepted before the event loop does other work
 PAUSE_S = 1.0
 REFUSED_FOR_S = 5.0  # how long a refused client may take to send its request and read the answer
-HANDSHAKE_LIMIT_S = 10.0  # how long a client's TLS handshake may take, from connecting
+HANDSHAKE_LIMIT_S = 10.0  # how long a client's TLS handshake may take, counted from the connection
 GOODBYE_LIMIT_S = 5.0  # how long a client may take to answer that its TLS connection is closed
 _GONE = (errno.ECONNABORTED, errno.EPROTO)  # the client closed the connection before it was accepted
 
@@ -77,7 +77,7 @@ class Acceptor:
         tls: TlsContext = lambda: None,
     ) -> None:
         """refuse: makes the protocol that answers a connection when descriptors are short. crowd: the limit on the connections of
-        one client, which count from before their handshake; None for no limit. tls: called anew for each connection."""
+        one client, which count before their TLS handshake; None for no limit. tls: called for each connection."""
         self._loop = asyncio.get_running_loop()
         self._listener, self._serve, self._refuse = listener, serve, refuse
         self._bounds, self._crowd, self._tls = bounds, crowd, tls
@@ -99,7 +99,7 @@ class Acceptor:
             self._listener.close()
 
     async def connected(self, timeout_s: float) -> None:
-        """Waits, at most timeout_s, until each accepted connection has its protocol."""
+        """Waits until each accepted connection has its protocol, at most timeout_s."""
         if self._connecting:
             await asyncio.wait(self._connecting, timeout=timeout_s)
 
@@ -166,7 +166,7 @@ class Acceptor:
             options = {"ssl": context, "ssl_handshake_timeout": limit_s, "ssl_shutdown_timeout": GOODBYE_LIMIT_S}
         try:
             await self._loop.connect_accepted_socket(partial(make, closed), connection, **options)
-        except OSError as error:  # ssl.SSLError is one; the protocol has not seen the connection
+        except OSError as error:  # ssl.SSLError is an OSError; the protocol has not seen the connection yet
             log.debug("a connection ended as it was accepted: %s", error)
             connection.close()
             closed()
@@ -174,7 +174,7 @@ class Acceptor:
 
 class Refusal(asyncio.Protocol):
     """A connection that is refused. Its first bytes are answered with an error, and the rest is read and dropped until the client
-    closes. Closing first could take the answer from a client that is still sending."""
+    closes it. If the server closed it first, a client that is still sending could lose the answer."""
 
     def __init__(self, answer: bytes, closed: Callable[[], None]) -> None:
         """answer: a whole HTTP response."""
@@ -189,7 +189,7 @@ class Refusal(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._answer and self._transport is not None:
             self._transport.write(self._answer)
-            if self._transport.can_write_eof():  # over TLS the client sees by the answer's length where it ends
+            if self._transport.can_write_eof():  # over TLS the end is not signalled; the client knows the answer's length
                 self._transport.write_eof()
             self._answer = b""
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from daemon.errors import HearthError
 
-SERVER = "hearthd"  # the Server header: versions of Python and aiohttp are nobody's business
+SERVER = "hearthd"  # the Server header; it does not reveal versions of Python and aiohttp
 
 
 def json_response(body: object, status: int = 200) -> web.Response:
@@ -21,7 +21,7 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 
 def event_response(request_id: str, more_headers: Mapping[str, str], content_type: str) -> web.StreamResponse:
-    """Returns a response for server-sent events that is still to be prepared."""
+    """Returns a response for server-sent events; the caller has to prepare it."""
     headers = {
         "Content-Type": content_type,
         "Cache-Control": "no-cache",
@@ -34,7 +34,7 @@ def event_response(request_id: str, more_headers: Mapping[str, str], content_typ
 
 
 def refusal(error: HearthError, body: Mapping[str, Any], request_id: str) -> bytes:
-    """Returns a whole response, head and body, for a connection whose request is not read; the connection is closed after it."""
+    """Returns a whole response, head and body, for a connection whose request is not read. The connection is closed after it."""
     content = json.dumps(body).encode()
     lines = [
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
@@ -50,7 +50,7 @@ def refusal(error: HearthError, body: Mapping[str, Any], request_id: str) -> byt
 
 
 def error_response(error: HearthError, body: Mapping[str, Any] | None = None) -> web.Response:
-    """body: the error in another form than OpenAI's."""
+    """Returns the response for an error. body: the error as a JSON object; None: OpenAI's form."""
     response = json_response(error.body() if body is None else body, error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(_whole_s(error.retry_after_s))
@@ -58,5 +58,5 @@ def error_response(error: HearthError, body: Mapping[str, Any] | None = None) ->
 
 
 def _whole_s(seconds: float) -> int:
-    """Rounds up for Retry-After, to at least 1."""
+    """Rounds a wait up to whole seconds for Retry-After, to at least 1."""
     return max(1, math.ceil(seconds))

@@ -11,7 +11,7 @@ from daemon.errors import NotNow
 
 log = logging.getLogger("hearthd.access")
 TELL_EVERY_S = 60.0
-NUM_REFUSED = 64  # connections above the limit that are answered, for one client at a time; more are closed unanswered
+NUM_REFUSED = 64  # connections above the limit that are answered, for each client; further ones are closed unanswered
 SERVED, REFUSED, CLOSED = range(3)
 _MAPPED = bytes(10) + b"\xff\xff"  # prefix of an IPv4 address as an IPv6 listener sees it
 
@@ -20,7 +20,7 @@ class ClientAddresses:
     """Counts the connections to listeners that share one limit."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
-        """limit: returns the most connections one client may have, or 0 for any number. It is called anew for each connection."""
+        """limit: returns the most connections that one client may have, or 0 for any number. It is called for each connection."""
         self._limit = limit
         self._num_open: dict[str, int] = {}
         self._num_untold = 0
@@ -63,12 +63,12 @@ class ClientAddresses:
 
 
 class Place:
-    """One counted connection. outcome: what to do with it, SERVED, REFUSED or CLOSED."""
+    """One counted connection. outcome: how to treat it: SERVED, REFUSED or CLOSED."""
 
     __slots__ = ("_addresses", "_client", "outcome")
 
     def __init__(self, addresses: ClientAddresses | None, client: str, outcome: int) -> None:
-        """addresses: what counts the connection; None if it is not counted."""
+        """addresses: the counter of the connection; None if it is not counted."""
         self._addresses, self._client, self.outcome = addresses, client, outcome
 
     def leave(self) -> None:
@@ -82,7 +82,8 @@ UNCOUNTED = Place(None, "", SERVED)
 
 
 def client_of(address: str) -> str:
-    """Returns what counts as one client: an IPv4 address, or the /64 network of an IPv6 address, all of which one host may use."""
+    """Returns the unit that counts as one client: an IPv4 address, or the /64 network of an IPv6 address, because one host may use
+    all of that network."""
     if ":" not in address:
         return address
     packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
@@ -94,6 +95,6 @@ def client_of(address: str) -> str:
 
 
 def too_many() -> NotNow:
-    """Returns the error for a client that has as many connections open as it may."""
+    """Returns the error for a client that has reached its limit of open connections."""
     message = "Your address has as many connections open as it may (max_connections_per_address). Close some, or use those again."
     return NotNow("too_many_connections", message, status=429, retry_after_s=1.0)

@@ -1,6 +1,6 @@
-"""The connection of an HTTP client: aiohttp's, except that malformed HTTP is answered like the listener's other refusals.
+"""The connection of an HTTP client. It is aiohttp's, except that malformed HTTP is answered like other refusals.
 
-aiohttp itself would answer it in plain text, in HTTP/1.0 and with its own server name, and the daemon would not count it.
+aiohttp itself would answer in plain text, in HTTP/1.0 and with its own server name, and the daemon would not count the answer.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from daemon.http.request_id import request_id
 from daemon.streams.so_far import ConnectionSoFar, RequestSoFar
 
 log = logging.getLogger("hearthd.http")
-HEADER_BYTES = 32 << 10  # limit of a header with its name, and of a request's address
+HEADER_BYTES = 32 << 10  # the limit for one header with its name, and for a request's target
 VERSIONS = (HttpVersion11, HttpVersion10)
-HEAD_BYTES = 256 << 10  # limit of a request's address and headers together
+HEAD_BYTES = 256 << 10  # the limit for a request's target and headers together
 HEAD_LIMIT_S = 10.0  # how long a request's head may take, from connecting or from its first byte
 LOOK_AGAIN_S = 0.1
 LINGER_S = 5.0  # how long a refused client may take to send the rest and read the answer
-_REWRITTEN = (b"content-length", b"transfer-encoding", b"expect", b"x-request-id")  # headers that a handed over request has anew
+_REWRITTEN = (b"content-length", b"transfer-encoding", b"expect", b"x-request-id")  # headers that a handed-over request gets anew
 
 
 class InProgress(Protocol):
-    """A request in progress, as its connection sees it. body: as far as it was read; a bytearray while more of it is awaited.
-    is_handed_over: whether the next daemon goes on with it."""
+    """A request in progress, as its connection sees it. body: the part that was read so far; a bytearray while more is expected.
+    is_handed_over: whether the next daemon continues the request."""
 
     request_id: str
     body: bytes | bytearray
     is_handed_over: bool
 
     def so_far(self) -> RequestSoFar | None:
-        """Returns what the next daemon needs to go on with it, or None if it cannot."""
+        """Returns what the next daemon needs to continue the request, or None if it cannot be continued."""
         ...
 
     def write_all(self) -> None:
-        """Writes what waits because the client reads slowly."""
+        """Writes output that was held back because the client reads slowly."""
         ...
 
 
@@ -58,7 +58,7 @@ class Answering:
 
     # makes the JSON object of an error
     body: Callable[[HearthError], Mapping[str, Any]]
-    # called with the endpoint ("" in this module) and the status when something is refused before it is a request
+    # called with the endpoint ("" in this module) and the status when bytes are refused before they are a request
     counted: Callable[[str, int], None] = lambda endpoint, status: None
     # handles all requests in place of the application's router
     handle: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
@@ -92,8 +92,8 @@ class ConnectionServer(web.Server):
         return self.connection(_nothing)
 
     def connection(self, closed: Callable[[], None], before: ConnectionSoFar | None = None) -> Connection:
-        """Returns a new connection. closed: called when the connection is closed. before: what an earlier daemon has left of it;
-        None: the client has just connected."""
+        """Returns a new connection. closed: called when the connection is closed. before: the connection's state in an earlier
+        daemon; None: the client has just connected."""
         options = self._kwargs
         return Connection(self, closed, before, loop=self._loop, max_line_size=HEADER_BYTES, max_field_size=HEADER_BYTES, **options)
 
@@ -103,9 +103,9 @@ def _nothing() -> None:
 
 
 class Connection(web.RequestHandler):
-    """The HTTP connection of one client. A timer limits how long a request's head may take. It is set when the client connects
-    and when a later head arrives in pieces, also behind requests that are still in progress. Requests that arrive whole need no
-    timer."""
+    """The HTTP connection of one client. A timer limits how long a request's head may take. The timer is set when the client
+    connects and when a later head arrives in pieces, even while earlier requests are in progress. Requests that arrive whole need
+    no timer."""
 
     __slots__ = (
         "_answering", "_before", "_body", "_body_bytes", "_broken", "_closed", "_head_bytes", "_head_due_s", "_head_parts",
@@ -118,14 +118,14 @@ class Connection(web.RequestHandler):
         """closed, before: see ConnectionServer.connection."""
         super().__init__(server, **options)
         self._server, self._answering, self._closed, self._before = server, server.answering, closed, before
-        self.in_progress: InProgress | None = None  # set by the handler while the next daemon could go on with its request
+        self.in_progress: InProgress | None = None  # set by the handler while the next daemon could continue its request
         self._body: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head has arrived
-        self._body_bytes = 0  # its length by Content-Length; 0: it has none, or comes in chunks
-        self._broken = False  # whether what still arrives cannot be read as HTTP and is dropped
+        self._body_bytes = 0  # the length of that body by Content-Length; 0: no body, or a chunked one
+        self._broken = False  # whether further bytes cannot be parsed as HTTP and are dropped
         self._lingering: asyncio.Future[None] | None = None
-        self._head_bytes = 0  # received of a head that is not complete yet
-        self._head_parts: list[bytes] = []  # and these bytes
-        self._head_due_s = 0.0  # time by the loop's clock; 0: no head is awaited
+        self._head_bytes = 0  # bytes received of a head that is not complete yet
+        self._head_parts: list[bytes] = []  # the parts of that head
+        self._head_due_s = 0.0  # when the head must be complete, by the loop's clock; 0: no head is expected
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_last_look = False
 
@@ -134,7 +134,7 @@ class Connection(web.RequestHandler):
         before = self._before
         if before is None or not before.is_used:
             self._await_head()
-        elif not before.received:  # it is idle between two requests
+        elif not before.received:  # the client was idle between two requests
             self._next_keepalive_close_time = self._loop.time() + self.keepalive_timeout
             self._keepalive_handle = self._loop.call_at(self._next_keepalive_close_time, self._process_keepalive)
         if before is not None and before.received:
@@ -159,7 +159,7 @@ class Connection(web.RequestHandler):
             for at in range(-num_begun, 0):
                 self._on_head(at)
         if self._broken or self._upgraded or self._buffer_paused or not self._body.is_eof():
-            return  # no head has begun, or the parser holds requests back
+            return  # no head has begun, or the parser is holding requests back
         if num_begun or (is_in_body and not self._body_bytes):
             part = _behind(data, self._body_bytes)
         else:
@@ -168,7 +168,7 @@ class Connection(web.RequestHandler):
             self._on_part_of_head(part)
 
     def _on_head(self, at: int) -> None:
-        """Handles the head of a request, or the error of one. at: its index in the queue."""
+        """Handles the head of a request, or a parse error. at: its index in the queue of messages."""
         message, body = self._messages[at]
         if isinstance(message, _ErrInfo):
             self._break_off(message.exc)
@@ -180,8 +180,8 @@ class Connection(web.RequestHandler):
             self._body, self._body_bytes = body, int(message.headers.get("Content-Length", 0))
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Handles the end of the client's data and returns whether the transport stays open. A client that ends its request
-        midway may still read an answer; one that ends after a whole request counts as gone."""
+        """Handles the end of the client's data and returns whether the transport stays open. A client that stops in the middle of
+        its request may still read an answer; one that stops after a whole request counts as gone."""
         if self._lingering is not None:
             return False
         if not self._body.is_eof():
@@ -190,7 +190,7 @@ class Connection(web.RequestHandler):
             return False
         elif self._head_bytes and not self._broken:
             self._give_up(BadRequest("invalid_http", "the request ended before its head was whole"))
-        return self._broken and self.transport is not None and self.transport.can_write_eof()  # TLS cannot be ended on one side
+        return self._broken and self.transport is not None and self.transport.can_write_eof()  # TLS cannot be half-closed
 
     def close(self) -> None:
         super().close()
@@ -204,28 +204,28 @@ class Connection(web.RequestHandler):
         return self._server
 
     def request_bytes(self, is_last: bool) -> bytes:
-        """Returns the request that is being answered, whose body is read, as bytes to be read again. is_last: the connection that
-        reads them ends after it."""
+        """Returns the request that is being answered as bytes that can be read again; its body was read. is_last: whether the
+        connection that reads these bytes ends after the request."""
         request, progress = self._current_request, self.in_progress
         assert request is not None
         assert progress is not None
         return _again(request, progress, is_last)
 
     def take_before(self) -> RequestSoFar | None:
-        """Returns what an earlier daemon has made of the first request, once."""
+        """Returns the state of the first request in an earlier daemon, or None; a second call returns None."""
         before, self._before = self._before, None
         return before.request if before is not None else None
 
     def hold_reading(self) -> None:
-        """Leaves what the client still sends to the next daemon."""
+        """Stops reading, so that the next daemon reads what the client still sends."""
         if self.transport is not None:
-            with contextlib.suppress(RuntimeError):  # it is held already, or closing
+            with contextlib.suppress(RuntimeError):  # reading is paused already, or the connection is closing
                 self.transport.pause_reading()
 
     @property
     def is_beginning(self) -> bool:
-        """Returns whether a request has arrived whose handler has not begun, so that in_progress is not set yet, or the connection
-        is about to wait for the next one."""
+        """Returns whether a request has arrived whose handler has not begun, so that in_progress is not set yet, or whether the
+        connection is just about to wait for the next request."""
         request = self._current_request
         if self._is_ending:
             return False
@@ -240,14 +240,14 @@ class Connection(web.RequestHandler):
 
     @property
     def has_unsent(self) -> bool:
-        """Returns whether bytes that were written have not reached the kernel, or an answer is being written."""
+        """Returns whether written bytes have not reached the kernel yet, or an answer is being written."""
         if self.transport is None:
             return False
         return self.transport.get_write_buffer_size() > 0 or (self._request_in_progress and self._current_request is None)
 
     def so_far(self) -> ConnectionSoFar | None:
-        """Returns what the next daemon needs to go on with the connection, or None if it cannot: the client does not read, has
-        sent several requests or parts of them at once, speaks TLS, or the answer has begun and cannot be gone on with."""
+        """Returns what the next daemon needs to continue the connection, or None if it cannot be continued: the client does not
+        read, has sent several requests at once or parts of them, uses TLS, or the answer has begun and cannot be continued."""
         transport = self.transport
         if transport is None or self._is_ending:
             return None
@@ -263,12 +263,12 @@ class Connection(web.RequestHandler):
         return ConnectionSoFar(received, is_used, so_far) if so_far is not None else None
 
     def duplicate(self) -> int:
-        """Returns a new descriptor of the connection's socket, which stays open when the connection is aborted. Raises OSError."""
+        """Returns a duplicate of the socket's descriptor, which stays open when the connection is aborted. Raises OSError."""
         assert self.transport is not None
         return os.dup(self.transport.get_extra_info("socket").fileno())
 
     def let_go(self) -> None:
-        """Ends the connection here, because the next daemon goes on with it. Nothing more is written to it."""
+        """Ends the connection in this daemon, because the next one continues it. Nothing more is written to it."""
         if self.in_progress is not None:
             self.in_progress.is_handed_over = True
         if self.transport is not None:
@@ -300,7 +300,7 @@ class Connection(web.RequestHandler):
             return
         if self._loop.time() < self._head_due_s:  # the timer was set for an earlier head
             self._head_timer = self._loop.call_at(self._head_due_s, self._look_for_head)
-        elif not self._is_last_look:  # a loop that was held up runs its timers before it reads what has arrived
+        elif not self._is_last_look:  # a loop that was delayed runs its timers before it reads the bytes that have arrived
             self._is_last_look = True
             self._head_timer = self._loop.call_later(LOOK_AGAIN_S, self._look_for_head)
         elif self._head_bytes:
@@ -310,17 +310,17 @@ class Connection(web.RequestHandler):
             self.force_close()
 
     def _give_up(self, error: HearthError) -> None:
-        """Queues an error as the answer to the request whose head is incomplete, and reads nothing further."""
+        """Queues an error as the answer to a request whose head is incomplete, and stops reading."""
         self._broken = True
         self._messages.append((_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _break_off(self, error: BaseException | None) -> None:
-        """Reads nothing further and makes reading the request's body fail. error: why it cannot be read; None if the client ended
+        """Stops reading, and makes the reading of the request's body fail. error: why it cannot be read; None if the client ended
         its data."""
         self._broken = True
-        if not self._body.is_eof():  # aiohttp alone would leave the body's reader waiting
+        if not self._body.is_eof():  # aiohttp would leave the reader of the body waiting
             what = "it ended early" if error is None else f"its chunked encoding is broken: {_say(error)}"
             self._body.set_exception(web.RequestPayloadError(what))
 
@@ -336,8 +336,8 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """Returns the answer to a request whose handler raised an exception. The handler answers its own errors, so what remains
-        is a client that is gone or a fault of the server. Raises ConnectionResetError if the answer had begun or the
+        """Returns the answer to a request whose handler raised an exception. The handler answers its own errors, so the only causes
+        left are a client that is gone and a fault of the server. Raises ConnectionResetError if the answer had begun or the
         connection is closed."""
         if exc is not None and not isinstance(exc, ConnectionError):
             self.log_exception("%s %s failed", request.method, request.path, exc_info=exc)
@@ -346,8 +346,8 @@ class Connection(web.RequestHandler):
         return self._answer(ServerFault("internal_error", "the server failed on this request"))
 
     async def _refuse(self, error: HearthError) -> web.StreamResponse:
-        """Answers, then drops what arrives until the client closes. Closing first could take the answer from a client that is
-        still sending."""
+        """Writes an error as the answer, then drops incoming bytes until the client closes. If the server closed first, a client
+        that is still sending could lose the answer."""
         answer = self._answer(error)
         await answer.write_eof()
         if self.transport is not None and not self._close:
@@ -365,20 +365,22 @@ class Connection(web.RequestHandler):
 
 
 def _behind(data: bytes, body_bytes: int) -> bytes:
-    """Returns what follows the last whole request in data: part of a head, which has no empty line. body_bytes: the length of the
-    request's body, 0 if it has none or ends with an empty line, as chunks do. Where the request's end is not certain, because its
-    body has empty lines or its head began in earlier data, too little is returned, never a part of the request."""
+    """Returns the bytes of `data` after the last whole request: a part of a head, which has no empty line. body_bytes: the length
+    of the request's body; 0 if it has none or ends with an empty line, as chunked bodies do. If the request's end is uncertain,
+    because its body has empty lines or its head began in earlier data, the result may be too short, but never contains a part of
+    the request."""
     at = data.rfind(b"\r\n\r\n", 0, max(0, len(data) - body_bytes))
     return data[at + 4 + body_bytes :] if at >= 0 else b""
 
 
 def _again(request: web.BaseRequest, progress: InProgress, is_last: bool = False) -> bytes:
-    """Returns the bytes of a request whose handler has begun, so that it can be read again. Its body ends where it has arrived so
-    far. b"" if that is midway in a chunked body, which cannot be continued. is_last: its connection shall end after it."""
+    """Returns the bytes of a request whose handler has begun, so that it can be read again. The body contains the bytes that have
+    arrived so far. Returns b"" in the middle of a chunked body, which cannot be continued. is_last: whether the connection is to
+    end after the request."""
     body, is_whole = bytes(progress.body), isinstance(progress.body, bytes) and bool(progress.body)
     if not is_whole:
         is_whole = request.content.is_eof()
-        with contextlib.suppress(RuntimeError):  # the handler waits for more, so it has all that has arrived
+        with contextlib.suppress(RuntimeError):  # the handler waits for more, so it has read everything that has arrived
             body += request.content.read_nowait()
     if not is_whole and request.content_length is None:
         return b""
@@ -394,7 +396,7 @@ def _again(request: web.BaseRequest, progress: InProgress, is_last: bool = False
 
 
 class WholeAnswer(web.StreamResponse):
-    """A response that is written as given, head and body in one piece. To aiohttp it is prepared from the start."""
+    """A response that is written as given, head and body in one piece. aiohttp regards it as prepared from the start."""
 
     def __init__(self, connection: Connection, answer: bytes) -> None:
         super().__init__()
@@ -434,7 +436,7 @@ def refused(error: BaseException) -> HearthError:
 
 
 def _say(error: BaseException) -> str:
-    """Returns the parser's own message without the bytes that it quotes below it, at most 200 characters."""
+    """Returns the parser's own message, without the bytes that it quotes, and of at most 200 characters."""
     if isinstance(error, InvalidURLError):
         return "its address is no URL"
     text = " ".join(str(getattr(error, "message", error)).partition("\n\n")[0].split())

@@ -1,7 +1,7 @@
-"""Client connections that outlive the daemon: systemd's FD store keeps their sockets over a restart, with what the next daemon has
-to know of them.
+"""Client connections that outlive the daemon: systemd's FD store keeps their sockets over a restart, together with their state for
+the next daemon.
 
-The sockets may be thousands, so the store holds them in one socket, behind the account of them
+The sockets may be thousands, so the store holds all of them, and the account of their states, in one socket
 (daemon/process/queued_descriptors.py).
 """
 
@@ -27,14 +27,14 @@ FORMAT = Format(version=1, reads_from=1, readable_from=1)
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A connection in the account. listener: whose it is, "main" or "admin"."""
+    """A connection in the account. listener: the listener that accepted it, "main" or "admin"."""
 
     listener: str
     connection: ConnectionSoFar
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What the account says. connections: in the order of their sockets. readable_from: see Format."""
+    """The content of the account. connections: in the order of their sockets. readable_from: see Format."""
 
     version: int
     connections: list[Listed]
@@ -57,7 +57,7 @@ Left = list[tuple[socket.socket, Listed]]
 
 
 def take(store: FdStore) -> Left:
-    """Returns the connections that the store keeps, and removes them from there: a connection is gone on with once. Failures are
+    """Returns the connections in the store, and removes them from there, because a connection is continued only once. Failures are
     logged."""
     found = store.take(NAME)
     if found is None:
@@ -70,13 +70,13 @@ def take(store: FdStore) -> Left:
             content = _decoder.decode(account.read())
         if not FORMAT.reads(content.version, content.readable_from) or len(content.connections) != len(fds):
             raise ValueError("another version has written them")
-    except (OSError, ValueError, IndexError) as error:  # ValueError includes msgspec's
+    except (OSError, ValueError, IndexError) as error:  # msgspec's errors are ValueErrors
         log.warning("the connections of before the restart are lost: %s", error)
         handles.close(fds)
         return []
     taken: Left = []
     for fd, listed in zip(fds, content.connections, strict=True):
-        with contextlib.suppress(OSError):  # its client is gone
+        with contextlib.suppress(OSError):  # the client has closed the connection
             sock = socket.socket(fileno=fd)
             sock.setblocking(False)
             taken.append((sock, listed))

@@ -1,4 +1,5 @@
-"""Opens the HTTP listeners. Beyond this machine it listens only if keys are set, or if the operator allows anybody (--insecure)."""
+"""Opens the HTTP listeners. Addresses that other machines can reach require keys, unless the operator allows everybody
+(--insecure)."""
 
 from __future__ import annotations
 
@@ -25,8 +26,7 @@ class Listeners:
 
     @property
     def admin_asks_key(self) -> bool:
-        """Returns whether the admin sockets require a key. They do not on this machine's own addresses: reaching those is
-        permission enough."""
+        """Returns whether the admin sockets require a key. They do not on addresses that only this machine can reach."""
         return _first_open(_addresses(self.admin)) is not None
 
     def close(self) -> None:
@@ -61,7 +61,8 @@ def bind(config: NodeConfig, passed: Mapping[str, Sequence[socket.socket]], has_
 
 
 def check(config: NodeConfig, has_keys: bool, source: str) -> None:
-    """Makes the checks of `bind` on the configured addresses before anything is bound. Raises ConfigError."""
+    """Applies the checks of `bind` to the configured addresses before anything is bound. source: the settings file, for errors.
+    Raises ConfigError."""
     for key, listen in (("listen", config.listen), ("admin_listen", config.admin_listen)):
         text = problem(_resolved(listen), has_keys or config.insecure) if listen else None
         if text is not None:
@@ -94,7 +95,7 @@ def _addresses(listening: Iterable[socket.socket]) -> list[str]:
 
 
 def _resolved(listen: str) -> list[str]:
-    """Returns the IP addresses of HOST:PORT, or [] for a name without an address: binding reports that."""
+    """Returns the IP addresses of HOST:PORT, or [] for a name without an address, which binding reports."""
     host, port = parse_listen(listen)
     try:
         infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -1,4 +1,4 @@
-"""The connection of a request that no client waits for: the request's bytes are read as if one had sent them."""
+"""A connection for a request that no client waits for: the request's bytes are read as if a client had sent them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 from daemon.http.connection import ConnectionServer
 from daemon.streams.so_far import ConnectionSoFar, RequestSoFar
 
-_OWNER = "owner"  # the name under which the transport tells whose request it is
+_OWNER = "owner"  # key of the transport's extra info that holds the request's owner
 
 
 class NoClient(asyncio.Transport):
-    """A transport that drops what is written to it. owner: whose request it is, see owner_of(). closed: called at its end."""
+    """A transport that drops all bytes that are written to it. owner: the object to which the request belongs; see owner_of().
+    closed: called when the connection ends."""
 
     def __init__(self, owner: object, closed: Callable[[], None]) -> None:
         super().__init__({_OWNER: owner})
@@ -21,7 +22,8 @@ class NoClient(asyncio.Transport):
         self._protocol: asyncio.BaseProtocol | None = None
 
     def serve(self, server: ConnectionServer, received: bytes, request: RequestSoFar) -> None:
-        """Has the server answer a request. received: its bytes, which end the connection after it. request: what is known of it."""
+        """Lets the server answer a request. received: the request's bytes, with a header that ends the connection after it.
+        request: the request's state."""
         self._protocol = server.connection(self._closed, ConnectionSoFar(received, True, request))
         self._protocol.connection_made(self)
 
@@ -56,5 +58,5 @@ class NoClient(asyncio.Transport):
 
 
 def owner_of(transport: asyncio.BaseTransport | None) -> Any:
-    """Returns the owner of a transport that is a NoClient, or None if a client is there, or was."""
+    """Returns the owner if the transport is a NoClient; None if there is, or was, a client."""
     return transport.get_extra_info(_OWNER) if transport is not None else None

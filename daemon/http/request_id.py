@@ -1,4 +1,4 @@
-"""X-Request-Id: the client's own where it is harmless, else a new one."""
+"""X-Request-Id: the client's own value if it is harmless, else a new one."""
 
 from __future__ import annotations
 

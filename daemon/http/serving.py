@@ -22,7 +22,7 @@ async def listen(
     crowd: Crowd | None = None,
     tls: TlsContext = lambda: None,
 ) -> list[Acceptor]:
-    """Starts to accept connections. refuse: made by `refuse_request`. crowd, tls: as in Acceptor."""
+    """Starts to accept connections. refuse: the result of `refuse_request`. crowd, tls: as in Acceptor."""
     await runner.setup()
     server = runner.server
     assert isinstance(server, ConnectionServer)
@@ -33,8 +33,8 @@ async def listen(
 
 
 def refuse_request(answered: Callable[[str, int], None], error_of: Callable[[], HearthError] = overloaded) -> Protocols:
-    """Returns the maker of protocols that refuse an API client, in OpenAI's form. answered: as in `make_app`. error_of: makes the
-    error."""
+    """Returns a function that makes protocols which refuse an API client, with an error in OpenAI's form. answered: as in
+    `make_app`. error_of: makes the error."""
 
     def refuse(closed: Callable[[], None]) -> Refusal:
         error = error_of()

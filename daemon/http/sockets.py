@@ -17,12 +17,12 @@ HTTP, ADMIN, CONTROL, STATUS = "http", "admin", "control", "status"  # FileDescr
 
 
 class SocketError(Exception):
-    """Raised when the daemon cannot listen. The message names the address and why."""
+    """Raised when the daemon cannot listen. The message names the address and the reason."""
 
 
 def inherited(passed: Mapping[str, list[int]]) -> dict[str, list[socket.socket]]:
-    """Returns the listening sockets among the descriptors that systemd passed, by the name that FileDescriptorName= gives. passed:
-    see daemon/process/passed_descriptors.py; what the FD store has kept is left out. Raises SocketError for a name or kind of
+    """Returns the listening sockets among the descriptors that systemd passed, by their FileDescriptorName=. passed: see
+    daemon/process/passed_descriptors.py; descriptors from the FD store are left out. Raises SocketError for a name or kind of
     socket that is not supported."""
     found: dict[str, list[socket.socket]] = {}
     for name, fd in ((name, fd) for name, fds in passed.items() for fd in fds):
@@ -89,7 +89,7 @@ def url_of(sock: socket.socket, scheme: str = "http") -> str:
 
 
 def bind_control(path: str, mode: int = 0o660) -> socket.socket:
-    """Returns a new listening Unix socket, which has `mode` from the first moment. A socket without a listener is replaced; one
+    """Returns a new listening Unix socket, which has `mode` from the beginning. A socket file without a listener is replaced; one
     with a listener is an error. Raises SocketError."""
     length = len(os.fsencode(path))
     if length > MAX_SOCKET_PATH_BYTES:

@@ -1,7 +1,7 @@
-"""TLS on the listeners: the certificate and its key, read and tried before they are used.
+"""TLS for the listeners: reads the certificate and its key, and tests them before they are used.
 
-A pair that cannot serve is refused as a whole. OpenSSL's own errors name no file, so each file is looked at by itself first; then
-a handshake in memory shows that the pair works, and what its certificate says.
+A pair that does not work is refused as a whole. OpenSSL's own errors name no file, so each file is checked by itself first; then a
+handshake in memory shows that the pair works, and yields the certificate's fields.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from config.schema import NodeConfig
 from loader.regular_file import read_regular
 
 log = logging.getLogger("hearthd")
-MOST_BYTES = 1 << 20  # of each file
+MOST_BYTES = 1 << 20  # the limit for each file
 SOON_DAYS = 14
 DAY_S = 86400.0
 LOOK_EVERY_S = 3600.0
-MOST_ROUNDS = 16  # of a handshake; TLS 1.2 takes three
+MOST_ROUNDS = 16  # the limit of a handshake; TLS 1.2 takes three
 ALPN = ["http/1.1"]
 VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 _NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL's x509_vfy.h, which Python has no name for
-_OTHER_KEY = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")  # the last: of another kind, RSA or EC
+_OTHER_KEY = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")  # the last: another kind of key (RSA, EC)
 _SHORT = {
     "commonName": "CN",
     "organizationName": "O",
@@ -42,8 +42,8 @@ _SHORT = {
 
 @dataclass(slots=True, frozen=True)
 class Certificate:
-    """What a certificate says. subject: as in `CN=gpu1.example.org, O=Example`, "" if it has none. names: host names and addresses
-    that it is for. from_unix_s, until_unix_s: when it is valid."""
+    """The fields of a certificate. subject: in the form `CN=gpu1.example.org, O=Example`, "" if it has none. names: the host names
+    and addresses for which it was issued. from_unix_s, until_unix_s: the time in which it is valid."""
 
     subject: str
     names: tuple[str, ...]
@@ -55,11 +55,11 @@ class Certificate:
         return self.subject or ", ".join(self.names) or "without a name"
 
     def days_left(self, unix_s: float) -> int:
-        """Returns the whole days until it expires, below 0 if it has."""
+        """Returns the whole days until the certificate expires, below 0 if it has expired."""
         return int((self.until_unix_s - unix_s) // DAY_S)
 
     def warning(self, unix_s: float) -> str:
-        """Returns what is wrong with it or will be soon, or ""."""
+        """Returns what is wrong with the certificate's dates or will be soon, or ""."""
         if unix_s >= self.until_unix_s:
             return f"the TLS certificate {self.shown} has expired at {_utc(self.until_unix_s)}; clients refuse it"
         if unix_s < self.from_unix_s:
@@ -72,7 +72,7 @@ class Certificate:
 
 @dataclass(slots=True, frozen=True)
 class Tls:
-    """The pair from one reading of the files. context: for new connections. digest: of all that it was made from."""
+    """The certificate and key from one reading of the files. context: for new connections. digest: of all the files' contents."""
 
     context: ssl.SSLContext
     certificate: Certificate
@@ -81,7 +81,7 @@ class Tls:
     asks_clients: bool
 
     def row(self) -> dict[str, Any]:
-        """Returns what `hearth status` shows."""
+        """Returns the fields that `hearth status` shows."""
         now, certificate = time.time(), self.certificate
         return {
             "subject": certificate.shown,
@@ -101,8 +101,8 @@ def files(config: NodeConfig) -> list[str]:
 
 
 def load(config: NodeConfig, source: str) -> Tls | None:
-    """Returns what the settings name, or None without TLS. source: the settings file, for errors. Raises ConfigError, which names
-    the setting, the file and what is wrong with it. A certificate that has expired is no error."""
+    """Returns the certificate and key that the settings name, or None without TLS. source: the settings file, for errors. Raises
+    ConfigError, which names the setting, the file and the problem. An expired certificate is no error."""
     if not config.tls_certificate:
         return None
     try:
@@ -126,7 +126,7 @@ def _load(config: NodeConfig, source: str) -> Tls:
     except _EncryptedError:
         message = f"{key_path} is encrypted, and nobody is there to enter its passphrase; `openssl pkey -in FILE` writes it without"
         raise ConfigError(source, "tls_key", message) from None
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # ssl.SSLError is an OSError
         if _reason(error) in _OTHER_KEY:
             message = f"{key_path} is not the key of the first certificate in {certificate_path}"
         else:
@@ -175,12 +175,12 @@ class _EncryptedError(Exception):
 
 
 def _no_passphrase() -> str:
-    raise _EncryptedError  # without a callback OpenSSL would ask on the terminal, and wait
+    raise _EncryptedError  # without a callback OpenSSL would ask for the passphrase on the terminal and wait
 
 
 def _tried(context: ssl.SSLContext, chain: bytes) -> Mapping[str, Any]:
-    """Returns the fields of the certificate that a client sees, by a handshake in memory with one that trusts it. Raises
-    ssl.SSLError."""
+    """Does a handshake in memory with a client that trusts the certificate, and returns the certificate's fields as that client
+    sees them. Raises ssl.SSLError."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.load_verify_locations(cadata=_ascii(chain))
@@ -215,7 +215,7 @@ def _reason(error: OSError) -> str:
 
 
 def _say(error: OSError) -> str:
-    """Returns what an error of OpenSSL means, without the place in its source."""
+    """Returns the meaning of OpenSSL's error, without the position in its source code."""
     verified = getattr(error, "verify_message", "")
     found = verified or _reason(error).replace("_", " ").lower() or re.sub(r" ?(\[\w+\] |\(_ssl\.c:\d+\))", "", str(error.args[-1]))
     return "its PEM cannot be decoded" if found == "PEM lib" else found
@@ -226,13 +226,13 @@ def _utc(unix_s: float) -> str:
 
 
 class CertificateLog:
-    """Logs what is to be said of the certificate in use, at most once a day for each."""
+    """Logs warnings about the certificate in use, each at most once a day."""
 
     def __init__(self) -> None:
         self._told = ""
 
     def tell(self, tls: Tls | None, unix_s: float) -> None:
         text = tls.certificate.warning(unix_s) if tls is not None else ""
-        if text and text != self._told:  # it counts the days
+        if text and text != self._told:  # the text contains the days left, so it changes once a day
             log.warning("%s", text)
         self._told = text
