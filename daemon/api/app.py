@@ -1,4 +1,4 @@
-"""The HTTP application: takes requests to their endpoints, gives errors OpenAI's shape, and names each request."""
+"""The HTTP application: passes requests to their endpoints, converts errors to OpenAI's form, and gives each request an id."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hearthd.api")
 http_log = logging.getLogger("hearthd.http")
 _NO_HEADERS: Mapping[str, str] = {}
-CLIENT_GONE = 499  # what the log says of a request nobody waited for
+CLIENT_GONE = 499  # the status in the log if the client left before the answer
 
 
 def make_app(
@@ -63,13 +63,14 @@ def make_app(
     adapters: AdapterPort | None = None,
     background: BackgroundRuns | None = None,
 ) -> web.Application:
-    """Returns the application. It must be served through `make_runner`, without whose settings a client's disconnect goes
-    unnoticed. access: by default no keys, and this machine's names only. serves: whether an endpoint is served here. feed:
-    what the status page shows; None: there is no page. answered: called for each answer with the endpoint's name ("" for an
-    unknown path) and the status. stored: the responses that later ones may follow; by default none are. quotas: what tenants have
-    used of their limits; listeners share it. audit: by default it is off. tracer: returns what traces requests, None while nothing
-    does. upstreams: names that other servers answer; by default there are none. adapters: loads adapters; None: nothing does.
-    background: responses in the making, with `stored` for the finished ones; by default there are none yet."""
+    """Returns the application. It must be served through `make_runner`, because without that runner's settings a client's
+    disconnect is not noticed. access: by default no keys, and only this machine's host names. serves: whether an endpoint is served
+    here. feed: the feed of the status page; None: there is no page. answered: called for each answer with the endpoint's name (""
+    for an unknown path) and the status. stored: the stored responses, which later ones may follow; by default none. quotas: the
+    tenants' use of their limits, shared by all listeners. audit: the audit log; off by default. tracer: returns the tracer, None
+    while tracing is off. upstreams: the model names that other servers answer; None: there are none. adapters: loads LoRA adapters;
+    None: they cannot be loaded over HTTP. background: background responses in progress, with `stored` for the finished ones; by
+    default there are none."""
     stored = stored or ResponseStore(0)
     context = ApiContext(
         requests=requests,
@@ -102,8 +103,8 @@ def make_app(
 
 
 def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **options: Any) -> Runner:
-    """Returns what serves the application. With handler_cancellation a disconnect ends the handler, which cancels the request;
-    without auto_decompress compressed bodies are refused, never inflated."""
+    """Returns the runner that serves the application. With handler_cancellation a disconnect cancels the handler, which cancels the
+    request; without auto_decompress compressed bodies are refused, never inflated."""
     return Runner(
         app,
         handler_cancellation=True,
@@ -111,14 +112,14 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **option
         access_log=None,
         logger=http_log,
         shutdown_timeout=shutdown_timeout_s,
-        tcp_keepalive=False,  # connections have it from the listener (daemon/http/listeners.py): a system call less for each
+        tcp_keepalive=False,  # the listener has set it already (daemon/http/listeners.py), which saves a system call per connection
         **options,
     )
 
 
 def _not_malformed_http(record: logging.LogRecord) -> bool:
-    """Keeps tracebacks of malformed HTTP out of the log: aiohttp logs one for every body that breaks off, so anybody could fill
-    the log."""
+    """Keeps tracebacks of malformed HTTP out of the log: aiohttp logs one for every incomplete body, so anybody could fill the
+    log."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
         return True
@@ -157,7 +158,7 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
                 scope = RequestScope(key, context.models, context.requests, context.quotas, own_headers, render, is_charged)
                 progress.is_charged = scope.was_charged
                 if _is_recorded(request, endpoint) and (by := tracer()) is not None:
-                    from daemon.api import traced  # not before somebody wants traces
+                    from daemon.api import traced  # imported only when tracing is on
 
                     traced.begin(by, request, progress, scope)
                 context = context.scoped(scope, scope, scope, own_headers)
@@ -175,7 +176,7 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
             if request.method in ("GET", "HEAD"):
                 response.headers.add("WWW-Authenticate", 'Basic realm="hearthd", charset="UTF-8"')
         if error.status in (408, 413, 415) or error.code == "invalid_body":
-            response.force_close()  # the rest of the body is not waited for
+            response.force_close()  # the server does not wait for the rest of the body
     except Exception as error:
         if isinstance(error, ConnectionError) and request.transport is None:
             raise  # the client is gone
@@ -190,7 +191,7 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
         response = _error(answer, endpoint)
         status, code = response.status, answer.code
     finally:
-        if progress.run is None:  # its client's request was counted when it was accepted
+        if progress.run is None:  # the client of a background response was counted when the request was accepted
             context.answered(endpoint.name if endpoint is not None else "", status)
         if scope is not None:
             scope.close()
@@ -201,34 +202,34 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
 
             try:
                 traced.end(by, request, progress, scope, endpoint, status, code)
-            except Exception:  # the answer matters more
+            except Exception:  # the answer is more important
                 log.exception("the trace of a request failed", extra=fields(request_id=name))
         if progress.is_handed_over:
-            scope = None  # the next daemon writes its line
+            scope = None  # the next daemon writes the request's log line
         if scope is not None and endpoint is not None and _is_recorded(request, endpoint):
             scope.ended(name, endpoint.name, status)
             if context.audit.with_requests:
                 audited.request(context.audit, request, name, endpoint.name, status, scope)
     if progress.is_open and not progress.takes_over and request.transport is not None:
         log.warning("a stream ends at the restart: status %d", status, extra=fields(request_id=name))
-        request.transport.abort()  # its client has the begin of another answer, so this one cannot be sent
+        request.transport.abort()  # the client already has the beginning of another answer, so this one cannot be sent
     if not response.prepared:
         response.headers["X-Request-Id"] = name
         response.headers["Server"] = SERVER
         if more_headers:
             response.headers.update(more_headers)
         if request.method == "CONNECT":
-            response.force_close()  # what follows would be meant for another host
+            response.force_close()  # bytes that follow are meant for another host
     return response
 
 
 def _is_recorded(request: web.Request, endpoint: Endpoint | None) -> bool:
-    """Returns whether the request leaves a line in the log, and a trace."""
+    """Returns whether the request is logged and traced."""
     return endpoint is not None and endpoint.body is not None and request.method == "POST"
 
 
 def _progress(request: web.Request) -> Progress:
-    """Returns the state of a request that has just arrived, or has arrived at an earlier daemon."""
+    """Returns the state of a request, which has just arrived at this daemon or was taken over from an earlier one."""
     connection = request.protocol
     name = request_id(request.headers.get("X-Request-Id"))
     if not isinstance(connection, Connection):
@@ -244,7 +245,7 @@ def _error(error: HearthError, endpoint: Endpoint | None) -> web.Response:
 async def _handle(
     request: web.Request, context: ApiContext, target: router.Target | None, progress: Progress, key: Key | None
 ) -> web.StreamResponse:
-    """Calls the endpoint. key: None for a stranger, see Call."""
+    """Calls the endpoint. key: None for a request without a key where keys are set; see Call.stranger."""
     if target is None or not context.serves(target.endpoint):
         raw_path = request.rel_url.raw_path[:256]
         near = router.nearest(raw_path)

@@ -1,4 +1,4 @@
-"""Writes what the HTTP API refused, operators' commands, and requests if they are wanted, to the audit log."""
+"""Writes audit log entries for refusals of the HTTP API, for operators' commands, and for requests if those are configured."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _OVER_LIMIT = ("rate_limit_exceeded", "request_over_limit")
 def refused(
     audit: AuditLog, error: HearthError, request: web.Request, request_id: str, endpoint: str, scope: RequestScope | None
 ) -> None:
-    """Writes the refusal of a key or for a tenant's limit; other errors are no acts. endpoint: "" for an unknown path. scope: None
-    if the request was refused at the door."""
+    """Writes an entry if a key was refused, or a request because of a tenant's limit; other errors are not written. endpoint: ""
+    for an unknown path. scope: None if the request was refused before it had a tenant."""
     about = {"address": request.remote, "endpoint": endpoint, "request_id": request_id, "message": error.message}
     if scope is None and error.status in (401, 403):
         audit.write_refusal(error.code, "key_refused", error.code, **error.details, **about)
@@ -31,7 +31,7 @@ def refused(
 
 @contextmanager
 def command(audit: AuditLog, call: Call, name: str, model: str, options: Mapping[str, object] | None = None) -> Iterator[None]:
-    """Writes how an operator's command ended that is given within this context. name: as `hearth` has it."""
+    """Returns a context manager that writes how the operator's command inside it ended. name: the command's name in `hearth`."""
     result, message = "internal", None
     try:
         yield
@@ -50,7 +50,7 @@ def command(audit: AuditLog, call: Call, name: str, model: str, options: Mapping
 
 
 def request(audit: AuditLog, request: web.Request, request_id: str, endpoint: str, status: int, scope: RequestScope) -> None:
-    """Writes a request that has ended. status: of HTTP; 499 if the client had gone."""
+    """Writes an entry for a request that has ended. status: the HTTP status; 499 if the client had gone."""
     audit.write(
         "request",
         "ok" if status < 400 else str(status),

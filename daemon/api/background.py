@@ -1,9 +1,10 @@
-"""Responses that are made in the background (`background: true`): no client's connection holds them, and they survive the daemon.
+"""Responses that are generated in the background (`background: true`): they need no client's connection, and they survive the
+daemon.
 
-Their request is read a second time, on a connection without a client (daemon/http/no_client.py), and goes the way of any other from
-there. What it takes to go on with it (its bytes, its nonce, the tokens so far) is in memory that the FD store keeps, written as the
-tokens come. So the next daemon, which reads the request again and gives it those tokens, makes the same events with the same
-numbers, whether the one before it was restarted or killed.
+Their request is read a second time, on a connection without a client (daemon/http/no_client.py), and from there handled like any
+other. Everything needed to continue it (its bytes, its nonce, the tokens so far) is in memory that the FD store keeps, and is
+written as the tokens arrive. The next daemon reads the request again, starts with those tokens, and so generates the same events
+with the same numbers, whether this daemon was restarted or killed.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ from daemon.streams.stream_parts import Channel
 from engine.protocol import FINISH_NONE
 
 log = logging.getLogger("hearthd.api")
-NAME = "background"  # in the FD store
+NAME = "background"  # the name in the FD store
 CANCELLED, FAILED = "cancelled", "failed"
 _EVENT_END = b"\n\n"
-_WORD_BYTES = 4  # of the room of a record: the cached tokens, then one word for each token; each is one more than it counts
+_WORD_BYTES = 4  # a record's room holds words: the number of cached tokens, then the token ids; each word is its value plus one
 _fields_decoder = msgspec.json.Decoder(dict[str, Raw])
 _json = msgspec.json.encode
 
 
 class _Begun(Struct, frozen=True):
-    """What is kept of a response in the making, besides its tokens. received: the request's bytes. model: name and fingerprint.
-    shown: the response's JSON when it was accepted. is_streamed: whether its events may be fetched. max_tokens: of the reply."""
+    """The kept state of a background response, besides its tokens. received: the request's bytes. model: name and fingerprint.
+    shown: the response's JSON when it was accepted. is_streamed: whether its events may be fetched. max_tokens: the limit of the
+    reply."""
 
     public_id: str
     tenant: str
@@ -56,11 +58,13 @@ _decoder = msgspec.msgpack.Decoder(_Begun)
 
 
 class Run:
-    """A response in the making. Its handler, which has found it by Progress.run, reports to it, as does what renders the response.
+    """A background response in progress. Its handler, which finds it as Progress.run, reports to it, and so does the renderer of
+    the response.
 
-    accepted: done once the request is submitted; its error is the request's. events: those so far, by their sequence_number; empty
-    unless the response may be fetched as a stream. is_over: nothing will be added. is_held: since the next daemon goes on with it.
-    failing: renders the end of a response that fails, and reports it by result(). snapshot: renders the response as it is now."""
+    accepted: done when the request was submitted, or holds the request's error. events: the events so far, indexed by
+    sequence_number; empty unless the response may be fetched as a stream. is_over: whether nothing will be added. is_held: whether
+    it is over because the next daemon continues it. failing: renders the end of a failed response, and reports it by result().
+    snapshot: renders the response as it is now."""
 
     def __init__(self, runs: BackgroundRuns, tenant: str, public_id: str, is_streamed: bool) -> None:
         self._runs, self.tenant, self.public_id, self.is_streamed = runs, tenant, public_id, is_streamed
@@ -69,22 +73,22 @@ class Run:
         self.is_over = self.is_held = False
         self.snapshot: Callable[[], bytes] | None = None
         self.failing: Callable[[HearthError], bytes] | None = None
-        self._received = b""  # until it is in the record
-        self._shown = b""  # when it was accepted
-        self._place: int | None = None  # of its record
+        self._received = b""  # the request's bytes, until they are in the record
+        self._shown = b""  # the response's JSON when it was accepted
+        self._place: int | None = None  # the place of its record
         self._result: StoredResponse | None = None
         self._news = asyncio.Event()
         self._client = NoClient(self, self._gone)
 
     def serve(self, server: ConnectionServer, received: bytes, request: RequestSoFar) -> None:
-        """Has the server answer the request. received: its bytes."""
+        """Lets the server answer the request. received: the request's bytes."""
         self._received, self._request = received, request
         self._client.serve(server, received, request)
 
     # ---- reported by the handler
 
     def begin(self, generation: Generation) -> None:
-        """Keeps the request, which is about to be submitted, and each token that comes. Raises NotNow."""
+        """Keeps the request, which is about to be submitted, and from now on each token. Raises NotNow."""
         assert self.snapshot is not None
         if self._place is None:
             self._shown = self.snapshot()
@@ -100,16 +104,16 @@ class Run:
         generation.sink = _Noting(self, generation, generation.sink)
 
     def accept(self) -> None:
-        """Takes note that the request is submitted."""
+        """Records that the request was submitted."""
         if not self.accepted.done():
             self.accepted.set_result(None)
 
     def connect(self) -> Channel:
-        """Returns the way of the events."""
+        """Returns the channel through which the events are written."""
         return Channel(_Events(self), _EVER_READY, b"", chunked=False)
 
     def write(self, data: bytes) -> None:
-        """Takes whole events."""
+        """Adds events; `data` holds whole events."""
         if self.is_over:
             return
         if self.is_streamed:
@@ -119,20 +123,20 @@ class Run:
         self._wake()
 
     def result(self, response: StoredResponse) -> None:
-        """Takes the finished response; the events that are written next are the last."""
+        """Records the finished response; the events that are written next are the last ones."""
         self._result = response
 
     def fail(self, error: HearthError) -> None:
-        """Ends the run by an error, unless it is over."""
+        """Ends the run with an error, unless it is over."""
         if self.is_over:
             return
         if not self.accepted.done():
             self.accepted.set_exception(error)
-            self.accepted.exception()  # nobody may be waiting
+            self.accepted.exception()  # marks the error as retrieved: perhaps nothing waits for it
             self._end()
         elif self.failing is not None:
             self.write(self.failing(error))
-        else:  # before there was anything to render it: after a restart
+        else:  # after a restart there may be no renderer yet
             self._result = self._ended_early(FAILED, error)
             self.write(event("response.failed", len(self.events), response=Raw(self._result.shown)))
 
@@ -143,11 +147,11 @@ class Run:
         return self.snapshot() if self.snapshot is not None else self._shown
 
     async def wait(self) -> None:
-        """Returns when there is a new event, or the run is over."""
+        """Waits until there is a new event or the run is over."""
         await self._news.wait()
 
     def cancel(self) -> None:
-        """Ends the run because its client wishes so."""
+        """Ends the run at its client's request."""
         if self.is_over:
             return
         if self.accepted.done():
@@ -159,7 +163,7 @@ class Run:
     # ---- over a restart
 
     def hold(self) -> None:
-        """Stops here, because the next daemon goes on with it."""
+        """Stops the run in this daemon, because the next one continues it."""
         self.is_over = self.is_held = True
         connection = self._client.get_protocol() if not self._client.is_closing() else None
         if isinstance(connection, Connection):
@@ -170,13 +174,13 @@ class Run:
         self._place, self._shown = place, begun.shown
         self.accepted.set_result(None)
         words = array("I", room[: len(room) // _WORD_BYTES * _WORD_BYTES]) or array("I", [0])
-        # where the last token that may be is there, its end was not told, so it is made anew
+        # if all max_tokens are there, the last one is generated again, because its finish reason was not kept
         made = [word - 1 for word in takewhile(bool, words[1:])][: begun.max_tokens - 1]
         sequence = SequenceSoFar(made, num_cached=max(words[0] - 1, 0))
         self.serve(server, begun.received, RequestSoFar(begun.nonce, begun.created, False, True, begun.model, [sequence]))
 
     def note(self, at: int, ids: Sequence[int], num_cached: int) -> None:
-        """Keeps tokens of the reply. at: how many came before them."""
+        """Keeps tokens of the reply. at: the number of tokens before them."""
         if self._place is None or self.is_over:
             return
         words = array("I", [token_id + 1 for token_id in ids])
@@ -184,12 +188,12 @@ class Run:
             if not at:
                 self._runs.records.write_room(self._place, 0, array("I", [num_cached + 1]).tobytes())
             self._runs.records.write_room(self._place, _WORD_BYTES * (1 + at), words.tobytes())
-        except OSError as error:  # it goes on, but not beyond this daemon
+        except OSError as error:  # the run continues, but does not survive this daemon
             log.error("%s will not survive a restart: %s", self.public_id, error)
             self._forget()
 
     def _gone(self) -> None:
-        """Ends the run if its handler has ended without a word: the connection is closed."""
+        """Ends the run with an error if its handler has closed the connection without an answer."""
         self.fail(ServerFault("internal_error", "The server failed on this request; see its log."))
 
     def _ended_early(self, status: str, error: HearthError | None) -> StoredResponse:
@@ -216,18 +220,18 @@ class Run:
 
 
 def event(name: str, number: int, /, **fields: object) -> bytes:
-    """Returns a response's event. number: its sequence_number."""
+    """Returns a server-sent event of a response. number: its sequence_number."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _json({"type": name, **fields, "sequence_number": number}))
 
 
 def as_failure(error: HearthError) -> dict[str, str]:
-    """Returns an error as a failed response shows it."""
+    """Returns an error in the form of a failed response."""
     return {"code": "rate_limit_exceeded" if error.status == 429 else "server_error", "message": error.message}
 
 
 class BackgroundRuns:
-    """All responses in the making. stored: where the finished ones go. records: of the daemon before this one, for go_on(); None:
-    nothing is kept beyond this one."""
+    """All background responses in progress. stored: the store of finished responses. records: the records of an earlier daemon, for
+    go_on(); None: they end with this daemon."""
 
     def __init__(self, stored: ResponseStore, records: KeptRecords | None = None) -> None:
         self._stored = stored
@@ -235,9 +239,10 @@ class BackgroundRuns:
         self._by_id: dict[tuple[str, str], Run] = {}
 
     def begin(self, connection: Connection, request: RequestSoFar, tenant: str, public_id: str, is_streamed: bool) -> Run:
-        """Begins a run of the request that the connection is answering, whose body is read. request: what is drawn for it."""
+        """Begins a run of the request that the connection is answering, whose body was read. request: the state from which its
+        random values are drawn."""
         run = self._by_id.get((tenant, public_id))
-        if run is None:  # else it was begun before a restart, which the client's connection outlived
+        if run is None:  # otherwise the run began before a restart, which the client's connection survived
             run = self._by_id[tenant, public_id] = Run(self, tenant, public_id, is_streamed)
             run.serve(connection.server, connection.request_bytes(is_last=True), request)
         return run
@@ -246,20 +251,20 @@ class BackgroundRuns:
         return self._by_id.get((tenant, public_id))
 
     def hold(self) -> None:
-        """Leaves all runs to the next daemon."""
+        """Stops all runs, so that the next daemon continues them."""
         for run in self._by_id.values():
             run.hold()
 
     def go_on(self, server: ConnectionServer) -> int:
-        """Goes on with the runs that an earlier daemon has left, and returns how many they are."""
+        """Continues the runs of an earlier daemon, and returns their number."""
         for place in self.records:
             try:
                 begun = _decoder.decode(self.records.read(place))
-            except msgspec.DecodeError:  # another version's
+            except msgspec.DecodeError:  # written by another version of hearthd
                 log.warning("a response in the making is lost: another version of hearthd began it")
                 self.records.remove(place)
                 continue
-            if self._stored.knows(begun.tenant, begun.public_id):  # it was killed between two lines
+            if self._stored.knows(begun.tenant, begun.public_id):  # the daemon was killed before it removed the record
                 self.records.remove(place)
                 continue
             run = self._by_id[begun.tenant, begun.public_id] = Run(self, begun.tenant, begun.public_id, begun.is_streamed)
@@ -270,7 +275,7 @@ class BackgroundRuns:
         return self.records.add(msgspec.msgpack.encode(begun), _WORD_BYTES * (1 + begun.max_tokens))
 
     def store(self, response: StoredResponse, events: bytes) -> None:
-        """Keeps a finished response with its events, or without them where only that has room."""
+        """Stores a finished response with its events, or without them if there is only room for that."""
         with_events = msgspec.structs.replace(response, events=events)
         if not self._stored.add(with_events) and not self._stored.add(response):
             log.warning("%s is larger than stored_responses_bytes, so it is lost", response.public_id)
@@ -280,12 +285,13 @@ class BackgroundRuns:
 
 
 def split_events(packed: bytes) -> list[bytes]:
-    """Returns whole events one by one."""
+    """Splits a text of whole events into single ones."""
     return [one + _EVENT_END for one in packed.split(_EVENT_END)[:-1]]
 
 
 class _Noting:
-    """The TokenSink of a run: each token makes events of its own, as it will if it is given to the next daemon's sink."""
+    """The TokenSink of a run. It passes tokens on one at a time, so that the events are the same when the next daemon passes the
+    kept tokens on."""
 
     __slots__ = ("_at", "_generation", "_run", "_sink")
 
@@ -308,7 +314,7 @@ class _Noting:
 
 
 class _Events(asyncio.WriteTransport):
-    """The transport over which a run gets its events."""
+    """The transport through which a run receives its events."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -322,7 +328,7 @@ class _Events(asyncio.WriteTransport):
 
 
 class _EverReady:
-    """A connection whose client reads fast enough."""
+    """Stands for a connection whose client always reads fast enough."""
 
     writing_paused = False
 

@@ -15,10 +15,10 @@ _JSON_TYPES = ("application/json", "text/json")
 async def read_body(
     request: web.Request, max_bytes: int, timeout_s: float, more_types: Sequence[str] = (), read: bytearray | None = None
 ) -> bytes:
-    """Returns a body. more_types: values of Content-Type that are taken besides those of JSON. read: gets what has arrived of a
-    body that comes in pieces. Raises BadRequest: 408, 411, 413, 415 or 400."""
+    """Returns a request's body. more_types: values of Content-Type that are accepted besides those of JSON. read: receives the
+    bytes of a body that arrives in pieces. Raises BadRequest: 408, 411, 413, 415 or 400."""
     content_type = request.content_type
-    # clients that name no type at all get the benefit of the doubt (aiohttp reports octet-stream)
+    # a missing Content-Type, which aiohttp reports as octet-stream, is accepted
     is_json = content_type in _JSON_TYPES or content_type.endswith("+json")
     if "Content-Type" in request.headers and not is_json and content_type not in more_types:
         raise BadRequest(
@@ -39,7 +39,7 @@ async def read_body(
     if length is not None and length > max_bytes:
         raise _too_large(max_bytes)
     try:
-        if request.content.is_eof():  # it came with the headers, as short ones do
+        if request.content.is_eof():  # a short body arrives together with the headers
             body = request.content.read_nowait()
             if len(body) > max_bytes:
                 raise _too_large(max_bytes)
@@ -55,7 +55,7 @@ async def read_body(
 
 
 async def _come(request: web.Request, max_bytes: int, timeout_s: float, body: bytearray) -> bytes:
-    """Returns a body that is still arriving, and adds what has arrived to `body`. Raises TimeoutError."""
+    """Reads a body that is still arriving, adds its bytes to `body`, and returns all of it. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while chunk := await request.content.readany():
             body += chunk

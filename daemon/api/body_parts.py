@@ -1,4 +1,5 @@
-"""Reads a request's body: its two parts, the small one the daemon needs and the long one for the text worker, and its model."""
+"""Reads a request's body into its two parts, the small one for the daemon and the long one for the text worker, and finds its
+model."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ INLINE_BYTES = 128 << 10
 
 
 async def read_data(call: Call, body: Body[HeadT]) -> bytes:
-    """Returns the body's bytes, which are read once. Raises HearthError."""
+    """Returns the body's bytes; later calls return the same bytes. Raises HearthError."""
     context = call.context
     if call.data is None:
         call.progress.body = arrived = bytearray()
@@ -23,8 +24,8 @@ async def read_data(call: Call, body: Body[HeadT]) -> bytes:
 
 
 async def read_parts(call: Call, body: Body[HeadT]) -> tuple[HeadT, bytes, ModelEntry]:
-    """Reads a short body in place, and one that would hold the event loop in a text worker. The path's model comes before the
-    body's. Raises HearthError."""
+    """Parses a body and returns its small part, its long part and its model. A short body is parsed here, a long one, which would
+    block the event loop, in a text worker. A model in the path takes precedence over the body's. Raises HearthError."""
     context = call.context
     data = await read_data(call, body)
     if len(data) <= INLINE_BYTES:

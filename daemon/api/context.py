@@ -1,4 +1,4 @@
-"""What every handler needs: the ports to the rest of the daemon, settings, limits."""
+"""The context that every handler needs: the ports to the rest of the daemon, settings, limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from daemon.upstreams.upstreams import Upstreams
 
 
 class _NoSender:
-    """Stands in where a request has no tenant: a stranger's, who is served nothing that counts."""
+    """The sender of a request without a tenant, which comes from a stranger. Strangers are served only endpoints that count
+    nothing."""
 
     def charge(self, num_prompt_tokens: int, field: str) -> None:
         raise AssertionError("charged without a tenant")
@@ -42,19 +43,19 @@ class ApiContext:
     stored: ResponseStore
     background: BackgroundRuns
     access: Access = field(default_factory=Access)
-    serves: Callable[[Guarded], bool] = lambda endpoint: True  # whether this listener serves it
+    serves: Callable[[Guarded], bool] = lambda endpoint: True  # tells whether this listener serves an endpoint
     page: PageFeed | None = None  # None: there is no status page
-    more_headers: Mapping[str, str] = field(default_factory=dict)  # of this request's answer; `sender` adds to them
+    more_headers: Mapping[str, str] = field(default_factory=dict)  # headers of this request's answer; `sender` adds to them
     answered: Callable[[str, int], None] = lambda endpoint, status: None  # counts an answer: endpoint, HTTP status
     quotas: Quotas = field(default_factory=Quotas)
     audit: AuditLog = field(default_factory=AuditLog)
     sender: SenderPort = _NO_SENDER
-    upstreams: Upstreams | None = None  # None: this node answers for all its names itself
-    adapters: AdapterPort | None = None  # None: none are loaded over HTTP
+    upstreams: Upstreams | None = None  # None: no other server answers for this node's names
+    adapters: AdapterPort | None = None  # None: adapters cannot be loaded over HTTP
 
     def scoped(self, models: ModelPort, requests: RequestPort, sender: SenderPort, more_headers: Mapping[str, str]) -> ApiContext:
-        """Returns the context of one request. It is written out because dataclasses.replace() takes longer than all of a
-        request's checks."""
+        """Returns the context of one request. All fields are listed here, because dataclasses.replace() takes longer than all
+        checks of a request together."""
         return ApiContext(
             requests, models, self.text, self.health, self.settings, self.clock, self.max_body_bytes,
             self.stored, self.background, self.access, self.serves, self.page, more_headers, self.answered,

@@ -42,10 +42,11 @@ class FieldTable(NamedTuple):
 class Body(Generic[HeadT]):
     """How a request's body is read.
 
-    parse: takes the JSON; returns the small part, which the daemon needs, and the long part, which only the text worker looks into.
-    Raises BadRequest naming the field. A module's own function: long bodies are read by a text worker, which imports it by name.
-    head: the small part's type. default_tag: an ending that the endpoint's clients add to a model's name; the name is tried without
-    it where no model has it. more_types: values of Content-Type that its clients send besides those of JSON."""
+    parse: takes the JSON; returns the small part, which the daemon needs, and the long part, which only the text worker decodes.
+    Raises BadRequest naming the field. It must be a module's top-level function, because text workers, which parse long bodies,
+    import it by name. head: the small part's type. default_tag: a suffix that the endpoint's clients add to a model's name; if no
+    model has that name, it is tried without the suffix. more_types: values of Content-Type that its clients send besides those of
+    JSON."""
 
     parse: Callable[[bytes], tuple[HeadT, bytes]]
     head: type[HeadT]
@@ -63,28 +64,28 @@ class Body(Generic[HeadT]):
         return f"{self.parse.__module__}:{self.parse.__qualname__}"
 
     def unpack(self, head: bytes) -> HeadT:
-        """Returns the small part that a text worker has read and packed."""
+        """Returns the small part that a text worker has parsed and packed."""
         return self._decoder.decode(head)
 
 
 @dataclass(frozen=True, eq=False)
 class Endpoint:
-    """One thing that the API offers.
+    """An endpoint of the API.
 
-    name: in logs and metrics. paths: the first is the one that the reference names; {id} in one stands for any text. about: a
-    line of the reference.
-    operation: what the model does, as OpenTelemetry names it (gen_ai.operation.name), in traces; "": no work of a model's.
-    per_model: also served below /m/MODEL, for that model alone.
+    name: its name in logs and metrics. paths: the reference names the first one; {id} in a path stands for any text. about: its
+    line in the reference. operation: the model's operation in traces, as OpenTelemetry names it (gen_ai.operation.name); "": no
+    model works for this endpoint. per_model: whether it is also served below /m/MODEL, for that model alone.
 
-    error_body: returns an error as the endpoint's clients expect it. limit_headers: returns the headers that tell them what is
-    left of their tenant's limits, from that and the Unix time.
+    error_body: returns an error in the form that the endpoint's clients expect. limit_headers: returns the headers that tell
+    clients what is left of their tenant's limits. Its arguments are what is left and the Unix time.
 
-    passes_on: the path below another server's address that requests go to whose model that server answers; "": they are refused.
+    passes_on: the path, below another server's address, to which requests for that server's models go; "": such requests are
+    refused.
 
-    open: served without a key where keys are set; handle() then has to keep the node's inside from strangers (Call.stranger).
-    watching: reports on all tenants, so an admin's key is needed as soon as there is one.
-    operating: changes what the node serves, so an admin's key is needed, or a connection of this machine where no keys are set.
-    for_operators: leaves the main listener if operators have a listener of their own."""
+    open: whether it is served without a key even if keys are set; handle() then must not reveal the node's internals to strangers
+    (Call.stranger). watching: whether it reports on all tenants, so that an admin's key is needed as soon as there is an admin.
+    operating: whether it changes what the node serves, so that it needs an admin's key or, if no keys are set, a connection from
+    this machine. for_operators: whether the main listener does not serve it if operators have a listener of their own."""
 
     name: str
     paths: tuple[str, ...]
@@ -105,9 +106,9 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Call:
-    """One request at an endpoint. scope: the model of /m/MODEL/…; None: the path names none. path_id: what stands for the {id} of
-    the endpoint's path. stranger: keys are set and the request has none. tenant: its sender's name, "" without keys. key: how its
-    key's sum begins, or ""."""
+    """One request at an endpoint. scope: the model of /m/MODEL/…; None: the path names none. path_id: the text in place of {id} in
+    the path. stranger: whether keys are set and the request has none. tenant: the sender's name, "" without keys. key: the first
+    digits of the key's hash, or ""."""
 
     request: web.Request
     context: ApiContext
@@ -118,8 +119,8 @@ class Call:
     stranger: bool = False
     tenant: str = ""
     key: str = ""
-    data: bytes | None = None  # the body, once it is read
-    resolved: ModelEntry | None = None  # the body's model, if it was looked up before the endpoint's own look
+    data: bytes | None = None  # the body, once it was read
+    resolved: ModelEntry | None = None  # the body's model, if it was looked up before the endpoint's handler runs
 
     @property
     def request_id(self) -> str:

@@ -1,5 +1,5 @@
-"""Every `code` a client or `hearth` may meet: what it means and what to do. docs/reference/http.md and docs/operations.md are held
-to this table, and this table to the code by a test."""
+"""All error codes that a client or `hearth` may meet, each with its meaning and what to do. Tests check that docs/reference/http.md
+and docs/operations.md agree with this table, and the table with the code."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Requests for models that another server answers (`upstream`): the body goes there with the model's name in it exchanged, and the
-answer comes back as it is made.
+"""Forwards requests for models that another server answers (`upstream`): the body is sent there with the model's name replaced, and
+the answer is passed back as it arrives.
 
-What the client's request has besides its body stays here, above all its key. What goes along is X-Request-Id, traceparent and
-tracestate, and Via, by which circles are found.
+Nothing else of the client's request is forwarded, above all not its key, except X-Request-Id, traceparent, tracestate, and Via,
+which reveals circles.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from engine.protocol import SamplingParams
 
 MAX_ANSWER_BYTES = 256 << 20
 MAX_ERROR_BYTES = 64 << 10
-BYTES_A_TOKEN = 4  # of a text, where a server did not say how many tokens it has
-LONG_PROMPT_TOKENS = 32_768  # the longest that is estimated
+BYTES_A_TOKEN = 4  # bytes of text per token, if the server does not report its tokens
+LONG_PROMPT_TOKENS = 32_768  # the upper limit of an estimated prompt
 LAST_BYTES_S = 1.0  # how long a server may take to end an answer whose last event has come
 _PASSED_ON = ("traceparent", "tracestate")
 
 
 async def answer_elsewhere(call: Call, upstreams: Upstreams, path: str) -> web.StreamResponse | None:
-    """Answers a request if another server answers for its model; otherwise returns None, and the endpoint does. path: the
-    endpoint's below that server's address. Raises HearthError."""
+    """Forwards a request if another server answers for its model, and returns the answer; otherwise returns None, and the endpoint
+    answers. path: the endpoint's path below that server's address. Raises HearthError."""
     models, body = call.context.models, call.endpoint.body
     assert body is not None
     if call.scope is not None and not models.resolve(call.scope).upstream:
@@ -49,7 +49,7 @@ async def answer_elsewhere(call: Call, upstreams: Upstreams, path: str) -> web.S
     fields = forwarded.fields_of(await read_data(call, body))
     name = call.scope or (fields and forwarded.text_of(fields, "model"))
     if fields is None or not name:
-        return None  # the endpoint says what is wrong with it
+        return None  # the endpoint reports what is wrong with the body
     try:
         model = call.resolved = models.resolve(name)
     except HearthError:
@@ -63,7 +63,7 @@ async def answer_elsewhere(call: Call, upstreams: Upstreams, path: str) -> web.S
 
 
 class _Sink:
-    """Ends the exchange with the other server when the request's time is over, or the node stops. Implements TokenSink."""
+    """Ends the exchange with the other server when the request times out, or the node stops. Implements TokenSink."""
 
     def __init__(self, limit: asyncio.Timeout) -> None:
         self.error: HearthError | None = None
@@ -74,7 +74,7 @@ class _Sink:
 
     def failed(self, error: HearthError) -> None:
         self.error = error
-        with contextlib.suppress(RuntimeError):  # the exchange is over already
+        with contextlib.suppress(RuntimeError):  # the exchange has ended already
             self._limit.reschedule(asyncio.get_running_loop().time())
 
 
@@ -102,10 +102,10 @@ class _Forwarded:
             priority=call.context.sender.priority(asked),
             reported=self._reported,
         )
-        self._response: web.StreamResponse | None = None  # once its head is sent
+        self._response: web.StreamResponse | None = None  # the response, once its head was sent
 
     async def answer(self) -> web.StreamResponse:
-        """Returns the whole answer, or a stream's when its last byte is sent. Raises HearthError before the first byte."""
+        """Returns the whole answer, or a stream after its last byte was sent. Raises HearthError before the first byte."""
         requests = self._call.context.requests
         self._call.context.sender.charge(0, "model")
         requests.forward(self._generation)
@@ -147,7 +147,7 @@ class _Forwarded:
         headers |= keys.headers(address.key)
         headers |= {name: value for name in _PASSED_ON if (value := self._call.request.headers.get(name)) is not None}
         if (own := self._call.context.more_headers.get(RESPONSE_HEADER)) is not None:
-            headers["traceparent"] = own  # that server's span belongs to this node's
+            headers["traceparent"] = own  # the other server's span becomes a child of this node's span
         generation.submitted_s = time.monotonic()
         self._reported.prompt_tokens = self._estimate()
         try:
@@ -206,12 +206,13 @@ class _Forwarded:
         except _ClientGone:
             return response, "cancelled"
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
-            async with asyncio.timeout(LAST_BYTES_S):  # the connection can be used again only if nothing is left in it
+            async with asyncio.timeout(LAST_BYTES_S):  # the connection can be reused only if nothing is left unread in it
                 await answer.content.readany()
         return response, "failed" if made.has_failed else made.outcome
 
     async def _next(self, answer: aiohttp.ClientResponse) -> bytes | None:
-        """Returns what has come, b"" at the end, or None if nothing came for so long that the client gets a comment."""
+        """Returns the next bytes of the answer, b"" at its end, or None if the server was silent for so long that the client should
+        get a comment."""
         try:
             async with asyncio.timeout(self._call.context.settings.sse_comment_every_s):
                 return await answer.content.readany()
@@ -219,7 +220,7 @@ class _Forwarded:
             return None
 
     async def _end_with(self, response: web.StreamResponse, error: HearthError) -> None:
-        """Sends the error as the stream's last event. A client that does not read it loses its connection."""
+        """Sends the error as the stream's last event. If the client does not read it, its connection is closed."""
         try:
             async with asyncio.timeout(LAST_BYTES_S):
                 await response.write(b"data: %b\n\n" % msgspec.json.encode(error.body()))
@@ -234,18 +235,19 @@ class _Forwarded:
             raise failure.invalid(self._upstream.address.host, what)
 
     def _estimate(self) -> int:
-        """Returns how many tokens the prompt may have. It counts if the answer is cut before the server says how many they are,
-        so that nobody gets a prompt for nothing."""
+        """Returns an estimate of the prompt's tokens. It is charged if the answer breaks off before the server has reported the
+        real number, so that no prompt is free."""
         return min(len(self._body) // BYTES_A_TOKEN, self._upstream.max_model_len or LONG_PROMPT_TOKENS)
 
 
 class _ClientGone(Exception):
-    """The client has closed its connection."""
+    """Raised when the client has closed its connection."""
 
 
 @contextlib.contextmanager
 def _client_may_go() -> Iterator[None]:
-    """Tells a client that is gone from a server that is: both are a ConnectionError."""
+    """Distinguishes a client that is gone from a server that is gone, because both raise ConnectionError: an error in this context
+    is the client's."""
     try:
         yield
     except ConnectionError:

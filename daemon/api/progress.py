@@ -1,4 +1,4 @@
-"""A request in progress: what is drawn for it, and what the next daemon needs to go on with it after a restart."""
+"""The state of a request in progress: its random values, and what the next daemon needs to continue it after a restart."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _FINISH = {"": FINISH_NONE, "stop": FINISH_STOP, "length": FINISH_LENGTH}
 
 
 class Progress:
-    """One request's state. Whatever is random in it follows from its nonce, so that the next daemon, which reads the request again
-    with the same nonce, makes the same of it: the same seeds and ids.
+    """The state of one request. All its random values follow from its nonce. So the next daemon, which reads the request again with
+    the same nonce, draws the same seeds and ids.
 
-    request_id: as in X-Request-Id. created: Unix time in seconds. before: what an earlier daemon has made of the request; None: it
-    is new. began_ns: as in RequestSoFar. body: see InProgress. starts_over: its sequences cannot be gone on with, only begun again.
-    is_charged: returns whether it was taken from its tenant's limits. is_handed_over: see InProgress. takes_over: the answer that
-    the client already has the begin of goes on. run: the response that is made of it in the background; None: a client waits."""
+    request_id: as in X-Request-Id. created: Unix time in seconds. before: the request's state in an earlier daemon; None: it is
+    new. began_ns: as in RequestSoFar. body: see InProgress. starts_over: whether its sequences can only be started again, not
+    continued. is_charged: returns whether the request was counted against its tenant's limits. is_handed_over: see InProgress.
+    takes_over: whether this daemon continues an answer of which the client already has the beginning. run: the background response
+    that the request makes; None: a client waits."""
 
     __slots__ = (
         "_nonce", "before", "began_ns", "body", "created", "generations", "group", "is_charged", "is_handed_over", "request_id",
@@ -43,15 +44,16 @@ class Progress:
         self.is_charged: Callable[[], bool] = bool
 
     def drawn(self, what: str) -> bytes:
-        """Returns 32 random bytes, always the same ones for the same request and name."""
+        """Returns 32 pseudo-random bytes, which depend only on the request's nonce and on `what`."""
         return hashlib.blake2b(what.encode(), digest_size=32, key=self._nonce).digest()
 
     def seed(self, prompt: int) -> int:
-        """Returns the seed of a prompt's first sequence. prompt: its place in the request."""
+        """Returns the seed of a prompt's first sequence. prompt: the prompt's index in the request."""
         return int.from_bytes(self.drawn(f"seed/{prompt}")[:8], "little") >> 1
 
     def drawn_from(self) -> RequestSoFar:
-        """Returns what the same request is given to draw the same when it is read again, though nothing of it was done yet."""
+        """Returns a state with which the request, when it is read again, draws the same values, but of which nothing is done
+        yet."""
         return RequestSoFar(self._nonce, self.created)
 
     # ---- for the next daemon
@@ -65,7 +67,7 @@ class Progress:
         sequences = [] if self.starts_over else [_so_far(each) for each in self.generations]
         model = self.generations[0].model if self.generations else None
         known = model.identity if model is not None else ("", "")
-        if not sequences and self.before is not None and not self.starts_over:  # it had not come so far again
+        if not sequences and self.before is not None and not self.starts_over:  # it has not caught up with its earlier state
             known, sequences = self.before.model, self.before.sequences
         return RequestSoFar(self._nonce, self.created, is_open, self.is_charged(), known, sequences, self.began_ns)
 
@@ -78,12 +80,12 @@ class Progress:
 
     @property
     def is_open(self) -> bool:
-        """Returns whether the client already has the begin of the answer."""
+        """Returns whether the client already has the beginning of the answer."""
         return self.before is not None and self.before.is_open
 
     def resume(self) -> None:
-        """Gives the sequences, whose sinks are set, what the daemon before this one has made of them. Those that have ended get an
-        outcome and must not be submitted. Raises HearthError if the model is another one now."""
+        """Gives the sequences, whose sinks are set, the tokens that an earlier daemon has generated for them. Sequences that have
+        ended get an outcome and must not be submitted. Raises HearthError if the name leads to another model now."""
         before = self.before
         if before is None or not before.sequences:
             return
@@ -101,7 +103,7 @@ def _so_far(generation: Generation) -> SequenceSoFar:
 
 
 def _resume(generation: Generation, before: SequenceSoFar) -> None:
-    """Gives the sink the tokens one by one, as it has got nearly all of them, so that it counts as many events."""
+    """Gives the tokens to the sink one by one, so that it counts as many events as before: nearly all tokens came one by one."""
     generation.output, generation.num_cached = list(before.output), before.num_cached
     generation.num_resumed, generation.was_accepted = len(before.output), True
     if before.output:

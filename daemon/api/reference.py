@@ -1,6 +1,6 @@
-"""`python -m daemon.api.reference` prints docs/reference/http.md, from the endpoints, the body types and the table of codes.
+"""`python -m daemon.api.reference` prints docs/reference/http.md, from the endpoints, the body types and the table of error codes.
 
-A field's meaning stands beside its type; a test finds fields and codes without one.
+A field's meaning is written next to its type; a test finds fields and codes without a meaning.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ CONTROL = {
 
 
 def tables() -> list[FieldTable]:
-    """Returns the tables of body fields, each once."""
+    """Returns the tables of body fields, each only once."""
     bodies = [endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None]
     return list({table.type: table for body in bodies for table in body.tables}.values())
 
 
 def body_fields(body: type[Struct]) -> dict[str, str]:
-    """Returns for each field that a body type adds to Common its type and range. Fields that are not served are left out."""
+    """Returns the fields that a body type adds to Common, each with its type and range. Fields that are not served are left out."""
     own = set(body.__annotations__) - set(neutral_values(body))
     info: Any = msgspec.inspect.type_info(body)
     return {field.name: _type(field.type) for field in info.fields if field.name in own}
@@ -168,7 +168,7 @@ def reference() -> str:
 
 
 def codes_table() -> str:
-    """Returns the part of docs/operations.md that is made from the table of codes."""
+    """Returns the part of docs/operations.md that is generated from the table of error codes."""
     lines = ["| code | status | what it means | what to do |", "|---|---|---|---|"]
     lines += [f"| `{code}` | {status} | {meaning} | {do} |" for code, (status, meaning, do) in CODES.items()]
     return "\n".join(lines) + "\n"

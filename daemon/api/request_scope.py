@@ -1,7 +1,7 @@
-"""One HTTP request's view of the node: the models its tenant may use, what it takes of the tenant's limits, and a record for the
+"""One HTTP request's view of the node: the models that its tenant may use, its use of the tenant's limits, and its record for the
 log and the metrics.
 
-Handlers get it as `context.models`, `context.requests` and `context.sender`, so none of them can forget whose request it is.
+Handlers get it as `context.models`, `context.requests` and `context.sender`, so no handler can forget whose request it is.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from daemon.traces.request_trace import RequestTrace
 
 log = logging.getLogger("hearthd.request")
-ASKED_CHARACTERS = 128  # of a name that a client chose, in the log
+ASKED_CHARACTERS = 128  # the most characters of a client's model name that are logged
 
 
 class RequestScope:
-    """ModelPort, RequestPort and SenderPort of one request. key: its sender's. headers: of its answer; those that tell what is left
-    of the tenant's limits are added to them. trace: None while tracing is off. started_s: monotonic."""
+    """ModelPort, RequestPort and SenderPort of one request. key: the sender's key. headers: the answer's headers; those that tell
+    what is left of the tenant's limits are added to them. trace: None while tracing is off. started_s: monotonic seconds."""
 
     __slots__ = (
         "_charge",
@@ -63,20 +63,21 @@ class RequestScope:
         limit_headers: Callable[[Standing, float], Mapping[str, str]],
         is_charged_before: bool = False,
     ) -> None:
-        """limit_headers: as an Endpoint's. is_charged_before: an earlier daemon has taken the request from its tenant's limits."""
+        """limit_headers: as in Endpoint. is_charged_before: whether an earlier daemon has counted the request against its tenant's
+        limits."""
         self._is_charged_before = is_charged_before
         self.key, self.tenant, self._models, self._requests = key, key.tenant, models, requests
         self._quotas, self.headers, self._limit_headers = quotas, headers, limit_headers
         self._charge: Charge | None = None
         self._expectation: Expectation | None = None
         self.started_s = time.monotonic()
-        self.model = ""  # the last one asked for, if there is such a one
-        self.asked = ""  # the name that the table of names led to it, or that its adapter was asked by, if one was
-        self.adapter = ""  # with which the model answers, if it does with one
+        self.model = ""  # the last model that was resolved, "" for none
+        self.asked = ""  # the requested name, if it came by the table of names or is an adapter's name, else ""
+        self.adapter = ""  # the adapter with which the model answers, "" for none
         self.generations: list[Generation] = []
         self.trace: RequestTrace | None = None
 
-    # ---- ModelPort, for this tenant; an `asker` is not looked at
+    # ---- ModelPort, for this tenant; the argument `asker` is ignored
 
     def resolve(self, name: str, asker: Asker | None = None) -> ModelEntry:
         entry = self._models.resolve(name, self.tenant)
@@ -102,7 +103,7 @@ class RequestScope:
 
     def submit(self, generation: Generation) -> None:
         if self._charge is None:
-            self.charge(len(generation.prompt), "prompt")  # an endpoint that forgot to: nothing passes for free
+            self.charge(len(generation.prompt), "prompt")  # in case an endpoint forgot to charge: no request is free
         generation.tenant, generation.weight = self.tenant.name, self.tenant.weight
         self.generations.append(generation)
         if self.trace is not None:
@@ -113,7 +114,7 @@ class RequestScope:
         self._expectation_over()
 
     def expect(self, model: ModelEntry, tenant: str = "") -> Expectation:
-        """Expects nothing for a tenant that is over its limits."""
+        """Returns the dispatcher's expectation, or an empty one for a tenant that is over its limits."""
         self._expectation_over()
         may_be_over = self.tenant.limits.any and not self._is_charged_before
         if may_be_over and self._quotas.is_over(self.tenant, moment.now()):
@@ -167,11 +168,11 @@ class RequestScope:
         return asked
 
     def was_charged(self) -> bool:
-        """Returns whether the request was taken from the tenant's limits, by this daemon or an earlier one."""
+        """Returns whether the request was counted against the tenant's limits, by this daemon or an earlier one."""
         return self._charge is not None or self._is_charged_before
 
     def close(self) -> None:
-        """Counts what the request has made against the tenant's limits. It must be called at the request's end."""
+        """Counts the tokens that the request has used against the tenant's limits. It must be called at the request's end."""
         self._expectation_over()
         if self._charge is not None:
             charge, self._charge = self._charge, None
@@ -180,7 +181,7 @@ class RequestScope:
             self._tell_limits(now)
 
     def _num_made(self) -> int:
-        # a prompt that another server counts is not taken at the admission, because its length is not known by then
+        # a prompt that another server counts was not charged at the admission, because its length was unknown
         return sum(
             len(each.output) - each.num_resumed if each.reported is None else each.num_prompt_tokens + each.num_output_tokens
             for each in self.generations
@@ -195,7 +196,7 @@ class RequestScope:
     # ---- the record
 
     def counted(self) -> dict[str, object]:
-        """Returns what the audit log says of the request when it has ended."""
+        """Returns the fields of the audit log's entry for a request that has ended."""
         return {
             "model": self.model,
             **({"adapter": self.adapter} if self.adapter else {}),
@@ -205,7 +206,7 @@ class RequestScope:
         }
 
     def ended(self, request_id: str, endpoint: str, status: int) -> None:
-        """Writes the one line that a request leaves in the log. status: HTTP; 499 if the client had gone."""
+        """Writes the request's line in the log, the only one. status: the HTTP status; 499 if the client had gone."""
         if not log.isEnabledFor(logging.INFO):
             return
         now = time.monotonic()
@@ -227,12 +228,12 @@ class RequestScope:
 
 
 def _is_unused(generation: Generation) -> bool:
-    """Returns whether no engine got the sequence. The prompt of several sequences counts with the first one."""
+    """Returns whether the sequence never reached an engine. A prompt of several sequences counts with the first one."""
     return not generation.submitted_s and not generation.output and not generation.is_copy
 
 
 def _of_generations(generations: Sequence[Generation], started_s: float) -> dict[str, object]:
-    """Returns what the log says of a request's sequences. Counts are of all of them, times of the first."""
+    """Returns the log fields of a request's sequences. Counts are sums over all of them, times are the first one's."""
     first = generations[0]
     record: dict[str, object] = {
         "cause": f"req-{first.request_id}",

@@ -1,5 +1,5 @@
-"""The responses of /v1/responses that are kept, so that later requests can follow them by previous_response_id, and so that
-background ones can be fetched. They are kept over a restart."""
+"""Stores the responses of /v1/responses, so that later requests can follow them by previous_response_id, and background responses
+can be fetched. They survive a restart."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from daemon.errors import BadRequest
 from daemon.process.kept_records import KeptRecords, memory_of
 
 log = logging.getLogger("hearthd.api")
-NAME = "responses"  # in the FD store
-ENTRY_BYTES = 512  # what the objects of one response take besides its record
-MAX_TURNS = 1024  # of a conversation: putting so many together takes the event loop some milliseconds
+NAME = "responses"  # the name in the FD store
+ENTRY_BYTES = 512  # memory that the Python objects of one response take besides its record
+MAX_TURNS = 1024  # the most responses in a conversation: joining so many takes the event loop some milliseconds
 _WHY_GONE = "is not kept here: it was not stored, was deleted, or made room for newer ones"
 _messages = msgspec.msgpack.Decoder(list[Raw])
 _pack = msgspec.msgpack.encode
 
 
 class StoredResponse(Struct, frozen=True):
-    """One response. messages: its own turn, the input's and the answer's, packed as a chat's; without instructions. b"": it has
-    failed or was cancelled, so nothing can follow it. shown: the response's JSON. previous: the id of the response that it follows,
-    or "". next_call: the number of the conversation's next call in dialects that count calls. background: whether it was made
-    without a client waiting. events: those of its stream, if it may be fetched as one."""
+    """One response. messages: the input and the answer of its own turn, packed like a chat's messages, without instructions; b"" if
+    the response has failed or was cancelled, so that no other can follow it. shown: the response's JSON. previous: the id of the
+    response that it follows, or "". next_call: the number of the conversation's next call, for dialects that count calls.
+    background: whether it was generated without a waiting client. events: the events of its stream, if it may be fetched as a
+    stream."""
 
     public_id: str
     tenant: str
@@ -42,7 +43,7 @@ _decoder = msgspec.msgpack.Decoder(StoredResponse)
 
 
 class _Kept(NamedTuple):
-    """Where a response is, and what is asked of it most. num_bytes: of memory."""
+    """The place of a stored response, and the fields that are needed most often. num_bytes: the memory that it takes."""
 
     tenant: str
     public_id: str
@@ -52,12 +53,14 @@ class _Kept(NamedTuple):
 
 
 class ResponseStore:
-    """Keeps responses in memory, up to `max_bytes`. Beyond that the tenant with the most bytes loses its oldest.
+    """Keeps responses in memory, up to `max_bytes`. Beyond that, the tenant with the most bytes loses its least recently used
+    response.
 
-    Whatever follows a response is older than it in this order, so a response is never lost before those that follow it."""
+    A response that follows another always comes before it in this order, so a response is never lost before those that follow
+    it."""
 
     def __init__(self, max_bytes: int, records: KeptRecords | None = None) -> None:
-        """records: of the daemon before this one; None: nothing was kept."""
+        """records: the responses that an earlier daemon stored; None: there are none."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._records = records if records is not None else KeptRecords()
@@ -67,12 +70,12 @@ class ResponseStore:
             try:
                 packed = self._records.read(place)
                 self._keep(_decoder.decode(packed), place, len(packed))
-            except msgspec.DecodeError:  # another version's
+            except msgspec.DecodeError:  # written by another version of hearthd
                 self._records.remove(place)
 
     def add(self, response: StoredResponse) -> bool:
-        """Keeps a response in place of the one with its id, and returns whether it does: one that alone is larger than the store
-        is not kept."""
+        """Stores a response, in place of one with the same id. Returns whether it was stored: a response that alone is larger than
+        the store is not."""
         packed = _pack(response)
         if ENTRY_BYTES + memory_of(len(packed)) > self.max_bytes:
             return False
@@ -100,17 +103,17 @@ class ResponseStore:
         return public_id in self._of_tenant.get(tenant, {})
 
     def get(self, tenant: str, public_id: str) -> StoredResponse:
-        """Raises BadRequest (404)."""
+        """Returns a stored response. Raises BadRequest (404)."""
         return self._read(self._find(tenant, public_id))
 
     def delete(self, tenant: str, public_id: str) -> None:
-        """Forgets a response; those that follow it cannot be followed any more. Raises BadRequest (404)."""
+        """Removes a response; those that follow it cannot be followed any more. Raises BadRequest (404)."""
         self._find(tenant, public_id)
         self._forget(tenant, public_id)
 
     def conversation(self, tenant: str, public_id: str) -> list[StoredResponse]:
-        """Returns the response and those it follows, the first one first. Raises BadRequest (400) if one of them is not kept or
-        was not completed, or if they are more than MAX_TURNS."""
+        """Returns the response and those that it follows, the oldest first. Raises BadRequest (400) if one of them is not stored or
+        was not completed, or if there are more than MAX_TURNS."""
         chain = self._use(tenant, public_id)
         if len(chain) > MAX_TURNS:
             message = f"previous_response_id: its conversation has more than {MAX_TURNS} responses; send it as input"
@@ -119,7 +122,7 @@ class ResponseStore:
             message = f"previous_response_id: {public_id[:80]!r}, or a response that it follows, {_WHY_GONE}"
             raise BadRequest("previous_response_not_found", message, param="previous_response_id")
         found = [self._read(each) for each in reversed(chain)]
-        if not found[-1].messages:  # nothing follows such a one, so the others are complete
+        if not found[-1].messages:  # only the last response can be incomplete, because nothing follows an incomplete one
             message = f"previous_response_id: {public_id[:80]!r} has failed or was cancelled"
             raise BadRequest("previous_response_not_completed", message, param="previous_response_id")
         return found
@@ -134,8 +137,8 @@ class ResponseStore:
         return _decoder.decode(self._records.read(kept.place))
 
     def _use(self, tenant: str, public_id: str) -> list[_Kept]:
-        """Makes a response and then each that it follows the most recently used. Returns those that are kept, the last one
-        first, and no more than one beyond MAX_TURNS."""
+        """Marks a response, and then each response that it follows, as the most recently used. Returns those that are stored, the
+        newest first, and at most MAX_TURNS + 1."""
         kept = self._of_tenant.get(tenant, {})
         chain: list[_Kept] = []
         while len(chain) <= MAX_TURNS and (found := kept.pop(public_id, None)) is not None:
@@ -160,8 +163,8 @@ class ResponseStore:
 
 
 def with_conversation(messages: bytes, num_first: int, before: list[StoredResponse], max_bytes: int) -> bytes:
-    """Returns a request's packed messages with those of a conversation put in after the first `num_first`. Raises BadRequest if
-    they are more than `max_bytes`."""
+    """Returns a request's packed messages with a conversation's messages inserted after the first `num_first`. Raises BadRequest if
+    the result is longer than `max_bytes`."""
     num_bytes = len(messages) + sum(len(each.messages) for each in before)
     if num_bytes > max_bytes:
         message = f"previous_response_id: the conversation has {num_bytes} bytes, more than max_body_bytes ({max_bytes})"
@@ -174,5 +177,5 @@ def with_conversation(messages: bytes, num_first: int, before: list[StoredRespon
 
 
 def without_first(messages: bytes, num_first: int) -> list[Raw]:
-    """Returns packed messages one by one, without the first `num_first`."""
+    """Returns packed messages as a list, without the first `num_first`."""
     return _messages.decode(messages)[num_first:]

@@ -1,4 +1,4 @@
-"""Finds the endpoint that a path names. Not aiohttp's router: model ids hold `/`, plain or as %2F."""
+"""Finds the endpoint of a path. aiohttp's router is not used, because model ids contain `/`, plain or as %2F."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daemon.api.endpoints.registry import ENDPOINTS
 _ID = "{id}"
 _PATHS = [(path, endpoint) for endpoint in ENDPOINTS for path in endpoint.paths]
 _FIXED = {path.rstrip("/"): endpoint for path, endpoint in _PATHS if _ID not in path}
-# (what comes before the id, what comes after it, endpoint); an id may hold what comes after another endpoint's
+# (text before the id, text after it, endpoint), the longest text after the id first: an id may contain another endpoint's text
 _WITH_ID = [(before, after, endpoint) for path, endpoint in _PATHS for before, found, after in [path.partition(_ID)] if found]
 _WITH_ID.sort(key=lambda each: -len(each[1]))
 _PER_MODEL = [path for path, endpoint in _FIXED.items() if endpoint.per_model]
@@ -24,7 +24,7 @@ _SCOPED = re.compile(rf"/m/(?P<model>.+?)(?P<rest>{'|'.join(_SCOPED_RESTS)})/?",
 
 
 class Target(NamedTuple):
-    """What a path names. scope, path_id: see Call."""
+    """The endpoint of a path. scope, path_id: see Call."""
 
     endpoint: Endpoint
     scope: str | None
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
 
 def target(raw_path: str) -> Target | None:
-    """Returns None for an unknown path. `raw_path` is still percent-encoded."""
+    """Returns the target of a path, None for an unknown path. `raw_path` is still percent-encoded."""
     scope = None
     if match := _SCOPED.fullmatch(raw_path):
         scope, raw_path = _unquote(match["model"]), match["rest"]
@@ -49,11 +49,11 @@ def target(raw_path: str) -> Target | None:
 
 
 def nearest(raw_path: str) -> str:
-    """Returns the path that an unknown one was perhaps meant to be; "" if none is near."""
+    """Returns the known path that is most similar to an unknown one; "" if none is similar."""
     path = raw_path.rstrip("/")
     if f"/v1{path}" in _PER_MODEL:
         return f"/v1{path}"
-    from difflib import get_close_matches  # for this alone
+    from difflib import get_close_matches  # needed only here
 
     return next(iter(get_close_matches(path[:64], _PER_MODEL, 1, 0.8)), "")
 

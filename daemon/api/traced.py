@@ -1,6 +1,6 @@
-"""The spans of HTTP requests: where they come from, and what OpenTelemetry's conventions for HTTP and generative AI say of them.
+"""The spans of HTTP requests, with the attributes of OpenTelemetry's conventions for HTTP and generative AI.
 
-Prompts, outputs and keys are in no span.
+No span contains prompts, outputs or keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WITHOUT_TEXT = ("embeddings", "rerank", "score")
 
 
 def begin(tracer: Tracer, request: web.Request, progress: Progress, scope: RequestScope) -> None:
-    """Begins the trace of a request, or goes on with that of one which an earlier daemon has begun."""
+    """Begins the trace of a request, or continues one that an earlier daemon has begun."""
     headers, before = request.headers, progress.before
     trace = scope.trace = tracer.begin(
         headers.getall("traceparent", ()),
@@ -39,14 +39,15 @@ def begin(tracer: Tracer, request: web.Request, progress: Progress, scope: Reque
 def end(
     tracer: Tracer, request: web.Request, progress: Progress, scope: RequestScope, endpoint: Endpoint, status: int, code: str
 ) -> None:
-    """Ends the trace of a request. status: of HTTP; 499 if the client had gone. code: of the error that was answered, or ""."""
+    """Ends the trace of a request. status: the HTTP status; 499 if the client had gone. code: the code of the error that was
+    answered, or ""."""
     trace = scope.trace
     if trace is None or not trace.is_sampled:
         return
     if progress.is_handed_over:
         tracer.handed_over(trace)
         return
-    code = code or trace.error  # of a stream that ended with an error
+    code = code or trace.error  # the error of a stream that had begun
     error = code if status >= 500 or (status == 200 and code) else None
     name, attributes = _model(scope, endpoint)
     attributes |= _http(request, endpoint, status) | {"hearth.request_id": progress.request_id}
@@ -73,7 +74,7 @@ def _http(request: web.Request, endpoint: Endpoint, status: int) -> dict[str, Va
 
 
 def _model(scope: RequestScope, endpoint: Endpoint) -> tuple[str, dict[str, Value]]:
-    """Returns the span's name and what it says of the model and its work."""
+    """Returns the span's name, and its attributes about the model and its work."""
     if not endpoint.operation:
         return f"POST {endpoint.paths[0]}", {"hearth.model": scope.model, **_adapter(scope)} if scope.model else {}
     attributes: dict[str, Value] = {"gen_ai.operation.name": endpoint.operation, "gen_ai.provider.name": "hearthd"}
@@ -89,7 +90,7 @@ def _model(scope: RequestScope, endpoint: Endpoint) -> tuple[str, dict[str, Valu
 
 
 def _adapter(scope: RequestScope) -> dict[str, Value]:
-    """Returns the name of the LoRA adapter that the model answers with, if it does with one."""
+    """Returns the attribute for the LoRA adapter with which the model answers, if there is one."""
     return {"hearth.adapter": scope.adapter} if scope.adapter else {}
 
 
