@@ -1,4 +1,5 @@
-"""Reports on devices whose kernels are still being compiled. Until that is done, models on them are slower, or a load does not end."""
+"""Reports on devices whose kernels are still being compiled. Until that is done, their models are slower, or a load does not
+end."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the endpoints that generate text share: from a body to sequences, and from sequences to an answer."""
+"""Code that the endpoints which generate text share: from a request's body to sequences, and from sequences to an answer."""

@@ -1,4 +1,4 @@
-"""What differs between the endpoints that generate text: how they render their answers, and a few defaults."""
+"""The differences between the endpoints that generate text: how they render their answers, and a few defaults."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 @dataclass(slots=True, frozen=True)
 class AnswerHead:
-    """What is known of an answer when its sequences are submitted. texts: of each sequence. created: Unix time in seconds.
-    include_usage, continuous_usage: of a streamed answer, whether usage comes at its end, and with each chunk."""
+    """The facts about an answer that are known when its sequences are submitted. texts: the text of each sequence. created: Unix
+    time in seconds. include_usage, continuous_usage: whether a streamed answer has the usage at its end, and in each chunk."""
 
     public_id: str
     created: int
@@ -33,8 +33,8 @@ class AnswerHead:
 
 @dataclass(slots=True, frozen=True)
 class Finished:
-    """The sequences of an answer that is not streamed, all of them ended. logprobs: JSON for each. replies: the texts taken apart;
-    empty: the text is the reply. prompt_logprobs: JSON for each, or empty."""
+    """All sequences of an answer that is not streamed; they have ended. logprobs: JSON for each sequence. replies: the parsed
+    replies; empty: the text is the reply. prompt_logprobs: JSON for each sequence, or empty."""
 
     head: AnswerHead
     collectors: Sequence[Collector]
@@ -55,24 +55,26 @@ class StreamFormat(GroupEnd, Protocol):
         ...
 
     def continued(self, index: int) -> Frames:
-        """Returns them for a sequence that pieces() has rendered until now; what is left is text."""
+        """Returns the constant parts of frames for a sequence that pieces() has rendered so far and whose remaining text is
+        plain."""
         ...
 
     def pieces(self, index: int, new_call_id: Callable[[Piece], str]) -> PieceFrames:
-        """Returns what renders a sequence's pieces: text, reasoning, tool calls."""
+        """Returns the renderer of a sequence's pieces: text, reasoning, tool calls."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class AnswerFormat:
-    """How an endpoint answers, and what it asks of the shared code.
+    """An endpoint's form of answers, and its options for the shared code.
 
-    id_prefix: how an answer's id begins. prompt_field: the body's field that holds the prompt, for error messages.
-    default_max_tokens: None: what the context leaves. takes_replies_apart: tool calls and reasoning are fields of their own.
-    shows_end_token: the token that ended the text has log-probabilities, too. one_prompt_report: an answer reports on its
-    prompt once, not with each choice. bounds_max_tokens: a max_tokens that the context does not leave is reduced, not refused.
-    repeats_text: its last events repeat the text, so a stream renders all of it through pieces(). content_type: of a stream.
-    comment: bytes that its clients skip, sent while a stream is silent; empty: it has no comments."""
+    id_prefix: the prefix of an answer's id. prompt_field: the body's field that holds the prompt, for error messages.
+    default_max_tokens: None: the rest of the context. takes_replies_apart: whether tool calls and reasoning are fields of their
+    own. shows_end_token: whether the token that ended the text has log-probabilities, too. one_prompt_report: whether an answer
+    reports on its prompt once, not with each choice. bounds_max_tokens: whether a max_tokens that exceeds the rest of the context
+    is reduced, not refused. repeats_text: whether the last events repeat the text, so that a stream renders all of it through
+    pieces(). content_type: the type of a stream. comment: bytes that clients skip, sent while a stream is silent; empty: there are
+    no comments."""
 
     id_prefix: str
     prompt_field: str

@@ -1,4 +1,4 @@
-"""The token ids of bad_words: texts that a request may not be answered with."""
+"""Finds the token ids of bad_words: texts that must not occur in a request's answer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from daemon.text.port import TextPort
 
 
 async def bad_word_ids(text: TextPort, model: ModelEntry, words: Sequence[str]) -> list[list[int]]:
-    """Returns each word's tokens at the beginning of a text and those after a space; its leading blanks do not count. Raises
-    BadRequest for a word without tokens, and what TextPort.encode raises."""
+    """Returns the token ids of each word, both at the beginning of a text and after a space; leading blanks of a word are ignored.
+    Raises BadRequest for a word without tokens, and what TextPort.encode raises."""
     if not words:
         return []
     bare = [word.lstrip(" ") or word for word in words]

@@ -1,4 +1,4 @@
-"""OpenAI's chunks as server-sent events: everything about a chunk but its text is rendered once a stream."""
+"""OpenAI's chunks as server-sent events: everything in a chunk but its text is rendered only once per stream."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(slots=True, frozen=True)
 class ChunkFormat:
-    """What chunks of chats and of completions differ in. object: the field of that name. opening, closing: of a choice, before and
-    after its text. first: of the choice before the first text; empty: there is no such chunk. last: of the one with the
-    finish_reason."""
+    """The differences between chunks of chats and of completions. object: the value of that field. opening, closing: JSON of a
+    choice before and after its text. first: JSON of the choice in the chunk before the first text; empty: there is no such chunk.
+    last: JSON of the choice in the chunk with the finish_reason."""
 
     object: str
     opening: bytes
@@ -40,7 +40,7 @@ class Chunks:
 
     format: ChunkFormat
     answer: AnswerHead
-    head: bytes = field(init=False)  # of every chunk, up to the choice
+    head: bytes = field(init=False)  # the beginning of every chunk, up to the choice
 
     def __post_init__(self) -> None:
         answer = self.answer
@@ -52,7 +52,8 @@ class Chunks:
         )
 
     def tail_of_chunk(self, num_tokens: int | None = None) -> bytes:
-        """Returns what follows the choice. OpenAI sends `"usage": null` with every chunk before the one that has it."""
+        """Returns the part of a chunk after the choice. OpenAI sends `"usage": null` with every chunk before the one that has the
+        usage."""
         if num_tokens is not None and self.answer.continuous_usage:
             return b'],"usage":%b}\n\n' % self._usage(num_tokens)
         return b'],"usage":null}\n\n' if self.answer.include_usage else b"]}\n\n"
@@ -61,7 +62,8 @@ class Chunks:
         return _json(usage_of(self.answer.generations, num_tokens))
 
     def rest_of_choice(self, index: int, reason: bytes = NULL) -> bytes:
-        """Returns what follows the delta or the text, with the log-probabilities of what was sent since the last time."""
+        """Returns the part of a choice after the delta or the text, with the log-probabilities of the tokens since the last
+        chunk."""
         logprobs = logprobs_json(self.answer.generations[index].logprobs, self.format.logprobs)
         return b',"logprobs":%b,"finish_reason":%b}' % (logprobs, reason)
 

@@ -1,9 +1,9 @@
-"""Object schemas without properties that nobody declared: what a model makes up beside them is of no use to a function.
+"""Closes object schemas against undeclared properties: if a model invents further ones, a function cannot use them.
 
-An object that declares `properties` and says nothing of others gets `additionalProperties: false`, at any depth, where it alone
-describes its value. Where several schemas describe one value (allOf, anyOf beside properties, if, a definition that is also used
-below one of them) each would forbid what the others declare, so those stay open. So does what is below oneOf, unless its branches
-exclude each other already: closed ones might, and a value that fits two of the branches as they were written would pass.
+An object that declares `properties` and says nothing about others gets `additionalProperties: false`, at any depth, if it is the
+only schema of its value. If several schemas describe one value (allOf, anyOf beside properties, if, a definition that is also used
+below one of them), each would forbid the properties that the others declare, so these stay open. So do objects below oneOf, unless
+its branches exclude each other already: closed branches might, and then a value that fits two of the original branches would pass.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from urllib.parse import unquote
 
 Schema = dict[str, Any]
 
-# what is there tells more of the same value
+# keywords whose schemas describe the same value as the schema that contains them
 _SAME_VALUE = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas")
 _OWN = ("items", "prefixItems", "additionalItems", "unevaluatedItems", "additionalProperties", "unevaluatedProperties", "contains")
 _MAPS = ("properties", "patternProperties")  # name -> schema
-# what tells of other properties than the declared ones, or lists whole objects
+# keywords that allow properties other than the declared ones, or list whole objects
 _OPENERS = (
     "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "dependentRequired", "dependencies",
     "const", "enum",
@@ -27,12 +27,12 @@ _DESCRIBING = frozenset([*_OWN, *_MAPS, *_OPENERS, "required", "minProperties"])
 
 
 class _UnknownPlace(Exception):
-    """Says that a reference cannot be found by a pointer into this schema."""
+    """Raised for a reference that cannot be resolved by a pointer into this schema."""
 
 
 def close(schema: Schema) -> None:
-    """Adds `additionalProperties: false` to the objects of a schema, in place, where one schema alone describes the value. A schema
-    whose references cannot be followed here is left as it is."""
+    """Adds `additionalProperties: false`, in place, to the objects of a schema that are the only schema of their value. A schema
+    with a reference that cannot be resolved here stays unchanged."""
     try:
         found = _sole_objects(schema)
     except _UnknownPlace:
@@ -42,7 +42,8 @@ def close(schema: Schema) -> None:
 
 
 def _sole_objects(root: Schema) -> list[Schema]:
-    """Yields the objects to close. Each schema is visited at most twice: as the only one of its value, and as one of several."""
+    """Returns the objects to close. Each schema is visited at most twice: as the only schema of its value, and as one of
+    several."""
     sole: dict[int, Schema] = {}
     shared: set[int] = set()
     seen: set[tuple[int, bool]] = set()
@@ -53,7 +54,7 @@ def _sole_objects(root: Schema) -> list[Schema]:
             continue
         seen.add((id(node), is_alone))
         if (node is not root and "$id" in node) or "$dynamicRef" in node or "$recursiveRef" in node:
-            raise _UnknownPlace  # below an $id references start from there
+            raise _UnknownPlace  # below an $id, references start from that place
         if not is_alone:
             shared.add(id(node))
             open_ += [(each, False) for each in (*_same_value(node, root), *_own_values(node))]
@@ -62,7 +63,7 @@ def _sole_objects(root: Schema) -> list[Schema]:
         if all(_only_requires(node, key) for key in forms):
             if _is_closable(node, forms):
                 sole[id(node)] = node
-            overlap = "patternProperties" in node or "contains" in node  # with properties, with items
+            overlap = "patternProperties" in node or "contains" in node  # these apply to the same values as properties, or items
             open_ += [(each, not overlap) for each in _own_values(node)]
         else:
             passes = len(forms) == 1 and not _DESCRIBING & node.keys() and _is_choice(node, forms[0], root)
@@ -83,7 +84,7 @@ def _is_closable(node: Schema, forms: list[str]) -> bool:
 
 
 def _only_requires(node: Schema, key: str) -> bool:
-    """Returns whether the branches choose among properties that are declared next to them ("a or b")."""
+    """Returns whether the branches only choose which of the properties that are declared beside them are required ("a or b")."""
     branches = node[key]
     return (
         key in ("anyOf", "allOf")
@@ -94,7 +95,7 @@ def _only_requires(node: Schema, key: str) -> bool:
 
 
 def _is_choice(node: Schema, key: str, root: Schema) -> bool:
-    """Returns whether exactly one branch describes each value, so that closing it changes nothing for the others."""
+    """Returns whether exactly one branch describes each value, so that closing one branch does not affect the others."""
     branches = node[key]
     if key == "$ref":
         return True
@@ -106,7 +107,7 @@ def _is_choice(node: Schema, key: str, root: Schema) -> bool:
 
 
 def _told_apart(branches: list[Any]) -> bool:
-    """Returns whether no value fits two branches: their types differ, or the constant of a required property does."""
+    """Returns whether no value fits two branches, because their types differ, or the constant of a required property."""
     kinds = [each.get("type") if isinstance(each, dict) else None for each in branches]
     if not all(isinstance(kind, str) for kind in kinds) or {"integer", "number"} <= set(kinds):
         return False
@@ -122,7 +123,7 @@ def _told_apart(branches: list[Any]) -> bool:
 
 
 def _constants(schema: Schema) -> dict[str, str]:
-    """Returns the required properties whose value is always the same text."""
+    """Returns the required properties that have one constant text, name -> text."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict) or not isinstance(required, list):
         return {}
@@ -163,7 +164,7 @@ def _own_values(node: Schema) -> Iterator[Any]:
 
 
 def _referred(node: Any, root: Schema) -> Any:
-    """Returns the schema that a reference leads to, if the given schema is nothing but a reference."""
+    """Returns the referenced schema, if the given schema consists only of a reference; otherwise the given schema."""
     return _target(node["$ref"], root) if isinstance(node, dict) and node.keys() == {"$ref"} else node
 
 

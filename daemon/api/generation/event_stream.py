@@ -1,6 +1,7 @@
-"""The HTTP response of a streamed answer. A StreamGroup writes its bytes: the head with the first event, the end with the last.
+"""The HTTP response of a streamed answer. A StreamGroup writes its bytes: the head together with the first event, and the end
+together with the last one.
 
-Each write is a system call, and aiohttp's StreamResponse needs one for the head and one for the end.
+This saves two system calls: aiohttp's StreamResponse makes one for the head and one for the end.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ _HEAD = (
 
 
 class EventStream(web.StreamResponse):
-    """A response that aiohttp takes for prepared and ended from the start, so it writes nothing. `keep_alive` decides what
-    follows."""
+    """A response that aiohttp regards as prepared and ended from the start, so that aiohttp writes nothing. `keep_alive` decides
+    whether the connection stays open."""
 
     def __init__(self, request: web.Request, request_id: str, more_headers: Mapping[str, str], content_type: str) -> None:
-        """request_id, more_headers: checked before, so that they cannot end their header line."""
+        """request_id, more_headers: already checked to contain no line breaks."""
         super().__init__()
         self._request, self._request_id, self._more_headers = request, request_id, more_headers
         self._content_type = content_type
         self._chunked_body = request.version >= HttpVersion11
-        self._goes_on = self._chunked_body and request.keep_alive  # else the connection's end is the body's
+        self._goes_on = self._chunked_body and request.keep_alive  # otherwise the end of the connection marks the end of the body
 
     @property
     def prepared(self) -> bool:
@@ -50,7 +51,7 @@ class EventStream(web.StreamResponse):
 
     @property
     def is_behind(self) -> bool:
-        """Returns whether the client has not yet taken all that was written."""
+        """Returns whether written bytes are still waiting for the client to read."""
         return self._request.transport is not None and self._request.protocol.writing_paused
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
@@ -60,7 +61,7 @@ class EventStream(web.StreamResponse):
         return None
 
     def connect(self) -> Channel | None:
-        """Returns the way to the client, or None if it is gone."""
+        """Returns the channel to the client, or None if the client is gone."""
         transport = self._request.transport
         if transport is None:
             return None

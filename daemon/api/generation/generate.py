@@ -35,11 +35,12 @@ from daemon.streams.tool_stream import ToolStream
 from daemon.text.token_table import TokenTable
 
 _ids_decoder = msgspec.msgpack.Decoder(list[bytes])
-UNPACKED_AT_ONCE = 1 << 15  # token ids made Python objects in one go: about 1 ms
+UNPACKED_AT_ONCE = 1 << 15  # token ids converted to Python objects at a time: about 1 ms
 
 
 async def generate(call: Call, body: Body[Head], form: AnswerFormat) -> web.StreamResponse:
-    """Answers a request for text, streamed or whole. body, form: the endpoint's. Raises HearthError before the first byte."""
+    """Answers a request for text, streamed or whole. body, form: the endpoint's body type and answer format. Raises HearthError
+    before the first byte."""
     head, prompt, model = await read_parts(call, body)
     return await answer(call, head, prompt, model, form, form.id_prefix + call.request_id)
 
@@ -47,8 +48,8 @@ async def generate(call: Call, body: Body[Head], form: AnswerFormat) -> web.Stre
 async def answer(
     call: Call, head: Head, prompt: bytes, model: ModelEntry, form: AnswerFormat, public_id: str
 ) -> web.StreamResponse:
-    """Answers a request whose body was read. head, prompt: its two parts. public_id: the answer's. Raises HearthError before the
-    first byte."""
+    """Answers a request whose body was read. head, prompt: the two parts of the body. public_id: the answer's id. Raises
+    HearthError before the first byte."""
     context = call.context
     if not model.generates_text:
         raise BadRequest("wrong_task", f"{model.name} {model.does} and generates no text", param="model")
@@ -90,7 +91,7 @@ async def _generations(
     public_id: str,
     bad_words: list[list[int]],
 ) -> list[Generation]:
-    """Returns the n sequences of the first prompt, those of the second, and so on; their sinks are still to be set."""
+    """Returns the n sequences of the first prompt, those of the second, and so on. Their sinks are not set yet."""
     num_each = head.outputs.n
     check_n(num_each, len(prompts), model)
     check_size(head.outputs, sum(map(len, prompts)), form.one_prompt_report)
@@ -123,8 +124,8 @@ async def _generations(
 
 
 async def _unpack(ids: array[int], vocab_size: int | None, field: str) -> list[int]:
-    """Returns an accepted prompt's ids as Python objects, made a piece at a time. vocab_size: the ids are checked against it;
-    None: they come from the tokenizer. Raises BadRequest."""
+    """Returns an accepted prompt's ids as a list of Python objects, converted piece by piece. vocab_size: the ids are checked
+    against it; None: they come from the tokenizer and need no check. Raises BadRequest."""
     prompt: list[int] = []
     for start in range(0, len(ids), UNPACKED_AT_ONCE):
         piece = ids[start : start + UNPACKED_AT_ONCE].tolist()
@@ -141,7 +142,7 @@ async def _unpack(ids: array[int], vocab_size: int | None, field: str) -> list[i
 
 
 async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt: bytes, field: str) -> list[array[int]]:
-    """Returns the token ids of each prompt. field: the body's that holds the prompt. Raises HearthError."""
+    """Returns the token ids of each prompt. field: the body's field that holds the prompt. Raises HearthError."""
     keep = num_kept(head.keep_last, model.max_model_len - (head.max_tokens or 1), model)
     if head.prompt_kind == "ids":
         unpacked = []
@@ -166,8 +167,7 @@ async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt
 
 @dataclass(slots=True, frozen=True)
 class _Request:
-    """A request whose sequences are ready to be submitted. reply: how replies are taken apart; None: the
-    text is the reply."""
+    """A request whose sequences are ready to be submitted. reply: how replies are parsed; None: the text is the reply."""
 
     call: Call
     form: AnswerFormat
@@ -175,12 +175,13 @@ class _Request:
     reply: ReplyFormat | None
 
     def _submit(self) -> None:
-        """Charges the request to its sender, and submits all sequences that have not ended, or none."""
+        """Charges the request to its sender, and submits all sequences that have not ended; if one is refused, none of them stays
+        submitted."""
         generations = self.answer.generations
         num_prompt_tokens = sum(len(each.prompt) for each in generations if not each.is_copy)
         self.call.context.sender.charge(num_prompt_tokens, self.form.prompt_field)
         for at, generation in enumerate(generations):
-            if generation.outcome:  # before a restart
+            if generation.outcome:  # it has ended before a restart
                 continue
             try:
                 self.call.context.requests.submit(generation)
@@ -194,7 +195,7 @@ class _Request:
         if generation.request_id:
             self.call.context.requests.cancel(generation)
         else:
-            generation.outcome = "stop"  # it had ended before a restart
+            generation.outcome = "stop"  # it has ended in an earlier daemon
 
     async def whole(self, model: ModelEntry) -> web.Response:
         """Returns the answer when all sequences have ended."""
@@ -222,8 +223,8 @@ class _Request:
         return json_response(form.whole(Finished(self.answer, group.collectors, logprobs, replies, of_prompts)))
 
     def _begin(self, group: StreamGroup | None) -> None:
-        """Submits the sequences, after what was made of them before a restart is repeated. group: of a streamed answer. Raises
-        HearthError while the answer has not begun; later errors are a part of it."""
+        """Submits the sequences, after repeating the tokens that an earlier daemon generated for them. group: the group of a
+        streamed answer. Raises HearthError while the answer has not begun; a later error becomes a part of the answer."""
         progress = self.call.progress
         progress.generations, progress.group = self.answer.generations, group
         progress.starts_over = any(isinstance(each.sink, PromptFirst) for each in progress.generations)
@@ -247,7 +248,7 @@ class _Request:
         return Stream(group, index, table, stream_format.continued(index), self.answer.texts[index])
 
     async def stream(self, table: TokenTable) -> web.StreamResponse:
-        """Returns when the last byte is written, or the client is gone. Raises HearthError before the first."""
+        """Returns the response when its last byte was written, or the client is gone. Raises HearthError before the first byte."""
         call, context, generations = self.call, self.call.context, self.answer.generations
         stream_format = self.form.stream(self.answer)
         run = call.progress.run
@@ -272,12 +273,12 @@ class _Request:
             if group.error is not None and not group.is_open:
                 raise group.error
             if response.is_behind:
-                # a client that stops reading right at the end must not keep this connection for ever
+                # a client that stops reading just before the end must not keep this connection for ever
                 async with asyncio.timeout(context.settings.request_timeout_s):
                     await call.request.writer.drain()
-        except ConnectionError:  # the client is gone; aiohttp finds the same and closes
+        except ConnectionError:  # the client is gone; aiohttp notices that itself and closes the connection
             group.cancel_all()
-        except TimeoutError:  # it stopped reading
+        except TimeoutError:  # the client stopped reading
             group.stalled()
         except BaseException:  # cancelled because the client is gone, or refused
             group.cancel_all()
@@ -288,7 +289,7 @@ class _Request:
 
 
 class _NoSink:
-    """Stands in for a sink until the sequence's own is made."""
+    """The sink of a sequence until its own sink is made."""
 
     def tokens(self, ids: Sequence[int], finish: int) -> None:
         raise AssertionError("submitted without a sink")

@@ -1,4 +1,4 @@
-"""What schemas of calls whose arguments are no JSON object may hold."""
+"""The limits of schemas for calls whose arguments are not a JSON object."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ _OF_PARAMETERS = frozenset({"type", "properties", "required", "additionalPropert
 
 
 class Inexpressible(Exception):
-    """Raised for a schema that a call in such a dialect cannot be held to. The message is the keyword's path."""
+    """Raised for a schema that cannot be enforced for a call in such a dialect. The message is the path of the keyword that is the
+    reason."""
 
 
 def check_parameters(schema: Mapping[str, Any]) -> None:
-    """Raises Inexpressible for a keyword of all parameters together that says more than which ones there are."""
+    """Raises Inexpressible if the schema of all parameters has a keyword that does more than declare the parameters."""
     for key in schema:
         if key not in _OF_PARAMETERS:
             raise Inexpressible(key)

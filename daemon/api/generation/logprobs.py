@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes, rendered as JSON."""
+"""Renders log-probabilities as JSON, in OpenAI's two forms."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from daemon.text.token_table import escape
 _json = msgspec.json.encode
 NULL = b"null"
 _BY_ID = "token_id:"
-RENDERED_AT_ONCE = 2048  # numbers between two turns of the event loop: a few milliseconds
+RENDERED_AT_ONCE = 2048  # numbers rendered before the event loop may do other work: a few milliseconds
 
 
 def logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
-    """Returns the `logprobs` of a choice: what the trail has now, null if it has nothing. new: ChatLogprobs or
+    """Returns the `logprobs` of a choice for the tokens in the trail, null if there are none. new: ChatLogprobs or
     CompletionLogprobs."""
     entries = trail.take() if trail is not None else []
     if trail is None or not (entries or trail.rendering is not None):
@@ -28,20 +28,21 @@ def logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rend
 
 
 def render_more(trail: LogprobTrail) -> None:
-    """Renders ahead what a completion's trail has now, but for the last token: its text may yet grow by the rest of a character."""
+    """Renders the tokens in a completion's trail ahead of time, except the last one, whose text may still grow by the rest of a
+    character."""
     rendering = _rendering(trail, CompletionLogprobs)
     rendering.add(trail.take(but=1))
     trail.rendering = rendering
 
 
 def _rendering(trail: LogprobTrail, new: Callable[[LogprobTrail], Rendering]) -> Rendering:
-    """Returns the rendering that was begun ahead, or a new one."""
+    """Returns the rendering that was begun ahead of time, or a new one."""
     ahead, trail.rendering = trail.rendering, None
     return ahead or new(trail)
 
 
 async def whole_logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
-    """Returns what logprobs_json does, for a whole answer. It renders a piece at a time and lets the event loop run in between,
+    """Returns the same as logprobs_json, for a whole answer. It renders piece by piece and lets the event loop run in between,
     because an answer may include a long prompt."""
     if trail is None:
         return NULL
@@ -73,7 +74,7 @@ class ChatLogprobs:
                 b"{%b,%b}" % (self._name(token_id), _logprob(logprob))
                 for token_id, logprob in zip(entry.top_ids, entry.top, strict=True)
             ]
-            # what a parser reads in place of a special token is not its name
+            # a special token is shown by its name, not by the text that a parser reads in its place
             is_marker = self._table.is_marker(entry.token_id)
             name = self._name(entry.token_id) if is_marker else _named(entry.text, entry.raw)
             token = (name, _logprob(entry.logprob), b",".join(top))
@@ -91,14 +92,14 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Renders a completion's four lists. top_logprobs is null if no alternatives were asked for; else each position names the
-    chosen token too. A token that is no text by itself is named `bytes:` and hexadecimal escapes. One without text, or whose
-    text another token of the position has, is named by its id as vLLM does, `token_id:N`."""
+    """Renders a completion's four lists. top_logprobs is null if no alternatives were asked for; otherwise each position includes
+    the chosen token. A token whose bytes are not UTF-8 is named `bytes:` and hexadecimal escapes. A token without text, or with the
+    same text as another token of the position, is named `token_id:N`, as in vLLM."""
 
     def __init__(self, trail: LogprobTrail) -> None:
         self._table, self._num_top = trail.table, trail.num_top
         self._num_tokens = 0
-        # pieces of the four lists, written already
+        # parts of the four lists that are rendered already
         self._offsets: list[bytes] = []
         self._logprobs: list[bytes] = []
         self._tokens: list[bytes] = []
@@ -128,7 +129,8 @@ class CompletionLogprobs:
         return b'{"text_offset":[%b],"token_logprobs":[%b],"tokens":[%b],"top_logprobs":%b}' % lists
 
     def _alternatives(self, entry: TokenEntry, logprob: float) -> dict[str, float]:
-        """Returns the alternatives by distinct names. The chosen token keeps its text, because clients look it up by that."""
+        """Returns the log-probabilities of the alternatives by distinct names. The chosen token keeps its text, because clients
+        look it up by that."""
         named: dict[str, float] = {}
         owners = {self._key(entry.token_id): entry.token_id}
         for token_id, value in zip(entry.top_ids, entry.top, strict=True):
@@ -163,7 +165,7 @@ def _key(token_id: int, raw: bytes) -> str:
         text = raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-    # a text that reads like an id's name could be another id's
+    # a text that looks like such a name could be confused with another token's
     return text if text and not text.startswith(_BY_ID) else _id_key(token_id)
 
 

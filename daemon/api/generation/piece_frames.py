@@ -1,4 +1,4 @@
-"""The deltas of a chat with tools or reasoning, as server-sent events. Everything but their text is rendered once a stream."""
+"""The deltas of a chat with tools or reasoning, as server-sent events. Everything but their text is rendered once per stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Chunks(Protocol):
 
 
 class PieceFrames:
-    """Renders the pieces of one sequence of a chat as chunks. new_call_id: makes the id of a tool call, of its CALL piece."""
+    """Renders the pieces of one sequence of a chat as chunks. new_call_id: makes the id of a tool call from its CALL piece."""
 
     __slots__ = ("_chunks", "_end", "_head", "_index", "_new_call_id", "first")
 
@@ -35,7 +35,7 @@ class PieceFrames:
         self._head = chunks.head + b'{"index":%d,"delta":{' % index
         plain = chunks.frames(index)
         self.first = plain.first
-        # of a frame that holds neither log-probabilities nor usage
+        # the end of a frame without log-probabilities and usage
         self._end = plain.suffix[1:] if plain.usage is None else None
 
     def render(self, piece: Piece, num_tokens: int) -> bytes:

@@ -1,7 +1,7 @@
 """A sink that renders an echoed prompt with its log-probabilities piece by piece before it passes tokens on to another sink.
 
-A long prompt takes a good part of a second, for which the other streams of the event loop must not wait. Rendering begins with the
-first token, because only then all log-probabilities of the prompt are known; tokens that arrive meanwhile are held.
+Rendering a long prompt takes a large part of a second, for which other streams on the event loop must not wait. It begins with the
+first token, because the log-probabilities of the prompt are complete only then; tokens that arrive meanwhile are held back.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from daemon.streams.annotated_text import AnnotatedText, LogprobTrail
 from daemon.streams.stream import Text
 
 log = logging.getLogger("hearthd.api")
-NUMBERS_AT_ONCE = 512  # log-probabilities between two turns of the event loop: about a millisecond
+NUMBERS_AT_ONCE = 512  # log-probabilities rendered before the event loop may do other work: about a millisecond
 
 
 def prompt_first(sink: TokenSink, text: Text) -> TokenSink:
-    """Returns `sink` itself if no prompt is echoed or its log-probabilities are not wanted, else a PromptFirst before it."""
+    """Returns a PromptFirst in front of `sink` if a prompt with log-probabilities is echoed, otherwise `sink` itself."""
     if isinstance(text, AnnotatedText) and text.trail is not None and text.has_prompt:
         return PromptFirst(sink, text, text.trail)
     return sink
@@ -32,7 +32,7 @@ class PromptFirst:
 
     def __init__(self, sink: TokenSink, text: AnnotatedText, trail: LogprobTrail) -> None:
         self._sink, self._text, self._trail = sink, text, trail
-        self._num_tokens = 1 + NUMBERS_AT_ONCE // (1 + trail.num_top)  # of a piece
+        self._num_tokens = 1 + NUMBERS_AT_ONCE // (1 + trail.num_top)  # tokens in a piece
         self._held: list[tuple[Sequence[int], int]] = []
         self._ready = self._over = False
 
@@ -56,7 +56,7 @@ class PromptFirst:
             held, self._held = self._held, []
             for ids, finish in held:
                 self._sink.tokens(ids, finish)
-        except Exception:  # nobody else sees it where the loop called
+        except Exception:  # the event loop is the caller, so nothing else reports it
             log.exception("the log-probabilities of a prompt could not be told")
             self.failed(ServerFault("internal_error", "the log-probabilities of the prompt could not be told"))
 

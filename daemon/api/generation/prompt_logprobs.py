@@ -1,4 +1,4 @@
-"""prompt_logprobs of chats and completions, in vLLM's shape."""
+"""Implements prompt_logprobs of chats and completions, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from daemon.streams.prompt_trail import PromptTrail
 from daemon.text.port import TextPort
 from daemon.text.token_table import TokenTable, escape
 
-# The most tokens and alternatives in one answer. Each takes some 60 bytes of JSON: 120 MB, twice while they are put together.
+# The most tokens and alternatives in one answer. Each takes about 60 bytes of JSON: 120 MB, twice while they are joined.
 MAX_NUMBERS = 1 << 21
 _json = msgspec.json.encode
 
 
 def prompt_trail(outputs: Outputs) -> PromptTrail | None:
-    """Returns what the first sequence of a prompt collects them in; None if nobody asked."""
+    """Returns the trail that collects the log-probabilities of a prompt, for its first sequence; None if they were not asked
+    for."""
     return PromptTrail(outputs.prompt_logprobs) if outputs.prompt_logprobs >= 0 else None
 
 
 def check_size(outputs: Outputs, num_tokens: int, one_report: bool) -> None:
-    """Raises BadRequest for an answer that could not be held in memory. num_tokens: of all prompts. one_report: see
+    """Raises BadRequest for an answer that would not fit in memory. num_tokens: the tokens of all prompts. one_report: see
     AnswerFormat.one_prompt_report."""
     num_copies = 1 if one_report else outputs.n
     num = num_tokens * (1 + outputs.prompt_logprobs) * num_copies
@@ -41,7 +42,7 @@ def check_size(outputs: Outputs, num_tokens: int, one_report: bool) -> None:
 
 
 async def prompt_logprobs_json(text: TextPort, model: ModelEntry, generations: Sequence[Generation]) -> list[bytes]:
-    """Returns the JSON for each generation; [] if nobody asked. The event loop has its turn in between."""
+    """Returns the JSON for each generation; [] if none was asked for. The event loop runs other work in between."""
     rendered: list[bytes] = []
     for generation in generations:
         if generation.prompt_logprobs is not None:
@@ -52,7 +53,8 @@ async def prompt_logprobs_json(text: TextPort, model: ModelEntry, generations: S
 
 
 async def _rendered(trail: PromptTrail, prompt: Sequence[int], table: TokenTable) -> bytes:
-    """Returns null for the first token, and for each other one an object by token ids, its own first."""
+    """Returns a JSON list with null for the first token and, for each other token, an object by token ids in which the token itself
+    is first."""
     if len(trail) != len(prompt) - 1:
         raise RuntimeError(f"log-probabilities of {len(trail)} prompt tokens are there, of {len(prompt)} tokens in all")
     tokens_at_once = 1 + RENDERED_AT_ONCE // (1 + trail.num_top)
@@ -69,7 +71,7 @@ async def _rendered(trail: PromptTrail, prompt: Sequence[int], table: TokenTable
         if at % tokens_at_once == 0:
             await asyncio.sleep(0)
         token_id = prompt[at]
-        # among the likeliest it has its place there: of equals the one with the lower id comes first
+        # among the likeliest tokens its rank is its place there: of equals, the one with the lower id comes first
         own = entry(token_id, chosen, top_ids.index(token_id) + 1 if token_id in top_ids else rank)
         others = [
             entry(other, logprob, place)

@@ -1,5 +1,6 @@
-"""The rules (Lark, as llguidance reads it) of a call as Python writes it: `NAME(KEY=VALUE, …)`. Values are JSON, whose strings,
-numbers, lists and objects are Python's as well; a value of True, False or None alone is written as in Python.
+"""The grammar rules (Lark, as llguidance reads it) of a call in Python's syntax: `NAME(KEY=VALUE, …)`. Values are JSON, because
+JSON's strings, numbers, lists and objects are valid Python, too; only a value that is itself True, False or None is written in
+Python's way.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _NARROWING = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "not", "if",
 
 
 def function_rules(at: int, name: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Returns the rules of a call of the tool `at`, from its name to its end; the first is `tool_{at}`. schema: of its parameters,
-    without notes. options: llguidance's. Raises Inexpressible."""
+    """Returns the rules of a call of the tool `at`, from its name to its end; the first rule is `tool_{at}`. schema: the schema of
+    the tool's parameters, without notes. options: llguidance's options. Raises Inexpressible."""
     check_parameters(schema)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     for key, each in properties.items():
@@ -34,7 +35,7 @@ def function_rules(at: int, name: str, schema: Mapping[str, Any], options: Mappi
         return [*rules, f'first_{at}_0: (any_{at} (", " any_{at})*)?', f'any_{at}: {_UNDECLARED_KEY} "=" value_{at}', *value]
     for number, (key, each) in enumerate(properties.items()):
         here, following = f"{at}_{number}", f"{at}_{number + 1}"
-        # first: no argument was written yet; other: one was, and a comma comes before the next
+        # rules first_*: no argument was written before; other_*: one was, so a comma precedes the next
         skip = "" if key in required else f" | first_{following}"
         rules += [
             f"first_{here}: argument_{here} other_{following}{skip}",
@@ -47,7 +48,7 @@ def function_rules(at: int, name: str, schema: Mapping[str, Any], options: Mappi
 
 
 def _value(rule: str, schema: Any, root: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Returns the rule of an argument's value. root: the schema that references are looked up in."""
+    """Returns the rule of an argument's value. root: the schema in which references are looked up."""
     (kind, *others) = types_of(schema, root)
     if not others and kind in _PYTHON and isinstance(schema, dict) and not _NARROWING & schema.keys():
         return [f"{rule}: {_PYTHON[kind]}"]

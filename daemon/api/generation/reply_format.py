@@ -1,4 +1,4 @@
-"""How a chat's replies are taken apart: which parsers read them, over which token table, and where reasoning begins."""
+"""Determines how a chat's replies are parsed: by which parsers, with which token table, and where reasoning begins."""
 
 from __future__ import annotations
 
@@ -45,14 +45,13 @@ from daemon.text.tool_parsers.registry import (
     tool_parser,
 )
 
-READ_AT_ONCE = 4 << 10  # characters between two turns of the loop: at most 3 ms
-PROMPT_END_TOKENS = 16  # enough for <think> and new lines, also where they are no single tokens
+READ_AT_ONCE = 4 << 10  # characters parsed before the event loop may do other work: at most 3 ms
+PROMPT_END_TOKENS = 16  # enough for <think> and new lines, even if they are several tokens
 
 
 class ParsedReply(NamedTuple):
-    """A reply that was taken apart. call_ids: one for each call. reason: OpenAI's finish_reason. has_reasoning: reasoning was
-    looked for, found or not. pieces: the parts in the order of the text. reasoning_end: the index in that text after the
-    reasoning."""
+    """A parsed reply. call_ids: one id for each call. reason: OpenAI's finish_reason. has_reasoning: whether reasoning was searched
+    for, found or not. pieces: the parts in the order of the text. reasoning_end: the index in the text after the reasoning."""
 
     reply: Reply
     call_ids: list[str]
@@ -62,7 +61,8 @@ class ParsedReply(NamedTuple):
     reasoning_end: int
 
     def whole_calls(self) -> Iterator[tuple[str, str, str]]:
-        """Yields (id, name, arguments) of the calls whose arguments are a JSON object: all but one that max_tokens cut short."""
+        """Yields (id, name, arguments) of the calls whose arguments are a JSON object: all calls except one that max_tokens cut
+        short."""
         for call_id, (name, arguments) in zip(self.call_ids, self.reply.calls, strict=True):
             with contextlib.suppress(msgspec.DecodeError):
                 if isinstance(msgspec.json.decode(arguments), dict):
@@ -71,19 +71,19 @@ class ParsedReply(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class ReplyFormat:
-    table: TokenTable  # shows the markers, too
-    dialect: str  # none: no tools
+    table: TokenTable  # also shows the markers of parsers
+    dialect: str  # NONE: there are no tools
     names: tuple[str, ...]
-    schemas: tuple[bytes, ...]  # of the parameters of each
+    schemas: tuple[bytes, ...]  # the schema of each tool's parameters
     one_call: bool
     reasoning: bool
     grammar: str  # as SamplingParams.grammar; "" for none
-    in_reasoning: bool = False  # it continues the client's own message, inside its reasoning
+    in_reasoning: bool = False  # whether the reply continues the client's own message, inside its reasoning
     next_call: int = 0  # the number of the first call, in dialects that count a conversation's calls
-    is_harmony: bool = False  # what follows is of such replies only
-    harmony_marks: Mapping[int, str] = field(default_factory=dict)  # token id -> its character
-    in_answer: bool = False  # it continues the client's own message
-    end_ids: tuple[int, ...] = ()  # that end it, although the checkpoint does not name them
+    is_harmony: bool = False  # the fields below are used for such replies only
+    harmony_marks: Mapping[int, str] = field(default_factory=dict)  # token id -> the character that stands for the special token
+    in_answer: bool = False  # whether the reply continues the client's own message
+    end_ids: tuple[int, ...] = ()  # token ids that end a reply, in addition to those that the checkpoint names
 
     def parser(self, generation: Generation) -> ReplyParser:
         """Returns a parser for one reply."""
@@ -100,7 +100,7 @@ class ReplyFormat:
         return ReplyParser(tools, splitter, self.one_call)
 
     async def parsed(self, generation: Generation, collector: Collector, drawn: Callable[[str], bytes]) -> ParsedReply:
-        """Takes the text of a reply apart. collector: has all of it. drawn: see Progress."""
+        """Parses a reply. collector: has the whole text. drawn: see Progress."""
         parser, pieces, text, reason = self.parser(generation), [], "".join(collector.parts), collector.reason
         for start in range(0, len(text), READ_AT_ONCE):
             pieces += parser.add(text[start : start + READ_AT_ONCE])
@@ -117,7 +117,7 @@ class ReplyFormat:
         return ParsedReply(reply, list(ids.values()), finish_reason(reason, parser.num_calls), self.reasoning, pieces, end)
 
     def call_ids(self, drawn: Callable[[str], bytes], index: int) -> Callable[[Piece], str]:
-        """Returns what makes an id for each call of a sequence, one after the other, of its CALL piece. drawn: see Progress."""
+        """Returns a function that makes the ids of a sequence's calls, in order, each from its CALL piece. drawn: see Progress."""
         if self.dialect == KIMI_K2:
             counted = CallNumbers(self.next_call)
             return lambda piece: counted.id_of(piece.text, piece.call_id)
@@ -126,20 +126,20 @@ class ReplyFormat:
 
 
 def plain_format(table: TokenTable) -> ReplyFormat:
-    """Returns the format of replies without calls and reasoning, whose text is one kind of piece."""
+    """Returns the format of replies without calls and reasoning, whose whole text is of one kind."""
     return ReplyFormat(table=table, dialect=NONE, names=(), schemas=(), one_call=False, reasoning=False, grammar="")
 
 
 async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table: TokenTable) -> ReplyFormat | None:
-    """Returns how replies are taken apart, or None if the text is the reply. Raises BadRequest if the model's calls cannot be
-    read, or the tools cannot be followed."""
+    """Returns how replies are parsed, or None if the text is the reply. Raises BadRequest if the model's calls cannot be parsed, or
+    the tools' schemas cannot be enforced."""
     tools = head.tools
     facts = await context.text.facts(model)
     own, reasons = model.tool_parser or facts.tool_parser, model.reasoning_parser or facts.reasoning_parser
     if own == HARMONY or (reasons == HARMONY and tools is None):
         return await _harmony_format(context, head, model, table, facts.harmony_marks, reasons != NONE)
     if tools is None and (head.grammar or reasons == NONE):
-        return None  # a reply that follows a grammar is that text
+        return None  # a reply that follows a grammar consists of that text alone
     dialect, grammar = NONE, ""
     if tools is not None:
         dialect = await reply_dialect(context, model, tools)
@@ -169,8 +169,8 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
 
 
 def _held_dialect(dialect: str, tools: ToolRequest) -> str:
-    """Returns the dialect of a reply whose model does not write arguments as a JSON object: for forced calls hearthd's if the
-    model's own cannot be held to the schemas. Raises BadRequest if strict calls cannot."""
+    """Returns the dialect of a reply, for a model whose arguments are not a JSON object. If calls are forced and the model's
+    dialect cannot enforce the schemas, that is hearthd's own dialect. Raises BadRequest if strict calls cannot be enforced."""
     if tools.choice == AUTO and True not in tools.strict:
         return dialect
     found = inexpressible(dialect, argument_schemas(tools))
@@ -189,7 +189,7 @@ def _held_dialect(dialect: str, tools: ToolRequest) -> str:
 async def _harmony_format(
     context: ApiContext, head: Head, model: ModelEntry, table: TokenTable, marks: Mapping[int, str], reasoning: bool
 ) -> ReplyFormat:
-    """Returns how replies in Harmony are taken apart. Raises BadRequest if the tools or the grammar cannot be followed."""
+    """Returns how replies in Harmony are parsed. Raises BadRequest if the tools' schemas or the grammar cannot be enforced."""
     tools, in_answer = head.tools, bool(head.options["continue_final_message"])
     begun = bool(head.options["add_generation_prompt"])
     grammar = ""
@@ -201,7 +201,7 @@ async def _harmony_format(
         grammar = await _grammar(context, head, tools, HARMONY, marks, write)
     elif head.grammar:
         grammar = HarmonyGrammar(marks, begun, in_answer).answer(head.grammar)
-        # the client's own was checked alone
+        # the client's grammar was checked by itself before
         await context.text.check_grammar(head.grammar_field, HarmonyGrammar({}, begun, in_answer).answer(head.grammar))
     if grammar:
         check_marks(marks, head.grammar_field or "tools", model.name)
@@ -229,8 +229,8 @@ async def _grammar(
     markers: Mapping[int, str],
     write: Callable[[Mapping[int, str], Sequence[str], str], str],
 ) -> str:
-    """Returns the grammar that the reply must follow; "" if the tools ask for none. markers: token id -> text of the special tokens
-    in it. write: writes it for markers, schemas of arguments, and a schema of the answer or ""."""
+    """Returns the grammar that the reply must follow; "" if the tools require none. markers: token id -> text, of special tokens
+    that the grammar uses. write: makes the grammar from markers, schemas of arguments, and a schema of the answer or ""."""
     answer = head.grammar
     if tools.choice == AUTO and True not in tools.strict and not answer:
         return ""
@@ -241,7 +241,7 @@ async def _grammar(
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise invalid("tools", f"tools: {len(grammar)} characters are more than the {MAX_GRAMMAR_BYTES} a grammar may have")
     try:
-        # without the special tokens, which only the engine knows
+        # checked without special tokens, which only the engine knows
         await context.text.check_grammar("tools", write({}, schemas, answer.removeprefix(JSON_SCHEMA)))
     except BadRequest:
         for at, schema in enumerate(schemas):

@@ -1,4 +1,4 @@
-"""Makes SamplingParams of a request's fields and a model's defaults, with max_tokens bounded by the context length."""
+"""Makes SamplingParams from a request's fields and a model's defaults, with max_tokens limited by the context length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.protocol import SamplingParams
 
 
 def max_tokens_for(head: Head, model: ModelEntry, form: AnswerFormat, prompt_tokens: int) -> int:
-    """Returns the most tokens a sequence may have. Raises BadRequest context_length_exceeded with the arithmetic."""
+    """Returns the most tokens that a sequence may generate. Raises BadRequest context_length_exceeded with the computation."""
     left = model.max_model_len - prompt_tokens
     prompt_field = form.prompt_field
     if left < 1:
@@ -45,8 +45,8 @@ def max_tokens_for(head: Head, model: ModelEntry, form: AnswerFormat, prompt_tok
 def sampling_params(
     head: Head, model: ModelEntry, form: AnswerFormat, prompt_tokens: int, bad_words: list[list[int]], seed: int
 ) -> SamplingParams:
-    """Returns the settings of a prompt's first sequence. bad_words: token ids, from bad_word_ids. seed: used if the request names
-    none. Raises BadRequest naming the field."""
+    """Returns the settings of a prompt's first sequence. bad_words: the token ids from bad_word_ids. seed: used if the request has
+    no seed. Raises BadRequest naming the field."""
     max_tokens = max_tokens_for(head, model, form, prompt_tokens)
     if head.min_tokens > max_tokens:
         raise BadRequest(
@@ -61,9 +61,9 @@ def sampling_params(
     repetition = outputs.repetition_penalty if outputs.repetition_penalty is not None else defaults.get("repetition_penalty", 1.0)
     temperature = float(head.temperature if head.temperature is not None else defaults.get("temperature", 1.0))
     top_p = float(head.top_p if head.top_p is not None else defaults.get("top_p", 1.0))
-    if top_p == 0:  # within OpenAI's range: the smallest nucleus is the likeliest token
+    if top_p == 0:  # top_p 0 is within OpenAI's range: then only the likeliest token is left
         temperature, top_p = 0.0, 1.0
-    nothing = max_tokens == 0  # only the prompt is wanted; the engine makes a token all the same, so nothing may hinder it
+    nothing = max_tokens == 0  # only the prompt is wanted; the engine generates a token even so, and nothing may prevent that
     return SamplingParams(
         max_tokens=max(1, max_tokens),
         temperature=temperature,
@@ -96,7 +96,7 @@ def check_ids(field: str, token_ids: Iterable[int], model: ModelEntry) -> None:
 
 def check_n(n: int, num_prompts: int, model: ModelEntry) -> None:
     """Raises BadRequest for more sequences than a request may have: as many as it may have prompts, or as many as the model runs at
-    once. Fewer run as places come free, and find their prompt in the prefix cache."""
+    once, if that is more. Sequences that do not run at once wait for places, and find their prompt in the prefix cache."""
     most = max(MAX_PROMPTS, model.max_sequences)
     if n * num_prompts > most:
         prompts = f" for {num_prompts} prompts" if num_prompts > 1 else ""
@@ -104,8 +104,8 @@ def check_n(n: int, num_prompts: int, model: ModelEntry) -> None:
 
 
 def nth(params: SamplingParams, number: int, echoed_logprobs: int = -1) -> SamplingParams:
-    """Returns the settings of one of a prompt's n sequences. The first has the request's seed, the others have seeds that follow
-    from it, and report only those log-probabilities of the prompt that they show themselves (echoed_logprobs)."""
+    """Returns the settings of the sequence `number` of a prompt's n sequences. The first has the request's seed. The others have
+    seeds derived from it, and report the prompt's log-probabilities only if they show them themselves (echoed_logprobs)."""
     if number == 0:
         return params
     digest = hashlib.blake2b(f"{params.seed}/{number}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Sends the events of a response in the background to a client: those that are there, and then each as it comes."""
+"""Sends the events of a background response to a client: first the existing ones, then each new one as it comes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daemon.streams.stream_parts import SSE_COMMENT
 
 
 class EventSource(Protocol):
-    """Events by their number. is_held: the next daemon goes on with them."""
+    """The events of a response, indexed by sequence_number. is_held: whether the next daemon continues them."""
 
     events: list[bytes]
     is_streamed: bool
@@ -23,12 +23,12 @@ class EventSource(Protocol):
     is_held: bool
 
     async def wait(self) -> None:
-        """Returns when there is a new event, or there will be none."""
+        """Waits until there is a new event, or there will be no more."""
         ...
 
 
 class Ended:
-    """The events of a response that is finished. packed: as they are stored; b"": it was not streamed."""
+    """The events of a finished response. packed: the events in their stored form; b"": the response was not streamed."""
 
     is_over, is_held = True, False
 
@@ -41,8 +41,8 @@ class Ended:
 
 
 async def send_events(call: Call, source: EventSource, begin: int) -> web.StreamResponse:
-    """Sends all events from the number `begin` on. A client that has seen more of them than there are, which a restart may bring
-    about, gets the last one, as that tells how the response has ended."""
+    """Sends all events from the number `begin` on. A client may have seen more events than there are, because of a restart; it gets
+    the last event, which tells how the response has ended."""
     response = event_response(call.request_id, call.context.more_headers, EVENT_STREAM)
     await response.prepare(call.request)
     try:
@@ -52,12 +52,13 @@ async def send_events(call: Call, source: EventSource, begin: int) -> web.Stream
     if is_whole:
         await response.write_eof()
     elif call.request.transport is not None:
-        call.request.transport.abort()  # an end would look like the response's
+        call.request.transport.abort()  # a regular end would look like the end of the response
     return response
 
 
 async def _send(call: Call, response: web.StreamResponse, source: EventSource, begin: int) -> bool:
-    """Does what send_events says, and returns whether these were all events. Raises TimeoutError if the client does not read."""
+    """Sends the events as send_events describes, and returns whether all were sent. Raises TimeoutError if the client does not
+    read."""
     settings, at = call.context.settings, begin
     while True:
         waiting = source.events[at:]
@@ -76,6 +77,6 @@ async def _send(call: Call, response: web.StreamResponse, source: EventSource, b
 
 
 async def _write(response: web.StreamResponse, data: bytes, limit_s: float) -> None:
-    """Writes to a client that may read slowly, but not for ever. Raises TimeoutError."""
+    """Writes to a client that may read slowly, for at most limit_s. Raises TimeoutError."""
     async with asyncio.timeout(limit_s):
         await response.write(data)

@@ -1,5 +1,5 @@
-"""The rules (Lark, as llguidance reads it) of a call whose arguments are plain text between tags, as Qwen3-Coder
-and GLM write it.
+"""The grammar rules (Lark, as llguidance reads it) of a call whose arguments are plain text between tags, as Qwen3-Coder and GLM
+write it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from daemon.text.tool_parsers.registry import GLM45, GLM47, QWEN3_CODER
 
 _OF_STRINGS = frozenset({"type", "enum", "const", "minLength", "maxLength", "default", "examples"})
 _NULLABLE = STRING | {"null"}
-_MOST_LENGTH = 4096  # of a string whose schema bounds it
+_MOST_LENGTH = 4096  # the longest string length in a schema that a grammar can enforce
 
 
 @dataclass(frozen=True, slots=True)
 class TextForm:
-    """What a dialect writes around names and values. name: around the function's. key: around a parameter's, up to its value.
-    before_end, end_value, after_value: behind a value; end_value is the tag at which it ends. end: of a call. barred: the character
-    that a parameter's name cannot have, besides a line break."""
+    """The texts that a dialect writes around names and values. name: before and after the function's name. key: before and after a
+    parameter's name, up to its value. before_end, end_value, after_value: after a value; end_value is the tag that ends it. end: at
+    the end of a call. barred: a character that a parameter's name must not contain, besides a line break."""
 
     name: tuple[str, str]
     key: tuple[str, str]
@@ -69,9 +69,9 @@ FORMS: Mapping[str, TextForm] = {
 def function_rules(
     form: TextForm, at: int, name: str, schema: Mapping[str, Any], options: Mapping[str, Any], special: Mapping[str, str]
 ) -> list[str]:
-    """Returns the rules of a call of the tool `at`, from its name to its end; the first is `tool_{at}`. schema: of its parameters,
-    without notes. options: llguidance's, of values that are JSON. special: tag -> what stands for it in a grammar, of those that
-    the tokenizer calls special. Raises Inexpressible."""
+    """Returns the rules of a call of the tool `at`, from its name to its end; the first rule is `tool_{at}`. schema: the schema of
+    the tool's parameters, without notes. options: llguidance's options for values that are JSON. special: tag -> the tag's form in
+    a grammar, for tags that are special tokens. Raises Inexpressible."""
     return _Rules(form, schema, options, special).of_function(at, name)
 
 
@@ -101,7 +101,7 @@ class _Rules:
         return [f"tool_{at}: {self._written(name.join(form.name))} {' '.join(parameters)} {self._written(form.end)}", *rules]
 
     def _value(self, rule: str, path: str, schema: Any) -> list[str]:
-        """Returns the rules of a parameter's value and what ends it. schema: of the value."""
+        """Returns the rules of a parameter's value and of the tag that ends it. schema: the value's schema."""
         form, root = self._form, self._schema
         end = self._written(form.before_end + form.end_value + form.after_value)
         types = types_of(schema, root)
@@ -114,7 +114,7 @@ class _Rules:
         schema = referred(schema, root)
         branches = [part for key in ("anyOf", "oneOf") for part in schema.get(key, [])]
         if branches:
-            # a text or null is any text, and so is a text of one branch or of another
+            # a text or null allows any text, and so do branches that are all texts
             odd = [key for part in branches for key in part if key != "type"] + [
                 key for key in schema if key not in ("anyOf", "oneOf")
             ]
@@ -134,10 +134,11 @@ class _Rules:
         return self._text(rule, least, most)
 
     def _text(self, rule: str, least: int, most: int | None) -> list[str]:
-        """Returns the rules of a text and what ends it. least, most: its characters; None: any number."""
+        """Returns the rules of a text and of the tag that ends it. least, most: the limits of its length in characters; None: no
+        upper limit."""
         form, text = self._form, f"TEXT_{rule.upper()}"
         times = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
-        # the parser ends the value at the first tag, also at one that is spelled where a special token is
+        # the parser ends the value at the first tag, even if the tag is spelled out and not a special token
         tag = form.end_value.replace("/", "\\/")
         spelled = f"{text}: /(?s:.{times})/ & ~/(?s:.*){tag}(?s:.*)/"
         behind = self._written(form.after_value)
@@ -147,7 +148,7 @@ class _Rules:
         return [f"{rule}: {rule}_text {behind}", f"{rule}_text[suffix={suffix}]: {text}", spelled]
 
     def _written(self, text: str) -> str:
-        """Returns a text as a grammar has it, where special tokens stand for their tags."""
+        """Returns a text in the grammar's syntax, with special tokens in place of their tags."""
         parts = re.split(f"({'|'.join(map(re.escape, self._special))})", text) if self._special else [text]
         return " ".join(self._special.get(part) or _literal(part) for part in parts if part)
 

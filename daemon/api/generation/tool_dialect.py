@@ -1,4 +1,5 @@
-"""Finds the dialect in which a model writes calls: its own, or for forced calls hearthd's if its own is not known."""
+"""Finds the dialect in which a model writes calls: its own, or, for forced calls of a model with an unknown dialect, hearthd's
+own."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from daemon.text.tool_parsers.registry import GENERIC, NONE
 
 
 async def own_dialect(context: ApiContext, model: ModelEntry) -> str:
-    """Returns the dialect that is configured, else the one its template shows; NONE if that is not known."""
+    """Returns the model's configured dialect, or else the one that its template shows; NONE if that is not known."""
     return model.tool_parser or (await context.text.facts(model)).tool_parser
 
 
 async def reply_dialect(context: ApiContext, model: ModelEntry, tools: ToolRequest) -> str:
-    """Returns the dialect of a reply. Raises BadRequest if the model is free to call and its dialect is not known."""
+    """Returns the dialect of a reply. Raises BadRequest if the model may choose whether to call and its dialect is not known."""
     dialect = await own_dialect(context, model)
     if dialect != NONE:
         return dialect
@@ -33,6 +34,6 @@ async def reply_dialect(context: ApiContext, model: ModelEntry, tools: ToolReque
 
 
 async def allow_plain_calls(context: ApiContext, model: ModelEntry, options: dict[str, Any]) -> None:
-    """Sets `plain_calls` in a chat's options where the model may have to be shown tools or calls as plain text. options: Head's."""
+    """Sets `plain_calls` in a chat's options if the model may have to see tools or calls as plain text. options: Head.options."""
     if options["forced"] or options["history_calls"]:
         options["plain_calls"] = await own_dialect(context, model) == NONE

@@ -1,7 +1,7 @@
-"""The grammar (Lark, as llguidance reads it) that a reply with forced or strict tools follows, in the model's dialect.
+"""The grammar (Lark, as llguidance reads it) of a reply with forced or strict tools, in the model's dialect.
 
-With required or a named function the reply consists of calls only. With auto and a strict tool, text may come before, between and
-after calls, and a call, once begun, follows its tool's schema.
+With tool_choice "required" or a named function, the reply consists of calls only. With "auto" and a strict tool, text may come
+before, between and after calls, and a call, once begun, follows its tool's schema.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _VALUES = frozenset({"const", "enum", "default", "examples"})
 JSON_SCHEMA = "json_schema:"
 _SEPARATORS = {"item_separator": ",", "key_separator": ":"}
 COMPACT = {"whitespace_flexible": False, **_SEPARATORS}
-# blanks between JSON's tokens are bounded: a model that has nothing to say would write them for ever
+# blanks between JSON's tokens are limited: a model with nothing to say would write blanks for ever
 SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}", **_SEPARATORS}
 
 
 def argument_schemas(tools: ToolRequest) -> list[str]:
-    """Returns what each tool's arguments follow. If calls are forced or the tool is strict, that is its schema as compact JSON,
-    without undeclared properties; otherwise any object. Raises BadRequest."""
+    """Returns the JSON schema of each tool's arguments. If calls are forced or the tool is strict, that is the tool's schema,
+    written compactly and without undeclared properties; otherwise it allows any object. Raises BadRequest."""
     schemas = []
     for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
         if not strict and tools.choice == AUTO:
@@ -62,10 +62,10 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
 
 
 def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, markers: Mapping[int, str], answer: str = "") -> str:
-    """Returns a grammar as in SamplingParams.grammar. schemas: from argument_schemas. markers: token id -> text of those that the
-    tokenizer calls special. answer: a JSON schema that the reply follows if it is no call (not in the dialects
-    of WITHOUT_MARKER)."""
-    special = {text: f"<[{token_id}]>" for token_id, text in markers.items()}  # no text to llguidance
+    """Returns a grammar in the form of SamplingParams.grammar. schemas: the result of argument_schemas. markers: token id -> text,
+    of markers that are special tokens. answer: a JSON schema for a reply that is no call (not for the dialects in
+    WITHOUT_MARKER)."""
+    special = {text: f"<[{token_id}]>" for token_id, text in markers.items()}  # to llguidance a special token is not text
     chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
     newer = named_call.ARGS in special
     marker = ""
@@ -102,7 +102,7 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
             f"answer: %json {with_options(json.loads(answer), SPACED)}",
         ]
     elif tools.choice == AUTO:
-        barred = qwen3_coder.FUNCTION if dialect == QWEN3_CODER else ""  # it begins a call without the marker
+        barred = qwen3_coder.FUNCTION if dialect == QWEN3_CODER else ""  # this tag begins a call even without the marker
         if dialect in (LLAMA4_JSON, LLAMA4_PYTHONIC):
             rules += _with_llama4_text(calls, special)
         else:
@@ -131,7 +131,7 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
 
 
 def _in_deepseek(name: str, arguments: str, dialect: str, special: Mapping[str, str]) -> str:
-    """Returns the right side of a call's rule. arguments: their rule."""
+    """Returns the right side of the rule for a call. arguments: the name of the arguments' rule."""
     begin, separator, end = (_marker(text, special) for text in (deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END))
     if dialect == DEEPSEEK_V31:
         return f"{begin} {json.dumps(name)} {separator} {arguments} {end}"
@@ -140,14 +140,15 @@ def _in_deepseek(name: str, arguments: str, dialect: str, special: Mapping[str, 
 
 
 def _in_kimi_k2(name: str, arguments: str, special: Mapping[str, str]) -> str:
-    """Returns the right side of a call's rule. arguments: their rule. The number is the model's, which counts the calls."""
+    """Returns the right side of the rule for a call. arguments: the name of the arguments' rule. The model chooses the number in
+    the call's id, because it counts the calls."""
     begin, separator, end = (_marker(text, special) for text in (kimi_k2.BEGIN, kimi_k2.ARGUMENTS, kimi_k2.END))
     return f"{begin} {json.dumps(f'{PREFIX}{name}:')} /[0-9]{{1,4}}/ {separator} {arguments} {end}"
 
 
 def _bare(schema: Any) -> Any:
-    """Returns the schema without descriptions and the like, which would only make the grammar long. Values that a text must equal
-    are kept."""
+    """Returns the schema without descriptions and other notes, which would only make the grammar long. Inside values that a text
+    must equal nothing is removed."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, dict):
@@ -155,12 +156,12 @@ def _bare(schema: Any) -> Any:
     return {
         key: value if key in _VALUES else _bare(value)
         for key, value in schema.items()
-        if not (key in _NOTES and isinstance(value, str))  # else it is a property of that name
+        if not (key in _NOTES and isinstance(value, str))  # a value that is not a string belongs to a property with that name
     }
 
 
 def with_options(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
-    """Returns the schema as JSON with llguidance's options, which are not a client's to set."""
+    """Returns the schema as JSON with these options for llguidance, which replace any that a client has set."""
     return json.dumps({"x-guidance": options} | schema | {"x-guidance": options}, ensure_ascii=False)
 
 
@@ -173,11 +174,11 @@ def _some(separator: str, many: bool) -> str:
 
 
 def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str], barred: str) -> list[str]:
-    """Returns the rules of replies that need not call. Reasoning may come first, also if its markers are special tokens. barred:
-    what their text may not contain, besides the marker."""
+    """Returns the rules of replies that may consist of text, calls or both. Reasoning may come first, even if its markers are
+    special tokens. barred: a text that must not occur outside of calls, besides the marker."""
     think, rules = _thinking(special)
     if not marker:
-        # a reply that begins with a brace is a call; behind the tag, which is a token, whatever came before it
+        # a reply that begins with a brace is a call; after the tag, a special token, a call may follow any text
         tagged = f" | TEXT? {special[llama3.PYTHON_TAG]} {calls}" if llama3.PYTHON_TAG in special else ""
         return [*rules, r"TEXT: /\s*[^{\s](?s:.*)/", f"start: {think}(TEXT? | {calls}{tagged})"]
     bar = f" & ~/(?s:.*){barred}(?s:.*)/" if barred else ""
@@ -193,8 +194,8 @@ def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str], 
 
 
 def _with_llama4_text(calls: str, special: Mapping[str, str]) -> list[str]:
-    """Returns the rules of replies of Llama 4 that need not call. A bracket begins a call at the reply's beginning and behind a
-    marker, so no text begins with one."""
+    """Returns the rules of Llama 4's replies that may consist of text or calls. A bracket begins a call at the beginning of the
+    reply and after a marker, so text must not begin with one."""
     think, rules = _thinking(special)
     bars = "".join(f" & ~/(?s:.*){_escaped(marker)}(?s:.*)/" for marker in (llama4.START, llama4.END))
     rules.append(rf"TEXT: /\s*[^\[{{\s](?s:.*)/{bars}")
@@ -205,10 +206,11 @@ def _with_llama4_text(calls: str, special: Mapping[str, str]) -> list[str]:
 
 
 def _thinking(special: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Returns what stands for the reasoning before a reply, and its rules; nothing where its markers are no special tokens."""
+    """Returns the symbol for the reasoning before a reply, and its rules; empty if the reasoning's markers are not special
+    tokens."""
     if reasoning.OPEN not in special or reasoning.CLOSE not in special:
         return "", []
-    # the prompt may have opened it. TEXT as in the answer: the lexer takes the longest piece, whatever may follow
+    # the prompt may have opened the reasoning; TEXT is shared with the answer, because the lexer takes the longest match
     return "think? ", [f"think: (TEXT? {special[reasoning.OPEN]})? TEXT? {special[reasoning.CLOSE]}"]
 
 

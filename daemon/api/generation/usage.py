@@ -17,10 +17,10 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def usage_of(generations: Sequence[Generation], completion_tokens: int) -> dict[str, object]:
-    """Returns a request's usage. A prompt counts once for its n sequences; what these share among themselves is no cache hit."""
+    """Returns a request's usage. A prompt of n sequences counts once, and sharing it among these is no cache hit."""
     prompts = [each for each in generations if not each.is_copy]
     told = usage(sum(len(each.prompt) for each in prompts), completion_tokens, sum(each.num_cached for each in prompts))
-    if any(each.prediction for each in generations):  # others may get drafts or not, and an answer's form should not tell
+    if any(each.prediction for each in generations):  # others may or may not get drafts, which must not change the answer's form
         accepted = sum(each.num_accepted for each in generations)
         told["completion_tokens_details"] = {
             "accepted_prediction_tokens": accepted,
