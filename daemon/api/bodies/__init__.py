@@ -1,1 +1,2 @@
-"""The bodies of requests: their types, how they are decoded and checked. Without aiohttp, since text workers read them, too."""
+"""The bodies of requests: their types, and how they are decoded and checked. Nothing here imports aiohttp, because text workers
+parse bodies, too."""

@@ -29,7 +29,7 @@ CONTINUES_ANSWER, CONTINUES_REASONING = "answer", "reasoning"
 
 
 class Prediction(Struct):
-    """What the client expects the reply to be, in large part."""
+    """The client's prediction: text that the reply is expected to repeat in large part."""
 
     type: Literal["content"]
     content: str | list[ContentPart]
@@ -115,7 +115,7 @@ def _prediction(given: Prediction | None) -> str:
 
 
 def _logprobs(fields: ChatBody) -> int:
-    """Returns how many alternatives to each token are asked for; -1: no log-probabilities are."""
+    """Returns the number of alternatives to each token that are asked for; -1: no log-probabilities."""
     if fields.logprobs:
         return fields.top_logprobs or 0
     if fields.top_logprobs:
@@ -124,8 +124,8 @@ def _logprobs(fields: ChatBody) -> int:
 
 
 def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
-    """Returns the template's variables: reasoning_effort, and chat_template_kwargs, which may replace it. "none" also turns
-    enable_thinking off, the switch of Qwen's and GLM's templates."""
+    """Returns the template's variables: reasoning_effort, and chat_template_kwargs, which may override it. The effort "none" also
+    sets enable_thinking, a variable of Qwen's and GLM's templates, to false."""
     kwargs: dict[str, Any] = {}
     if fields.reasoning_effort is not None:
         if fields.reasoning_effort not in REASONING_EFFORTS:
@@ -137,7 +137,7 @@ def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
 
 
 def _continues(fields: ChatBody) -> str:
-    """Returns what of the last message the reply continues, CONTINUES_ANSWER or CONTINUES_REASONING; "" for a new message."""
+    """Returns which part of the last message the reply continues, CONTINUES_ANSWER or CONTINUES_REASONING; "" for a new message."""
     if not fields.continue_final_message:
         return ""
     if fields.add_generation_prompt:

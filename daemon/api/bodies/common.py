@@ -1,8 +1,8 @@
-"""The fields that the bodies of chats and completions share, and what the daemon needs of either.
+"""The fields that the bodies of chats and completions share, and their small part, which the daemon itself needs.
 
-A body is read in two parts: the small one (`Head`, every scalar field) and the prompt as msgpack, which only the text worker looks
-into. That is done on the event loop for bodies up to body_parts.INLINE_BYTES and in a text worker above (measured: the costliest
-128 KiB, 26,000 token ids, take 2 ms; tiny messages or parts 1 ms).
+A body is parsed into two parts: the small one (`Head`, every scalar field) and the prompt as msgpack, which only the text worker
+decodes. That is done on the event loop for bodies up to body_parts.INLINE_BYTES and in a text worker for longer ones (measured: the
+most expensive 128 KiB, 26,000 token ids, take 2 ms; tiny messages or parts 1 ms).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ MEANINGS = {
 
 
 class Head(Struct, array_like=True):
-    """The small part: what the daemon itself needs of a body."""
+    """The small part of a body, which the daemon itself needs."""
 
     model: str | None
     temperature: float | None
@@ -130,20 +130,20 @@ class Head(Struct, array_like=True):
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    priority: int | None  # None: the tenant's
+    priority: int | None  # None: the tenant's priority
     prompt_kind: str  # messages | text | ids
     num_prompts: int
-    # chat: EncodeChat's, and history_calls: whether messages hold calls or results, and next_call: the number of the reply's first
+    # chat: EncodeChat's options; history_calls: whether messages hold calls or results; next_call: the number of the reply's first
     # call in dialects that count a conversation's calls · completions: add_special_tokens
     options: dict[str, Any]
     tools: ToolRequest | None = None
     grammar_field: str = ""
-    grammar: str = ""  # as SamplingParams.grammar
+    grammar: str = ""  # in the form of SamplingParams.grammar
     cache_salt: str = ""
     keep_last: int = 0  # truncate_prompt_tokens; 0: all
     outputs: Outputs = Outputs()
-    keep_alive_s: float | None = None  # how long the model may stay in memory afterwards; None: as before
-    prediction: str = ""  # what the reply is expected to repeat
+    keep_alive_s: float | None = None  # how long the model may stay in memory afterwards; None: no change
+    prediction: str = ""  # text that the reply is expected to repeat
 
 
 def head_of(
@@ -157,7 +157,7 @@ def head_of(
     echo: bool = False,
     tools: ToolRequest | None = None,
 ) -> Head:
-    """Checks the shared fields. logprobs: see Outputs. Raises BadRequest naming the field."""
+    """Checks the shared fields and returns the small part. logprobs: see Outputs. Raises BadRequest naming the field."""
     if fields.model is not None:
         check_text(fields.model, "model")
     min_tokens = fields.min_tokens or 0
@@ -198,7 +198,7 @@ def head_of(
 
 
 def checked_stops(stops: list[str], field: str = "stop") -> list[str]:
-    """Raises BadRequest naming the field."""
+    """Returns the stop strings after checking them. field: named in errors. Raises BadRequest."""
     if len(stops) > MAX_STOPS:
         raise invalid(field, f"{field}: {len(stops)} strings are more than the {MAX_STOPS} one request may name")
     for each in stops:

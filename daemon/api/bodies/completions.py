@@ -13,13 +13,13 @@ from daemon.api.bodies.outputs import MAX_TOP_LOGPROBS
 from daemon.api.bodies.prompts import prompts
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
 
-MAX_SUFFIX_CHARACTERS = 4 << 20  # of all prompts together: the body has the suffix once, each prompt's tokens have it again
+MAX_SUFFIX_CHARACTERS = 4 << 20  # for all prompts together: the body has the suffix once, but each prompt's tokens include it
 
 
 class CompletionBody(Common, kw_only=True):
     prompt: Raw
     add_special_tokens: bool | None = None
-    max_tokens: Count | None = None  # 0: only the prompt, with echo
+    max_tokens: Count | None = None  # 0: only the prompt is wanted, with echo
     logprobs: NumTop | bool | None = None
     top_logprobs: Annotated[Raw, neutral("0")] = Raw()
     echo: bool | None = None
@@ -63,7 +63,7 @@ def head_of_completion(fields: CompletionBody) -> tuple[Head, bytes]:
 
 
 def _logprobs(fields: CompletionBody) -> int:
-    """Returns how many alternatives to each token are asked for; -1: no log-probabilities are."""
+    """Returns the number of alternatives to each token that are asked for; -1: no log-probabilities."""
     if fields.logprobs is True:
         raise invalid("logprobs", f"logprobs must be a number of alternatives from 0 to {MAX_TOP_LOGPROBS}")
     return -1 if fields.logprobs is None or fields.logprobs is False else fields.logprobs

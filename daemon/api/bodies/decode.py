@@ -47,10 +47,10 @@ def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
 
 
 def integers_plain(data: bytes) -> bytes:
-    """Returns the same JSON with whole numbers written as integers: 5.0 and 5e0 become 5. JSON does not tell them apart but the
-    decoder does, and some clients' languages have one kind of number only."""
+    """Returns the same JSON with whole numbers written as integers: 5.0 and 5e0 become 5. JSON does not distinguish them but the
+    decoder does, and some clients' languages have only one kind of number."""
     parts = _STRING.split(data)
-    for at in range(0, len(parts), 2):  # between the strings
+    for at in range(0, len(parts), 2):  # the parts outside of strings
         if b"." in parts[at]:
             parts[at] = _ZERO_FRACTION.sub(b"", parts[at])
         parts[at] = _EXPONENT.sub(_without_exponent, parts[at])
@@ -67,7 +67,7 @@ def invalid(param: str | None, message: str) -> BadRequest:
 
 
 def needed_text(value: str | None, param: str) -> str:
-    """Returns a text that must be there. Raises BadRequest (400) where it is missing, or as check_text does."""
+    """Returns a required text. Raises BadRequest (400) if it is missing, or if check_text refuses it."""
     if value is None:
         raise invalid(param, f"{param} is missing")
     check_text(value, param)
@@ -75,6 +75,6 @@ def needed_text(value: str | None, param: str) -> str:
 
 
 def check_text(text: str, param: str) -> None:
-    """Raises BadRequest (400) where `text` holds what tokenizers and logs cannot take."""
+    """Raises BadRequest (400) if `text` contains characters that tokenizers or logs cannot handle."""
     if "\0" in text:
         raise invalid(param, f"{param} holds a NUL character")

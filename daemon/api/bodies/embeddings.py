@@ -17,22 +17,22 @@ class EmbeddingsBody(Struct):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    normalize: Annotated[Raw, neutral("true")] = Raw()  # they are of length 1
+    normalize: Annotated[Raw, neutral("true")] = Raw()  # all embeddings have length 1
     truncate_prompt_tokens: KeepLast | None = None
     user: str | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
 
 class EmbeddingsHead(Struct, array_like=True):
-    """The small part. kind: "text" or "ids"."""
+    """The small part of a body. kind: "text" or "ids"."""
 
     model: str | None
     kind: str
     base64: bool
     dimensions: int | None
-    priority: int | None  # None: the tenant's
+    priority: int | None  # None: the tenant's priority
     keep_last: int = 0  # truncate_prompt_tokens; 0: all
-    keep_alive_s: float | None = None  # how long the model may stay in memory afterwards; None: as before
+    keep_alive_s: float | None = None  # how long the model may stay in memory afterwards; None: no change
 
 
 MEANINGS = {

@@ -1,4 +1,4 @@
-"""The body of a request that another server answers. Only its outermost names are read; the values stay the bytes that they are."""
+"""The body of a request that another server answers. Only its outermost fields are told apart; their values are not decoded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _decoder = msgspec.json.Decoder(dict[str, Raw])
 
 
 def fields_of(body: bytes) -> dict[str, Raw] | None:
-    """Returns the body's fields, each with its JSON; None for a body that is no JSON object. This takes about as long as copying
-    the body: strings and numbers are passed over."""
+    """Returns the body's fields, name -> JSON; None for a body that is not a JSON object. This takes about as long as copying the
+    body, because strings and numbers are skipped."""
     try:
         return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -19,7 +19,7 @@ def fields_of(body: bytes) -> dict[str, Raw] | None:
 
 
 def text_of(fields: dict[str, Raw], name: str) -> str | None:
-    """Returns a field that holds a text; None if it is not there or holds something else."""
+    """Returns a field that holds a text; None if it is missing or holds something else."""
     value = _value(fields, name)
     return value if isinstance(value, str) else None
 
@@ -34,14 +34,14 @@ def whole_number(fields: dict[str, Raw], name: str) -> int | None:
 
 
 def asks_for_usage(fields: dict[str, Raw]) -> bool:
-    """Returns whether the client wants a stream's last event with its usage."""
+    """Returns whether the client asks for the usage in a stream's last event."""
     options = _options(fields)
     return options is not None and is_true(options, "include_usage")
 
 
 def renamed(fields: dict[str, Raw], model: str, with_usage: bool) -> bytes:
-    """Returns the body for a server where the model has that name. with_usage: the stream's usage is asked for, whether or not the
-    client did. All else stays as it came."""
+    """Returns the body with another model name. model: the model's name on the other server. with_usage: asks for a stream's usage
+    even if the client did not. All other fields stay unchanged."""
     fields = {**fields, "model": Raw(msgspec.json.encode(model))}
     options = _options(fields)
     if with_usage and options is not None and not is_true(options, "include_usage"):
@@ -50,7 +50,7 @@ def renamed(fields: dict[str, Raw], model: str, with_usage: bool) -> bytes:
 
 
 def _options(fields: dict[str, Raw]) -> dict[str, Raw] | None:
-    """Returns the fields of `stream_options`; None if it is not an object, which that server has to refuse."""
+    """Returns the fields of `stream_options`; None if it is not an object, which the other server has to refuse."""
     raw = fields.get("stream_options")
     return {} if raw is None or bytes(raw) == b"null" else fields_of(bytes(raw))
 

@@ -1,4 +1,4 @@
-"""The bodies of /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
+"""The bodies of /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNLOAD_MEANINGS = {
 
 
 class AdapterHead(Struct, array_like=True):
-    """What a body says. model: the adapter's name. path: "" in a body that unloads it."""
+    """The fields of a body. model: the adapter's name. path: "" in a body that unloads it."""
 
     model: str | None
     path: str = ""
@@ -47,13 +47,13 @@ _unload = msgspec.json.Decoder(UnloadAdapterBody)
 
 
 def parse_load(body: bytes) -> tuple[AdapterHead, bytes]:
-    """Returns what the body says; there is no long part. Raises BadRequest (400) naming the field."""
+    """Returns the body's fields, and b"" as there is no long part. Raises BadRequest (400) naming the field."""
     fields: LoadAdapterBody = decode(_load, body, "")
     refuse_unsupported(fields)
     return AdapterHead(fields.lora_name, fields.lora_path, fields.load_inplace), b""
 
 
 def parse_unload(body: bytes) -> tuple[AdapterHead, bytes]:
-    """Returns what the body says; there is no long part. Raises BadRequest (400) naming the field."""
+    """Returns the body's fields, and b"" as there is no long part. Raises BadRequest (400) naming the field."""
     fields: UnloadAdapterBody = decode(_unload, body, "")
     return AdapterHead(fields.lora_name), b""

@@ -28,7 +28,7 @@ class CalledFunction(Struct):
 
 
 class Called(Struct):
-    """A call the model made before."""
+    """A call that the model made in an earlier message."""
 
     function: CalledFunction
     id: str = ""
@@ -51,7 +51,7 @@ def hold_calls(messages: list[Message]) -> bool:
 
 
 def next_call_number(messages: list[Message]) -> int:
-    """Returns the number that the next call has in dialects that count a conversation's calls."""
+    """Returns the number of the next call, for dialects that number a conversation's calls."""
     numbers = CallNumbers()
     for message in messages:
         for call in message.tool_calls or ():
@@ -82,7 +82,7 @@ def pack_messages(messages: list[Message]) -> bytes:
 
 
 def content_of(message: Message, where: str) -> str | None:
-    """Returns the message's text; if an assistant has said nothing else, its refusal. Raises BadRequest naming the field."""
+    """Returns the message's text; for an assistant's message without text, its refusal. Raises BadRequest naming the field."""
     if message.refusal is not None:
         if message.role != "assistant":
             raise invalid(f"{where}.refusal", f"{where}.refusal: only messages of the assistant may have one")
@@ -94,8 +94,7 @@ def content_of(message: Message, where: str) -> str | None:
 
 
 def joined(parts: list[ContentPart], role: str, where: str) -> str:
-    """Returns the texts of a message's parts, one after the other. where: the message, for errors. Raises BadRequest naming the
-    part."""
+    """Returns the joined texts of a message's parts. where: the message's path, for errors. Raises BadRequest naming the part."""
     texts, refusals = [], []
     for at, part in enumerate(parts):
         part_where = f"{where}.content[{at}]"

@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API, read as a chat's."""
+"""The bodies of /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API, converted to a chat's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_MESSAGES = 100_000
 
 
 class Block(Struct):
-    """A content block of any type; which fields it needs depends on the type."""
+    """A content block of any type; the type determines which fields are required."""
 
     type: str
     text: str | None = None
@@ -66,7 +66,7 @@ class OutputConfig(Struct):
 
 
 class TokenCountBody(Struct, kw_only=True):
-    """The fields that make the prompt."""
+    """The fields that make up the prompt."""
 
     model: str | None = None
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -178,7 +178,7 @@ def _part(block: Block, where: str) -> ContentPart:
 
 
 def _user(turn: Turn, where: str) -> list[Message]:
-    """Returns the results of tools as messages, and the text between and after them as the user's."""
+    """Returns the messages of a user's turn: tool results as messages of their own, and the text between and after them."""
     if isinstance(turn.content, str):
         check_text(turn.content, f"{where}.content")
         return [Message("user", [ContentPart("text", turn.content)])]
@@ -208,13 +208,13 @@ def _assistant(turn: Turn, where: str) -> Message:
             calls.append(Called(CalledFunction(name, arguments), needed_text(block.id, f"{place}.id")))
         elif block.type == "thinking":
             thoughts.append(needed_text(block.thinking, f"{place}.thinking"))
-        elif block.type != "redacted_thinking":  # only Anthropic's models could read it
+        elif block.type != "redacted_thinking":  # which only Anthropic's models could read
             parts.append(_part(block, place))
     return Message("assistant", parts or "", tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None)
 
 
 def _merged(messages: list[Message]) -> list[Message]:
-    """Joins the user's neighbouring messages, which Anthropic's API takes as one and many templates refuse."""
+    """Joins neighbouring messages of the user, which Anthropic's API allows and many templates refuse."""
     merged: list[Message] = []
     for message in messages:
         before = merged[-1] if merged else None
@@ -231,7 +231,7 @@ def _parts(message: Message) -> list[ContentPart]:
 
 
 def _tools(tools: list[Tool]) -> Raw:
-    """Returns the tools as a chat has them."""
+    """Returns the tools in a chat's form."""
     shown = []
     for at, tool in enumerate(tools):
         if tool.type not in (None, "custom"):

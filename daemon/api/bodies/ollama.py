@@ -1,6 +1,6 @@
-"""What the bodies of Ollama's /api/chat and /api/generate have in common: `options`, `format`, `think`.
+"""The fields that the bodies of Ollama's /api/chat and /api/generate share, such as `options`, `format`, `think`.
 
-Source: https://docs.ollama.com/api; the options that its clients know, and what each does, from its documentation of a Modelfile.
+Source: https://docs.ollama.com/api. The options and their meanings are from Ollama's documentation of a Modelfile.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from daemon.api.bodies.decode import invalid
 from daemon.api.bodies.response_format import JSON_OBJECT, following
 from daemon.api.bodies.unsupported import neutral, refuse_unsupported
 
-MAX_TOKENS = 2**31 - 1  # more than any context has: the answer may fill what is left of it
+MAX_TOKENS = 2**31 - 1  # longer than any context, so the answer may fill the rest of it
 RANDOM_SEED = -1
-LOAD, UNLOAD = "load", "unload"  # Head.prompt_kind of a body that asks for nothing but the model's load, or its eviction
+LOAD, UNLOAD = "load", "unload"  # Head.prompt_kind of a body that only asks to load the model, or to evict it
 
 
 class Options(Struct):
@@ -51,12 +51,12 @@ class Options(Struct):
     mirostat: Annotated[Raw, neutral("0")] = Raw()
     tfs_z: Annotated[Raw, neutral("1")] = Raw()
     typical_p: Annotated[Raw, neutral("1")] = Raw()
-    repeat_last_n: Annotated[Raw, neutral("-1")] = Raw()  # the penalty looks at all of the text
+    repeat_last_n: Annotated[Raw, neutral("-1")] = Raw()  # the penalty always covers the whole text
     penalize_newline: Annotated[Raw, neutral("true")] = Raw()
 
 
 class OllamaBody(Struct, kw_only=True):
-    """The shared fields. An empty text in `format` is no format."""
+    """The shared fields. An empty text in `format` means no format."""
 
     model: str | None = None
     stream: bool | None = None
@@ -101,14 +101,14 @@ OPTION_MEANINGS = {
 
 
 def refuse_unserved(fields: OllamaBody) -> None:
-    """Raises BadRequest (400) naming the first field or option that asks for what is not served."""
+    """Raises BadRequest (400) naming the first field or option that asks for something that is not served."""
     refuse_unsupported(fields)
     if fields.options is not None:
         refuse_unsupported(fields.options, "options.")
 
 
 def shared_fields(fields: OllamaBody) -> dict[str, Any]:
-    """Returns the fields of a chat's or a completion's body that these ask for. Raises BadRequest naming the field."""
+    """Returns the equivalent fields of a chat's or a completion's body. Raises BadRequest naming the field."""
     options = fields.options or Options()
     num = options.num_predict
     return {
@@ -129,7 +129,7 @@ def shared_fields(fields: OllamaBody) -> dict[str, Any]:
 
 
 def head_of_load(fields: OllamaBody) -> tuple[Head, bytes]:
-    """Returns the two parts of a body that holds nothing to answer: Ollama's clients load a model so, or, with a keep_alive of 0,
+    """Returns the two parts of a body without a prompt: Ollama's clients send it to load a model or, with a keep_alive of 0, to
     unload it. Raises BadRequest naming the field."""
     head, messages = with_keep_alive(chat.head_of_chat(chat.ChatBody(messages=[], **shared_fields(fields))), fields.keep_alive)
     head.prompt_kind = UNLOAD if head.keep_alive_s == 0 else LOAD
@@ -137,13 +137,13 @@ def head_of_load(fields: OllamaBody) -> tuple[Head, bytes]:
 
 
 def with_keep_alive(parts: tuple[Head, bytes], keep_alive: float | str | None) -> tuple[Head, bytes]:
-    """Returns the two parts of a body with the field in its head. Raises BadRequest naming the field."""
+    """Returns the two parts of a body with keep_alive set in the head. Raises BadRequest naming the field."""
     parts[0].keep_alive_s = keep_alive_s(keep_alive)
     return parts
 
 
 def keep_alive_s(value: float | str | None) -> float | None:
-    """Returns the seconds that the field means, inf for ever, None if it was left out. Raises BadRequest naming the field."""
+    """Returns the field's value in seconds, inf for ever, None if it was left out. Raises BadRequest naming the field."""
     try:
         return None if value is None else parse_duration_s(value)
     except ValueError as error:
@@ -151,7 +151,7 @@ def keep_alive_s(value: float | str | None) -> float | None:
 
 
 def template_fields(think: bool | str | None) -> dict[str, Any]:
-    """Returns the fields of a chat's body that tell its template how much to think."""
+    """Returns the fields of a chat's body that tell the template how much the model should think."""
     if think is None:
         return {}
     if isinstance(think, bool):

@@ -1,4 +1,4 @@
-"""The body of Ollama's /api/chat, read as a chat's."""
+"""The body of Ollama's /api/chat, converted to a chat's."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def parse(body: bytes) -> tuple[Head, bytes]:
 
 
 def _messages(turns: list[Turn]) -> list[Message]:
-    """Returns a chat's messages. Calls without an id get one, and so do results, by their tools' names and their order."""
+    """Returns a chat's messages. Calls without an id get one. Results are assigned to calls by the tools' names and the order."""
     messages: list[Message] = []
-    open_calls: list[Called] = []  # whose results have not come yet
+    open_calls: list[Called] = []  # calls whose results have not come yet
     num_calls = 0
     for at, turn in enumerate(turns):
         where = f"messages[{at}]"
@@ -96,7 +96,7 @@ def _messages(turns: list[Turn]) -> list[Message]:
         for call in turn.tool_calls or []:
             arguments = _json(call.function.arguments).decode()
             num_calls += 1
-            # nine letters and digits, which is the form that Mistral's templates insist on
+            # nine letters and digits, as Mistral's templates require
             calls.append(Called(CalledFunction(call.function.name, arguments), call.id or f"call{num_calls:05d}"))
         open_calls = calls[:]
         messages.append(Message(turn.role, turn.content, tool_calls=calls or None, reasoning_content=turn.thinking or None))
@@ -104,7 +104,8 @@ def _messages(turns: list[Turn]) -> list[Message]:
 
 
 def _answered(open_calls: list[Called], tool_name: str | None) -> str | None:
-    """Returns the id of the call that a result belongs to, and takes it out: the first of that tool, or of any."""
+    """Removes the call to which a result belongs from the list, and returns its id; None if there is none. It is the first call of
+    the named tool, or the first of all if the result names no tool."""
     for call in open_calls:
         if tool_name in (None, call.function.name):
             open_calls.remove(call)

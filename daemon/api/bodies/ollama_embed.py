@@ -1,4 +1,4 @@
-"""The body of Ollama's /api/embed, read as that of /v1/embeddings."""
+"""The body of Ollama's /api/embed, converted to that of /v1/embeddings."""
 
 from __future__ import annotations
 

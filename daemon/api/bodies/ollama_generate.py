@@ -1,4 +1,4 @@
-"""The body of Ollama's /api/generate, read as a chat's, or as a completion's where no template is wanted."""
+"""The body of Ollama's /api/generate, converted to a chat's, or to a completion's if no template is wanted."""
 
 from __future__ import annotations
 

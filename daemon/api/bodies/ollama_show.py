@@ -27,7 +27,7 @@ _decoder = msgspec.json.Decoder(OllamaShowBody)
 
 
 def parse(body: bytes) -> tuple[ShowHead, bytes]:
-    """Returns the fields that the daemon needs, and nothing. Raises BadRequest (400) naming the field."""
+    """Returns the body's fields, and b"" as there is no long part. Raises BadRequest (400) naming the field."""
     fields: OllamaShowBody = decode(_decoder, body, "")
     name = fields.model or fields.name
     check_text(name or "", "model")

@@ -1,4 +1,4 @@
-"""What a request asks of its outputs besides the text: their number, log-probabilities, and limits on which tokens are sampled."""
+"""A request's settings for its outputs besides the text: their number, log-probabilities, and limits on the sampled tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_BIASED_TOKENS = 1024
 
 
 class Outputs(Struct, array_like=True, frozen=True):
-    """The settings. None: the model's own default applies."""
+    """The settings of a request's outputs. None: the model's own default applies."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -24,15 +24,15 @@ class Outputs(Struct, array_like=True, frozen=True):
     repetition_penalty: float | None = None
     min_p: float | None = None
     logit_bias: dict[int, float] = {}
-    logprobs: int = -1  # alternatives to each token; -1: no log-probabilities
+    logprobs: int = -1  # number of alternatives to each token; -1: no log-probabilities
     echo: bool = False
-    allowed_token_ids: list[int] = []  # empty: all
+    allowed_token_ids: list[int] = []  # empty: all tokens are allowed
     bad_words: list[str] = []
-    prompt_logprobs: int = -1  # as logprobs
+    prompt_logprobs: int = -1  # number of alternatives to each prompt token; -1: no log-probabilities
 
     @property
     def echoed_logprobs(self) -> int:
-        """The number of alternatives for each token of an echoed prompt; -1: no log-probabilities of it."""
+        """The number of alternatives to each token of an echoed prompt; -1: its log-probabilities are not wanted."""
         return self.logprobs if self.echo else -1
 
 

@@ -11,11 +11,11 @@ from msgspec import Meta
 from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.models.entry import ModelEntry
 
-MAX_PROMPTS = 1024  # of completions
-MAX_INPUTS = 2048  # of embeddings, as OpenAI's specification has it
+MAX_PROMPTS = 1024  # the most prompts of a completion request
+MAX_INPUTS = 2048  # the most inputs of an embeddings request, as in OpenAI's specification
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-KeepLast = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # truncate_prompt_tokens: -1: as many as fit
+KeepLast = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # truncate_prompt_tokens; -1: as many tokens as fit
 
 _ids = msgspec.json.Decoder(list[TokenId])
 _ids_batch = msgspec.json.Decoder(list[list[TokenId]])
@@ -24,8 +24,8 @@ _pack = msgspec.msgpack.encode
 
 
 def prompts(raw: bytes, field: str = "prompt", most: int = MAX_PROMPTS) -> tuple[str, bytes, int]:
-    """Returns ("text", list of strings) or ("ids", list of int32 arrays), packed as msgpack, and their number, which may be
-    `most`."""
+    """Returns the kind of the prompts, the prompts packed as msgpack, and their number. The kind is "text" for a list of strings,
+    "ids" for a list of int32 arrays. most: the largest number that is allowed. Raises BadRequest."""
     data = raw.lstrip(b" \t\r\n")
     if data[:1] == b'"':
         texts: list[str] = [decode(msgspec.json.Decoder(str), data, field)]
@@ -51,14 +51,14 @@ def prompts(raw: bytes, field: str = "prompt", most: int = MAX_PROMPTS) -> tuple
 
 
 def checked_keep_last(value: int | None) -> int:
-    """Returns truncate_prompt_tokens, 0 where it is not given. Raises BadRequest."""
+    """Returns truncate_prompt_tokens, 0 if it is not given. Raises BadRequest."""
     if value == 0:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: expected an `int` >= 1, or -1")
     return value or 0
 
 
 def num_kept(keep_last: int, room: int, model: ModelEntry) -> int:
-    """Returns how many tokens of a prompt are kept, 0 for all. room: what fits the model. Raises BadRequest."""
+    """Returns how many tokens of a prompt to keep, 0 for all. room: the number of tokens that fit the model. Raises BadRequest."""
     if keep_last > model.max_model_len:
         limit = f"{keep_last} is more than max_model_len {model.max_model_len} of {model.name}"
         raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens: {limit}")
@@ -66,7 +66,7 @@ def num_kept(keep_last: int, room: int, model: ModelEntry) -> int:
 
 
 def _pack_ids(batch: list[list[int]]) -> bytes:
-    """Packs each prompt's ids as int32. So the daemon can count and check the ids of a long prompt before it makes a list of
+    """Packs each prompt's ids as int32, so that the daemon can count and check the ids of a long prompt before it makes a list of
     them."""
     return _pack([array("i", ids).tobytes() for ids in batch])
 

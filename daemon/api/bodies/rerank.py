@@ -1,4 +1,4 @@
-"""The body of /v1/rerank, as vLLM, Jina and Cohere have it."""
+"""The body of /v1/rerank, in the form of vLLM, Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ class RerankBody(Struct):
 
 
 class PairsHead(Struct, array_like=True):
-    """The small part of a body that asks for scores of pairs. keep: how many tokens of a pair are kept, -1: as many as fit, 0: all.
-    keep_second: how many of its second text, 0: all. fields: the body's that hold the first and the second texts."""
+    """The small part of a body that asks for scores of pairs. keep: the number of tokens of a pair to keep, -1: as many as fit, 0:
+    all. keep_second: the number of tokens of its second text to keep, 0: all. fields: the body's fields that hold the first and the
+    second texts."""
 
     model: str | None
     fields: tuple[str, str]
     num_pairs: int
-    priority: int | None = None  # None: the tenant's
+    priority: int | None = None  # None: the tenant's priority
     keep: int = 0
     keep_second: int = 0
-    most: int = 0  # results; 0: all
-    with_texts: bool = False  # a result has its document
+    most: int = 0  # the most results; 0: all
+    with_texts: bool = False  # whether a result includes its document
 
 
 FIELDS = ("query", "documents")
@@ -64,8 +65,8 @@ _decoder = msgspec.json.Decoder(RerankBody)
 
 
 def parse(body: bytes) -> tuple[PairsHead, bytes]:
-    """Returns the fields that the daemon needs, and the texts as TextPort.encode_pairs takes them. Raises BadRequest (400) naming
-    the field."""
+    """Returns the fields that the daemon needs, and the texts packed for TextPort.encode_pairs. Raises BadRequest (400) naming the
+    field."""
     fields: RerankBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     query, documents = _text(fields.query), [_text(each) for each in fields.documents]
@@ -84,7 +85,8 @@ def parse(body: bytes) -> tuple[PairsHead, bytes]:
 
 
 def pack_pairs(firsts: list[str], seconds: list[str], names: tuple[str, str]) -> bytes:
-    """Returns the texts of pairs as TextPort.encode_pairs takes them. names: the fields that hold them. Raises BadRequest (400)."""
+    """Returns the texts of pairs packed for TextPort.encode_pairs. names: the fields that hold the texts. Raises BadRequest
+    (400)."""
     for name, texts in zip(names, (firsts, seconds), strict=True):
         if not texts:
             raise invalid(name, f"{name} is empty")

@@ -1,6 +1,6 @@
-"""The text that an answer must follow: `response_format` as OpenAI has it, `regex`, `grammar`, and vLLM's names for the same.
+"""The constraint on an answer's text: OpenAI's `response_format`, `regex`, `grammar`, and vLLM's names for the same.
 
-All become one `SamplingParams.grammar`. The text worker finds out whether it can be followed (daemon/text/grammar_check.py).
+All of them become one `SamplingParams.grammar`. The text worker checks that it can be enforced (daemon/text/grammar_check.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import Meta, Raw, Struct
 
 from daemon.api.bodies.decode import decode, invalid
 
-# top-level fields of a request body; at most one of them may ask for something
+# top-level fields of a request body, of which at most one may constrain the answer
 GRAMMAR_FIELDS = (
     "response_format",
     "regex",
@@ -32,7 +32,7 @@ Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
 
 
 class JsonSchema(Struct):
-    """A schema. OpenAI shows `name`, `description` and `strict` to the model; here every answer follows its schema."""
+    """A JSON schema. In OpenAI's API the model sees `name`, `description` and `strict`; here every answer follows the schema."""
 
     schema: Raw = Raw()
     name: str | None = None
@@ -50,7 +50,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     regex: str | None = None
     grammar: str | None = None
     choice: Choices | None = None
-    disable_any_whitespace: bool | None = None  # of json; the others fix their blanks by themselves
+    disable_any_whitespace: bool | None = None  # applies to `json`; the other kinds determine blanks themselves
 
 
 _format = msgspec.json.Decoder(ResponseFormat)
@@ -60,12 +60,12 @@ _choices = msgspec.json.Decoder(Choices)
 
 
 def following(schema: Raw) -> Raw:
-    """Returns the response_format of an answer that follows a JSON schema."""
+    """Returns the response_format for an answer that follows a JSON schema."""
     return Raw(msgspec.json.encode({"type": "json_schema", "json_schema": {"schema": schema}}))
 
 
 def grammar_of(fields: Any) -> tuple[str, str]:
-    """Returns the field that asks and `KIND:TEXT` as in SamplingParams.grammar; ("", "") if no field does. fields: a request body
+    """Returns the field that is used, and `KIND:TEXT` as in SamplingParams.grammar; ("", "") if none is. fields: a request body
     with all of GRAMMAR_FIELDS as Raw. Raises BadRequest naming the field."""
     asked = ("", "")
     for name in GRAMMAR_FIELDS:
@@ -134,8 +134,8 @@ def _structured_outputs(data: bytes) -> tuple[str, str]:
 
 
 def _schema(field: str, data: bytes, kind: str = "json_schema") -> str:
-    """Returns `KIND:` and a schema that is given as JSON or as a string of JSON. The text is kept as it is, because the order of
-    its properties is the answer's."""
+    """Returns `KIND:` and a schema, which is given as JSON or as a string of JSON. Its text stays unchanged, because the order of
+    its properties is the order in the answer."""
     text = decode(_text, data, field) if data[:1] == b'"' else data.decode()
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise invalid(field, f"{field} must be a JSON object")
@@ -143,5 +143,5 @@ def _schema(field: str, data: bytes, kind: str = "json_schema") -> str:
 
 
 def _choice(choices: list[str]) -> str:
-    # Lark's strings are JSON's
+    # Lark writes strings like JSON
     return "lark:start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)

@@ -1,4 +1,4 @@
-"""The body of /v1/responses, OpenAI's Responses API, read as a chat's."""
+"""The body of /v1/responses, OpenAI's Responses API, converted to a chat's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tool(Struct):
 
 
 class ToolChoice(Struct):
-    """A function by its name, or those of the tools that may be called."""
+    """The tool_choice: a function by its name, or a list of the tools that may be called."""
 
     type: str
     name: str | None = None
@@ -167,8 +167,8 @@ MEANINGS = {
 
 
 class ResponsesHead(Head, array_like=True):
-    """The small part of a body. background: whether the response is made without a client waiting. num_instructions: 1 if the first
-    message holds the instructions, else 0. shown: the fields that the response repeats, as JSON."""
+    """The small part of a body. background: whether the response is generated without a waiting client. num_instructions: 1 if the
+    first message contains the instructions, else 0. shown: the fields that the response repeats, as JSON."""
 
     previous: str = ""  # previous_response_id; "" for none
     store: bool = True
@@ -232,7 +232,7 @@ def _template_variables(given: dict[str, Any] | None, verbosity: str | None) -> 
 
 
 def _offered(fields: ResponsesBody) -> tuple[list[Tool], Raw]:
-    """Returns the tools that may be called, and a chat's tool_choice. Raises BadRequest naming the field."""
+    """Returns the tools that may be called, and the tool_choice in a chat's form. Raises BadRequest naming the field."""
     tools = fields.tools or []
     for at, tool in enumerate(tools):
         _check_tool(tool, f"tools[{at}]")
@@ -267,7 +267,7 @@ def _check_tool(tool: Tool, where: str) -> None:
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    """Returns a function as a chat has it."""
+    """Returns a function in a chat's form."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -289,7 +289,7 @@ def _response_format(wanted: TextFormat | None) -> Raw:
 
 
 def _shown(fields: ResponsesBody) -> bytes:
-    """Returns the fields of a body that its response repeats, with the defaults of those that are left out."""
+    """Returns the fields of a body that its response repeats, with defaults for those that were left out."""
     choice, reasoning, text = fields.tool_choice, fields.reasoning or Reasoning(), fields.text or TextConfig()
     return _json(
         {

@@ -1,4 +1,4 @@
-"""The `input` of /v1/responses, read as a chat's messages."""
+"""The `input` of /v1/responses, converted to a chat's messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 class ItemPart(Struct):
-    """A part of a message, of a function's output or of reasoning; which field it needs depends on the type."""
+    """A part of a message, of a function's output or of reasoning; the type determines which field is required."""
 
     type: str = "input_text"
     text: str | None = None
@@ -21,9 +21,9 @@ class ItemPart(Struct):
 
 
 class Item(Struct):
-    """An item of any type; which fields it needs depends on the type."""
+    """An item of any type; the type determines which fields are required."""
 
-    type: str | None = None  # None: a message
+    type: str | None = None  # None: the item is a message
     role: str | None = None
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
@@ -34,13 +34,13 @@ class Item(Struct):
 
 
 def chat_messages(given: str | list[Item]) -> list[Message]:
-    """Returns the messages of a chat. An assistant's reasoning, text and calls that stand side by side become one message. Raises
-    BadRequest naming the field."""
+    """Returns the messages of a chat. Consecutive reasoning, text and calls of the assistant become one message. Raises BadRequest
+    naming the field."""
     if isinstance(given, str):
         check_text(given, "input")
         return [Message("user", given)]
     messages: list[Message] = []
-    turn: Message | None = None  # the assistant's, which further items may belong to
+    turn: Message | None = None  # the assistant's current message, to which further items may belong
     for at, item in enumerate(given):
         where = f"input[{at}]"
         kind = item.type or "message"
@@ -62,12 +62,12 @@ def chat_messages(given: str | list[Item]) -> list[Message]:
                 f"{where}.type: {kind[:64]!r} is not supported; message, function_call, function_call_output and reasoning are",
                 param=f"{where}.type",
             )
-    # reasoning that nothing follows has no place in a template
+    # templates cannot show reasoning without text or calls
     return [each for each in messages if each.role != "assistant" or each.content is not None or each.tool_calls]
 
 
 def _begins_another(turn: Message, kind: str) -> bool:
-    """Returns whether an assistant's item cannot belong to the message that the items before it made."""
+    """Returns whether an assistant's item starts a new message, because it cannot belong to the current one."""
     return kind != "function_call" and (turn.tool_calls is not None or turn.content is not None)
 
 
@@ -93,7 +93,7 @@ def _message(item: Item, where: str) -> Message:
 
 
 def _text(content: str | list[ItemPart] | None, where: str, kinds: tuple[str, ...] = _TEXTS) -> str:
-    """Returns a text, or text parts joined by new lines. Raises BadRequest naming the field."""
+    """Returns a text, or text parts joined by line breaks. Raises BadRequest naming the field."""
     if content is None:
         raise invalid(where, f"{where} is missing")
     if isinstance(content, str):

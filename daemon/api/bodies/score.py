@@ -1,4 +1,4 @@
-"""The body of /v1/score, as vLLM has it."""
+"""The body of /v1/score, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _decoder = msgspec.json.Decoder(ScoreBody)
 
 
 def parse(body: bytes) -> tuple[PairsHead, bytes]:
-    """Returns the fields that the daemon needs, and the texts as TextPort.encode_pairs takes them. Raises BadRequest (400) naming
-    the field."""
+    """Returns the fields that the daemon needs, and the texts packed for TextPort.encode_pairs. Raises BadRequest (400) naming the
+    field."""
     fields: ScoreBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     given = [[name for name in names if getattr(fields, name) is not None] for names in _NAMES]

@@ -1,16 +1,16 @@
-"""The limits of allowed_token_ids and bad_words: what a request may not be answered with."""
+"""The sizes of allowed_token_ids and bad_words, which limit the tokens of an answer."""
 
 from __future__ import annotations
 
 from daemon.api.bodies.decode import check_text, invalid
 
-# Each of up to 128 choices is sent them: 128 times as many ids are a few milliseconds of the event loop's time.
+# They are sent for each of up to 128 choices: 128 times as many ids take a few milliseconds of the event loop's time.
 MAX_ALLOWED_TOKENS = 4096
 MAX_BAD_WORDS, MAX_WORD_CHARS = 256, 128
 
 
 def checked_words(words: list[str]) -> list[str]:
-    """Returns the texts of `bad_words`. Raises BadRequest naming one that is empty, too long or holds NUL."""
+    """Returns the texts of `bad_words`. Raises BadRequest naming a text that is empty, too long or contains NUL."""
     for at, word in enumerate(words):
         field = f"bad_words[{at}]"
         if not word:

@@ -1,4 +1,4 @@
-"""The bodies of /tokenize and /detokenize, in vLLM's shapes."""
+"""The bodies of /tokenize and /detokenize, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daemon.errors import BadRequest
 
 
 class TokenizeBody(Struct):
-    """The fields that a chat or a completion does not have; the others are read as theirs."""
+    """The fields that chats and completions do not have. All other fields are parsed as those of a chat or a completion."""
 
     model: str | None = None
     prompt: str | None = None
@@ -43,7 +43,7 @@ DETOKENIZE_MEANINGS = {
 
 
 class TextHead(Struct, array_like=True):
-    """The small part of a TokenizeBody or DetokenizeBody, which the daemon reads; the text stays with the text worker. kind,
+    """The small part of a TokenizeBody or DetokenizeBody, which the daemon needs; only the text worker decodes the text. kind,
     options: passed on to TextPort.tokenize; kind is "ids" for a DetokenizeBody."""
 
     model: str | None
@@ -68,7 +68,7 @@ def parse_tokenize(body: bytes) -> tuple[TextHead, bytes]:
         raise invalid("messages", "prompt and messages: only one of them is allowed")
     else:
         head, prompt = chat.parse(body)
-        special = bool(fields.add_special_tokens)  # the template writes them
+        special = bool(fields.add_special_tokens)  # no by default, because the template writes them
     if head.keep_last:
         raise BadRequest("unsupported_parameter", "truncate_prompt_tokens: not of /tokenize", param="truncate_prompt_tokens")
     options = head.options | {"add_special_tokens": special, "token_strings": bool(fields.return_token_strs)}

@@ -1,4 +1,4 @@
-"""The tools a chat request offers: `tools`, `tool_choice`, `parallel_tool_calls`."""
+"""The tools that a chat request offers: `tools`, `tool_choice`, `parallel_tool_calls`."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ class NamedChoice(Struct):
 
 
 class ToolRequest(Struct, array_like=True):
-    """What the daemon needs of a request's tools. None stands for no tools, or tool_choice none."""
+    """The parts of a request's tools that the daemon needs. A request without tools, or with tool_choice "none", has None
+    instead."""
 
     choice: str  # AUTO | REQUIRED | NAMED
     parallel: bool
     names: list[str]
-    schemas: list[bytes]  # each one's parameters, a JSON schema; b"{}" where it has none
+    schemas: list[bytes]  # each tool's parameters as a JSON schema; b"{}" if it has none
     strict: list[bool]
-    name: str = ""  # NAMED: the one to be called
+    name: str = ""  # for NAMED: the function that must be called
 
     @property
     def many(self) -> bool:
-        """Returns whether a reply may hold several calls."""
+        """Returns whether a reply may contain several calls."""
         return self.parallel and self.choice != NAMED
 
 
@@ -54,7 +55,7 @@ _named = msgspec.json.Decoder(NamedChoice)
 
 
 def tool_request(tools: Raw, tool_choice: Raw, parallel: bool | None) -> tuple[ToolRequest | None, bytes]:
-    """Returns the request's tools, and the JSON that the template shows of them as it was sent, b"" for none. Raises BadRequest
+    """Returns the request's tools, and the JSON of the tools that the template shows, unchanged, b"" for none. Raises BadRequest
     naming the field."""
     data = bytes(tools)
     offered: list[Tool] = [] if data in (b"", b"null") else decode(_tools, data, "tools")

@@ -1,7 +1,7 @@
-"""Fields that other servers know and this one does not serve.
+"""Handles fields that other servers know and this one does not serve.
 
-A value that would change the answer is refused by name, never ignored. A body type declares each field with the values that ask for
-nothing: `name: Annotated[Raw, neutral("false")] = Raw()`.
+A value that would change the answer is refused by name, never ignored. A body type declares each such field with the values that
+ask for nothing: `name: Annotated[Raw, neutral("false")] = Raw()`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from msgspec import Meta, Raw, Struct
 from daemon.api.bodies.decode import invalid
 from daemon.errors import BadRequest
 
-# Fields without effect, whatever they say. audio: how speech should sound; `modalities` asks for it, and is refused.
+# Fields that have no effect, whatever their value. audio: how speech should sound; `modalities`, which asks for speech, is refused.
 WITHOUT_EFFECT = ("audio",)
-_MAX_NEUTRAL_BYTES = 256  # of a value's JSON, blanks included; longer ones are not looked into
+_MAX_NEUTRAL_BYTES = 256  # the limit for a value's JSON, blanks included; longer values are not checked
 
 
 def neutral(*values: str) -> Meta:
-    """Marks a Raw field as not served. values: the JSON values that ask for nothing, besides null and leaving the field out. They
-    are given as JSON because Python takes 1 and True for equal, and typing would then merge the two annotations."""
+    """Marks a Raw field as not served. values: the JSON values that ask for nothing, as null and a missing field do. They are given
+    as JSON because in Python 1 equals True, so that typing would merge the two annotations."""
     return Meta(extra={"neutral": values})
 
 
 class UnsupportedFields(Struct):
-    """The unserved fields that chats and completions have in common."""
+    """The unserved fields that chats and completions share."""
 
     functions: Annotated[Raw, neutral("[]")] = Raw()
     function_call: Annotated[Raw, neutral('"none"')] = Raw()
@@ -48,7 +48,7 @@ class UnsupportedFields(Struct):
 
 @cache
 def neutral_values(body: type[Struct]) -> dict[str, tuple[str, ...]]:
-    """Returns the unserved fields of a body type, each with the JSON values that ask for nothing, null aside."""
+    """Returns the unserved fields of a body type, each with the JSON values that ask for nothing, except null."""
     found = {}
     for name, kind in get_type_hints(body, include_extras=True).items():
         for note in get_args(kind):
@@ -58,8 +58,8 @@ def neutral_values(body: type[Struct]) -> dict[str, tuple[str, ...]]:
 
 
 def refuse_unsupported(fields: Struct, within: str = "") -> None:
-    """Raises BadRequest (400) naming the first field that asks for what is not served. within: the path of an object inside the
-    body, with a dot at its end; "" for the body itself."""
+    """Raises BadRequest (400) naming the first field that asks for something that is not served. within: the path of an object
+    inside the body, with a dot at its end; "" for the body itself."""
     for name, values in neutral_values(type(fields)).items():
         data = bytes(getattr(fields, name))
         if not data or data == b"null" or (name == "functions" and _no_calls(fields)):
@@ -70,7 +70,7 @@ def refuse_unsupported(fields: Struct, within: str = "") -> None:
 
 
 def _no_calls(fields: Any) -> bool:
-    """Returns whether functions may not be called, so that leaving them out changes nothing."""
+    """Returns whether functions may not be called, so that omitting them changes nothing."""
     return bytes(fields.function_call) == b'"none"'
 
 
@@ -82,5 +82,5 @@ def _decoded(name: str, data: bytes) -> object:
 
 
 def _same(value: object, other: object) -> bool:
-    """Compares values and their types: 1 == True in Python, but JSON tells them apart."""
+    """Compares values and their types, because 1 == True in Python, but not in JSON."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)

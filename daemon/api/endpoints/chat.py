@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, as OpenAI has it."""
+"""POST /v1/chat/completions, OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMON_FIELDS = FieldTable("Chat and completions", common.Common, common.MEANING
 
 
 def _whole(finished: Finished) -> dict[str, Any]:
-    """Returns a chat.completion: one choice for each sequence."""
+    """Returns a chat.completion with one choice for each sequence."""
     head, choices = finished.head, []
     for at, collector in enumerate(finished.collectors):
         if finished.replies:

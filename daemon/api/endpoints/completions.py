@@ -1,4 +1,4 @@
-"""POST /v1/completions, as OpenAI has it."""
+"""POST /v1/completions, OpenAI's completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from daemon.api.generation.usage import usage_of
 
 
 def _whole(finished: Finished) -> dict[str, Any]:
-    """Returns a text_completion: one choice for each sequence."""
+    """Returns a text_completion with one choice for each sequence."""
     head, choices = finished.head, []
     for at, collector in enumerate(finished.collectors):
         choice: dict[str, Any] = {
@@ -47,9 +47,9 @@ _CHUNKS = ChunkFormat(
 COMPLETION_FORMAT = AnswerFormat(
     id_prefix="cmpl-",
     prompt_field="prompt",
-    default_max_tokens=16,  # OpenAI's
+    default_max_tokens=16,  # OpenAI's default
     takes_replies_apart=False,
-    shows_end_token=True,  # evaluation tools count an entry for each token
+    shows_end_token=True,  # evaluation tools expect an entry for each token
     one_prompt_report=False,
     bounds_max_tokens=False,
     logprobs=CompletionLogprobs,

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: returns a vector for each text or list of token ids, from models that make them."""
+"""POST /v1/embeddings: returns a vector for each text or list of token ids, from embedding models."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from daemon.http.answers import json_response
 from daemon.models.entry import ModelEntry
 from engine.protocol import SamplingParams
 
-NUMBERS_AT_ONCE = 8192  # written as text between two turns of the event loop: about a millisecond
+NUMBERS_AT_ONCE = 8192  # numbers written as text before the event loop may do other work: about a millisecond
 T = TypeVar("T")
-AT_ONCE = 64  # texts of one request in the queue, so that many of them do not fill it
+AT_ONCE = 64  # texts of one request that are in the queue at the same time, so that they do not fill the queue
 
 _BODY = Body(
     embeddings.parse, embeddings.EmbeddingsHead, (FieldTable("Embeddings", embeddings.EmbeddingsBody, embeddings.MEANINGS),)
@@ -38,8 +38,8 @@ _packed_ids = msgspec.msgpack.Decoder(list[bytes])
 
 @dataclass(slots=True, frozen=True)
 class Embedded:
-    """The embeddings of a request's texts: float32 numbers, little-endian. num_tokens: of all texts together. first: the first
-    text's sequence, which knows when it was queued and when an engine began it."""
+    """The embeddings of a request's texts, each as float32 numbers, little-endian. num_tokens: the tokens of all texts together.
+    first: the sequence of the first text, for the times at which it was queued and begun."""
 
     vectors: list[bytes]
     num_dimensions: int
@@ -57,7 +57,7 @@ async def _handle(call: Call) -> web.Response:
 
 
 async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, model: ModelEntry) -> Embedded:
-    """Returns the embeddings that a body asks for. head, packed: its two parts. Raises HearthError."""
+    """Computes the embeddings that a body asks for. head, packed: the two parts of the body. Raises HearthError."""
     context = call.context
     size = model.embedding_size
     if not size:
@@ -93,8 +93,8 @@ async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, m
 
 
 async def in_pieces(call: Call, texts: Sequence[T], made: Callable[[T, TokenSink], Generation]) -> list[Generation]:
-    """Submits the sequences of one request, AT_ONCE at a time, and returns them when the last has its answer. made: makes a text's
-    sequence, which reports to this sink. Raises HearthError; then none of them is left in the queue."""
+    """Submits the sequences of one request, AT_ONCE at a time, and returns them when all have ended. made: makes a text's sequence
+    with the given sink. Raises HearthError; then none of the sequences remains in the queue."""
     requests = call.context.requests
     generations: list[Generation] = []
     try:
@@ -107,7 +107,7 @@ async def in_pieces(call: Call, texts: Sequence[T], made: Callable[[T, TokenSink
                 generations.append(generation)
                 requests.submit(generation)
             await waiting.done
-    except BaseException:  # one was refused or failed, or the client is gone
+    except BaseException:  # a sequence was refused or failed, or the client is gone
         for generation in generations:
             requests.cancel(generation)
         raise
@@ -115,7 +115,7 @@ async def in_pieces(call: Call, texts: Sequence[T], made: Callable[[T, TokenSink
 
 
 async def in_turns(told: Embedded, shown: Callable[[bytes], msgspec.Raw]) -> list[msgspec.Raw]:
-    """Returns each vector, cut to the size that was asked for, as `shown` makes it, with turns of the event loop in between."""
+    """Returns the vectors, cut to the requested size and each rendered by `shown`. The event loop may do other work in between."""
     found: list[msgspec.Raw] = []
     written = 0
     for vector in told.vectors:
@@ -141,7 +141,7 @@ def _check(texts: Sequence[array[int]], model: ModelEntry) -> None:
 
 
 def cut(vector: bytes, num_dimensions: int) -> bytes:
-    """Returns the first float32 numbers of an embedding, scaled to length 1 again."""
+    """Returns the first num_dimensions numbers of an embedding (float32), scaled to length 1 again."""
     first = array("f", vector[: 4 * num_dimensions])
     length = math.sqrt(sum(map(mul, first, first)))
     return array("f", [each / length for each in first]).tobytes() if length else first.tobytes()
@@ -158,12 +158,12 @@ def _shown(vector: bytes, as_base64: bool) -> msgspec.Raw:
 
 
 def as_numbers(vector: bytes) -> msgspec.Raw:
-    """Returns the embedding as JSON, so that the whole answer only needs to be copied together."""
+    """Returns the embedding as JSON, ready to be copied into the answer."""
     return msgspec.Raw(msgspec.json.encode(array("f", vector).tolist()))
 
 
 class Waiting:
-    """TokenSink of several texts of one request. It is done with the last text, or with the first error."""
+    """The TokenSink of several texts of one request. `done` is set at the end of the last text, or at the first error."""
 
     def __init__(self, num_texts: int) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

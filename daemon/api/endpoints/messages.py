@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic has them.
+"""POST /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API.
 
 Source: https://platform.claude.com/docs/en/api/messages, with its streaming events and error types.
 """
@@ -37,12 +37,12 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_NAMES = ((".function.parameters", ".input_schema"), (".function.", "."))  # a chat's, and what they are called here
+_NAMES = ((".function.parameters", ".input_schema"), (".function.", "."))  # (a chat's name of a field, its name here)
 _CONTENT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 
 
 def _error_body(error: HearthError) -> dict[str, Any]:
-    """Returns Anthropic's error object. A tool's schema is called differently in a chat, by which it was checked."""
+    """Returns Anthropic's error object. It renames a tool's schema, because the body was checked as a chat's."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.renamed(_NAMES)["message"]}}
 
@@ -58,7 +58,7 @@ def _usage(answer: AnswerHead, num_tokens: int) -> dict[str, int]:
 
 
 def _stop(answer: AnswerHead, reason: str, num_tokens: int) -> dict[str, str | None]:
-    """Returns stop_reason and stop_sequence. reason: OpenAI's finish_reason."""
+    """Returns the fields stop_reason and stop_sequence. reason: OpenAI's finish_reason."""
     (generation,), (text,) = answer.generations, answer.texts
     if reason == TOOL_CALLS:
         kind = "tool_use"
@@ -106,11 +106,12 @@ def _event(name: str, **fields: object) -> bytes:
 
 
 class _Events:
-    """Renders a streamed message: its blocks, one after the other. Implements answer_format.StreamFormat and PieceFrames."""
+    """Renders a streamed message as events, one content block after the other. Implements answer_format.StreamFormat and
+    PieceFrames."""
 
     def __init__(self, answer: AnswerHead) -> None:
         self._answer = answer
-        self._block, self._open = -1, ""  # the last block's index; its type while it is open
+        self._block, self._open = -1, ""  # the last block's index; its type while the block is open
         self._new_call_id: Callable[[Piece], str] = str
         unknown = {"stop_reason": None, "stop_sequence": None}
         self.first = _event("message_start", message=_message(answer, [], unknown, 0))
@@ -147,7 +148,7 @@ class _Events:
         return begin + self._delta_head(b"%b_delta" % kind.encode(), kind.encode()) + escape(piece.text) + b'"}}\n\n'
 
     def _started(self, kind: str, block: dict[str, Any]) -> bytes:
-        """Returns the events that end the open block and begin another."""
+        """Returns the events that end the open block and begin a new one."""
         before = self._ended()
         self._block, self._open = self._block + 1, kind
         return before + _event("content_block_start", index=self._block, content_block=block)

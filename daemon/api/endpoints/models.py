@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/ID, as OpenAI has them."""
+"""GET /v1/models and /v1/models/ID, OpenAI's list of models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daemon.upstreams import via
 
 
 async def _list(call: Call) -> web.Response:
-    via.onward(call.request.headers.getall("Via", ()))  # a node that asks itself has to be told
+    via.onward(call.request.headers.getall("Via", ()))  # raises an error if the request came from this node itself
     models = call.context.models
     entries = models.entries() if call.scope is None else [models.resolve(call.scope)]
     further = models.further_names()
@@ -32,7 +32,7 @@ async def _one(call: Call) -> web.Response:
 
 
 def _find(models: ModelPort, name: str) -> ModelEntry:
-    """Returns a listed model, also one that a request would be refused for."""
+    """Returns a listed model, even if a request for it would be refused now."""
     for entry in models.entries():
         if entry.own_name == name:
             return entry
@@ -40,7 +40,7 @@ def _find(models: ModelPort, name: str) -> ModelEntry:
 
 
 def _model_object(call: Call, entry: ModelEntry, further_names: Sequence[str]) -> dict[str, object]:
-    """Returns OpenAI's object for a model. further_names: entries of the table of names that lead to it."""
+    """Returns OpenAI's object for a model. further_names: entries of the table of names that lead to this model."""
     told: dict[str, object] = {
         "id": entry.own_name,
         "object": "model",
@@ -49,7 +49,7 @@ def _model_object(call: Call, entry: ModelEntry, further_names: Sequence[str]) -
         "max_model_len": entry.max_model_len,
         "aliases": [*entry.own_aliases, *further_names],
     }
-    if entry.adapter is not None:  # as vLLM tells of one, but for its root, which is a path there
+    if entry.adapter is not None:  # the form is vLLM's, except for `root`, which is a path there
         told |= {"root": entry.adapter.name, "parent": entry.name}
     if not entry.upstream:
         told["task"] = entry.task

@@ -1,4 +1,4 @@
-"""What the node says of itself: version, load, metrics."""
+"""Endpoints about the node itself: version, load, metrics."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""POST /api/chat and /api/generate, as Ollama has them.
+"""POST /api/chat and /api/generate of Ollama's API.
 
-Source: https://docs.ollama.com/api, and the types of its Python client.
+Source: https://docs.ollama.com/api, and the types of Ollama's Python client.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, CALL_END, REASONING
 from engine.protocol import SamplingParams
 
 _LATEST = ":latest"  # the tag that Ollama's clients add to a name without one
-_CURLS_TYPE = "application/x-www-form-urlencoded"  # of `curl -d`, with which Ollama's documentation shows its API
+_CURLS_TYPE = "application/x-www-form-urlencoded"  # the type that `curl -d` sends, which Ollama's documentation uses
 _json = msgspec.json.encode
 _ID_PREFIX = "ollama-"
 _NDJSON = "application/x-ndjson"
-# what the shared code calls a field -> its name in these bodies
+# the shared code's name of a field -> its name in these bodies
 _NAMES = (("response_format.json_schema.schema", "format"), ("response_format", "format"))
 
 
@@ -54,8 +54,8 @@ def nanoseconds(seconds: float) -> int:
 
 
 def durations(started_s: float, generation: Generation) -> dict[str, int]:
-    """Returns total_duration and, where the sequence reached an engine, load_duration, in nanoseconds until now. started_s: when
-    the request arrived, monotonic."""
+    """Returns total_duration and, if the sequence reached an engine, load_duration, in nanoseconds until now. started_s: when the
+    request arrived, in monotonic seconds."""
     told = {"total_duration": nanoseconds(time.monotonic() - started_s)}
     if generation.submitted_s:
         told["load_duration"] = nanoseconds(generation.submitted_s - generation.arrived_s)
@@ -64,7 +64,7 @@ def durations(started_s: float, generation: Generation) -> dict[str, int]:
 
 @dataclass(slots=True, frozen=True)
 class _Shape:
-    """Where an object holds the answer. opening: JSON before the text. closing: JSON after the text and what belongs to it."""
+    """The place of the answer in an object. opening: JSON before the text. closing: JSON after the text and its sibling fields."""
 
     opening: bytes
     closing: bytes
@@ -75,7 +75,7 @@ _RESPONSE = _Shape(b',"response":', b"")
 
 
 class _Lines:
-    """Renders an answer, whole or as a line for each piece. Implements answer_format.StreamFormat and PieceFrames."""
+    """Renders an answer, as a whole or as one line for each piece. Implements answer_format.StreamFormat and PieceFrames."""
 
     first = b""
 
@@ -84,7 +84,7 @@ class _Lines:
         (self._generation,) = known.generations
         self._opening = _json({"model": known.model, "created_at": rfc3339(known.created)})[:-1] + shape.opening
         self._closing = shape.closing
-        self._name = ""  # of the call that has begun
+        self._name = ""  # the name of the call that has begun
         self._arguments: list[str] = []
 
     def frames(self, index: int) -> Frames:
@@ -96,7 +96,7 @@ class _Lines:
         return self
 
     def render(self, piece: Piece, num_tokens: int) -> bytes:
-        """Returns a line, or nothing for a call that is not complete."""
+        """Returns a line, or b"" while a call is not complete."""
         if piece.kind == CALL:
             self._name, self._arguments = piece.text, []
             return b""
@@ -115,7 +115,7 @@ class _Lines:
         return self.finished(b'""', reason, num_tokens) + b"\n"
 
     def finished(self, said: bytes, reason: str, num_tokens: int) -> bytes:
-        """Returns the object that ends the answer. said: JSON of the text and what belongs to it. reason: OpenAI's
+        """Returns the object that ends the answer. said: JSON of the text and its sibling fields. reason: OpenAI's
         finish_reason."""
         generation = self._generation
         told: dict[str, Any] = {
@@ -131,7 +131,7 @@ class _Lines:
         return self.told(said, told)
 
     def told(self, said: bytes, fields: Mapping[str, object]) -> bytes:
-        """Returns an object. said: JSON of the text and what belongs to it. fields: what stands beside them."""
+        """Returns an object of the answer. said: JSON of the text and its sibling fields. fields: the object's further fields."""
         return self._opening + said + self._closing + b"," + _json(fields)[1:]
 
     def tail(self, num_tokens: int) -> bytes:
@@ -142,7 +142,7 @@ class _Lines:
 
 
 def _calls(calls: list[tuple[str, str]]) -> bytes:
-    """Returns JSON of a message without text that makes these calls, each a name and its arguments as JSON."""
+    """Returns the JSON of an empty text and the field with these calls. calls: (name, arguments as JSON) of each."""
     shown = [{"function": {"name": name, "arguments": Raw(arguments.encode())}} for name, arguments in calls]
     return b'"","tool_calls":' + _json(shown)
 
@@ -162,7 +162,7 @@ def _whole(make: Callable[[AnswerHead], _Lines], finished: Finished) -> Raw:
 
 
 def _format(shape: _Shape, prompt_field: str, started_s: float, takes_replies_apart: bool = True) -> AnswerFormat:
-    """Returns the format of one request's answer. started_s: when the request arrived, monotonic."""
+    """Returns the format of one request's answer. started_s: when the request arrived, in monotonic seconds."""
     make = partial(_Lines, shape, started_s)
     return AnswerFormat(
         id_prefix=_ID_PREFIX,
@@ -181,7 +181,7 @@ def _format(shape: _Shape, prompt_field: str, started_s: float, takes_replies_ap
 
 
 def body_of(parse: Callable[[bytes], tuple[HeadT, bytes]], head: type[HeadT], tables: tuple[FieldTable, ...]) -> Body[HeadT]:
-    """Returns how a body is read that Ollama's clients send. The arguments are Body's."""
+    """Returns the Body for a body that Ollama's clients send. The arguments are as in Body."""
     return Body(parse, head, tables, default_tag=_LATEST, more_types=(_CURLS_TYPE,))
 
 
@@ -197,8 +197,9 @@ _GENERATE_BODY = body_of(ollama_generate.parse, common.Head, (_SHARED_FIELDS, _O
 
 
 async def _moved(call: Call, shape: _Shape, head: common.Head, model: ModelEntry, started_s: float) -> web.Response:
-    """Answers a request for nothing but the model's load, when it is in memory, or for its eviction, at once: it leaves when it is
-    idle. A sequence of one token, which nobody sees, has it loaded as any request would."""
+    """Answers a request that only loads or evicts the model. For a load, the answer comes when the model is in memory; for an
+    eviction at once, and the model leaves when it is idle. The load is caused by a sequence of one token, whose output is
+    dropped."""
     if not model.generates_text:
         raise BadRequest("wrong_task", f"{model.name} {model.does} and generates no text", param="model")
     waiting, public_id = Waiting(1), _ID_PREFIX + call.request_id
@@ -212,14 +213,14 @@ async def _moved(call: Call, shape: _Shape, head: common.Head, model: ModelEntry
     call.context.requests.submit(generation)
     try:
         await waiting.done
-    except BaseException:  # it could not be loaded, or the client is gone
+    except BaseException:  # the model could not be loaded, or the client is gone
         call.context.requests.cancel(generation)
         raise
     return _said(generation, shape, head, {"done": True, "done_reason": "load", **durations(started_s, generation)})
 
 
 def _said(generation: Generation, shape: _Shape, head: common.Head, told: Mapping[str, object]) -> web.Response:
-    """Returns an answer without text. told: its other fields."""
+    """Returns an answer with an empty text. told: the object's further fields."""
     lines = _Lines(shape, 0.0, AnswerHead(generation.public_id, int(time.time()), generation.model.own_name, [generation]))
     return web.Response(body=lines.told(b'""', told) + b"\n", content_type=_NDJSON if head.stream else "application/json")
 
@@ -237,7 +238,7 @@ async def _generate(call: Call) -> web.StreamResponse:
     head, prompt, model = await read_parts(call, _GENERATE_BODY)
     if head.prompt_kind in (ollama.LOAD, ollama.UNLOAD):
         return await _moved(call, _RESPONSE, head, model, started_s)
-    # without a chat template there is no telling where reasoning begins
+    # without a chat template it is unknown where reasoning begins
     form = _format(_RESPONSE, "prompt", started_s, takes_replies_apart=head.prompt_kind == "messages")
     return await answer(call, head, prompt, model, form, _ID_PREFIX + call.request_id)
 

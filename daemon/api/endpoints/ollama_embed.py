@@ -1,4 +1,4 @@
-"""POST /api/embed, as Ollama has it."""
+"""POST /api/embed of Ollama's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: what Ollama tells of itself and its models."""
+"""GET /api/tags, /api/ps and /api/version, POST /api/show: Ollama's endpoints about itself and its models."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from daemon.http.answers import json_response
 from daemon.models.entry import ModelEntry
 from daemon.text.tool_parsers.registry import NONE
 
-# The version of Ollama whose fields are served: levels of `think` came with it. Its clients compare it with what they need, so
-# hearthd's own version, which /version tells, would say something else to them.
+# The version of Ollama whose fields are served: levels of `think` came with it. Ollama's clients compare it with the version that
+# they need, so hearthd's own version, which /version reports, would mislead them.
 API_VERSION = "0.11.0"
-NEVER = "2300-01-01T00:00:00Z"  # for a model without a keep_alive, which leaves the memory when others need it
-_TASK = re.compile(r"(For[A-Z]\w*|Model)$")  # the end of an architecture's name
+NEVER = "2300-01-01T00:00:00Z"  # for a model without a keep_alive, which stays in memory until others need it
+_TASK = re.compile(r"(For[A-Z]\w*|Model)$")  # matches the end of an architecture's name
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _BODY = body_of(
     ollama_show.parse,
@@ -31,8 +31,8 @@ _BODY = body_of(
 
 
 def _shown(call: Call) -> Sequence[ModelEntry]:
-    """Returns the models that this request's tenant may use; below /m/MODEL that one alone. Those that another server answers are
-    left out, because that server is asked over OpenAI's API only."""
+    """Returns the models that this request's tenant may use; below /m/MODEL only that model. Models of other servers are left out,
+    because those servers are used only through OpenAI's API."""
     models = call.context.models
     return [each for each in (models.entries() if call.scope is None else [models.resolve(call.scope)]) if not each.upstream]
 
@@ -67,7 +67,7 @@ def _details(entry: ModelEntry) -> dict[str, object]:
 
 
 def _count(num: int) -> str | None:
-    """Returns a number of parameters as Ollama writes it: 7.6B, 137M."""
+    """Returns a number of parameters in Ollama's form: 7.6B, 137M."""
     if not num:
         return None
     return f"{num / 1e9:.1f}B" if num >= 1e9 else f"{num / 1e6:.0f}M" if num >= 1e6 else f"{num / 1e3:.0f}K"
@@ -89,7 +89,7 @@ async def _ps(call: Call) -> web.Response:
 
 
 def _expires(leaves: float) -> str:
-    """Returns a time as Ollama writes it. leaves: Unix seconds, or inf."""
+    """Returns a time in Ollama's form. leaves: Unix seconds, or inf."""
     return NEVER if leaves == inf else rfc3339(int(leaves))
 
 
@@ -117,7 +117,7 @@ async def _capabilities(call: Call, model: ModelEntry) -> list[str]:
     if model.embedding_size:
         return ["embedding"]
     if not model.generates_text:
-        return []  # Ollama has no word for scores
+        return []  # Ollama has no capability for scores
     found = ["completion"]
     if await own_dialect(call.context, model) != NONE:
         found.append("tools")

@@ -1,4 +1,4 @@
-"""The status page over HTTP."""
+"""Serves the status page over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daemon.page.feed import PageFeed
 EVENT_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-store",
-    "X-Accel-Buffering": "no",  # nginx would hold the snapshots back
+    "X-Accel-Buffering": "no",  # stops nginx from buffering the snapshots
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Server": SERVER,
@@ -27,7 +27,7 @@ def _feed(call: Call) -> PageFeed:
 
 
 async def _page(call: Call) -> web.Response:
-    """Serves the page to strangers too: it shows nothing of the node before it has a key, for which it asks itself."""
+    """Serves the page even to strangers: it shows nothing about the node until it has a key, for which it asks."""
     _feed(call)
     if call.request.headers.get("If-None-Match", "") == document.HEADERS["ETag"]:
         return web.Response(status=304, headers=document.HEADERS)
@@ -35,7 +35,7 @@ async def _page(call: Call) -> web.Response:
 
 
 async def _events(call: Call) -> web.StreamResponse:
-    """Returns when the client goes or the daemon stops. Raises HearthError before the first byte."""
+    """Sends the page's events, and returns when the client goes or the daemon stops. Raises HearthError before the first byte."""
     feed, transport = _feed(call), call.request.transport
     if transport is None:
         raise ConnectionResetError

@@ -1,4 +1,5 @@
-"""The endpoints that are served: every Endpoint that this module imports, in this order in docs/reference/http.md."""
+"""The list of endpoints: every Endpoint that this module imports is served, and documented in this order in
+docs/reference/http.md."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _packed_texts = msgspec.msgpack.Decoder(tuple[list[str], list[str]])
 
 @dataclass(slots=True, frozen=True)
 class Scored:
-    """The relevance of each pair, and the tokens of all of them."""
+    """The relevance of each pair, and the tokens of all pairs together."""
 
     relevance: list[float]
     num_tokens: int
@@ -51,7 +51,8 @@ async def _handle(call: Call) -> web.Response:
 
 
 async def scored(call: Call, head: rerank.PairsHead, packed: bytes, model: ModelEntry, id_prefix: str) -> Scored:
-    """Returns the scores that a body asks for. head, packed: its two parts. id_prefix: of the answer's id. Raises HearthError."""
+    """Computes the scores that a body asks for. head, packed: the two parts of the body. id_prefix: the prefix of the answer's id.
+    Raises HearthError."""
     context = call.context
     if not model.scoring:
         raise BadRequest("wrong_task", f"{model.name} {model.does}; it scores no documents", param="model")
@@ -97,7 +98,7 @@ def _check(pairs: Sequence[array[int]], model: ModelEntry, name: str) -> None:
 
 
 def _sigmoid(score: float) -> float:
-    """Returns the logistic function, without an overflow for scores far from 0."""
+    """Returns the logistic function of the score, without an overflow for scores far from 0."""
     power = math.exp(-abs(score))
     return 1 / (1 + power) if score >= 0 else power / (1 + power)
 

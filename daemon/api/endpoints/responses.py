@@ -1,4 +1,4 @@
-"""POST /v1/responses, as OpenAI has it, and GET and DELETE of the responses that are kept.
+"""POST /v1/responses, OpenAI's Responses API, and GET and DELETE of stored responses.
 
 Source: https://platform.openai.com/docs/api-reference/responses, with its streaming events.
 """
@@ -39,7 +39,7 @@ _json = msgspec.json.encode
 _fields_decoder = msgspec.json.Decoder(dict[str, Raw])
 _PREFIX = "resp_"
 _QUEUED, _IN_PROGRESS, _COMPLETED, _INCOMPLETE = "queued", "in_progress", "completed", "incomplete"
-# what the shared code calls a field, which is named for a chat -> its name in this body
+# the shared code's name of a field, which is a chat's -> its name in this body
 _NAMES = (
     ("response_format.json_schema.schema", "text.format.schema"),
     (".function.", "."),
@@ -54,12 +54,12 @@ def _error_body(error: HearthError) -> dict[str, Any]:
 
 @dataclass(slots=True, frozen=True)
 class _Kind:
-    """A kind of item: how its id begins, its part's type or "", how the names of its events begin."""
+    """A kind of output item: the prefix of its id, the type of its content part or "", the prefix of its events' names."""
 
     prefix: str
     part: str
     events: str
-    rest: bytes = b""  # further fields of an event with a delta
+    rest: bytes = b""  # further fields of an event with a delta, as JSON
 
 
 _MESSAGE = _Kind("msg", "output_text", "response.output_text", b',"logprobs":[]')
@@ -69,12 +69,12 @@ _KIND_OF = {CONTENT: _MESSAGE, BROKEN: _MESSAGE, REASONING: _THOUGHT}
 
 
 class _Response:
-    """Makes a response of a reply's pieces, and renders it as events. Implements answer_format.StreamFormat and PieceFrames.
+    """Makes a response from a reply's pieces, and renders it as events. Implements answer_format.StreamFormat and PieceFrames.
 
-    A response that is not streamed is what the last event would hold. keep: is given the finished response and its output, or None
-    for that if the response has failed. run: of a response in the background, which these events are given to."""
+    A response that is not streamed equals the content of the last event. keep: called with the finished response as JSON and its
+    output, which is None if the response has failed. run: the background run that receives the events, or None."""
 
-    first = b""  # the events that begin the response come with its first item, or its end
+    first = b""  # empty: the first events are sent with the first item, or at the end
 
     def __init__(
         self, head: ResponsesHead, keep: Callable[[bytes, list[dict[str, Any]] | None], None], run: Run | None, known: AnswerHead
@@ -83,12 +83,12 @@ class _Response:
         self._shown = _fields_decoder.decode(head.shown)
         self._new_call_id: Callable[[Piece], str] = str
         self._output: list[dict[str, Any]] = []
-        self._kind: _Kind | None = None  # of the last item while it is open
-        self._texts: list[str] = []  # of that item
-        self._delta = (b"", b"")  # what stands before and after the text of its deltas
+        self._kind: _Kind | None = None  # the kind of the last item, while that is open
+        self._texts: list[str] = []  # the texts of that item
+        self._delta = (b"", b"")  # the bytes before and after the text in its deltas
         self._num_events = 0
         self._reason = ""
-        self.num_reasoning = 0  # tokens until the end of the reasoning
+        self.num_reasoning = 0  # tokens up to the end of the reasoning
         self._has_begun = False
         if run is not None:
             run.snapshot, run.failing = self._snapshot, self.error
@@ -126,7 +126,7 @@ class _Response:
         return self._begun(kind, {"type": "message", "role": "assistant", "content": []})
 
     def _begun(self, kind: _Kind, item: dict[str, Any]) -> bytes:
-        """Returns the events that end the open item, which was cut off, and begin another."""
+        """Returns the events that end the open item, if any, as incomplete if it is a call, and begin a new one."""
         before = self._opening() + self._ended(_INCOMPLETE if self._kind is _CALL else _COMPLETED)
         at = len(self._output)
         item_id = f"{kind.prefix}_{self._known.public_id.removeprefix(_PREFIX)}_{at}"
@@ -181,7 +181,7 @@ class _Response:
         return self._event("response.incomplete" if self._reason == "length" else "response.completed", response=response)
 
     def finished(self, num_tokens: int) -> Raw:
-        """Returns the response after finish(), and keeps it."""
+        """Stores the response after finish(), and returns it."""
         cut = self._reason == "length"
         told = {
             "completed_at": None if cut else int(time.time()),
@@ -195,12 +195,12 @@ class _Response:
     def error(self, error: HearthError) -> bytes:
         ended = self._opening() + self._ended(_INCOMPLETE)
         response = _json(self._response(FAILED) | {"error": as_failure(error)})
-        if self._run is not None:  # others have a client, which is told
+        if self._run is not None:  # otherwise a client waits and is told
             self._keep(response, None)
         return ended + self._event("response.failed", response=Raw(response))
 
     def _opening(self) -> bytes:
-        """Returns the events that begin the response, once."""
+        """Returns the events that begin the response; b"" after the first call."""
         if self._has_begun:
             return b""
         self._has_begun = True
@@ -209,7 +209,7 @@ class _Response:
         return created + self._event("response.in_progress", response=begun)
 
     def _snapshot(self) -> bytes:
-        """Returns a response in the making, with the text so far."""
+        """Returns the JSON of a response in progress, with the text so far."""
         shown = self._response(_IN_PROGRESS if self._has_begun else _QUEUED)
         if self._kind is not None:
             shown["output"] = [*self._output[:-1], self._output[-1] | _content(self._kind, "".join(self._texts))]
@@ -251,7 +251,7 @@ class _Response:
 
 
 def _content(kind: _Kind, text: str) -> dict[str, Any]:
-    """Returns the fields of an item that hold its text."""
+    """Returns the fields of an item that contain its text."""
     return {"content": [_part(kind, text)]} if kind.part else {"arguments": text}
 
 
@@ -261,7 +261,7 @@ def _part(kind: _Kind, text: str) -> dict[str, Any]:
 
 
 def _whole(make: Callable[[AnswerHead], _Response], finished: Finished) -> object:
-    """Returns the response. Calls that turned out to be none are text."""
+    """Returns the response. Broken calls become text."""
     (parsed,), (collector,) = finished.replies, finished.collectors
     response = make(finished.head)
     call_ids = iter(parsed.call_ids)
@@ -284,7 +284,7 @@ def _without_broken_calls(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _format(make: Callable[[AnswerHead], _Response]) -> AnswerFormat:
-    """Returns the format of one request's answer."""
+    """Returns the answer format for one request."""
     return AnswerFormat(
         id_prefix=_PREFIX,
         prompt_field="input",
@@ -345,7 +345,8 @@ async def _handle(call: Call) -> web.StreamResponse:
 
 
 async def _in_background(call: Call, head: ResponsesHead, public_id: str) -> web.StreamResponse:
-    """Answers with the response as it is once its request is accepted, or with its events as they come."""
+    """Starts a background response. Answers with the response's state once its request is accepted, or with its events as they
+    come."""
     context, connection = call.context, call.request.protocol
     assert isinstance(connection, Connection)
     if not context.stored.max_bytes:
@@ -354,7 +355,7 @@ async def _in_background(call: Call, head: ResponsesHead, public_id: str) -> web
     run = context.background.begin(connection, call.progress.drawn_from(), call.tenant, public_id, bool(head.stream))
     try:
         await asyncio.wait([run.accepted])
-    except asyncio.CancelledError:  # the client is gone without knowing the id
+    except asyncio.CancelledError:  # the client is gone and does not know the id
         run.cancel()
         raise
     run.accepted.result()
@@ -362,7 +363,7 @@ async def _in_background(call: Call, head: ResponsesHead, public_id: str) -> web
 
 
 def _said(output: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what the assistant said as a chat's message. A call that was cut short is left out."""
+    """Returns the assistant's output as a chat's message. A call that was cut short is left out."""
     texts, thoughts, calls = [], [], []
     for item in output:
         if item["type"] == "message":
@@ -381,7 +382,7 @@ def _said(output: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _kept(call: Call) -> web.StreamResponse:
-    """Shows a response that is kept or in the making, or deletes it."""
+    """Shows a response that is stored or in progress, or deletes it."""
     assert call.path_id is not None
     store, run = call.context.stored, call.context.background.find(call.tenant, call.path_id)
     if call.request.method == "DELETE":
@@ -400,8 +401,8 @@ async def _kept(call: Call) -> web.StreamResponse:
 
 
 def _events_after(query: Mapping[str, str]) -> int | None:
-    """Returns the sequence_number of the last event that the client has, -1 for none; None if it does not ask for events. Raises
-    BadRequest."""
+    """Returns the sequence_number after which events are wanted, -1 for all events; None if the client does not ask for events.
+    Raises BadRequest."""
     stream, after = query.get("stream", "false"), query.get("starting_after", "-1")
     if stream not in ("true", "false"):
         raise BadRequest("invalid_request", f"stream: {stream[:32]!r} is neither true nor false", param="stream")
@@ -414,7 +415,7 @@ def _events_after(query: Mapping[str, str]) -> int | None:
 
 
 async def _cancel(call: Call) -> web.Response:
-    """Ends a response in the making."""
+    """Cancels a background response."""
     assert call.path_id is not None
     run = call.context.background.find(call.tenant, call.path_id)
     if run is not None:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize. The text worker writes the long parts of the answers as JSON; here they are only put together."""
+"""POST /tokenize and /detokenize. The text worker writes the long parts of the answers as JSON; here they are only joined."""
 
 from __future__ import annotations
 
