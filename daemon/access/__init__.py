@@ -1,1 +1,1 @@
-"""Who may use the API: keys, hosts, other sites' pages."""
+"""Decides who may use the API: keys, limits, hosts, and pages of other sites."""

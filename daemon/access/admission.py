@@ -1,8 +1,9 @@
-"""Decides who may use the HTTP API: with keys set, whoever has a key; without keys, this machine, except for other sites' pages.
+"""Decides which requests may use the HTTP API: if keys are set, those with a valid key; otherwise those from this machine, except
+from pages of other sites.
 
-Without keys, browsers are the danger. A page of any site may send requests to this machine, and a site may point its own host
-name at 127.0.0.1 (DNS rebinding) so that the browser lets its pages read the answers. So the Host header must be an address or
-one of this server's names, and a request whose Origin is another site is refused unless `allowed_origins` lists that site
+Without keys, browsers are the danger. A page of any site may send requests to this machine, and a site may point its own host name
+at 127.0.0.1 (DNS rebinding) so that the browser lets its pages read the answers. So the Host header must be an address or one of
+this server's names, and a request whose Origin is another site is refused unless `allowed_origins` lists that site
 (daemon/access/cors.py). With keys neither check is needed, because a browser sends a key only for a page that knows it. The
 exception is a password that a browser remembers (HTTP Basic): it is accepted for GET and HEAD only, and from this server's own
 pages only.
@@ -46,7 +47,7 @@ class NoHosts:
 
 
 class Access:
-    """The access rules of one listener. keys: None where no key is required; a reload replaces it."""
+    """The access rules of one listener. keys: None if no key is required; a reload replaces it."""
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class Access:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """listen: the configured HOST:PORT; its host counts as a name of this server. count: called with the reason of each
-        refusal. cors: the rules for other sites' pages; None if none may use the API. clock: Unix time, by which keys expire."""
+        refusal. cors: the rules for other sites' pages; None if they may not use the API. clock: returns Unix time, by which keys
+        expire."""
         self.keys, self.cors = keys, cors
         self._settings: AccessSettings = settings or NoHosts()
         self._names = {socket.gethostname().lower()}
@@ -69,9 +71,9 @@ class Access:
         self._told_s: dict[str, float] = {}
 
     def admit(self, request: web.Request, endpoint: Guarded | None, per_model: bool = False) -> Key | None:
-        """Returns the key of the request's sender (NO_KEY where none is needed), or None for a request without a valid key to an
-        endpoint that is open to all. endpoint: None for an unknown path. per_model: the path names a model. Raises NoKey or
-        NotAllowed, whose `details` say for the audit log which key it was."""
+        """Returns the key of the request's sender (NO_KEY if none is required), or None for a request without a valid key to an
+        endpoint that is open to everybody. endpoint: None for an unknown path. per_model: whether the path names a model. Raises
+        NoKey or NotAllowed, whose `details` identify the key for the audit log."""
         if self.keys is None:
             self._refuse_other_sites(request, endpoint)
             if endpoint is not None and endpoint.operating and not _is_of_this_machine(request.remote):
@@ -106,7 +108,7 @@ class Access:
         return key
 
     def _keys_in(self, request: web.Request) -> list[str]:
-        """Returns the different keys in the request's headers, the Authorization header's first. Raises NotAllowed for a Basic
+        """Returns the distinct keys in the request's headers, that of the Authorization header first. Raises NotAllowed for a Basic
         password sent by another site's page."""
         keys = [self._authorization(request)]
         for name in KEY_HEADERS:
@@ -158,7 +160,8 @@ class Access:
         return is_address(host) or host in [name.lower().rstrip(".") for name in self._settings.allowed_hosts]
 
     def _refused(self, reason: str, request: web.Request) -> None:
-        """Counts each refusal, but logs at most one line a minute for each reason: strangers must not be able to fill the log."""
+        """Counts a refusal, and logs at most one line a minute for each reason, because strangers must not be able to fill the
+        log."""
         self._count(reason.replace(" ", "_"))
         self._untold[reason] += 1
         now = time.monotonic()
@@ -175,7 +178,7 @@ def _known(key: Key) -> dict[str, object]:
 
 
 def _is_of_this_machine(remote: str | None) -> bool:
-    """Returns whether a connection comes from this machine. remote: its other end's address; none for a Unix socket."""
+    """Returns whether a connection comes from this machine. remote: the address of its other end; None for a Unix socket."""
     if not remote:
         return True
     try:

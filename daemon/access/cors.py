@@ -26,7 +26,7 @@ class CorsSettings(Protocol):
 
 
 class Cors:
-    """The cross-origin rules of one listener. The settings are read anew for each request."""
+    """The cross-origin rules of one listener. The settings are read for each request."""
 
     def __init__(self, settings: CorsSettings) -> None:
         self._settings = settings
@@ -34,8 +34,8 @@ class Cors:
         self._allowed: frozenset[str] = frozenset()
 
     def allows(self, request: web.Request, endpoint: Guarded | None) -> bool:
-        """Returns whether the request comes from a page of an allowed origin; False if it comes from no page. The status page and
-        the metrics are for operators, so no other site's page may read them. endpoint: None for an unknown path."""
+        """Returns whether the request comes from a page of an allowed origin; False if it does not come from a page. The status
+        page and the metrics are for operators, so no other site's page may read them. endpoint: None for an unknown path."""
         allowed = self._settings.allowed_origins
         if not allowed or (endpoint is not None and endpoint.for_operators):
             return False
@@ -70,12 +70,13 @@ class Cors:
         }
         names = request.headers.get("Access-Control-Request-Headers", "")
         if _NAMES.match(names):
-            headers["Access-Control-Allow-Headers"] = names  # no header gives access except one with a key
+            headers["Access-Control-Allow-Headers"] = names  # any header may be allowed, because only a key gives access
         return web.Response(status=204, headers=headers)
 
 
 def expose(headers: dict[str, str], told: Iterable[str]) -> None:
-    """Lets another site's page read more headers of an answer to it. told: their names. Further calls with them do nothing."""
+    """Lets pages of other sites read further headers of an answer. told: the names of these headers. Repeated calls with the same
+    names do nothing."""
     exposed = headers.get(_EXPOSE)
     if exposed is not None:
         headers[_EXPOSE] = ", ".join(dict.fromkeys([*exposed.split(", "), *told]))

@@ -31,15 +31,15 @@ class Keys:
     """The tenants from one reading of the keys file. A reload replaces the object as a whole; it never changes."""
 
     def __init__(self, tenants: Mapping[str, Tenant], keys: Mapping[bytes, Key]) -> None:
-        """keys: SHA-256 of a key -> what is known of it."""
+        """keys: SHA-256 of a key -> its Key."""
         self.tenants, self._keys = tenants, keys
-        # Sums are looked up under a secret of this process, so that the time of a look-up says nothing about the sums in the file.
+        # Hashes are looked up under a secret of this process, so that the time of a look-up tells nothing about the file's hashes.
         self._secret = secrets.token_bytes(32)
         self._blinded = {self._blind(digest): (digest, key) for digest, key in keys.items()}
         self._has_admin = any(tenant.admin for tenant in tenants.values())
 
     def find(self, key: str) -> Key | None:
-        """Returns what is known of the key, expired or not, or None, in constant time."""
+        """Returns the Key of a key, expired or not, or None if it is unknown. Takes constant time."""
         digest = _digest(key)
         known, found = self._blinded.get(self._blind(digest), (bytes(32), None))
         return found if hmac.compare_digest(known, digest) else None
@@ -48,8 +48,8 @@ class Keys:
         return self._keys.values()
 
     def may_watch(self, tenant: Tenant) -> bool:
-        """Returns whether the tenant's keys give access to what concerns all tenants (metrics, status page). While no tenant is
-        an admin, any key does."""
+        """Returns whether the tenant's keys give access to data about all tenants (metrics, status page). While no tenant is an
+        admin, every key does."""
         return tenant.admin or not self._has_admin
 
     @property
@@ -62,8 +62,8 @@ class Keys:
             log.warning("%s has no key: every request is refused with 401", keys_file)
 
     def changes_from(self, old: Keys) -> list[str]:
-        """Returns a line for each tenant that another reading has otherwise: "ann added", "bob: weight, 2 keys added". [] if both
-        say the same."""
+        """Returns a line for each tenant that differs from an earlier reading: "ann added", "bob: weight, 2 keys added". [] if
+        there is no difference."""
         lines = [f"{name} removed" for name in old.tenants if name not in self.tenants]
         for name, tenant in self.tenants.items():
             before = old.tenants.get(name)
@@ -108,7 +108,7 @@ def _load(path: str) -> Keys:
     for name in table:
         if name != "tenants":
             raise ConfigError(path, quoted(name), "unknown key; the file holds tables [tenants.NAME] only")
-    entries = table.get("tenants", {})  # a file without tenants gives nobody access: that is how the last key is revoked
+    entries = table.get("tenants", {})  # without tenants nobody has access, which is how the last key is revoked
     if not isinstance(entries, dict):
         raise ConfigError(path, "tenants", "must be tables [tenants.NAME]")
     tenants: dict[str, Tenant] = {}
@@ -125,7 +125,7 @@ def _load(path: str) -> Keys:
 
 
 def sum_start(key: str) -> str:
-    """Returns how the SHA-256 of a key begins, as Key.sum_start."""
+    """Returns the first digits of the key's SHA-256, as in Key.sum_start."""
     return _digest(key).hex()[:8]
 
 
@@ -134,7 +134,7 @@ def _digest(key: str) -> bytes:
 
 
 def hash_key(key: str) -> str:
-    """Returns the text that the keys file holds for `key`."""
+    """Returns the entry of the keys file for `key`."""
     return PREFIX + hashlib.sha256(key.encode()).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""The headers that tell a client what is left of its tenant's limits: OpenAI's names, and Anthropic's.
+"""The headers that tell a client what is left of its tenant's limits, under OpenAI's and Anthropic's names.
 
 Sources: https://platform.openai.com/docs/guides/rate-limits and https://platform.claude.com/docs/en/api/rate-limits. Neither has
-names for a day's tokens; those here follow theirs.
+names for tokens per day; the names for those follow the same pattern.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OPENAI = {"requests_per_minute": "requests", "tokens_per_minute": "tokens", "to
 
 
 def openai(standing: Standing, unix_s: float) -> Mapping[str, str]:
-    """Returns x-ratelimit-limit-requests and so on; resets are durations such as 6m0s."""
+    """Returns x-ratelimit-limit-requests and the like; resets are durations such as 6m0s."""
     found = {}
     for name, left in _there(standing):
         found[f"x-ratelimit-limit-{name}"] = str(left.limit)
@@ -26,7 +26,7 @@ def openai(standing: Standing, unix_s: float) -> Mapping[str, str]:
 
 
 def anthropic(standing: Standing, unix_s: float) -> Mapping[str, str]:
-    """Returns anthropic-ratelimit-requests-limit and so on; resets are times as in RFC 3339."""
+    """Returns anthropic-ratelimit-requests-limit and the like; resets are times as in RFC 3339."""
     found = {}
     for name, left in _there(standing):
         found[f"anthropic-ratelimit-{name}-limit"] = str(left.limit)
@@ -36,7 +36,7 @@ def anthropic(standing: Standing, unix_s: float) -> Mapping[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Returns the time as OpenAI writes it: 120ms, 1s, 6m0s, 1h0m5s; rounded up."""
+    """Returns a duration in OpenAI's form: 120ms, 1s, 6m0s, 1h0m5s; rounded up."""
     if seconds < 1:
         num_ms = math.ceil(1000 * seconds)
         return f"{num_ms}ms" if 0 < num_ms < 1000 else f"{num_ms // 1000}s"

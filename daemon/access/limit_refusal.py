@@ -1,4 +1,5 @@
-"""The error of a request that is over one of its tenant's limits: what the limit is, what is left, when the request fits."""
+"""The error for a request over one of its tenant's limits: it tells the limit, what is left of it, and when the request would
+fit."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _MAY = {
 
 
 def error_of(over: OverLimit, tenant: str, field: str) -> HearthError:
-    """Returns 429, with OpenAI's type for it (requests or tokens, by what there is too much of), or 400 for a request that never
-    fits. field: the body's that holds the prompt."""
+    """Returns the error: 429 with OpenAI's type for the exceeded limit (requests or tokens), or 400 for a request that can never
+    fit. field: the body's field that holds the prompt."""
     limit, left = over.left.limit, over.left.remaining
     may = f"The tenant {tenant!r} {_MAY[over.limit].format(limit)} ({over.limit})"
     if over.fits_in_s is None:

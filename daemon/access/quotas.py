@@ -23,11 +23,12 @@ from daemon.access.tenant import Tenant
 from daemon.process.moment import Moment
 
 DAY_S = 86400
-_ROUNDING = 1e-6  # tokens: a wait that was computed in floating point must suffice
+_ROUNDING = 1e-6  # tokens; a tolerance, so that a wait computed in floating point suffices
 
 
 class Left(NamedTuple):
-    """What is left of one limit. remaining: requests or tokens, at least 0. full_in_s: seconds until all of it is there again."""
+    """The rest of one limit. remaining: requests or tokens, at least 0. full_in_s: seconds until the whole limit is available
+    again."""
 
     limit: int
     remaining: int
@@ -35,7 +36,7 @@ class Left(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What is left to a tenant; None for each limit that it does not have. The names are those of Limits."""
+    """The rests of a tenant's limits; None for a limit that it does not have. The fields are named as in Limits."""
 
     requests_per_minute: Left | None
     tokens_per_minute: Left | None
@@ -43,8 +44,9 @@ class Standing(NamedTuple):
 
 
 class OverLimit(NamedTuple):
-    """Why a request is not admitted. limit: its name in the keys file. left: of it. needed: what the request takes of it, requests
-    or tokens. fits_in_s: seconds after which it is there; None: never, because it is more than the whole limit."""
+    """The reason why a request is not admitted. limit: the limit's name in the keys file. left: the rest of the limit. needed:
+    requests or tokens that the request needs. fits_in_s: seconds until they are available; None: never, because the request needs
+    more than the whole limit."""
 
     limit: str
     left: Left
@@ -53,7 +55,7 @@ class OverLimit(NamedTuple):
 
 
 class Charge:
-    """What one admitted request takes of its tenant's limits. num_made: returns the tokens that it has made so far."""
+    """The use of a tenant's limits by one admitted request. num_made: returns the number of tokens that it has generated so far."""
 
     __slots__ = ("_num_counted", "num_made", "tenant")
 
@@ -62,14 +64,15 @@ class Charge:
         self._num_counted = 0
 
     def uncounted(self) -> int:
-        """Returns the tokens that were made since the last call."""
+        """Returns the number of tokens that were generated since the last call."""
         num_made = self.num_made()
         num_new, self._num_counted = num_made - self._num_counted, num_made
         return num_new
 
 
 class _Bucket:
-    """Holds what may be taken now, up to a minute's worth. It is made full. Its level is below 0 while it owes."""
+    """A token bucket. It holds the amount that may be taken now, at most a minute's worth, and starts full. A level below 0 is a
+    debt."""
 
     __slots__ = ("_at_s", "_level")
 
@@ -92,13 +95,13 @@ class _Bucket:
         return Left(per_minute, max(0, int(level + _ROUNDING)), (per_minute - level) * 60 / per_minute)
 
     def lacks(self, amount: int, per_minute: int, now_s: float) -> float:
-        """Returns the seconds until so much may be taken, 0 for now."""
+        """Returns the seconds until this amount may be taken, 0 if it may be taken now."""
         missing = amount - self.level(per_minute, now_s)
         return missing * 60 / per_minute if missing > _ROUNDING else 0.0
 
 
 class _Account:
-    """One tenant's buckets, and its requests that have not ended."""
+    """One tenant's buckets, and its running requests."""
 
     __slots__ = ("open", "requests", "tokens")
 
@@ -108,18 +111,18 @@ class _Account:
 
 
 class Quotas:
-    """What all tenants have used of their limits. It must be used on one thread."""
+    """All tenants' use of their limits. It must be used on one thread."""
 
     def __init__(self, refused: Callable[[str, str], None] = lambda tenant, limit: None) -> None:
         """refused: called with a tenant's and a limit's name for each request that is not admitted."""
         self._refused = refused
         self._accounts: dict[str, _Account] = {}
-        self._day = 0  # since 1970, in UTC
-        self._used: dict[str, int] = {}  # by tenant: tokens on that day
+        self._day = 0  # days since 1970, in UTC
+        self._used: dict[str, int] = {}  # tenant -> tokens on that day
 
     def admit(self, tenant: Tenant, num_prompt_tokens: int, num_made: Callable[[], int], now: Moment) -> Charge | OverLimit:
-        """Takes what a request needs at its start, or returns why it may not start. num_made: returns the tokens that the request
-        has made so far; it is called until `end` is."""
+        """Takes what a request needs at its start, or returns why it may not start. num_made: returns the number of tokens that the
+        request has generated so far; it may be called until `end` is called."""
         account, limits = self._current_account(tenant, now), tenant.limits
         over = self._over(account, tenant, num_prompt_tokens, now)
         if over is not None:
@@ -132,18 +135,18 @@ class Quotas:
         return charge
 
     def is_over(self, tenant: Tenant, now: Moment) -> bool:
-        """Returns whether no request would be admitted now, however short. Takes nothing."""
+        """Returns whether even the shortest request would be refused now. Takes nothing."""
         return self._over(self._current_account(tenant, now), tenant, 1, now) is not None
 
     def readmit(self, tenant: Tenant, num_made: Callable[[], int], now: Moment) -> Charge:
-        """Counts on for a request that an earlier process has admitted. num_made: as `admit` has it."""
+        """Continues to count for a request that an earlier process has admitted. num_made: as in `admit`."""
         charge = Charge(tenant, num_made)
         self._current_account(tenant, now).open.add(charge)
         return charge
 
     def end(self, charge: Charge, num_unused: int, now: Moment) -> None:
-        """Counts what the request has made. It must be called once, at the request's end. num_unused: tokens of its prompts that
-        no engine got; they are given back."""
+        """Counts the tokens that the request has generated. It must be called once, at the request's end. num_unused: prompt tokens
+        that never reached an engine; they are given back."""
         account = self._current_account(charge.tenant, now)
         account.open.discard(charge)
         self._take(account, charge.tenant, charge.uncounted() - num_unused, now)
@@ -157,22 +160,22 @@ class Quotas:
         )
 
     def used_today(self, now: Moment) -> Mapping[str, int]:
-        """Returns the tokens that each tenant has used on this day, as far as they were counted; running requests' are when they
-        end."""
+        """Returns the tokens that each tenant has used today. Those that running requests have generated are included only as far
+        as they were counted."""
         self._turn(now)
         return self._used
 
     def restore(self, day: int, used: Mapping[str, int]) -> None:
-        """Goes on with what an earlier process has counted. day: its number since 1970."""
+        """Sets the counts that an earlier process saved. day: the day's number since 1970."""
         self._day, self._used = day, dict(used)
 
     def day(self, now: Moment) -> int:
-        """Returns the number of this day since 1970."""
+        """Returns today's number since 1970."""
         self._turn(now)
         return self._day
 
     def _current_account(self, tenant: Tenant, now: Moment) -> _Account:
-        """Returns the tenant's account after what its running requests have made is counted."""
+        """Returns the tenant's account after counting the tokens that its running requests have generated."""
         self._turn(now)
         account = self._accounts.get(tenant.name)
         if account is None:
@@ -198,7 +201,7 @@ class Quotas:
         return Left(limit, max(0, limit - self._used.get(tenant.name, 0)), DAY_S - now.unix_s % DAY_S)
 
     def _over(self, account: _Account, tenant: Tenant, num_tokens: int, now: Moment) -> OverLimit | None:
-        """Returns the limit that the request has to wait longest for, or None if it may start."""
+        """Returns the limit for which the request would have to wait longest, or None if it may start."""
         limits, found = tenant.limits, list[OverLimit]()
         for limit, bucket, per_minute, needed in (
             ("requests_per_minute", account.requests, limits.requests_per_minute, 1),

@@ -1,4 +1,4 @@
-"""The sender of requests: what it may use, its share and its limits."""
+"""The sender of requests: the models it may use, its share and its limits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-OTHER = "other"  # the label in metrics of tenants that they do not name
+OTHER = "other"  # the label in metrics for tenants without a label of their own
 
 
 @dataclass(slots=True, frozen=True)
 class Limits:
-    """How much a tenant may ask for; None: any number. Tokens are those of prompts and outputs. A day is one of UTC."""
+    """A tenant's limits; None: unlimited. Tokens are those of prompts and outputs. A day is a day in UTC."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -31,12 +31,12 @@ NO_LIMITS = Limits()
 
 @dataclass(slots=True, frozen=True)
 class Tenant:
-    """The sender of a request. name: "" if no keys are set. weight: its share where several tenants want the same model.
-    priority: of requests that name none. max_priority: the highest that one may name; None: any."""
+    """The sender of a request. name: "" if no keys are set. weight: its share if several tenants want the same model. priority: the
+    priority of requests that name none. max_priority: the highest priority that a request may name; None: any."""
 
     name: str = ""
     weight: float = 1.0
-    models: tuple[str, ...] | None = None  # globs over model names; None: all
+    models: tuple[str, ...] | None = None  # glob patterns for model names; None: all models
     admin: bool = False
     _allowed: re.Pattern[str] | None = field(default=None, repr=False, compare=False)
     limits: Limits = NO_LIMITS
@@ -48,7 +48,7 @@ class Tenant:
         return self._allowed is None or self._allowed.match(model) is not None
 
     def changed_fields(self, new: Tenant) -> list[str]:
-        """Returns the keys of the file in which `new` differs."""
+        """Returns the keys of the file whose values differ in `new`."""
         names = [
             name for name in ("weight", "models", "admin", "priority", "max_priority") if getattr(self, name) != getattr(new, name)
         ]
@@ -61,8 +61,8 @@ ANYONE = Tenant()
 
 @dataclass(slots=True, frozen=True)
 class Key:
-    """What is known of one key. name: the operator's, or "". sum_start: the first 8 hexadecimal digits of its SHA-256, by which
-    people tell it from others; "" where no key is needed. expires_unix_s: from then on it is refused; None: never."""
+    """One key of a tenant. name: chosen by the operator, or "". sum_start: the first 8 hexadecimal digits of its SHA-256, by which
+    people identify it; "" if no key is required. expires_unix_s: the Unix time from which on it is refused; None: never."""
 
     tenant: Tenant
     name: str = ""
@@ -74,7 +74,7 @@ class Key:
 
     @property
     def shown(self) -> str:
-        """The key in messages for operators: its name, else the start of its sum."""
+        """The key in messages for operators: its name, or else sum_start."""
         return repr(self.name) if self.name else f"sha256:{self.sum_start}…"
 
 

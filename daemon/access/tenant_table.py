@@ -20,7 +20,7 @@ KEY_FORM = '"sha256:" and 64 hexadecimal digits, as `hearth hash-key` prints the
 LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day")
 FIELDS = ("keys", "weight", "models", "admin", *LIMITS, "expires", "priority", "max_priority")
 KEY_FIELDS = ("key", "expires", "name")
-_NUMBERS_OF_32_BITS = range(-(2**31), 2**31)  # as a request's `priority`
+_NUMBERS_OF_32_BITS = range(-(2**31), 2**31)  # the range of a request's `priority`
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})\Z", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _NAME_FORM = "1 to 64 letters, digits and . _ -"
@@ -28,14 +28,15 @@ _NAME_FORM = "1 to 64 letters, digits and . _ -"
 
 @dataclass(slots=True, frozen=True)
 class TenantTable:
-    """What a table says. keys: SHA-256 -> the key, in the order of the file."""
+    """The content of a table. keys: SHA-256 -> Key, in the order of the file."""
 
     tenant: Tenant
     keys: list[tuple[bytes, Key]]
 
 
 def read(path: str, name: str, entry: Any) -> TenantTable:
-    """Returns what the table says. path: the file's. entry: the table as TOML has it. Raises ConfigError naming the key."""
+    """Returns the content of a table. path: the file's path, for errors. entry: the table as parsed from TOML. Raises ConfigError
+    naming the key."""
     where = f"tenants.{quoted(name)}"
     if not _NAME.match(name) or name == OTHER:
         raise ConfigError(path, where, f"a name is {_NAME_FORM} (not the word {OTHER}, which metrics use)")
@@ -78,7 +79,7 @@ def _limit(path: str, where: str, value: Any) -> int | None:
 
 
 def _priorities(path: str, where: str, entry: dict[str, Any]) -> tuple[int, int | None]:
-    """Returns the priority of requests that name none, and the highest that one may name."""
+    """Returns the priority of requests that name none, and the highest priority that a request may name."""
     for key in ("priority", "max_priority"):
         value = entry.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value not in _NUMBERS_OF_32_BITS:
@@ -91,7 +92,7 @@ def _priorities(path: str, where: str, entry: dict[str, Any]) -> tuple[int, int 
 
 
 def _expiry(path: str, where: str, value: Any, which: str = "") -> float | None:
-    """Returns the Unix time from which on a key is refused; None: never. which: words before the value in an error."""
+    """Returns the Unix time from which on a key is refused; None: never. which: words to put before the value in an error."""
     if value is None:
         return None
     if isinstance(value, datetime.datetime):
@@ -106,7 +107,8 @@ def _expiry(path: str, where: str, value: Any, which: str = "") -> float | None:
 
 
 def _keys(path: str, where: str, entry: dict[str, Any], tenant: Tenant, expires_unix_s: float | None) -> list[tuple[bytes, Key]]:
-    """expires_unix_s: the tenant's, which all its keys share; the earlier of it and a key's own counts."""
+    """Returns the tenant's keys. expires_unix_s: the tenant's own expiry; for each key, the earlier of it and the key's own expiry
+    counts."""
     if "keys" not in entry:
         raise ConfigError(path, where, f"missing; a list of {KEY_FORM}, which may be empty")
     values = entry["keys"]
@@ -132,7 +134,7 @@ def _keys(path: str, where: str, entry: dict[str, Any], tenant: Tenant, expires_
 
 
 def _check_texts(path: str, where: str, values: Any, good: Callable[[str], object], form: str) -> None:
-    """Raises ConfigError unless `values` is a list of texts that are all `good`. form: what a text must be."""
+    """Raises ConfigError unless `values` is a list of texts that all satisfy `good`. form: what a text must be, for the error."""
     if not isinstance(values, list):
         raise ConfigError(path, where, f"{_shown(values)} must be a list of {form}")
     for at, value in enumerate(values, 1):
@@ -146,8 +148,8 @@ def _hint(key: str, known: tuple[str, ...]) -> str:
 
 
 def _hidden(value: object) -> str:
-    """Returns a description of a wrong value among the keys without its text. It may be a key in the clear, and messages go to
-    the log and to everybody who asks for the status."""
+    """Returns a description of a wrong value among the keys that does not contain its text: it may be an unhashed key, and messages
+    go to the log and to everybody who asks for the status."""
     return f"a text of {len(value)} characters" if isinstance(value, str) else _shown(value)
 
 

@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _scan(connection: socket.socket, request: Scan) -> bool:
-    """Does one scan and sends what it finds. Returns whether this process is to end."""
+    """Does one scan and sends the results. Returns whether this process is to end."""
     previous = {
         name: Checkpoint(name, path, complete=True, signature=signature) for name, (path, signature) in request.known.items()
     }
@@ -89,8 +89,8 @@ class _Warnings(logging.Handler):
 
 
 def _plain(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns what the daemon needs of a checkpoint, with texts that can be sent. An incomplete checkpoint is sent without its
-    shape, which may be of any size."""
+    """Returns the checkpoint with only the parts that the daemon needs, and with texts that can be sent. An incomplete checkpoint
+    is sent without its shape, which may be of any size."""
     return replace(
         checkpoint,
         failure=None,

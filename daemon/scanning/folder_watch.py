@@ -1,4 +1,4 @@
-"""Reports when something changed in one of many folders, each watched by itself.
+"""Reports changes in many folders, each of which is watched by itself.
 
 A recursive watch would follow links wherever they lead, to all of the file system if one leads to `/`. So only the folders that the
 last scan has looked into are watched.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 log = logging.getLogger("hearthd.models")
 DEBOUNCE_MS, STEP_MS = 300, 150  # STEP_MS is also how often the thread looks whether it is to stop
 POLL_MS = 2000  # if the kernel gives no watches
-AGAIN_S = 1.0  # before the next try, if a folder disappeared before its watch began
+AGAIN_S = 1.0  # wait before the next try, if a folder disappeared before its watch began
 JOIN_S = 2.0
 
 
@@ -34,7 +34,7 @@ class FolderWatch:
 
     async def run(self) -> None:
         """Watches until `stop`. Raises OSError or RuntimeError if the folders can be neither watched nor polled. Calls `changed` at
-        the begin, for what happened before."""
+        the beginning, for changes before that."""
         ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, args=(ended,), name="watch models", daemon=True)
         self._thread.start()
@@ -42,7 +42,7 @@ class FolderWatch:
         await ended
 
     def look_at(self, folders: Iterable[str]) -> None:
-        """Watches these folders instead of the earlier ones. Changes in a new folder before its watch began cause no event, so
+        """Watches these folders instead of the earlier ones. Changes in a new folder before its watch begins cause no event, so
         `changed` is called once for them."""
         found = frozenset(folders)
         if found == self._folders or self._stopped.is_set():
@@ -58,11 +58,11 @@ class FolderWatch:
             self._thread.join(JOIN_S)
 
     def is_set(self) -> bool:
-        """Returns whether the current watch is to end. watchfiles asks this, as of an Event."""
+        """Returns whether the current watch is to end. watchfiles calls this as if on an Event."""
         return self._stopped.is_set() or self._replaced.is_set()
 
     def _run(self, ended: asyncio.Future[None]) -> None:
-        """Watches in a thread, and lets the task that waits know why it has ended."""
+        """Watches in a thread, and tells the waiting task why the watch has ended."""
         problem: Exception | None = None
         try:
             self._watch_on()
@@ -73,7 +73,7 @@ class FolderWatch:
             if not ended.done():
                 ended.set_exception(problem) if problem is not None else ended.set_result(None)
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(tell)
 
     def _watch_on(self) -> None:

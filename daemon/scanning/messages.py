@@ -10,8 +10,8 @@ from loader.catalog import Checkpoint
 
 
 class Scan(Message, frozen=True):
-    """Asks for a scan of models_dir, of none if it is "", and of adapters in other folders. known: name -> (path, signature) in the
-    last result. silent: path -> why it is not to be looked at. named: name -> folder of an adapter."""
+    """Asks for a scan of models_dir (nothing if it is ""), and of adapters in other folders. known: name -> (path, signature) in
+    the last result. silent: path -> why it is to be skipped. named: name -> folder of an adapter."""
 
     models_dir: str
     known: dict[str, tuple[str, str]]
@@ -20,7 +20,7 @@ class Scan(Message, frozen=True):
 
 
 class Looking(Message, frozen=True):
-    """Names the path that is looked at next."""
+    """Names the path that is examined next."""
 
     path: str
 
@@ -43,7 +43,7 @@ class Found(Message, frozen=True):
 
 class Finished(Message, frozen=True):
     """Ends the answer to a scan. error: why the models folder itself could not be read, as (errno, text), or None. warnings: lines
-    for the log. is_last: the process ends now and accepts no further `Scan`. folders: those in which a change would matter."""
+    for the log. is_last: the process ends now and accepts no further `Scan`. folders: the folders to watch for changes."""
 
     error: tuple[int, str] | None
     warnings: list[str]

@@ -11,13 +11,13 @@ from daemon.scanning.scanner import ModelScanner
 from loader import open_files
 
 log = logging.getLogger("hearthd.models")
-# Waits after a change: a folder made and filled at once can get its watch too late for what is written into it, and then no
+# Waits after a change: if a folder is made and filled at once, its watch may begin too late for some of its content, and then no
 # further event comes.
 LOOK_AGAIN_S = (1.0, 3.0, 10.0)
 
 
 class Rescans:
-    """Calls `rescan` after a change, some seconds later once more, and when a path that did not answer is due for another look."""
+    """Calls `rescan` after a change, again some seconds later, and when a path that did not answer is due for another look."""
 
     def __init__(self, rescan: Callable[[], Awaitable[None]], scanner: ModelScanner) -> None:
         self._rescan, self._scanner = rescan, scanner

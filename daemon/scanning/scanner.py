@@ -22,18 +22,18 @@ from loader.adapters.adapter import Adapter
 from loader.catalog import Checkpoint, Seen, merged
 
 log = logging.getLogger("hearthd.models")
-ANSWER_LIMIT_S = 10.0  # without a sign of life while it looks at a path
-NEXT_LIMIT_S = 2.0  # after another path of the same scan did not answer: they are probably on one file system
-MAX_SILENT = 64  # paths without an answer in one scan
+ANSWER_LIMIT_S = 10.0  # the limit without a sign of life while it examines a path
+NEXT_LIMIT_S = 2.0  # the limit after another path of the same scan did not answer: both are probably on one file system
+MAX_SILENT = 64  # the most paths of one scan that may fail to answer
 IDLE_S = 15.0
-ENOUGH_S = 2.0  # wait for a killed process to end; one that waits for a file system may take any time
-LOOK_AGAIN_S, LOOK_AGAIN_AT_MOST_S = 60.0, 3600.0  # at a path that did not answer; doubled after each time
+ENOUGH_S = 2.0  # how long a killed process may take to end; one that waits for a file system may take any time
+LOOK_AGAIN_S, LOOK_AGAIN_AT_MOST_S = 60.0, 3600.0  # pauses before a path that did not answer is examined again; doubled each time
 
 
 @dataclass(slots=True)
 class _Silent:
-    """A path that did not answer. why: the end of a sentence about the path. until_s: when it may be looked at again, on the
-    monotonic clock; pause_s: the length of that pause. process: the one that waited for the path, and may still do so."""
+    """A path that did not answer. why: completes a sentence about the path. until_s: when it may be examined again, on the
+    monotonic clock. pause_s: the length of that pause. process: the process that waited for the path, and may still do so."""
 
     why: str
     until_s: float
@@ -42,8 +42,8 @@ class _Silent:
 
 
 class NoAnswer(Exception):
-    """Raised when the process gave no sign of life or died. path: what it was looking at. why: the end of a sentence about the
-    path."""
+    """Raised when the process gave no sign of life, or died. path: the path that it was examining. why: completes a sentence about
+    the path."""
 
     def __init__(self, process: _Process, path: str, why: str) -> None:
         super().__init__(f"{path} {why}")
@@ -51,8 +51,8 @@ class NoAnswer(Exception):
 
 
 class ModelScanner:
-    """Scans as loader.catalog.scan does, in another process. A model on a path that does not answer is incomplete, or stays as it
-    was known, and is looked at again later."""
+    """Scans in another process, with the same results as loader.catalog.scan. A model on a path that does not answer is reported as
+    incomplete, or as it was known before, and is examined again later."""
 
     def __init__(self, answer_limit_s: float = ANSWER_LIMIT_S, look_again_s: float = LOOK_AGAIN_S) -> None:
         self._answer_limit_s, self._look_again_s = answer_limit_s, look_again_s
@@ -73,8 +73,8 @@ class ModelScanner:
     async def scan(
         self, models_dir: str, previous: Mapping[str, Checkpoint], named: Mapping[str, str] | None = None
     ) -> dict[str, Checkpoint]:
-        """Returns the models by name, sorted; unchanged folders keep the object they have in `previous`. named: adapters in other
-        folders, by name. models_dir: if it is "", only those are looked at. Raises OSError if models_dir cannot be read or does not
+        """Returns the models by name, sorted; unchanged folders keep their object of `previous`. named: adapters in other folders,
+        by name. models_dir: if it is "", only those adapters are examined. Raises OSError if models_dir cannot be read or does not
         answer."""
         named = named or {}
         async with self._lock:
@@ -105,8 +105,8 @@ class ModelScanner:
         await self._end()
 
     def _due(self) -> set[str]:
-        """Returns the silent paths that may be looked at again. A path for which an earlier process still waits is not among them,
-        because another process would wait too."""
+        """Returns the silent paths that may be examined again. Paths for which an earlier process still waits are excluded, because
+        another process would have to wait, too."""
         now = time.monotonic()
         return {path for path, one in self._silent.items() if now >= one.until_s and not one.process.is_running}
 
@@ -127,7 +127,7 @@ class ModelScanner:
         process = self._process
         if process is None or not process.takes_scans:
             process = self._process = await _Process.start()
-            if self._closed:  # while it was being started
+            if self._closed:  # closed while the process was being started
                 await self._end()
                 raise _stopping(models_dir)
         if self._idle is not None:
@@ -163,7 +163,7 @@ def _stopping(models_dir: str) -> OSError:
 def _with_known(
     found: Iterable[Seen], silent: Mapping[str, str], previous: Mapping[str, Checkpoint], named: Mapping[str, str]
 ) -> Iterable[Seen]:
-    """Yields the models that were found, and those known before on paths that do not answer: they may be running, or kept in
+    """Yields the models that were found, and known models on paths that do not answer, because those may be running or kept in
     memory."""
     kept = [one for one in previous.values() if one.complete and any(_is_below(one.path, path) for path in silent)]
     for one in kept:
@@ -186,7 +186,7 @@ class _Process(asyncio.Protocol):
         self._process = process
         self._reader = FrameReader(FromScanner)
         self._exited: asyncio.Future[None] = loop.create_future()
-        self._transport: Any = None  # uvloop's transports are not of asyncio's classes
+        self._transport: Any = None  # uvloop's transports are not subclasses of asyncio's
         self._answer: asyncio.Future[tuple[list[Seen], Finished]] | None = None
         self._previous: Mapping[str, Checkpoint] = {}
         self._seen: list[Seen] = []
@@ -221,7 +221,7 @@ class _Process(asyncio.Protocol):
         return self.is_running and self._transport is not None and not self._transport.is_closing()
 
     async def scan(self, request: Scan, previous: Mapping[str, Checkpoint], limit_s: float) -> tuple[list[Seen], Finished]:
-        """Sends a request and returns the models seen and the message that ended the answer. previous: the last result. limit_s:
+        """Sends a request and returns the models found, and the message that ended the answer. previous: the last result. limit_s:
         the longest time without a sign of life. Raises NoAnswer."""
         loop = asyncio.get_running_loop()
         self._answer, self._previous, self._seen, self._path = loop.create_future(), previous, [], request.models_dir
@@ -241,7 +241,7 @@ class _Process(asyncio.Protocol):
             await asyncio.sleep(max(0.05, self._heard_s + limit_s - loop.time()))
             if loop.time() - self._heard_s < limit_s:
                 continue
-            # after the loop was held up or the machine slept, there may be messages to read first
+            # if the loop was delayed or the machine slept, there may be messages to read first
             heard_s = self._heard_s
             await asyncio.sleep(0.2)
             if self._heard_s == heard_s:
@@ -268,7 +268,7 @@ class _Process(asyncio.Protocol):
                 self._answer.set_result((self._seen, message))
 
     def _shared(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Has adapters whose files say the same share what they say: by itself, that of a thousand adapters takes 200 MB."""
+        """Lets adapters with equal contents share one object: separate objects for a thousand adapters take 200 MB."""
         if checkpoint.adapter is not None:
             checkpoint.adapter = self._adapters.setdefault(checkpoint.adapter.digest, checkpoint.adapter)
         return checkpoint
@@ -292,7 +292,7 @@ class _Process(asyncio.Protocol):
         self._fail(f"cannot be read: the process that reads it ended {how}")
 
     def kill(self) -> None:
-        """Kills the process, also in the middle of a scan. Returns before it has ended."""
+        """Kills the process, even in the middle of a scan. Returns before it has ended."""
         if not self._exited.done():
             self._process.kill()
         if self._transport is not None:
@@ -304,9 +304,9 @@ class _Process(asyncio.Protocol):
 
 
 def _spawn(fd: int) -> subprocess.Popen[bytes]:
-    """Starts the process. Long headers and lists take and free blocks of megabytes. By default glibc soon takes such blocks from
-    its heap, which small ones that stay keep from shrinking; with a fixed threshold each goes back to the kernel once it is
-    freed."""
+    """Starts the process. Long headers and lists allocate and free blocks of megabytes. By default glibc soon allocates such blocks
+    on its heap, which cannot shrink while small blocks remain behind them; with a fixed threshold each returns to the kernel when
+    it is freed."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "daemon.scanning", str(fd)],
         cwd="/",
