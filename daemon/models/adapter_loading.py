@@ -1,6 +1,6 @@
-"""What may be loaded as a LoRA adapter by its folder and a name of the operator's, and the refusals of what may not.
+"""Checks for LoRA adapters that an operator loads by folder and name, and the refusals.
 
-Messages and `param` are in the terms of POST /v1/load_lora_adapter.
+Messages and `param` use the terms of POST /v1/load_lora_adapter.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from daemon.models.adapters import AdapterRecord
 from daemon.models.name_table import MAX_MATCHED
 
 MAX_PATH = 4096
-# parts as in the paths of folders; no colon, which is for BASE:ADAPTER, and no wildcard of the keys file's patterns
+# parts like those of folders' paths; no colon, which separates BASE:ADAPTER, and no wildcard, because the keys file has patterns
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+=~-]*(/[A-Za-z0-9_][A-Za-z0-9_.@+=~-]*)*")
 
 
 def check_name(name: str) -> None:
-    """Raises BadRequest for what cannot be an adapter's name."""
+    """Raises BadRequest if the text cannot be an adapter's name."""
     if len(name) > MAX_MATCHED or not _NAME.fullmatch(name):
         allowed = "letters, digits and _ . @ + = ~ - in parts with / between them, each beginning with a letter, a digit or _"
         message = f"lora_name: {name[:MAX_MATCHED]!r} is no name for an adapter: {allowed}; at most {MAX_MATCHED} characters"
@@ -25,14 +25,14 @@ def check_name(name: str) -> None:
 
 
 def check_path(path: str) -> None:
-    """Raises BadRequest for what cannot be the path of a folder on this machine."""
+    """Raises BadRequest if the text cannot be the path of a folder on this machine."""
     if not path.startswith("/") or len(path) > MAX_PATH or not path.isprintable():
         message = f"lora_path: {path[:MAX_MATCHED]!r} is no absolute path of a folder on the machine of hearthd"
         raise BadRequest("invalid_request", message, param="lora_path")
 
 
 def load_refusal(record: AdapterRecord) -> HearthError | None:
-    """Returns why an adapter is not loaded, or None if its own files and its base's let it be served."""
+    """Returns why an adapter cannot be loaded, or None if its own files and its base's allow it to be served."""
     if record.served is not None:
         return None
     checkpoint, path = record.checkpoint, record.checkpoint.path
@@ -46,7 +46,7 @@ def load_refusal(record: AdapterRecord) -> HearthError | None:
 
 
 def unload_refusal(name: str, is_in_folder: bool) -> HearthError:
-    """Returns why an adapter is not unloaded that no operator has loaded. is_in_folder: the models folder has it."""
+    """Returns why an adapter that no operator has loaded cannot be unloaded. is_in_folder: whether it is in the models folder."""
     if is_in_folder:
         message = (
             f"The adapter {name!r} lies in the models folder and is served as long as it is there; its memory is free for others "

@@ -1,8 +1,8 @@
-"""Which LoRA adapters are served, and with which base. Requests for one are requests for its base, which the node scheduler knows
-alone; the adapter goes with them to the engine.
+"""Determines which LoRA adapters are served, and with which base model. The node scheduler knows only base models: a request for an
+adapter is a request for its base, and carries the adapter to the engine.
 
-An adapter's base is the model that its setting `base` names, else the model whose name or alias its adapter_config.json gives as
-base_model_name_or_path, else the only one whose name ends in the same part, else the model in whose folder it lies.
+An adapter's base is the model that its setting `base` names; else the model whose name or alias is base_model_name_or_path in its
+adapter_config.json; else the only model whose name ends in the same part; else the model in whose folder the adapter lies.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ log = logging.getLogger("hearthd.models")
 
 @dataclass(slots=True, frozen=True)
 class AdapterRecord:
-    """An adapter's name. base: the name of its base, "" while none is known. served: None while it cannot be served; `problem` says
-    why, and is_incomplete whether that may pass without a change of the adapter's files: files or the base are missing. checked:
-    the base's shape that the adapter was held against, and what came of it (misfit). loaded_from: the folder that an operator has
-    loaded it from, "" if it was found in the models folder."""
+    """What is known of an adapter's name. base: the base's name, "" while it is unknown. served: None while the adapter cannot be
+    served; then `problem` tells why, and is_incomplete whether this may pass without a change of its files, because files or the
+    base are missing. checked: the base's shape that the adapter was compared with, and the result of misfit. loaded_from: the
+    folder from which an operator has loaded it, "" if it was found in the models folder."""
 
     checkpoint: Checkpoint
     base: str = ""
@@ -60,7 +60,7 @@ class AdapterRecord:
 
     @property
     def about(self) -> str:
-        """The adapter's size in words; "" while it cannot be served."""
+        """The adapter's rank and size in words; "" while it cannot be served."""
         if self.served is None or self.checkpoint.adapter is None:
             return ""
         num = len(self.checkpoint.adapter.modules)
@@ -68,7 +68,7 @@ class AdapterRecord:
         return f"rank {self.served.rank}, {matrices}, {format_bytes(self.served.num_bytes)} in its file"
 
     def lines(self) -> list[str]:
-        """Returns what `hearth why` says of the adapter itself."""
+        """Returns the lines about the adapter itself for `hearth why`."""
         by = f"an operator has loaded it from {self.loaded_from}; `hearth unload {self.name}` ends that"
         loaded = [by] if self.loaded_from else []
         if self.served is None:
@@ -81,7 +81,7 @@ class AdapterRecord:
         ]
 
     def row(self) -> dict[str, Any]:
-        """Returns the adapter's row of `hearth models`, with the keys of a model's."""
+        """Returns the adapter's row of `hearth models`, with the same keys as a model's row."""
         return {
             "name": self.name,
             "kind": "adapter",
@@ -109,8 +109,8 @@ def register_adapters(
     before: Mapping[str, AdapterRecord],
     named: Mapping[str, str],
 ) -> dict[str, AdapterRecord]:
-    """Returns the adapters among the checkpoints by name. models: all registered models. before: the last result; a record that
-    says the same is taken from it. named: the folders that an operator has loaded adapters from, by name."""
+    """Returns the adapters among the checkpoints by name. models: all registered models. before: the last result; records that have
+    not changed are taken from it. named: the folders of adapters that an operator has loaded, by name."""
     names = _NamesOfBases(config, models, checkpoints)
     found = {}
     for name, checkpoint in checkpoints.items():
@@ -129,18 +129,18 @@ def register_adapters(
 
 
 def with_adapter(base: ModelEntry, adapter: ServedAdapter) -> ModelEntry:
-    """Returns the base as requests for the adapter see it."""
+    """Returns the base's entry for requests to the adapter."""
     return replace(base, adapter=adapter)
 
 
 def foreign_settings(settings: ModelConfig) -> list[str]:
-    """Returns the keys of a model's settings that are set and that an adapter does not have."""
+    """Returns the keys of the settings that are set and that adapters do not have."""
     defaults = msgspec.structs.asdict(ModelConfig())
     return [key for key, default in defaults.items() if key not in ALLOWED_FOR_ADAPTERS and getattr(settings, key) != default]
 
 
 def base_setting_misfit(name: str, settings: ModelConfig) -> str:
-    """Returns why a model with these settings is refused that is no adapter, or ""."""
+    """Returns why a model that is not an adapter is refused because of its setting `base`, or ""."""
     return f'models."{name}".base: is for LoRA adapters, and {name} is none' if settings.base is not None else ""
 
 
@@ -185,14 +185,14 @@ def _record(
 
 
 def _misfit(checkpoint: Checkpoint, adapter: Adapter, shape: ModelShape, known: AdapterRecord | None) -> str:
-    """Returns misfit's answer; the last one if nothing has changed, since a thousand adapters take it half a second."""
+    """Returns the result of misfit; the last result if nothing has changed, because a thousand adapters take half a second."""
     if known is not None and known.checkpoint is checkpoint and known.checked is not None and known.checked[0] is shape:
         return known.checked[1]
     return misfit(adapter, shape)
 
 
 class _NamesOfBases:
-    """Finds bases by their names, as of one reading of the settings and one scan."""
+    """Finds base models by their names, for one reading of the settings and one scan."""
 
     def __init__(self, config: NodeConfig, models: Mapping[str, Registered], checkpoints: Mapping[str, Checkpoint]) -> None:
         self._models, self._settings, self._checkpoints = models, config.models, checkpoints
@@ -202,7 +202,7 @@ class _NamesOfBases:
             self._by_end.setdefault(_last_part(name), []).append(name)
 
     def base_of(self, name: str, adapter: Adapter, settings: ModelConfig) -> tuple[str, str]:
-        """Returns an adapter's base and "", or the base and why it cannot be one, or "" and why there is none."""
+        """Returns a tuple: the adapter's base and "", or the base and why it cannot be a base, or "" and why there is none."""
         setting = f'models."{name}".base'
         if settings.base is not None:
             found = self._named(settings.base)
@@ -227,7 +227,7 @@ class _NamesOfBases:
         return found, ""
 
     def _named(self, name: str) -> str:
-        """Returns the model that has the name or alias; "" if there is none."""
+        """Returns the model with this name or alias; "" if there is none."""
         owner = self._by_alias.get(name, name)
         return owner if owner in self._models or self._upstream_of(owner) is not None else ""
 
@@ -237,5 +237,5 @@ class _NamesOfBases:
 
 
 def _last_part(name: str) -> str:
-    """Returns the last part of a name at the hub, or of a path."""
+    """Returns the last part of a model's name on the hub, or of a path."""
     return name.rstrip("/").rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""The interface of whoever asks for a model, as far as the choice of the model depends on the sender."""
+"""The interface of a request's sender, as far as the choice of the model depends on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Asker(Protocol):
 
 
 class _Operator:
-    """Asks for itself: it may see every model and is no tenant, whose part of a queue could be full."""
+    """The operator as a sender: it may see every model, and as it is no tenant, its part of a queue is never full."""
 
     name = ""
 

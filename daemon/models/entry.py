@@ -1,4 +1,4 @@
-"""A registered model as requests and loads see it."""
+"""A registered model in the form that requests and loads use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.exchange import GroupForm
 
 @dataclass(slots=True, frozen=True)
 class ServedAdapter:
-    """A LoRA adapter that can be served. name: its path below the models folder. created: Unix seconds. rank: the largest of a
-    matrix. num_bytes: of its tensors in the file."""
+    """A LoRA adapter that can be served. name: its path below the models folder. created: Unix seconds. rank: the largest rank of
+    its matrices. num_bytes: the size of its tensors in the file."""
 
     name: str
     path: str
@@ -24,8 +24,9 @@ class ServedAdapter:
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A registered model as requests see it. Each name has one object, replaced by the registry when files or settings change. An
-    adapter's is its base's with `adapter` set; what is counted, and the scheduler, go by `name`, clients see own_name."""
+    """A registered model in the form that requests use. Each name has one object, which the registry replaces when files or
+    settings change. The entry of an adapter is its base's with `adapter` set. The scheduler and all counters use `name`; clients
+    see own_name."""
 
     name: str
     path: str
@@ -41,23 +42,23 @@ class ModelEntry:
     max_sequences: int = 256
     tool_parser: str | None = None  # named in daemon/text/tool_parsers/registry.py; None: chosen by the chat template
     reasoning_parser: str | None = None
-    embedding_size: int = 0  # of a model that makes embeddings and nothing else; 0: it makes none
-    cut_sizes: Sequence[int] = ()  # smaller sizes that its embeddings may be cut to
-    scoring: str = ""  # a cross-encoder's, which only scores pairs of texts: what makes a score's relevance (ModelShape.scoring)
-    architecture: str = ""  # as config.json names it
-    dtype: str = ""  # of its weights in memory
-    quantize: str = ""  # "int8" if the layers' matrices are quantised
-    weights_bytes: int = 0  # in memory, on all devices together
+    embedding_size: int = 0  # the size of its embeddings, for an embedding model; else 0
+    cut_sizes: Sequence[int] = ()  # smaller sizes to which its embeddings may be cut
+    scoring: str = ""  # for a cross-encoder, which only scores pairs of texts: how a score becomes a relevance (ModelShape.scoring)
+    architecture: str = ""  # the architecture's name in config.json
+    dtype: str = ""  # of the weights in memory
+    quantize: str = ""  # "int8" if the layers' matrices are quantized to it
+    weights_bytes: int = 0  # bytes in memory, on all devices together
     num_parameters: int = 0
-    speculator: str = "none"  # what drafts tokens for its requests, as LoadModel.speculator has it
-    head: str = ""  # the EAGLE-3 head that does
+    speculator: str = "none"  # how tokens are drafted for its requests, as in LoadModel.speculator
+    head: str = ""  # the name of the EAGLE-3 head that drafts, "" for none
     head_path: str = ""
-    upstream: str = ""  # host and port of the server that answers for this name; "": this node does
-    adapter: ServedAdapter | None = None  # with which the model answers; None: it answers alone
+    upstream: str = ""  # host and port of the server that answers for this name; "": this node answers
+    adapter: ServedAdapter | None = None  # the adapter with which the model answers; None: it answers without one
 
     @property
     def own_name(self) -> str:
-        """What lists and answers call it: the adapter's name, or else the model's."""
+        """The name in lists and answers: the adapter's, or else the model's."""
         return self.name if self.adapter is None else self.adapter.name
 
     @property
@@ -66,7 +67,7 @@ class ModelEntry:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Its own name, and a text that changes with the files that its answers come from."""
+        """The own name, and a text that changes when the files behind the answers change."""
         adapter = self.adapter
         return self.own_name, self.fingerprint if adapter is None else f"{self.fingerprint}+{adapter.fingerprint}"
 
@@ -76,14 +77,14 @@ class ModelEntry:
 
     @property
     def does(self) -> str:
-        """What the model does, to follow its name in a refusal of something else."""
+        """Words for the model's task, which follow its name in a refusal of another task."""
         if self.scoring:
             return "is a cross-encoder: it scores documents for a query"
         return "makes embeddings" if self.embedding_size else "generates text"
 
     @property
     def task(self) -> str:
-        """What the model does, as Submit.task names it."""
+        """The model's task, as in Submit.task."""
         if self.scoring:
             return "score"
         return "embed" if self.embedding_size else "generate"
@@ -98,4 +99,4 @@ class LoadSource:
     entry: ModelEntry
     quantize: str = ""
     kv_cache_dtype: str = ""
-    form: GroupForm | None = None  # of the devices that the model is split over; None: it is on one
+    form: GroupForm | None = None  # the division over devices; None: the model is on one device

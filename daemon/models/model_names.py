@@ -1,5 +1,5 @@
-"""Which model a request's name stands for: a model's own name, an alias, BASE:ADAPTER, or an entry of the table `[names]`. A LoRA
-adapter has names as a model has."""
+"""Finds the model for the name in a request: a model's own name, an alias, BASE:ADAPTER, or an entry of the table `[names]`. LoRA
+adapters have names like models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("hearthd.models")
 
 
 class ModelNames:
-    """All names that stand for models, as of one scan and one reading of the settings; the registry replaces it as a whole."""
+    """All names of models, for one scan and one reading of the settings; the registry replaces the object as a whole."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class ModelNames:
         turned_away: Callable[[str, str], HearthError | None],
         adapters: Mapping[str, AdapterRecord] | None = None,
     ) -> None:
-        """models: the registered models and adapters. served: returns one of them, or why it cannot be served. turned_away: (model,
-        tenant) -> why a request that came now would be refused; it is asked for the targets of the table only. adapters: those of
-        `models` that are LoRA adapters. Entries and aliases that are the name of a registered model are logged, because they are
-        without effect."""
+        """models: the registered models and adapters. served: returns the entry of one, or why it cannot be served. turned_away:
+        (model, tenant) -> why a request would be refused now, or None; called only for targets of the table. adapters: the LoRA
+        adapters among `models`. Aliases and entries of the table that equal the name of a registered model have no effect, and are
+        logged."""
         self._models, self._with_settings = models, config.models.keys()
         self._served, self._turned_away = served, turned_away
         self._adapters = adapters or {}
@@ -77,7 +77,7 @@ class ModelNames:
         return (owner in self._models and asker.may_use(str(owner))) or self._table.entry(name) == name
 
     def further(self, listed: Collection[str]) -> Mapping[str, Sequence[str]]:
-        """Returns the exact names of the table by model: each with the first of its models that is in `listed`."""
+        """Returns the names in the table that are not patterns, grouped by the first of each name's models that is in `listed`."""
         found: dict[str, list[str]] = {}
         for name in self._table.exact:
             owners = (self._owner(target) for target in self._table.names[name])
@@ -89,8 +89,8 @@ class ModelNames:
     # ---- for the operator
 
     def local(self, name: str) -> str:
-        """Returns the model's name for a name or an alias, for a command. Raises HearthError: model_not_found, or not_local for a
-        name that another server answers."""
+        """Returns the model with this name or alias, for a command. Raises HearthError: model_not_found, is_adapter for a LoRA
+        adapter, or not_local for a model that another server answers."""
         owner = self._owner(name)
         if owner is not None and owner in self._adapters:
             base = self._adapters[owner].base
@@ -112,13 +112,13 @@ class ModelNames:
         raise BadRequest("model_not_found", message, status=404, details={"model": name})
 
     def adapter(self, name: str) -> AdapterRecord | None:
-        """Returns the adapter that a name, an alias or BASE:ADAPTER stands for; None for all other names."""
+        """Returns the adapter with this name, alias or BASE:ADAPTER; None for all other names."""
         owner = self._owner(name)
         return None if owner is None else self._adapters.get(owner)
 
     def lead(self, name: str) -> Lead | None:
-        """Returns where the table leads a request of somebody who may use all models; None if the name is a model's or meets no
-        entry."""
+        """Returns the models to which the table leads a request, from a sender that may use all models; None if the name is a
+        model's or matches no entry."""
         entry = None if self._owner(name) is not None else self._table.entry(name)
         return None if entry is None else self._lead(entry, OPERATOR)
 
@@ -136,7 +136,7 @@ class ModelNames:
         return rows
 
     def unknown_targets(self) -> dict[str, list[str]]:
-        """Returns the targets of the table that stand for no registered model, by entry."""
+        """Returns the targets in the table that are not registered models, by entry."""
         found: dict[str, list[str]] = {}
         for name, targets in self._table.names.items():
             for target in targets:
@@ -145,8 +145,8 @@ class ModelNames:
         return found
 
     def _owner(self, name: str) -> str | None:
-        """Returns the model that a name or alias belongs to, also while the model has settings but no folder; else the adapter that
-        BASE:ADAPTER means; else None."""
+        """Returns the model with this name or alias, even while it has settings but no folder; else the adapter for BASE:ADAPTER;
+        else None."""
         owner = self._plain_owner(name)
         if owner is not None or not self._by_base or len(name) > MAX_MATCHED:
             return owner
@@ -160,8 +160,8 @@ class ModelNames:
         return name if name in self._models or name in self._with_settings else self._aliases.get(name)
 
     def _lead(self, entry: str, asker: Asker) -> Lead:
-        """Returns what becomes of a request that meets the entry. A target that `asker` may not use is as unknown as one that does
-        not exist."""
+        """Returns the models to which an entry leads, and which of them can serve. A target that `asker` may not use is treated as
+        unknown."""
         targets = []
         for target in self._table.names[entry]:
             owner = self._owner(target)
@@ -173,8 +173,8 @@ class ModelNames:
 
 
 def _by_base(adapters: Mapping[str, AdapterRecord]) -> dict[str, dict[str, str]]:
-    """Returns, for each base, its adapters by what BASE: may be followed by: their names, and the last parts of those that are no
-    other one's."""
+    """Returns, for each base, its adapters by the text that may follow `BASE:`, which is the adapter's name, or the last part of
+    that name if it is unique."""
     found: dict[str, dict[str, str]] = {}
     parts: dict[str, dict[str, list[str]]] = {}
     for name, record in adapters.items():

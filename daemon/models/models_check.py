@@ -13,9 +13,8 @@ from loader import catalog
 
 
 def check(config: NodeConfig, source: str) -> list[str]:
-    """Returns warnings about models that the settings name and that do not exist (yet). Raises ConfigError for an alias or an entry
-    of the table of names that can never work because it is the name of an existing model. source: the file the settings come
-    from."""
+    """Returns warnings about models that are named in the settings and do not exist (yet). Raises ConfigError for an alias or an
+    entry of the table of names that can never work because it is the name of an existing model. source: the settings file."""
     try:
         found = catalog.scan(config.models_dir)
     except OSError as error:
@@ -53,8 +52,8 @@ def check(config: NodeConfig, source: str) -> list[str]:
 
 
 def _about_base(config: NodeConfig, source: str, adapter: str, base: str, found: Mapping[str, catalog.Checkpoint]) -> list[str]:
-    """Returns a warning if there is no model of the name that an adapter's settings call its base (yet). Raises ConfigError for
-    what can be none."""
+    """Returns a warning if the base that an adapter's settings name does not exist (yet). Raises ConfigError if that name can never
+    be a base."""
     where = f'models."{adapter}".base'
     owner = next((name for name, model in config.models.items() if base in model.aliases), base)
     settings = config.models.get(owner)
@@ -72,7 +71,8 @@ def _about_base(config: NodeConfig, source: str, adapter: str, base: str, found:
 
 
 def _about_names(config: NodeConfig, source: str, models: list[str]) -> list[str]:
-    """Returns warnings about entries of the table of names. models: the names of those in the models folder. Raises ConfigError."""
+    """Returns warnings about entries of the table of names. models: the names of the models in the models folder. Raises
+    ConfigError."""
     known = {*models, *config.models, *(alias for model in config.models.values() for alias in model.aliases)}
     warnings = []
     for name, targets in config.names.items():

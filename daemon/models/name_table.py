@@ -1,4 +1,4 @@
-"""The table `[names]` of the settings: which entry a name meets, and what became of the models that the entry leads to."""
+"""The table `[names]` of the settings: which entry matches a name, and which of the entry's models can serve."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from config.names import WILDCARDS, is_pattern
 from daemon.errors import HearthError, no_model
 from daemon.models.entry import ModelEntry
 
-MAX_MATCHED = 256  # characters; a longer name matches no pattern, because clients choose it
+MAX_MATCHED = 256  # characters; longer names match no pattern, because the time of matching depends on names that clients choose
 
 
 class Target(NamedTuple):
-    """One model that an entry leads to. name: the model's, or an alias of it. entry: the model if it can serve now; else None, and
-    `refusal` says why."""
+    """One model to which an entry leads. name: the model's name or an alias. entry: the model's entry if it can serve now; else
+    None, and `refusal` tells why."""
 
     name: str
     entry: ModelEntry | None
@@ -24,7 +24,7 @@ class Target(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """Where an entry of the table leads. entry: a name or a pattern. targets: in the table's order."""
+    """The models to which an entry of the table leads. entry: a name or a pattern. targets: in the table's order."""
 
     entry: str
     targets: Sequence[Target]
@@ -35,7 +35,8 @@ class Lead(NamedTuple):
         return next((target.entry for target in self.targets if target.entry is not None), None)
 
     def lines(self, name: str) -> list[str]:
-        """Returns, for `hearth why`, which entry the name meets, what becomes of each of its models, and where requests go."""
+        """Returns the lines for `hearth why`: the entry that matches the name, the state of each of its models, and where requests
+        go."""
         by = "is an entry" if name == self.entry else f"meets {self.entry!r}"
         found = [f"{name} {by} of the table [names], which leads to {', '.join(each.name for each in self.targets)}"]
         found += [f"{each.name} is skipped: {each.refusal.message}" for each in self.targets if each.refusal is not None]
@@ -46,23 +47,22 @@ class Lead(NamedTuple):
 
 
 class NameTable:
-    """The entries of the table, and the rule for which one a name meets."""
+    """The entries of the table, and the rule that selects the entry for a name."""
 
     def __init__(self, names: Mapping[str, Sequence[str]]) -> None:
         """names: maps each name or pattern to the models it leads to."""
         self.names = names
-        patterns = sorted(filter(is_pattern, names), key=_num_literals, reverse=True)  # stable: the file's order where equal
-        # "[" is no wildcard here; fnmatch's expressions take linear time for each "*", whatever name a client sends
+        patterns = sorted(filter(is_pattern, names), key=_num_literals, reverse=True)  # a stable sort keeps the file's order
+        # "[" is no wildcard here; without it, matching takes linear time for each "*", whatever name a client sends
         self._patterns = [(re.compile(fnmatch.translate(each.replace("[", "[[]"))), each) for each in patterns]
 
     @property
     def exact(self) -> list[str]:
-        """Returns the names that are no patterns, in the file's order."""
+        """Returns the names that are not patterns, in the file's order."""
         return [name for name in self.names if not is_pattern(name)]
 
     def entry(self, name: str) -> str | None:
-        """Returns the entry that a name meets: the name itself, else the pattern with the most literal characters that matches it;
-        None if there is none."""
+        """Returns the entry for a name: the name itself, else the matching pattern with the most literal characters, else None."""
         if not self.names:
             return None
         if name in self.names and not is_pattern(name):
@@ -78,8 +78,8 @@ def _num_literals(pattern: str) -> int:
 
 def refusal_of(name: str, targets: Sequence[Target]) -> HearthError:
     """Returns the error for a request whose name leads to no model that can serve it. It has the code and status of the first
-    refusal that may pass (429 or 503), else of the first one, and tells them all. Models that do not exist, or that the sender may
-    not use, are left out; if no others are left, the name is as unknown as any."""
+    temporary refusal (429 or 503), else of the first refusal, and its message lists all refusals. Models that do not exist, or that
+    the sender may not use, are left out; if no others remain, the name counts as unknown."""
     told = [each.refusal for each in targets if each.refusal is not None and each.refusal.code != "model_not_found"]
     if not told:
         return no_model(name)

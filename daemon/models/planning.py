@@ -1,7 +1,7 @@
-"""Decides how each model is served: over how many devices (the key `parallel`), in which dtype, and what drafts tokens for it.
+"""Decides how each model is served: over how many devices (the key `parallel`), in which dtype, and how tokens are drafted for it.
 
-`parallel = "auto"` takes the fewest devices that hold the model. Every number is tried as if the settings had named it, so what is
-chosen is exactly what that number would give.
+`parallel = "auto"` takes the fewest devices that hold the model. Each number is tried as if the settings had named it, so the
+result is the same as with that setting.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from scheduler.node import events
 log = logging.getLogger("hearthd.models")
 
 IS_HEAD = 'it drafts tokens for other models: name it there (speculator in [models."NAME"])'
-_SHARES_AT_LEAST = 0.99  # of a model's bytes: all shares together, which have less between their tensors
-MOST_REASONS = 3  # why numbers of devices do not do, in one refusal
+_SHARES_AT_LEAST = 0.99  # the least part of a model's bytes that all its shares have together; they may have less padding
+MOST_REASONS = 3  # the most reasons in one refusal why numbers of devices are not possible
 
 
 @dataclass(slots=True, frozen=True)
 class Plan:
-    """How a model is served. settings: the model's, with the devices that it is split over in place of "auto". shape: the
-    checkpoint's. fits: whether its devices hold it when nothing else is there."""
+    """How a model is served. settings: the model's settings, with the division in place of "auto". shape: the checkpoint's shape.
+    fits: whether the devices hold the model when nothing else is on them."""
 
     settings: ModelConfig
     shape: ModelShape
@@ -44,18 +44,18 @@ class Plan:
     fits: bool
 
     def told(self, if_too_large: str) -> Plan:
-        """Returns the plan with what a refusal for want of memory tells beside the arithmetic."""
+        """Returns the plan with an addition to the message with which it is refused if it does not fit."""
         return replace(self, facts=replace(self.facts, if_too_large=if_too_large))
 
 
-# settings that say how many devices the model is split over -> the plan, or why it cannot be served so
+# settings with a fixed number of devices -> the plan, or why the model cannot be served in this way
 _Attempt = Callable[[ModelConfig], Plan | str]
 
 
 @dataclass(slots=True, frozen=True)
 class _Search:
-    """What trying numbers of devices has found. found: the plan for the fewest that hold the model, or None, and then `why` says
-    why none does, and `largest` is the plan for the most that it can be split over, if there are any."""
+    """The result of trying numbers of devices. found: the plan for the fewest devices that hold the model, or None. If it is None,
+    `why` tells the reason, and `largest` is the plan for the most devices over which the model can be split, if there is one."""
 
     found: Plan | None = None
     why: str = ""
@@ -71,7 +71,7 @@ class Planner:
     def plan(
         self, config: NodeConfig, checkpoint: Checkpoint, settings: ModelConfig, heads: Mapping[str, Checkpoint]
     ) -> Plan | str:
-        """Returns how the model is served, or why it cannot be. heads: those that may draft tokens for it."""
+        """Returns how the model is served, or why it cannot be. heads: checkpoints of heads that may draft tokens for it."""
 
         def attempt(settings: ModelConfig) -> Plan | str:
             return self._attempt(config, checkpoint, settings, heads)
@@ -86,8 +86,9 @@ class Planner:
         return plan
 
     def _whole_or_split(self, name: str, settings: ModelConfig, attempt: _Attempt) -> Plan | str:
-        """Returns the plan for the whole model where it fits. Otherwise, with "auto", that for the fewest devices that hold it, or
-        one that fits nowhere and tells why; without, the plan for the whole model, which tells whether "auto" would help."""
+        """Returns the plan for the whole model on one device if it fits. Otherwise, with "auto", returns the plan for the fewest
+        devices that hold it, or a plan that does not fit and tells why. Without "auto", returns the plan for one device, with a
+        hint if "auto" would help."""
         whole = attempt(msgspec.structs.replace(settings, parallel=None))
         if isinstance(whole, str) or whole.fits:
             return whole
@@ -100,7 +101,8 @@ class Planner:
         return search.found or (search.largest or whole).told(f'{key} = "{parallel.AUTO}" {search.why}')
 
     def _search(self, name: str, settings: ModelConfig, whole: Plan, attempt: _Attempt) -> _Search:
-        """Tries to split a model over ever more devices. whole: the plan for all of it on one device, which does not hold it."""
+        """Tries to split a model over two, three and more devices. whole: the plan for one device, which does not hold the
+        model."""
         names = self._sizing.shared_names()
         roomy = parallel.fit_for_shares(settings, names)
         if len(roomy) < 2:
@@ -111,7 +113,7 @@ class Planner:
         largest, too_large, refused = None, ["1"], dict[str, list[str]]()
         for number in range(2, min(len(roomy), parallel.MOST_RANKS) + 1):
             if whole.facts.weights_bytes * _SHARES_AT_LEAST > self._sizing.largest_bytes(roomy, number):
-                too_large.append(str(number))  # without a share being laid out, which for a giant takes seconds
+                too_large.append(str(number))  # without computing a share's layout, which takes seconds for a very large model
                 continue
             plan = attempt(parallel.split_over(settings, names, division_over(whole.shape, number)))
             if isinstance(plan, str):
@@ -126,7 +128,7 @@ class Planner:
     def _attempt(
         self, config: NodeConfig, checkpoint: Checkpoint, settings: ModelConfig, heads: Mapping[str, Checkpoint]
     ) -> Plan | str:
-        """Returns how the model is served with settings that say how many devices it is split over, or why it cannot be."""
+        """Returns how the model is served with settings that fix the number of devices, or why it cannot be served."""
         sizing, name, shape = self._sizing, checkpoint.name, checkpoint.shape
         misfit = base_setting_misfit(name, settings) or sizing.without_carve_out(name, settings)
         if parallel.num_ranks(settings) > 1 and checkpoint.is_packed_only:
@@ -150,15 +152,15 @@ class Planner:
 
 
 def division_over(shape: ModelShape, num_devices: int) -> ParallelConfig:
-    """Returns how "auto" divides a model among so many devices: each matrix; where that cannot be done a mixture's experts, whole
-    ones; and where that cannot be done either, its layers."""
+    """Returns how "auto" divides a model among this number of devices: by matrices; if that is impossible, by whole experts; if
+    that is impossible, too, by layers."""
     kinds = (ParallelConfig(num_devices), ParallelConfig(expert=num_devices), ParallelConfig(pipeline=num_devices))
     return next((how for how in kinds if not slices.refusal(shape, division(how))), kinds[0])
 
 
 def _no_number(too_large: list[str], refused: Mapping[str, list[str]]) -> str:
-    """Returns why no number of devices holds a model. too_large: those that its shares do not fit on. refused: reason -> those that
-    it cannot be split over for that reason."""
+    """Returns why no number of devices holds a model. too_large: numbers of devices on which its shares do not fit. refused: reason
+    -> numbers of devices over which it cannot be split for that reason."""
     reasons = [f"over {_listed(numbers)}: {why}" for why, numbers in refused.items()]
     if further := [number for numbers in list(refused.values())[MOST_REASONS:] for number in numbers]:
         reasons[MOST_REASONS:] = [f"nor can it be split over {_listed(further)}"]

@@ -1,4 +1,4 @@
-"""What the registry knows of one model's name."""
+"""The registry's record of one model name."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _WHOLE = Division(1)
 
 @dataclass(slots=True, frozen=True)
 class Registered:
-    """One model name. entry: None while the folder is not a usable model; `problem` says why."""
+    """One model name. entry: None while the folder is not a usable model; then `problem` tells why."""
 
     checkpoint: catalog.Checkpoint
     facts: events.ModelFacts
     entry: ModelEntry | None
     dtype: str
     problem: str
-    quantize: str = ""  # "int8" if the layers' matrices are quantised
-    kv_cache_dtype: str = ""  # "fp8", or empty: keys and values are kept in dtype
-    shape: ModelShape | None = None  # what is loaded: the checkpoint's shape, or that with its predictor
-    division: Division = _WHOLE  # among how many devices
-    replicas: tuple[events.ModelFacts, ...] = ()  # of further replicas
+    quantize: str = ""  # "int8" if the layers' matrices are quantized to it
+    kv_cache_dtype: str = ""  # "fp8"; "": keys and values are kept in dtype
+    shape: ModelShape | None = None  # the shape that is loaded: the checkpoint's, or that with its predictor
+    division: Division = _WHOLE  # the division over devices
+    replicas: tuple[events.ModelFacts, ...] = ()  # facts of further replicas
 
     @property
     def kernels(self) -> list[KernelSet]:
@@ -41,7 +41,7 @@ class Registered:
 
 
 def all_kernels(models: Sequence[Registered]) -> tuple[KernelSet, ...]:
-    """Returns the kernels that the models need, those of their most common dtype first."""
+    """Returns the kernels that the models need, first those of the models' most common dtype."""
     num_models = Counter(model.dtype for model in models)
     by_dtype = sorted(models, key=lambda model: -num_models[model.dtype])
     return tuple(dict.fromkeys(kernel_set for model in by_dtype for kernel_set in model.kernels))

@@ -45,7 +45,7 @@ Scan = Callable[[str, Mapping[str, catalog.Checkpoint], Mapping[str, str]], Awai
 async def scan_in_thread(
     models_dir: str, previous: Mapping[str, catalog.Checkpoint], named: Mapping[str, str]
 ) -> dict[str, catalog.Checkpoint]:
-    """Scans in a thread, for callers that trust the folders and may wait for them."""
+    """Scans in a thread, for callers that trust the folders and can wait for them."""
     if models_dir:
         return await asyncio.to_thread(catalog.scan, models_dir, previous, named)
     return catalog.merged(catalog.named_adapters(named, previous))
@@ -65,18 +65,18 @@ class Registry:
         without_carve_out: Mapping[str, str] | None = None,
         scan: Scan = scan_in_thread,
     ) -> None:
-        """without_carve_out: maps each isolated model for which nothing could be set aside to the reason."""
+        """without_carve_out: isolated model -> why nothing could be set aside for it."""
         self.config, self._state, self._scan = config, state, scan
         self._sizing = Sizing(devices, state, without_carve_out or {})
         self._planner = Planner(self._sizing)
         self.models: dict[str, Registered] = {}
         self.adapters: dict[str, AdapterRecord] = {}
-        self.num_adapters: Mapping[str, int] = {}  # those that can be served, by their bases' names
-        self._with_adapters: dict[str, ModelEntry] = {}  # the bases of adapters that can be served, by the adapter's name
-        self.upstreams: dict[str, ModelEntry] = {}  # names that other servers answer, from the first scan on
+        self.num_adapters: Mapping[str, int] = {}  # adapters that can be served, counted by their bases' names
+        self._with_adapters: dict[str, ModelEntry] = {}  # entries of adapters that can be served, by the adapter's name
+        self.upstreams: dict[str, ModelEntry] = {}  # entries of names that other servers answer; filled by the first scan
         self._started = int(time.time())
-        self.refused: Callable[[str], HearthError | None] = lambda name: None  # set by the node: returns why a model can never run
-        # set by the node: (model, tenant) -> why a request that came now would be refused
+        self.refused: Callable[[str], HearthError | None] = lambda name: None  # set by the node: why a model can never run
+        # set by the node: (model, tenant) -> why a request would be refused now, or None
         self.turned_away: Callable[[str, str], HearthError | None] = lambda name, tenant: None
         self.names = self._names_now()
         self._entries: list[ModelEntry] = []
@@ -100,7 +100,7 @@ class Registry:
         return self.names.further({entry.own_name for entry in self._entries if asker.may_use(entry.own_name)})
 
     def _served(self, name: str) -> ModelEntry | HearthError:
-        """Returns the model if its files and settings let it be served, else why not."""
+        """Returns the model's entry if its files and settings allow it to be served, else the error."""
         if (elsewhere := self.upstreams.get(name)) is not None:
             return elsewhere
         if (adapter := self.adapters.get(name)) is not None:
@@ -113,7 +113,7 @@ class Registry:
         return self.refused(name) or found.entry
 
     def _served_adapter(self, adapter: AdapterRecord) -> ModelEntry | HearthError:
-        """Returns the adapter's base with the adapter, else why it cannot be served, or why the base cannot."""
+        """Returns the base's entry with the adapter, or the error why the adapter or the base cannot be served."""
         if adapter.served is None:
             return _unserved(f"The adapter {adapter.name!r}", adapter.problem, adapter.is_incomplete)
         base = self._served(adapter.base)
@@ -122,7 +122,7 @@ class Registry:
     # ---- for the dispatcher and the operator
 
     def source(self, name: str) -> LoadSource | None:
-        """Returns what a load of the model, or of a further replica of it, needs; None if it is not there or not usable."""
+        """Returns the data for a load of the model or of a further replica; None if the model does not exist or is not usable."""
         found = self.models.get(model_of(name, self.models))
         if found is None or found.entry is None:
             return None
@@ -135,9 +135,9 @@ class Registry:
         return replace(source, form=GroupForm(found.division, num_groups, handed))
 
     def layout_id(self, name: str) -> str:
-        """Returns what must be the same for weights in memory to be those of the model now, besides its files' fingerprint: how
-        they are laid out, and which runner filled them. "" if the model is unknown or not usable, or no such weights are used: its
-        shares are read from the files."""
+        """Returns a text that must be equal, besides the files' fingerprint, for weights in memory to be usable for the model:
+        their layout, and the runner that filled them. "" if the model is unknown or not usable, or weights in memory are never
+        reused because it is split and its shares are read from the files."""
         name = model_of(name, self.models)
         found = self.models.get(name)
         if found is None or found.entry is None or found.shape is None or found.facts.is_split:
@@ -164,9 +164,9 @@ class Registry:
     # ---- adapters that an operator loads
 
     async def load_adapter(self, name: str, path: str, in_place: bool = False) -> AdapterRecord:
-        """Registers the adapter in a folder of this machine under a name. in_place: also where an adapter was loaded under that
-        name, which is replaced. It is in the state's `adapters` then, which the caller saves. Raises HearthError if it cannot be
-        served; nothing is changed then."""
+        """Registers the adapter in a folder of this machine under a name, and adds it to the state's `adapters`, which the caller
+        saves. in_place: replaces an adapter that was loaded under the same name. Raises HearthError if it cannot be served; nothing
+        is changed then."""
         check_name(name)
         check_path(path)
         async with self._rescan_lock:
@@ -188,8 +188,8 @@ class Registry:
             return record
 
     async def unload_adapter(self, name: str) -> AdapterRecord | None:
-        """Ends what load_adapter has begun; the caller saves the state. Returns the adapter as it was; None if no scan has looked
-        at it yet. Raises HearthError for a name that no adapter was loaded under."""
+        """Reverses load_adapter; the caller saves the state. Returns the record as it was; None if no scan has examined the adapter
+        yet. Raises HearthError if no adapter was loaded under the name."""
         async with self._rescan_lock:
             if name not in self._state.adapters:
                 raise unload_refusal(name, name in self.adapters)
@@ -200,7 +200,8 @@ class Registry:
             return record
 
     def replicas(self, name: str) -> list[str]:
-        """Returns the names that the scheduler and the engines may know the model by: its own, and its further replicas'."""
+        """Returns the names by which the scheduler and the engines know the model: its own name, and those of its further
+        replicas."""
         found = self.models.get(name)
         return [name] if found is None else [name, *(one.name for one in found.replicas)]
 
@@ -210,7 +211,7 @@ class Registry:
         return found is not None and bool(found.replicas)
 
     def model_of(self, name: str) -> str:
-        """Returns the model of which the name is a further replica, or the name itself."""
+        """Returns the model if the name is one of a further replica, else the name itself."""
         return model_of(name, self.models)
 
     def was_loaded(self, name: str) -> bool:
@@ -218,7 +219,7 @@ class Registry:
         return name in self._state.adapters
 
     def _refuse_taken(self, name: str, in_place: bool) -> None:
-        """Raises HearthError if something else has the name of an adapter that is to be loaded."""
+        """Raises HearthError if the name for a new adapter is already taken."""
         if self.was_loaded(name):
             if in_place:
                 return
@@ -286,7 +287,8 @@ class Registry:
     def register(
         self, config: NodeConfig, checkpoint: catalog.Checkpoint, heads: Mapping[str, catalog.Checkpoint] = _NO_HEADS
     ) -> Registered:
-        """Returns what the checkpoint and the settings together say about one model. heads: those that may draft tokens for it."""
+        """Returns the record of a model, from its checkpoint and the settings. heads: checkpoints of heads that may draft tokens
+        for it."""
         name = checkpoint.name
         settings = config.models.get(name, ModelConfig())
         plan = self._planner.plan(config, checkpoint, settings, heads)
@@ -353,14 +355,14 @@ class Registry:
         return changes
 
     def _name_all(self) -> None:
-        """Makes the names and the list of models follow what is registered."""
+        """Updates the names and the list of entries from what is registered."""
         self.names = self._names_now()
         entries = [registered.entry for registered in self.models.values() if registered.entry is not None]
         entries += [*self.upstreams.values(), *self._with_adapters.values()]
         self._entries = sorted(entries, key=lambda entry: entry.own_name)
 
     def _take_adapters(self, found: dict[str, AdapterRecord]) -> None:
-        """Takes over the adapters of a scan, and logs what has changed of them."""
+        """Replaces the adapters by those of a scan, and logs the changes."""
         before, self.adapters, self._with_adapters = self.adapters, found, {}
         for name in before.keys() - found.keys():
             told = "the adapter is unloaded" if before[name].loaded_from else "the adapter's folder is gone"
@@ -377,7 +379,7 @@ class Registry:
             name=name,
             path="",
             aliases=tuple(settings.aliases),
-            max_model_len=0,  # only that server knows
+            max_model_len=0,  # only the other server knows it
             vocab_size=0,
             eos_token_ids=(),
             bos_token_id=None,
@@ -391,7 +393,8 @@ class Registry:
         return ModelNames(self.config, names, self._served, lambda name, tenant: self.turned_away(name, tenant), self.adapters)
 
     def unknown_models(self) -> list[str]:
-        """Returns the models that the settings name and that have no folder. It also logs them, because a name may be misspelt."""
+        """Returns the models that are named in the settings and have no folder. It also logs them, because a name may be
+        misspelt."""
         unknown = self.config.models.keys() - self.models.keys() - self.upstreams.keys() - self.adapters.keys()
         for name in sorted(unknown):
             log.warning('settings for models."%s": there is no model of that name (yet)', name)
@@ -426,8 +429,8 @@ class Registry:
 
 
 def _all_facts(models: Mapping[str, Registered]) -> dict[str, events.ModelFacts]:
-    """Returns the facts of all models and their further replicas by name, each model before its replicas. A model whose name a
-    replica would have comes first, and that replica does not exist."""
+    """Returns the facts of all models and their further replicas by name, each model before its replicas. If a model has the name
+    that a replica would have, the replica does not exist."""
     found = {}
     for name, registered in models.items():
         found[name] = registered.facts
@@ -436,7 +439,7 @@ def _all_facts(models: Mapping[str, Registered]) -> dict[str, events.ModelFacts]
 
 
 def _unserved(what: str, problem: str, is_incomplete: bool) -> HearthError:
-    """Returns the error for a request for what cannot be served. is_incomplete: that may pass."""
+    """Returns the error for a request for a model or adapter that cannot be served. is_incomplete: whether this may pass."""
     if is_incomplete:
         return NotNow("model_incomplete", f"{what} is not complete: {problem}", retry_after_s=10.0)
     return BadRequest("model_unusable", f"{what} cannot be served: {problem}", param="model")

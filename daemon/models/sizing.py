@@ -1,6 +1,6 @@
-"""What a model takes on the devices that it may live on, by its files, its settings and what drafts tokens for it.
+"""Computes the memory of a model on the devices where it may live, from its files, its settings and its speculator.
 
-Settings say here over how many devices the model is split: planning.py tries numbers in place of "auto".
+The settings given here fix the number of devices over which a model is split; planning.py replaces "auto" by numbers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger("hearthd.models")
 
 
 class Sizing:
-    """What models take and where they may live. without_carve_out: maps each isolated model for which nothing could be set aside to
-    the reason."""
+    """Computes the memory that models take, and the devices where they may live. without_carve_out: isolated model -> why nothing
+    could be set aside for it."""
 
     def __init__(self, devices: Sequence[DeviceBudget], state: NodeState, without_carve_out: Mapping[str, str]) -> None:
         self._devices, self._state, self._without_carve_out = devices, state, without_carve_out
@@ -49,8 +49,8 @@ class Sizing:
         speculator: Speculator,
         dtype: str,
     ) -> events.ModelFacts:
-        """Returns what the scheduler needs to know of a model that is loaded with what drafts tokens for it. Bytes of a model that
-        is split over devices are those of its largest share."""
+        """Returns the scheduler's facts about a model with its speculator. For a model that is split over devices, the bytes are
+        those of its largest share."""
         name, ranks, shape = checkpoint.name, parallel.num_ranks(settings), speculator.shape
         weight_format = held_format(shape, settings.quantize)
         if ranks > 1:
@@ -83,26 +83,27 @@ class Sizing:
     def _with_all_kv(
         self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape
     ) -> events.ModelFacts:
-        """Returns the facts of a split model with all the KV that it will ever have: kv_floor_tokens, or else what a quarter of the
-        memory beside its weights and work space holds, at least one request of max_model_len and at most max_sequences of them."""
+        """Returns the facts of a split model with its whole, fixed amount of KV. It is kv_floor_tokens if set; otherwise as much as
+        a quarter of the memory besides weights and work space holds, but at least one and at most max_sequences requests of
+        max_model_len."""
         num_tokens = facts.kv_floor_tokens
         if settings.kv_floor_tokens is None:
             budget_bytes, _ = self._budgets(facts.name, settings, shape)
             left_bytes = budget_bytes - facts.weights_bytes - facts.work_space_bytes
             chunk_bytes, size = int(config.chunk_bytes), size_of(facts, int(config.chunk_bytes))
-            # in whole chunks, one of which is for blocks that do not end where chunks do
+            # in whole chunks; one chunk is for blocks that cross the boundaries of chunks
             num_left = budget_bytes // chunk_bytes - size.weights_chunks - size.work_space_chunks - 1
             block_bytes = facts.kv_bytes_per_token * config.block_tokens
             fitting = max(0, min(left_bytes // 4, num_left * chunk_bytes)) // block_bytes * config.block_tokens
             num_tokens = min(max(facts.max_model_len, fitting), facts.max_sequences * facts.max_model_len)
         kv_reserved_bytes = facts.kv_reserved_bytes
-        if kv_reserved_bytes:  # several sequences need more of a window than one that is as long as they are together
+        if kv_reserved_bytes:  # several sequences need more KV of a sliding window than one sequence with all their tokens
             kv_reserved_bytes = max(kv_reserved_bytes, num_tokens * facts.kv_bytes_per_token)
         return replace(facts, kv_floor_tokens=num_tokens, kv_reserved_bytes=kv_reserved_bytes)
 
     def fits(self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape) -> bool:
-        """Returns whether a device that the model may live on, or as many as it is split over, hold it when nothing else is
-        there."""
+        """Returns whether a device where the model may live (or as many devices as it is split over) holds the model when nothing
+        else is there."""
         chunk_bytes = int(config.chunk_bytes)
         size = size_of(facts, chunk_bytes)
         budget_bytes, _ = self._budgets(facts.name, settings, shape)
@@ -112,23 +113,23 @@ class Sizing:
         return {device.kind for device in self._allowed(name, settings, shape)}
 
     def num_replicas(self, name: str, settings: ModelConfig, shape: ModelShape, num_ranks: int) -> int:
-        """Returns how many replicas the model may have. num_ranks: over how many devices each is split."""
+        """Returns how many replicas the model may have. num_ranks: the number of devices over which each replica is split."""
         return replicas.number(settings, len(self._allowed(name, settings, shape)), num_ranks)
 
     def shared_names(self) -> list[str]:
-        """Returns the names of the node's devices that are no carve-outs."""
+        """Returns the names of the node's devices that are not carve-outs."""
         return [device.name for device in self._devices if not device.model]
 
     def largest_bytes(self, names: Sequence[str], number: int) -> int:
-        """Returns what so many of these devices have together, at most."""
+        """Returns the sum of the budgets of the `number` largest of these devices."""
         return sum(sorted((device.budget_bytes for device in self._devices if device.name in names), reverse=True)[:number])
 
     def computed_dtype(self, asked: str, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Returns what loader.dtypes.computed_dtype says for the devices the model may live on."""
+        """Returns loader.dtypes.computed_dtype for the devices where the model may live."""
         return computed_dtype(asked, shape.dtype, self.kinds(name, settings, shape))
 
     def tell_of_dtype(self, asked: str, dtype: str, name: str, settings: ModelConfig, shape: ModelShape) -> None:
-        """Logs where a model loses precision or speed by its dtype."""
+        """Logs if a model loses precision or speed because of its dtype."""
         kinds = self.kinds(name, settings, shape)
         if dtype != shape.dtype and asked == "auto":
             why = f"cpu devices have no kernels for {shape.dtype}; the key dtype decides otherwise"
@@ -137,8 +138,9 @@ class Sizing:
             log.warning("%s: dtype: float16 has no kernels on cpu devices and is several times slower there than bfloat16", name)
 
     def _budgets(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[int, int]:
-        """Returns the most bytes that each of as many devices has as the model is split over, and those of devices before they were
-        divided; 0 where there are too few."""
+        """Returns two numbers of bytes that hold for each device, if the model is placed on as many of the largest devices as it is
+        split over: the smallest budget among these, and the same for budgets before carve-outs. (0, 0) if there are too few
+        devices."""
         allowed, at = self._allowed(name, settings, shape), parallel.num_ranks(settings) - 1
         if len(allowed) <= at:
             return 0, 0
@@ -146,8 +148,8 @@ class Sizing:
         return budgets[at], sorted((device.whole_bytes or device.budget_bytes for device in allowed), reverse=True)[at]
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
-        """Returns the devices the model may live on: its carve-out alone if it has one, or else the configured devices that are
-        no carve-out, of the kinds that can run it."""
+        """Returns the devices where the model may live: only its carve-out if it has one, else the configured devices that are not
+        carve-outs and are of a kind that can run it."""
         own = [device for device in self._devices if device.model == name]
         shared = [device for device in self._devices if not device.model]
         named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
@@ -163,8 +165,8 @@ class Sizing:
     def _work_space_bytes(
         self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str, max_model_len: int
     ) -> int:
-        """Returns the work space by the rule for the kind of device that the model may live on; the larger one if it may live on
-        both kinds."""
+        """Returns the work space by the rule for the kind of device where the model may live; the larger one if it may live on both
+        kinds."""
         batch, sequences = config.max_num_batched_tokens, settings.max_sequences
         kinds = self.kinds(name, settings, shape)
         sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
@@ -234,8 +236,8 @@ class Sizing:
         """Returns the configured length (at most the checkpoint's) or a default.
 
         The default is the checkpoint's length, or what 25 % of the largest allowed device holds as KV if that is less (for a
-        carve-out, 25 % of the device it is part of; for a split model, of the smallest of as many as it needs). It is halved, down
-        to 2,048, while the model with the work space for such contexts would not fit at all."""
+        carve-out, 25 % of the whole device; for a split model, of the smallest among as many of the largest devices as it needs).
+        It is halved, down to 2,048, while the model with the work space for such contexts would not fit at all."""
         if settings.max_model_len is not None:
             return min(settings.max_model_len, shape.max_position_embeddings)
         budget_bytes, whole_bytes = self._budgets(name, settings, shape)
@@ -263,13 +265,13 @@ def division_of(settings: ModelConfig) -> Division:
 
 
 def division(how: ParallelConfig) -> Division:
-    """Returns the division that the key `parallel` names."""
+    """Returns the Division for a value of the key `parallel`."""
     return Division(how.num_devices, how.expert, how.pipeline)
 
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
-    """Returns the kinds of devices that can run a model. There are no kernels for encoders on GPUs, for some formats of checkpoints
-    on GPUs, and for fp8 KV on CPUs, and models are split over CPUs alone."""
+    """Returns the kinds of devices that can run a model. GPUs have no kernels for encoders and some checkpoint formats, CPUs none
+    for fp8 KV, and models are split only over CPUs."""
     if shape.is_encoder or parallel.num_ranks(settings) > 1:
         return {"cpu"}
     kinds = {"cpu", "cuda"}

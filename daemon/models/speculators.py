@@ -1,4 +1,4 @@
-"""Chooses what drafts tokens for a model (the key `speculator`)."""
+"""Chooses how tokens are drafted for a model (the key `speculator`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from loader.errors import CheckpointError
 from loader.model_shape import ModelShape
 
 AUTO, NONE, PROMPT_LOOKUP, MTP, EAGLE3 = "auto", "none", "prompt-lookup", "mtp", "eagle3"
-KINDS = (AUTO, NONE, PROMPT_LOOKUP, MTP)  # values of the setting that name no head
-_PROVEN_KINDS = frozenset({"cpu"})  # of devices on which predictors have run; on others they must be asked for
+KINDS = (AUTO, NONE, PROMPT_LOOKUP, MTP)  # values of the setting that are not the name of a head
+_PROVEN_KINDS = frozenset({"cpu"})  # kinds of devices on which predictors have been run; on other kinds the setting must name one
 
 
 class MayPredict(Protocol):
-    """What is known of a checkpoint's own predictor: loader.catalog.Checkpoint has the meanings."""
+    """The facts about a checkpoint's own predictor; see loader.catalog.Checkpoint."""
 
     @property
     def predicting(self) -> ModelShape | None: ...
@@ -30,8 +30,9 @@ class MayPredict(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Speculator:
-    """What drafts tokens for one model. name: as LoadModel.speculator has it. shape: what is loaded; fingerprint: of its files.
-    head: the head that does. why_not: why it is not the predictor that would come first, "" if it is or there is none."""
+    """The choice of how tokens are drafted for one model. name: as in LoadModel.speculator. shape: the shape that is loaded.
+    fingerprint: the fingerprint of its files. head: the EAGLE-3 head that drafts, or None. why_not: why a preferred predictor is
+    not used, "" if it is used or there is none."""
 
     name: str
     shape: ModelShape
@@ -41,19 +42,21 @@ class Speculator:
 
     @property
     def predicts(self) -> bool:
-        """Whether something is loaded beside the model."""
+        """Whether a predictor is loaded together with the model."""
         return self.shape.predicts
 
 
 def prompt_lookup(shape: ModelShape, fingerprint: str, why: str = "") -> Speculator:
-    """Returns the choice of prompt lookup. shape, fingerprint: the model's own. why: the reason that no predictor is loaded."""
+    """Returns the choice of prompt lookup. shape, fingerprint: those of the model itself. why: the reason why no predictor is
+    loaded."""
     return Speculator(PROMPT_LOOKUP, shape, fingerprint, why_not=why)
 
 
 @dataclass(slots=True, frozen=True)
 class Choice:
-    """What there is to choose from for one model of this shape. own: what is known of its own predictor. kinds: of the devices that
-    it may live on. checkpoint: the model's; None: it has no heads. heads: all that there are, by name."""
+    """The possible speculators for one model of this shape. own: the facts about its own predictor. kinds: the kinds of devices
+    where it may live. checkpoint: the model's checkpoint; None: heads are not considered. heads: all heads in the models folder, by
+    name."""
 
     settings: ModelConfig
     own: MayPredict
@@ -63,7 +66,7 @@ class Choice:
     heads: Mapping[str, Checkpoint] = field(default_factory=dict)
 
     def chosen(self) -> Speculator:
-        """Returns what drafts tokens for the model, if memory suffices for it. Called where `why_not` finds nothing."""
+        """Returns the speculator to use if there is enough memory for it. Called only if `why_not` returns ""."""
         asked, own, shape = self.settings.speculator, self.own, self.shape
         fingerprint = "" if self.checkpoint is None else self.checkpoint.fingerprint
         if asked == NONE or _why_no_drafts(shape):
@@ -89,12 +92,12 @@ class Choice:
         return prompt_lookup(shape, fingerprint, why)
 
     def misfit(self, name: str) -> str:
-        """Returns why the speculator that the settings for the model of this name ask for cannot be used, or ""."""
+        """Returns why the speculator in the settings of the model `name` cannot be used, or ""."""
         why = self.why_not()
         return f'models."{name}".speculator: {self.settings.speculator}: {why}; leave it out' if why else ""
 
     def why_not(self) -> str:
-        """Returns why the speculator that is asked for cannot be used, or ""."""
+        """Returns why the speculator in the settings cannot be used, or ""."""
         asked, own = self.settings.speculator, self.own
         if asked in (AUTO, NONE):
             return ""
@@ -110,8 +113,7 @@ class Choice:
         return _misfit_of(self.checkpoint, self.heads[asked])
 
     def _head_beside(self) -> Checkpoint | None:
-        """Returns a head in the model's folder, or else one that says that it was made for a model of this name, the first by
-        name."""
+        """Returns a head in the model's folder, or else a head that names this model as its verifier; the first one by name."""
         if self.checkpoint is None:
             return None
         name = self.checkpoint.name

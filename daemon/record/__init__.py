@@ -1,1 +1,1 @@
-"""What outlives a moment: the state on disk, the latest events."""
+"""Records of the node: the state on disk, the latest events, the audit log."""

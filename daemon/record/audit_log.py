@@ -1,8 +1,8 @@
 """The audit log: who did what to the node, a JSON object a line, in a file or in hearthd's own log.
 
-Acts are put into a bounded queue and written by a thread, so a slow disk delays nobody. What does not fit into the queue, or
-cannot be written, is dropped and counted, and a line in the file says how many acts are missing there. Prompts, outputs and keys
-are never written; of a key only how its SHA-256 begins.
+Acts are put into a bounded queue and written by a thread, so a slow disk delays nothing else. Acts that do not fit into the queue,
+or cannot be written, are dropped and counted, and a line in the file tells how many acts are missing. Prompts, outputs and keys are
+never written; of a key only the first digits of its SHA-256.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from daemon.record.line_file import LineFile
 
 log = logging.getLogger("hearthd")
 own_log = logging.getLogger("hearthd.audit")
-MAX_WAITING = 8192  # acts in the queue
-AT_ONCE = 256  # acts in one write
-REFUSALS_A_MINUTE = 100  # of one kind; the others of a minute are counted, for strangers must not be able to fill the disk
+MAX_WAITING = 8192  # the most acts in the queue
+AT_ONCE = 256  # the most acts in one write
+REFUSALS_A_MINUTE = 100  # of one kind; further ones are only counted, because strangers must not be able to fill the disk
 TELL_EVERY_S = 60.0
-CLOSE_S = 2.0  # how long the stop waits for the disk
+CLOSE_S = 2.0  # how long the stop of the daemon waits for the disk
 
 
 def check(audit_log: str, source: str) -> None:
-    """Raises ConfigError if the file's folder does not exist. audit_log: as configured. source: where it is."""
+    """Raises ConfigError if the file's folder does not exist. audit_log: the configured value. source: the settings file."""
     if audit_log and audit_log not in AUDIT_IN_LOG and not os.path.isdir(os.path.dirname(audit_log)):
         raise located_setting(ConfigError(source, "audit_log", f"{audit_log}: there is no folder {os.path.dirname(audit_log)}"))
 
 
 class _Entry(NamedTuple):
-    """One act. target: where it goes, as configured when it happened."""
+    """One act. target: the configured target at the time of the act."""
 
     target: str
     act: dict[str, Any]
@@ -57,8 +57,8 @@ class _Minute:
 class AuditLog:
     """The audit log of one node. It is off until `use` names a target. All methods are called on the event loop.
 
-    with_requests: whether each request is an act, too. num_dropped: acts that are not in the log. problem: why it cannot be
-    written, "" if it can."""
+    with_requests: whether each request is an act, too. num_dropped: the number of acts that are missing in the log. problem: why
+    the log cannot be written, "" if it can."""
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self.with_requests = False
@@ -69,9 +69,9 @@ class AuditLog:
         self._closing = self._cannot_open = False
         self._reopen = threading.Event()
         self._minutes: dict[str, _Minute] = {}
-        self._num_crowded_out = 0  # acts for which the queue had no place; counted on the event loop
-        self._num_not_written = 0  # counted by the thread
-        self._num_told = 0  # of both, how many the log itself says are missing
+        self._num_crowded_out = 0  # acts that did not fit into the queue; counted on the event loop
+        self._num_not_written = 0  # acts that could not be written; counted by the thread
+        self._num_told = 0  # dropped acts of both kinds that the log itself reports as missing
         self._told_s = -TELL_EVERY_S
 
     @property
@@ -83,8 +83,8 @@ class AuditLog:
         return self._num_crowded_out + self._num_not_written
 
     def use(self, target: str, with_requests: bool) -> None:
-        """Sets where acts go from now on: a path, one of AUDIT_IN_LOG, or "" for nowhere. A file is opened anew, as log rotation
-        needs it."""
+        """Sets where acts go from now on: a path, one of AUDIT_IN_LOG, or "" for nowhere. A file is reopened, which log rotation
+        requires."""
         self._target, self.with_requests = target, with_requests and bool(target)
         if target in AUDIT_IN_LOG:
             own_log.setLevel(logging.INFO)  # whatever log_level is
@@ -94,13 +94,13 @@ class AuditLog:
         self.reopen()
 
     def reopen(self) -> None:
-        """Has the file opened anew, after what waits is written."""
+        """Lets the thread reopen the file after it has written the queued acts."""
         self._reopen.set()
-        with contextlib.suppress(queue.Full):  # then the thread is about to look
+        with contextlib.suppress(queue.Full):  # the thread looks at the flag soon in any case
             self._queue.put_nowait(None)
 
     def write(self, act: str, result: str = "ok", **about: Any) -> None:
-        """Adds an act. result: "ok", or the code of an error. about: what else there is to say; None, "" and [] are left out."""
+        """Adds an act. result: "ok", or the code of an error. about: further fields of the act; None, "" and [] are left out."""
         if not self._target:
             return
         line = {"time": _utc(), "act": act, **{name: value for name, value in about.items() if value not in (None, "", [])}}
@@ -114,8 +114,8 @@ class AuditLog:
                 log.error("audit log: %d acts dropped so far, for its disk is too slow", self.num_dropped)
 
     def write_refusal(self, kind: str, act: str, result: str, **about: Any) -> None:
-        """Adds an act of which strangers can make any number: at most REFUSALS_A_MINUTE of a kind, and one that says how many more
-        there were."""
+        """Adds an act that strangers can cause any number of times: at most REFUSALS_A_MINUTE of a kind, and one more with the
+        number of those left out."""
         if not self._target:
             return
         now = time.monotonic()
@@ -139,7 +139,7 @@ class AuditLog:
         return [f"audit_log {self.problem}; {self.num_dropped} acts were dropped"] if self.problem else []
 
     async def close(self) -> None:
-        """Writes what waits. A disk that hangs is waited for CLOSE_S."""
+        """Writes the queued acts. It waits for a hanging disk for at most CLOSE_S."""
         for kind in list(self._minutes):
             self._tell_left_out(kind)
         self._closing = True
@@ -168,7 +168,7 @@ class AuditLog:
                 sink = self._opened(self._target, None)
 
     def _write_out(self, entries: list[_Entry], sink: LineFile | None) -> LineFile | None:
-        """Writes the entries, target by target. sink: the open file. Returns the file that is open then."""
+        """Writes the entries, target by target. sink: the file that is open now. Returns the file that is open afterwards."""
         for target in dict.fromkeys(entry.target for entry in entries):
             acts = [entry.act for entry in entries if entry.target == target]
             if target in AUDIT_IN_LOG:
@@ -195,8 +195,8 @@ class AuditLog:
         self._found(f"{sink.path}: {sink.problem}" if sink.problem else "")
 
     def _opened(self, target: str, sink: LineFile | None) -> LineFile | None:
-        """Returns the target's open file, or None if it cannot be opened or is none. sink: the open file; another one is
-        closed."""
+        """Returns the target's open file, or None if it cannot be opened or is not a file. sink: the file that is open now; it is
+        closed if the target is another one."""
         if sink is not None:
             if sink.path == target:
                 return sink
@@ -211,7 +211,7 @@ class AuditLog:
             self._cannot_open = True
             self._found(f"{target}: {error.strerror or error}")
             return None
-        if self._cannot_open:  # that a file can be opened does not say that it can be written
+        if self._cannot_open:  # that the file can be opened does not mean that it can be written
             self._cannot_open = False
             self._found("")
         return opened
@@ -232,7 +232,7 @@ def _line(act: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _user(uid: int) -> str:
-    """Returns the user's name, or "". It may ask a server, and so is called on the thread."""
+    """Returns the user's name, or "". It is called on the thread, because the look-up may ask a server."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

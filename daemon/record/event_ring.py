@@ -13,15 +13,15 @@ Follower = Callable[[dict[str, Any]], None]
 
 class EventRing:
     """Keeps the latest events. An event is a flat dict: `time` (Unix seconds), `event` (state, load_progress, engine, registered,
-    ...), and what it is about."""
+    ...), and the fields that describe it."""
 
     def __init__(self) -> None:
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._followers: list[Follower] = []
 
     def add(self, event: str, keep: bool = True, **fields: Any) -> None:
-        """Adds an event and passes it to the followers. `keep=False`: leaves it out of the history (progress, of which there is
-        much)."""
+        """Adds an event and passes it to the followers. `keep=False`: leaves it out of the history (for the many events of
+        progress)."""
         entry = {"time": round(time.time(), 3), "event": event, **fields}
         if keep:
             self._history.append(entry)

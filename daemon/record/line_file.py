@@ -1,4 +1,4 @@
-"""A file to which lines are added, whole ones wherever the disk takes them."""
+"""A file to which lines are appended. After an incomplete write, the next line begins on a line of its own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 
 
 class LineFile:
-    """An open file, made with mode 0600. problem: the last write's, "" if it had none."""
+    """An open file, created with mode 0600. problem: the error of the last write, "" if there was none."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError."""
+        """Opens the file, and creates it if necessary. Raises OSError."""
         self.path, self.problem = path, ""
-        # without O_NONBLOCK a pipe without a reader would be waited for
+        # without O_NONBLOCK, opening a pipe without a reader would block
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK, 0o600)
-        self._is_torn = _ends_within_line(path)  # a disk that is nearly full takes a part of a line
+        self._is_torn = _ends_within_line(path)  # the last line may be incomplete because the disk was full
 
     def write(self, lines: list[bytes]) -> int:
-        """Returns how many of the lines are in the file, from the first on."""
+        """Appends the lines, and returns how many of them, from the first on, were written completely."""
         data, num_bytes = memoryview(b"\n" * self._is_torn + b"".join(lines)), 0
         self.problem = ""
         try:
@@ -41,7 +41,7 @@ class LineFile:
 
 
 def _ends_within_line(path: str) -> bool:
-    """Returns whether something was written to the file that did not end its line. False if the file cannot be read."""
+    """Returns whether the file ends with an incomplete line. False if the file cannot be read."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"

@@ -1,6 +1,4 @@
-"""The operator's decisions that must survive a restart: pins, switched-off models, loaded adapters; in one JSON file in the state
-folder.
-"""
+"""The operator's decisions that survive a restart: pins, disabled models, loaded adapters; a JSON file in the state folder."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ VERSION = 1
 
 
 class NodeState:
-    """Maps models to the operator's last decision. pinned: by `hearth pin|unpin`. enabled: by `hearth enable|disable`. A model
-    without an entry follows the config. adapters: the folders of LoRA adapters that were loaded by name; replaced as a whole."""
+    """The operator's last decisions, by model. pinned: by `hearth pin|unpin`. enabled: by `hearth enable|disable`. A model without
+    an entry follows the settings. adapters: name -> folder, for LoRA adapters that an operator has loaded; replaced as a whole."""
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder) / "state.json"
@@ -27,7 +25,7 @@ class NodeState:
         self.adapters: dict[str, str] = {}
 
     def load(self) -> None:
-        """Reads the file, and removes what an interrupted write has left. An invalid file is kept as state.json.bad-TIME, with a
+        """Reads the file, and removes the remains of an interrupted write. An invalid file is kept as state.json.bad-TIME, with a
         warning. Raises OSError naming the setting if the folder cannot be made or the file cannot be read."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -47,7 +45,7 @@ class NodeState:
             pinned, enabled = values["pinned"], values["enabled"]
             if not all(isinstance(value, bool) for value in (*pinned.values(), *enabled.values())):
                 raise ValueError("a value is neither true nor false")
-            adapters = values.get("adapters", {})  # files of earlier versions have none
+            adapters = values.get("adapters", {})  # absent in files of earlier versions
             if not all(isinstance(value, str) for value in adapters.values()):
                 raise ValueError("an adapter's folder is no text")
             self.pinned, self.enabled, self.adapters = dict(pinned), dict(enabled), dict(adapters)
@@ -67,5 +65,5 @@ class NodeState:
         return json.dumps(values, indent=1, sort_keys=True).encode() + b"\n"
 
     def write(self, data: bytes) -> None:
-        """Replaces the file as whole_file.write does."""
+        """Replaces the file by whole_file.write."""
         whole_file.write(self.path, data)

@@ -1,5 +1,5 @@
-"""Saves the operator's decisions. If the state folder cannot be written, the decision still holds: the operator is told that it
-was not saved, and saving is tried again.
+"""Saves the operator's decisions. If the state folder cannot be written, a decision still holds: the operator is told that it was
+not saved, and saving is tried again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEPT = "pins, switched-off models and loaded adapters"
 class StateKeeper:
     """Keeps one NodeState saved, on the event loop.
 
-    problem: why the file does not hold the last decisions, "" if it does. since: Unix time from which on it does not."""
+    problem: why the last decisions are not saved, "" if they are. since: the Unix time since which they are not."""
 
     def __init__(self, state: NodeState, tasks: LongTasks, retry_s: float = RETRY_S) -> None:
         self._state, self._tasks, self._retry_s = state, tasks, retry_s
@@ -29,7 +29,7 @@ class StateKeeper:
         self.problem, self.since = "", 0.0
 
     async def remember(self, command: str, name: str) -> ServerFault | None:
-        """Stores what pin, unpin, enable or disable decided, and returns the error if it could not be saved. Once called it is
+        """Stores the decision of a pin, unpin, enable or disable, and returns the error if it could not be saved. Once called it is
         completed, even if the caller is cancelled."""
         if command in ("pin", "unpin"):
             self._state.pinned[name] = command == "pin"
@@ -38,8 +38,8 @@ class StateKeeper:
         return await self.save(f"{command} {name}")
 
     async def save(self, done: str) -> ServerFault | None:
-        """Stores what the state says now, and returns the error if it could not be saved. done: the command that has changed it.
-        Once called it is completed, even if the caller is cancelled."""
+        """Saves the current state, and returns the error if that failed. done: the command that has changed the state. Once called
+        it is completed, even if the caller is cancelled."""
         problem = await asyncio.shield(asyncio.ensure_future(self._save()))
         if not problem:
             return None
@@ -54,9 +54,9 @@ class StateKeeper:
         return {"message": self.problem, "since": self.since} if self.problem else None
 
     async def close(self) -> None:
-        """Tries to save a last time, if saving has failed."""
+        """Tries to save one last time, if saving has failed."""
         if self.problem:
-            await self._save()  # after a try that has begun before, since only one writes at a time
+            await self._save()  # waits for an attempt that has begun, because only one writes at a time
         if self._retrying is not None:
             self._retrying.cancel()
         if self.problem:

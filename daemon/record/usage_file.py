@@ -1,4 +1,4 @@
-"""Keeps what tenants have used on this day over a restart: usage.json in the state folder, written now and then and at the stop."""
+"""Keeps the tenants' use of today's limits over a restart: usage.json in the state folder, written periodically and at the stop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAVE_EVERY_S = 30.0
 
 
 class DayUsage(NamedTuple):
-    """What was used on one day. day: its number since 1970, in UTC. tokens: by tenant."""
+    """The tokens that were used on one day. day: its number since 1970, in UTC. tokens: by tenant."""
 
     day: int
     tokens: Mapping[str, int]
@@ -27,7 +27,7 @@ NO_USAGE = DayUsage(0, {})
 
 
 class UsageFile:
-    """Saves a DayUsage, on the event loop. now: returns the present one, or None while nobody has a limit for a day."""
+    """Saves a DayUsage, on the event loop. now: returns the current one, or None while no tenant has a daily limit."""
 
     def __init__(self, folder: str, now: Callable[[], DayUsage | None]) -> None:
         self._path, self._now = Path(folder) / "usage.json", now
@@ -36,7 +36,7 @@ class UsageFile:
         self._lock = asyncio.Lock()
 
     def load(self) -> DayUsage:
-        """Returns what an earlier process has saved. A file that cannot be read counts as none, with a warning."""
+        """Returns the usage that an earlier process has saved. A file that cannot be read counts as missing, with a warning."""
         try:
             values = json.loads(self._path.read_bytes())
             if values["version"] != VERSION:
@@ -54,13 +54,13 @@ class UsageFile:
         return self._saved
 
     async def run(self) -> None:
-        """Saves what has changed, every SAVE_EVERY_S."""
+        """Saves changes every SAVE_EVERY_S."""
         while True:
             await asyncio.sleep(SAVE_EVERY_S)
             await self.save()
 
     async def save(self) -> None:
-        """Saves what has changed. If it cannot, that is logged once, and tried again the next time."""
+        """Saves the usage if it has changed. A failure is logged once, and saving is tried again the next time."""
         async with self._lock:
             now = self._now()
             if now is None or now == self._saved:

@@ -1,4 +1,4 @@
-"""Replaces a file as a whole: after a power failure it is the old or the new one."""
+"""Replaces a file atomically: after a power failure it has the old or the new content."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 
 def partial(path: Path) -> Path:
-    """Returns the path under which a new file is written before it takes the old one's place."""
+    """Returns the path under which a new file is written before it replaces the old one."""
     return path.with_name(path.name + ".new")
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replaces the file, of mode 0600. It blocks (fsync), so call it from a thread. Raises OSError, and then leaves no part of the
-    new file."""
+    """Replaces the file, with mode 0600. It blocks (fsync), so call it from a thread. Raises OSError, and then removes the
+    incomplete new file."""
     try:
         fd = os.open(partial(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             left = memoryview(data)
-            while left:  # a disk that is nearly full may write only a part
+            while left:  # if the disk is nearly full, a write may be incomplete
                 left = left[os.write(fd, left) :]
             os.fsync(fd)
         finally:
