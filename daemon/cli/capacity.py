@@ -1,5 +1,5 @@
-"""`hearth plan --config FOLDER`: what a model would take on devices that need not be there, from its config.json alone, or from its
-files where they are there. Needs no daemon.
+"""`hearth plan --config FOLDER`: computes the memory that a model would take on given devices, which need not exist, from its
+config.json, or from its files if they are there. Needs no daemon.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _SOURCES = {
 
 
 def capacity_plan(options: argparse.Namespace) -> int:
-    """Prints the plan, as JSON alone where that is asked for; returns the exit code. Raises CommandError."""
+    """Prints the plan, or only JSON if that is asked for, and returns the exit code. Raises CommandError."""
     kind, num_devices, memory_bytes = _devices(options.devices) if options.devices else ("", 0, 0)
     described = _described(options.config)
     settings = _settings(options, described.shape, kind)
     budget_bytes = max(0, memory_bytes - (CUDA_LEFT_BYTES if kind == "cuda" else 0))
     division = _division(options, num_devices)
-    if division is None:  # on one device, and divided over all of them
+    if division is None:  # without a division: on one device, and split over all of them
         devices = [capacity.Devices(kind, number, budget_bytes) for number in sorted({1, num_devices} - {0}) if num_devices]
     else:
         devices = [capacity.Devices(kind, num_devices, budget_bytes, division.expert, division.pipeline)]
@@ -54,7 +54,7 @@ def capacity_plan(options: argparse.Namespace) -> int:
     with_it = [share for share in shares if _shape_on(share.devices, speculator, described) is not described.shape]
     if with_it and not any(share.fits for share in with_it):
         plain = [capacity.share_of(described.shape, settings, each) for each in devices]
-        if any(share.fits for share in plain):  # as on a node
+        if any(share.fits for share in plain):  # a node drops the predictor in this case, too
             why = "with it the model would not fit"
             speculator, shares = speculators.prompt_lookup(described.shape, "", why), plain
     need, plain_need = (capacity.model_need(shape, settings) for shape in (speculator.shape, described.shape))
@@ -73,7 +73,7 @@ def capacity_plan(options: argparse.Namespace) -> int:
 
 
 def _shape_on(devices: capacity.Devices, speculator: speculators.Speculator, described: DescribedModel) -> ModelShape:
-    """Returns what is loaded on such devices: shares of a model have no predictor."""
+    """Returns the shape that is loaded on these devices: shares of a split model have no predictor."""
     return described.shape if devices.kind == "cpu" and devices.num_devices > 1 else speculator.shape
 
 
@@ -89,7 +89,7 @@ def _described(folder: str) -> DescribedModel:
 def _speculator(
     options: argparse.Namespace, described: DescribedModel, kind: str, division: ParallelConfig | None
 ) -> speculators.Speculator:
-    """Returns what would draft tokens on such devices. Raises CommandError for one that the model or the devices do not allow."""
+    """Returns the speculator on devices of this kind. Raises CommandError for one that the model or the devices do not allow."""
     heads, folder = {}, options.speculator
     if folder not in speculators.KINDS:
         try:
@@ -108,7 +108,7 @@ def _speculator(
 
 
 def _devices(text: str) -> tuple[str, int, int]:
-    """Returns kind, number and memory of the devices that --devices names. Raises CommandError."""
+    """Returns the kind, the number and the memory in bytes of the devices that --devices names. Raises CommandError."""
     form = "--devices: as in cuda=8x80GiB, cuda=80GiB or cpu=64GiB"
     match = _DEVICES.match(text)
     if match is None:
@@ -124,7 +124,7 @@ def _devices(text: str) -> tuple[str, int, int]:
 
 
 def _division(options: argparse.Namespace, num_devices: int) -> ParallelConfig | None:
-    """Returns what --tensor, --expert and --pipeline say, None without them. Raises CommandError."""
+    """Returns the division that --tensor, --expert and --pipeline name, None without these options. Raises CommandError."""
     given = {name: number for name in ("tensor", "expert", "pipeline") if (number := getattr(options, name)) is not None}
     if not given:
         return None
@@ -145,7 +145,8 @@ def _check_division(
     devices: capacity.Devices,
     division: ParallelConfig,
 ) -> None:
-    """Raises CommandError if a node with such cpu devices does not split the model so. Nothing is split over others yet."""
+    """Raises CommandError if a node with these cpu devices cannot split the model in this way. Devices of other kinds are not
+    checked, because models are not split over them yet."""
     if devices.kind != "cpu":
         return
     asked = ModelConfig(quantize=options.quantize, speculator=options.speculator, parallel=division)
@@ -155,8 +156,8 @@ def _check_division(
 
 
 def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capacity.Settings:
-    """Returns the settings of a node with such devices that sets nothing else. Raises CommandError for a value that the model or
-    the devices do not allow."""
+    """Returns the settings of a node with devices of this kind, with defaults for those that are not given as options. Raises
+    CommandError for a value that the model or the devices do not allow."""
     node = NodeConfig(**({} if kind == "cpu" else CUDA_DEFAULTS))
     longest = shape.max_position_embeddings
     max_model_len = longest if options.max_model_len is None else options.max_model_len
@@ -253,7 +254,7 @@ def _tell(
 
 
 def _how_split(share: capacity.Share) -> str:
-    """Returns how a node comes to place a model so on several devices, or why it does not."""
+    """Returns a sentence on how a node would place the model on several devices, or why it would not."""
     if share.not_split:
         return f"{share.not_split}; over several devices, these are the sums of tensor parallelism"
     division = share.devices.division

@@ -1,5 +1,5 @@
-"""`hearth completion bash|zsh|fish`: prints a script made from the parser, so that it has all commands and flags. The script asks
-the daemon for the models' names.
+"""`hearth completion bash|zsh|fish`: prints a script that is generated from the parser, so that it has all commands and flags. The
+script asks the daemon for the models' names.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from daemon.cli.client import Client
 
 SHELLS = ("bash", "zsh", "fish")
-# the metavars of positional arguments that stand for a model
+# metavars of positional arguments that are names of models
 _MODELS = ("NAME", "MODEL|REQUEST")
-# prints one name per line; the JSON has one value per line
+# prints one name per line; it relies on the JSON having one value per line
 _NAMES = """hearth %s models --json 2>/dev/null | sed -n 's/^ *"name": "\\(.*\\)",$/\\1/p'"""
 
 
@@ -21,7 +21,7 @@ _NAMES = """hearth %s models --json 2>/dev/null | sed -n 's/^ *"name": "\\(.*\\)
 class Option:
     flags: list[str]
     help: str
-    value: str  # metavar, "" for a switch
+    value: str  # metavar of the flag's value, "" for a switch
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Command:
     help: str
     options: list[Option] = field(default_factory=list)
     argument: str = ""  # metavar of the positional argument
-    choices: list[str] = field(default_factory=list)  # of the positional argument
+    choices: list[str] = field(default_factory=list)  # allowed values of the positional argument
 
     @property
     def wants_model(self) -> bool:
@@ -47,7 +47,7 @@ def options_of(parser: argparse.ArgumentParser) -> list[Option]:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> list[Command]:
-    """Returns all commands of `hearth`'s parser, in its order."""
+    """Returns all commands of `hearth`'s parser, in the parser's order."""
     (group,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     helps = {choice.dest: choice.help or "" for choice in group._choices_actions}
     found = []
@@ -108,8 +108,8 @@ complete -F _hearth hearth
 
 
 def _quoted(text: str) -> str:
-    """Returns the text without single quotes, so that it can stand between them in both zsh and fish. Colons and brackets also mean
-    something to zsh's _arguments; `_zsh` replaces those."""
+    """Returns the text without single quotes, so that it can be put between single quotes in both zsh and fish. Colons and brackets
+    are special in zsh's _arguments, too; `_zsh` replaces those."""
     return text.replace("'", "")
 
 

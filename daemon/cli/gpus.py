@@ -1,4 +1,4 @@
-"""`hearth gpus`: what the driver reports of the machine's GPUs, asked through the daemon or without one."""
+"""`hearth gpus`: shows what the driver reports about the machine's GPUs, asked through the daemon or directly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gpus(client: Client, options: argparse.Namespace) -> None:
 
 
 def _of_driver() -> list[dict[str, Any]]:
-    """Returns the rows as this process gets them from the driver. Raises CommandError if there is no driver."""
+    """Returns the rows, asked directly from the driver. Raises CommandError if there is no driver."""
     from config.devices import NoGpus
     from daemon.gpu.driver import Driver
     from daemon.gpu.inventory import rows_of

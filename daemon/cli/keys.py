@@ -1,4 +1,4 @@
-"""`hearth keys` lists the tenants with their limits. `hearth hash-key` prints what a keys file needs, without a daemon."""
+"""`hearth keys` lists the tenants with their limits. `hearth hash-key` prints an entry for the keys file, without a daemon."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def hash_key(client: Client, options: argparse.Namespace) -> None:
     because all users of the machine can see those."""
     from daemon.access import (
         keys as access_keys,
-    )  # imported here: it needs the libraries for settings, which the other commands do without
+    )  # imported here, because it needs the settings' libraries, which other commands do not
 
     if options.generate:
         key = access_keys.new_key()

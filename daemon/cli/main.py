@@ -33,7 +33,7 @@ from daemon.cli.pull import command as pull
 from daemon.errors import EXIT_OK, EXIT_USAGE
 from daemon.process.arguments import ArgumentParser
 
-# what runs a command; returns its exit code if that is not 0 although there was no error
+# functions that run a command; they return its exit code if that is not 0 although there was no error
 Command = Callable[[Client, argparse.Namespace], int | None]
 
 
@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     simulate.add_trace_options(made)
     shell = add("completion", completion.completion, "what makes a shell complete this program's commands and models")
     shell.add_argument("shell", metavar="SHELL", choices=completion.SHELLS, help="bash, zsh or fish")
-    shell.set_defaults(parser=parser)  # completion scripts are made from the parser
+    shell.set_defaults(parser=parser)  # completion scripts are generated from the parser
     add("version", node.version, "versions of this program and of the daemon")
     return parser
 
@@ -139,7 +139,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             print(f"hearth: {error}{meant(client, error, options)}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # the reader (a pager, head) has closed the pipe
+        # the reader of the pipe (a pager, head) has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         if options.goes_on:
@@ -151,11 +151,11 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def meant(client: Client, error: CommandError, options: argparse.Namespace) -> str:
-    """Returns a hint to add to an error about an unknown model: which model it is a replica of, or the most similar name, or how to
-    list all. "" for other errors."""
+    """Returns a hint for an error about an unknown model: the model of which it is a replica, the most similar name, or how to list
+    all models. "" for other errors."""
     if error.error["code"] not in ("model_not_found", "not_found") or not getattr(options, "name", ""):
         return ""
-    from difflib import get_close_matches  # imported here, since nothing else needs it
+    from difflib import get_close_matches  # imported here, because nothing else needs it
 
     try:
         rows = client.get("/control/v1/models")

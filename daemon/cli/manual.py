@@ -1,6 +1,7 @@
-"""`python -m daemon.cli.manual hearthd.8|hearth.1|cli.md` prints what is committed as docs/man/ and docs/reference/cli.md.
+"""`python -m daemon.cli.manual hearthd.8|hearth.1|cli.md` prints the files that are committed in docs/man/ and
+docs/reference/cli.md.
 
-Commands, flags and settings come from the parsers and config/schema.py; the texts that those do not have are here.
+Commands, flags and settings come from the parsers and config/schema.py; all other texts are here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the folder of a model by its name, for commands that change the models folder, and what a running daemon says of it."""
+"""Finds the folder of a model by its name, and the running daemon's rows about it, for commands that change the models folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ON_DEVICE = ("loading", "ready", "draining", "paused")
 
 
 def rows_by_name(client: Client, models_dir: Path) -> dict[str, dict[str, Any]]:
-    """Returns the rows of `hearth models`; {} if no daemon serves this models folder. Raises CommandError if one runs and does not
-    answer."""
+    """Returns the rows of `hearth models` by name; {} if no daemon serves this models folder. Raises CommandError if a daemon runs
+    and does not answer."""
     try:
         served = str(client.get("/control/v1/status")["models_dir"])
         if not os.path.isdir(served) or not os.path.samefile(served, models_dir):
@@ -29,7 +29,8 @@ def rows_by_name(client: Client, models_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def refuse_if_used(row: dict[str, Any] | None) -> None:
-    """Raises CommandError for a model that is on a device or has requests. row: the daemon's; None: it knows no such model."""
+    """Raises CommandError for a model that is on a device or has requests. row: the daemon's row of the model; None: the daemon
+    does not know it."""
     if row is None or not (row["state"] in ON_DEVICE or row["active"] or row["queued"]):
         return
     requests = f", {row['active']} requests run and {row['queued']} wait" if row["active"] or row["queued"] else ""
@@ -38,8 +39,8 @@ def refuse_if_used(row: dict[str, Any] | None) -> None:
 
 
 def path_of(models_dir: Path, name: str) -> Path:
-    """Returns where the model of that name lies, whether or not anything is there. Raises CommandError for what is no model's name,
-    and for a path through a link or through another model's folder."""
+    """Returns the path of the model with this name, which need not exist. Raises CommandError if the text cannot be a model's name,
+    or the path leads through a link or another model's folder."""
     parts = name.split("/")
     if not all(part and not part.startswith(".") and part.isprintable() for part in parts) or len(parts) > catalog.MAX_DEPTH:
         raise _error(
@@ -57,7 +58,7 @@ def path_of(models_dir: Path, name: str) -> Path:
 
 
 def _is_within(path: Path, model: Path) -> bool:
-    """Returns whether `path` is the folder of an adapter, or of a head that drafts tokens, in a model's folder."""
+    """Returns whether `path` is the folder of an adapter or a drafting head inside the model's folder."""
     if path.parent != model or not path.is_dir() or path.is_symlink():
         return False
     return catalog.holds_adapter(path) or catalog.holds_head(path)
@@ -78,7 +79,7 @@ def existing(models_dir: Path, name: str) -> Path:
 
 
 def second_names(models_dir: Path, folder: Path) -> list[str]:
-    """Returns the names below the models folder that are links to the model's folder."""
+    """Returns the names below the models folder that are links to this model's folder."""
     target = os.path.realpath(folder)
     return [str(link.relative_to(models_dir)) for link in _links(models_dir, 0) if os.path.realpath(link) == target]
 

@@ -31,7 +31,7 @@ ROW_KEYS = (
     "keep_alive_s",
     "leaves",
 )
-DRAFT_KEYS = ("drafted_tokens", "accepted_tokens")  # of models that have drafted
+DRAFT_KEYS = ("drafted_tokens", "accepted_tokens")  # fields of the rows of models that have drafted tokens
 NOT_TO_BE_LOADED = ("disabled", "incomplete", "refused")
 DONE = {
     "load": "is loaded",
@@ -44,8 +44,8 @@ DONE = {
 
 
 def ps(client: Client, options: argparse.Namespace) -> None:
-    """Shows the models that are on a device or on their way to one, warm, paused or failed, and adapters that are on one. Those
-    that cannot be loaded are only counted."""
+    """Shows models that are on a device, are being loaded, warm, paused or failed, and adapters that are on a device. Models that
+    cannot be loaded are only counted."""
     found = client.get("/control/v1/models")
     held = [row for row in found if row["state"] != "adapter" or row["device"]]
     rows = [row for row in held if row["state"] not in ("cold", *NOT_TO_BE_LOADED)]
@@ -66,7 +66,7 @@ def ps(client: Client, options: argparse.Namespace) -> None:
 
 
 def models(client: Client, options: argparse.Namespace) -> None:
-    """Shows all models, and why those that cannot run cannot."""
+    """Shows all models, and the reason for each model that cannot run."""
     rows = client.get("/control/v1/models")
     if options.json:
         print(json.dumps(rows, indent=1))
@@ -110,7 +110,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _leaves(row: dict[str, Any]) -> str:
-    """Returns when the model leaves its device for having no request; "" if it does not."""
+    """Returns when the model leaves its device if no request comes; "" if it stays."""
     if row["keep_alive_s"] is None or row["pinned"] or not row["device"]:
         return ""
     if row["leaves"] is not None:
@@ -119,7 +119,7 @@ def _leaves(row: dict[str, Any]) -> str:
 
 
 def _names(rows: list[dict[str, Any]]) -> str:
-    """Returns the table of further names, and below it why models are skipped."""
+    """Returns the table of further names, followed by the reasons why models are skipped."""
     lines, told = [], []
     for row in rows:
         targets = ", ".join(each["name"] for each in row["targets"])
@@ -138,8 +138,8 @@ def _state(row: dict[str, Any]) -> str:
 
 
 def command(client: Client, options: argparse.Namespace) -> int | None:
-    """Runs load, unload, pin, unpin, enable or disable, which are the same request with another verb. Returns the exit code if what
-    was done could not be saved, otherwise None."""
+    """Runs load, unload, pin, unpin, enable or disable, which are the same request with different verbs. Returns the exit code if
+    the result could not be saved, otherwise None."""
     verb, name = options.command, options.name
     path = f"/control/v1/models/{quote(name)}/{verb}"
     folder = getattr(options, "adapter", None)

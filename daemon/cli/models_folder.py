@@ -17,7 +17,7 @@ def add_models_option(parser: argparse.ArgumentParser) -> None:
 
 
 def models_folder(client: Client, named: str) -> str:
-    """Returns the folder that was named, else the running daemon's, else that of the service's settings. Raises CommandError."""
+    """Returns the folder that was given, else the running daemon's, else the one in the service's settings. Raises CommandError."""
     folder, source = named and os.path.abspath(named), "--models"
     if not folder:
         folder, source = _of_daemon(client), "hearthd"
@@ -40,7 +40,7 @@ def _of_daemon(client: Client) -> str:
 
 
 def _of_file(path: str) -> str:
-    from config import load  # imported here, since nothing else needs it
+    from config import load  # imported here, because nothing else needs it
 
     try:
         return load.load(path).models_dir

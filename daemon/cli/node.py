@@ -59,7 +59,7 @@ def _keys(value: dict[str, Any]) -> str:
 
 
 def certificate(tls: dict[str, Any]) -> str:
-    """Returns a line about the certificate in use."""
+    """Returns a line about the TLS certificate in use."""
     day = time.strftime("%Y-%m-%d", time.gmtime(tls["expires"]))
     left = f"{tls['days_left']} days left, until {day}" if tls["days_left"] >= 0 else f"expired on {day}"
     clients = "; clients must show a certificate, too" if tls["client_certificates"] else ""
@@ -67,7 +67,7 @@ def certificate(tls: dict[str, Any]) -> str:
 
 
 def host_memory(host: dict[str, int]) -> str:
-    """Returns a line that says what the host tier is used for."""
+    """Returns a line about the use of the host tier."""
     kinds = (("weights_bytes", "weights"), ("kv_bytes", "saved KV"), ("transit_bytes", "being written"), ("free_bytes", "free"))
     return f"host memory {size(host['bytes'])}: {', '.join(f'{text} {size(host[key])}' for key, text in kinds)}"
 

@@ -1,4 +1,4 @@
-"""A folder `.partial-NAME` that a command fills and then renames, so that others see all of its content or nothing."""
+"""A folder `.partial-NAME` that a command fills and then renames, so that others see either all of its content or nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from daemon.errors import EXIT_BUSY, EXIT_DENIED, EXIT_NO_FIT
 
 @contextmanager
 def locked(folder: Path, command: str) -> Iterator[None]:
-    """Makes the folder if it does not exist, and locks it for this process. Raises CommandError if another process has it."""
+    """Creates the folder if it does not exist, and locks it for this process. Raises CommandError if another process has locked
+    it."""
     folder.mkdir(exist_ok=True)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -31,7 +32,7 @@ def locked(folder: Path, command: str) -> Iterator[None]:
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Renames the folder `partial` to `target` and deletes what was at `target` before. Raises OSError."""
+    """Renames the folder `partial` to `target` and deletes the previous content of `target`. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     replaced = partial.with_name(partial.name.replace(".partial-", ".replaced-", 1))
     shutil.rmtree(replaced, ignore_errors=True)
@@ -43,7 +44,7 @@ def publish(partial: Path, target: Path) -> None:
 
 @contextmanager
 def write_errors(folder: str) -> Iterator[None]:
-    """Turns errors of the file system into CommandError."""
+    """Converts errors of the file system into CommandError."""
     try:
         yield
     except PermissionError as error:

@@ -1,4 +1,4 @@
-"""`hearth plan`, `hearth evict` and `hearth history`: which models would be evicted for which, and which ones were."""
+"""`hearth plan`, `hearth evict` and `hearth history`: which models would be evicted for others, and which ones were."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plan(client: Client, options: argparse.Namespace) -> int | None:
     if options.config:
         if options.name:
             raise _usage("give NAME or --config, not both")
-        from daemon.cli.capacity import capacity_plan  # it reads checkpoints, which other commands need not wait for
+        from daemon.cli.capacity import capacity_plan  # imported here, because loading code for checkpoints takes time
 
         return capacity_plan(options)
     if not options.name:
@@ -86,8 +86,8 @@ def evict(client: Client, options: argparse.Namespace) -> None:
 
 
 def _room(plans: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Shows which models would be evicted to free the wanted bytes. Raises CommandError if no device can free so many; its details
-    say what is on each device."""
+    """Shows which models would be evicted to free the given number of bytes. Raises CommandError if no device can free that much;
+    its details list what is on each device."""
     can = any(device["verdict"] in ("fits", "evicts") for device in plans)
     if options.json and can:
         print(json.dumps(plans, indent=1))
@@ -185,7 +185,7 @@ def _placement(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _score(score: float) -> str:
-    """Returns a score, reload seconds lost per second and byte freed, as a readable text per GiB."""
+    """Returns a score (reload seconds lost per second and byte freed) as a readable text per GiB."""
     return f"{score * 2**30:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""Shows progress bars, on a terminal only."""
+"""Shows progress bars, only on a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def byte_bar() -> Progress:
 @contextmanager
 def byte_progress(name: str, total_bytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """Shows a progress bar while its block runs, and yields a function to call with the number of bytes done since the last call.
-    shown: False shows nothing."""
+    shown: whether to show the bar."""
     if not shown:
         yield lambda num_bytes: None
         return

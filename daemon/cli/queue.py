@@ -1,4 +1,4 @@
-"""`hearth queue`: lists the requests that wait, and the work on requests' texts."""
+"""`hearth queue`: lists the requests that wait, and the text workers' jobs."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def _turn(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _text(row: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the row of work on a text. Which request it is for is not known yet."""
+    """Returns the row of a text worker's job. The request to which it belongs is not known yet."""
     return f"({row['work']}, {size(row['bytes'])})", "", row["model"] or "-", "-", duration(row["waiting_s"]), "-"

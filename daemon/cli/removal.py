@@ -1,7 +1,7 @@
-"""`hearth rm NAME`: deletes a model's folder, in this process and as its user, for the service may not write there.
+"""`hearth rm NAME`: deletes a model's folder. It runs in this process and as its user, because the service may not write there.
 
-The folder is renamed to `.removing-NAME` first, which no scan looks at: the model is there as a whole or not at all. What an
-interrupted removal has left is deleted when the same command is given again.
+The folder is first renamed to `.removing-NAME`, which scans ignore: the model exists completely or not at all. The remains of an
+interrupted removal are deleted when the same command is given again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PREFIX = ".removing-"
 
 @dataclass(slots=True, frozen=True)
 class Removal:
-    """What goes. link_to: what the name is a link to, which stays; "" for a folder. removed: whether it has gone."""
+    """The model that is removed. link_to: the target, which stays, if the name is a link; "" for a folder. removed: whether it has
+    been removed."""
 
     name: str
     path: str
@@ -46,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def remove(client: Client, options: argparse.Namespace) -> None:
-    from daemon.cli import model_folder  # it knows checkpoints, which other commands need not wait for
+    from daemon.cli import model_folder  # imported here, because it loads code that reads checkpoints, which takes time
 
     models_dir = Path(models_folder(client, options.models))
     with write_errors(str(models_dir)):
@@ -58,7 +59,7 @@ def remove(client: Client, options: argparse.Namespace) -> None:
         if not options.dry_run:
             _confirm(planned, options.yes)
             if row is not None and row.get("kind") == "local":
-                # also frees what the host tier keeps of it; refused for a pinned model
+                # this also frees its memory in the host tier; a pinned model is refused
                 client.result(client.lines("POST", f"/control/v1/models/{quote(options.name)}/unload"))
             _remove(path, hidden, models_dir)
     done = Removal(**{**asdict(planned), "removed": not options.dry_run})
@@ -69,7 +70,7 @@ def remove(client: Client, options: argparse.Namespace) -> None:
 
 
 def _found(models_dir: Path, name: str) -> tuple[Path, Path]:
-    """Returns the model's path, and that under which it is deleted; one of them exists. Raises CommandError."""
+    """Returns the model's path, and the path under which it is deleted; one of them exists. Raises CommandError."""
     from daemon.cli import model_folder
 
     path = model_folder.path_of(models_dir, name)
@@ -112,7 +113,8 @@ def _confirm(planned: Removal, yes: bool) -> None:
 
 
 def _remove(path: Path, hidden: Path, models_dir: Path) -> None:
-    """Raises OSError."""
+    """Deletes the model, and folders above it that are empty then. path: the model's path. hidden: the path under which it is
+    deleted. Raises OSError."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -121,7 +123,7 @@ def _remove(path: Path, hidden: Path, models_dir: Path) -> None:
                 shutil.rmtree(hidden)
             path.rename(hidden)
         shutil.rmtree(hidden)
-    with contextlib.suppress(OSError):  # folders that hold nothing any more, as the one of an organisation
+    with contextlib.suppress(OSError):  # deletes folders that are empty now, such as an organisation's
         for parent in path.parents:
             if parent == models_dir:
                 return

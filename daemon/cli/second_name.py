@@ -1,4 +1,4 @@
-"""`hearth cp NAME NEW`: gives a model a second name, a link beside its folder. The weights stay where they are."""
+"""`hearth cp NAME NEW`: gives a model a second name, as a link beside its folder. The weights are not copied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def copy(client: Client, options: argparse.Namespace) -> None:
-    from daemon.cli import model_folder  # it knows checkpoints, which other commands need not wait for
+    from daemon.cli import model_folder  # imported here, because it loads code that reads checkpoints, which takes time
 
     models_dir = Path(models_folder(client, options.models))
     with write_errors(str(models_dir)):
@@ -32,7 +32,7 @@ def copy(client: Client, options: argparse.Namespace) -> None:
 
 
 def _linked(models_dir: Path, name: str, new: str, known: Container[str]) -> Path:
-    """Returns the link that was made. known: the models that a daemon lists. Raises CommandError, OSError."""
+    """Makes the link and returns its path. known: the models that a daemon lists. Raises CommandError, OSError."""
     from daemon.cli import model_folder
 
     folder = model_folder.existing(models_dir, name).resolve()
@@ -40,7 +40,7 @@ def _linked(models_dir: Path, name: str, new: str, known: Container[str]) -> Pat
     if os.path.lexists(link) or new in known:
         message = f"there is a model {new!r} already, or something else of that name"
         raise CommandError(EXIT_BUSY, {"code": "busy", "message": message, "details": {"name": new}})
-    # relative below the models folder, which may be moved
+    # a relative link, because the models folder may be moved
     is_below = folder.is_relative_to(models_dir.resolve())
     target = os.path.relpath(folder, link.parent.resolve()) if is_below else str(folder)
     link.parent.mkdir(parents=True, exist_ok=True)

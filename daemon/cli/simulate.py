@@ -1,6 +1,4 @@
-"""`hearth simulate` and `hearth trace`, which need no daemon. Their work is done in daemon/simulate, which is imported when
-needed.
-"""
+"""`hearth simulate` and `hearth trace`, which need no daemon. daemon/simulate does the work and is imported when needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats aligned text tables and readable figures."""
+"""Formats aligned text tables and readable numbers."""
 
 from __future__ import annotations
 

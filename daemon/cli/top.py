@@ -1,5 +1,5 @@
-"""`hearth top`: shows how memory is divided, what runs, and the last swaps. It is drawn in plain ANSI, with colours on a terminal
-only.
+"""`hearth top`: shows how memory is divided, what runs, and the last swaps. It is drawn with plain ANSI codes, and with colours
+only on a terminal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from daemon.cli.node import host_memory
 from daemon.cli.table import size, table
 from daemon.errors import EXIT_USAGE
 
-# by kind; weights are drawn as their model's letter
+# characters of a bar by kind; weights are drawn as the letter of their model
 _FILL = {"work": "#", "kv": "=", "cache": "-", "reserved": ".", "free": " "}
 _KINDS = "letters weights, = KV, - kept prefixes, . reserved KV, # work space"
 _COLOURS = (39, 208, 78, 170, 220, 45, 203, 141)
@@ -62,8 +62,8 @@ def top(client: Client, options: argparse.Namespace) -> None:
 
 
 def lines(now: dict[str, Any], before: dict[str, Any], columns: int, colours: bool) -> list[str]:
-    """Returns the lines to show, none longer than `columns` characters. now, before: two answers of the daemon, whose difference
-    gives the rates."""
+    """Returns the lines to show, none longer than `columns` characters. now, before: two snapshots from the daemon, whose
+    differences give the rates."""
     passed_s = max(now["time"] - before["time"], 1e-3)
     letters = _letters(now)
     counters = now["counters"]
@@ -157,8 +157,8 @@ def _adapters(now: dict[str, Any]) -> list[str]:
 
 
 def _timeline(now: dict[str, Any], columns: int) -> str:
-    """Returns the last two minutes from left to right: l marks a load, e one for which models were evicted, f one that forced busy
-    models out."""
+    """Returns the last two minutes as characters, from left to right: l is a load, e a load for which models were evicted, f one
+    that forced busy models out."""
     label, end = f"swaps of the last {_TIMELINE_S:.0f} s [", "] l load, e evicts, f forces"
     width = max(10, columns - len(label) - len(end))
     cells = ["-"] * width

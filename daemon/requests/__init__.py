@@ -1,1 +1,1 @@
-"""The requests that are open, between the API, the node scheduler and the engines."""
+"""The open requests: links the API with the node scheduler and the engines."""

@@ -35,7 +35,7 @@ _NOTHING_EXPECTED = Expectation(0, lambda: None)
 
 
 class EnginePort(Protocol):
-    """An engine's worker as the dispatcher sees it."""
+    """The part of an engine's worker that the dispatcher uses."""
 
     def send(self, message: protocol.Message) -> None: ...
 
@@ -43,7 +43,7 @@ class EnginePort(Protocol):
 
 
 class GroupsPort(Protocol):
-    """What loads and evicts models that are split over several devices (daemon/engines/groups.py)."""
+    """Loads and evicts models that are split over several devices (daemon/engines/groups.py)."""
 
     def knows(self, placement_id: int) -> bool: ...
 
@@ -68,14 +68,14 @@ class SchedulerPort(Protocol):
 
 
 class _Expected(NamedTuple):
-    """A request whose prompt is being tokenized. loads: of its model, that have ended meanwhile, while traces are made."""
+    """A request whose prompt is being tokenized. loads: the loads of its model that have ended meanwhile, if traces are made."""
 
     model: str
     loads: list[FinishedLoad]
 
 
 class _Failed(NamedTuple):
-    """A request that has ended with an error of which neither its sender nor its sink knows yet."""
+    """A request that has ended with an error that neither its sender nor its sink has been told yet."""
 
     generation: Generation
     error: HearthError
@@ -93,20 +93,20 @@ class Dispatcher:
         metrics: Metrics,
         watch: LoopWatch,
     ) -> None:
-        """source: returns the files and settings of a registered model, or None if its folder is gone."""
+        """source: returns the files and settings of a registered model, or None if its folder was removed."""
         self.scheduler, self.config, self.ring, self.metrics = scheduler, config, ring, metrics
         self.engines: dict[str, EnginePort] = {}
         self.groups: GroupsPort | None = None  # set by the node
-        self._leases: dict[str, int] = {}  # device -> the lease that its engine was last told
+        self._leases: dict[str, int] = {}  # device -> the lease that was last sent to its engine
         self.open = OpenRequests(metrics, watch, lambda: self.config.request_timeout_s, self._timed_out)
-        self.loading: dict[str, str] = {}  # device, or several as one name -> the model that was last sent there
+        self.loading: dict[str, str] = {}  # device, or the joined name of several -> the model that was last loaded there
         self._source = source
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._causes = itertools.count(1)
-        self._waiting: dict[str, asyncio.Future[actions.Refusal | None]] = {}  # cause -> its command's result
+        self._waiting: dict[str, asyncio.Future[actions.Refusal | None]] = {}  # cause -> result of its command
         self.why_slow: Callable[[], str] = lambda: ""  # returns a sentence for requests that have waited too long
-        self.tracer: Callable[[], Tracer | None] = lambda: None  # returns what traces requests, if something does
+        self.tracer: Callable[[], Tracer | None] = lambda: None  # returns the tracer, None while tracing is off
         self.load_begins: Callable[[ModelEntry], None] = lambda entry: None  # called when an engine is told to load a model
         self.is_replicated: Callable[[str], bool] = lambda model: False  # returns whether the model may have several replicas
         self._prefixes = PrefixIndex()
@@ -183,7 +183,7 @@ class Dispatcher:
     def cancel(self, generation: Generation) -> None:
         if self.open.by_id.get(generation.request_id) is not generation:
             return
-        # within a step the caller is a sink that found a stop string; otherwise the client is gone
+        # inside a step, the caller is a sink that found a stop string; otherwise the client is gone
         self.open.end(generation, "stop" if self._hold_aborts else "cancelled")
         self._cancelled(generation.request_id)
 
@@ -208,7 +208,7 @@ class Dispatcher:
         return f"{kind}-{next(self._causes)}"
 
     def command(self, make: Callable[[float, str], events.Event], kind: str = "cli") -> asyncio.Future[actions.Refusal | None]:
-        """Posts the event `make(now, cause)`. The returned future gets None when the command is done, or the reason why it was
+        """Posts the event `make(now, cause)`. The returned future becomes None when the command is done, or the reason why it was
         refused."""
         cause = self.next_cause(kind)
         future: asyncio.Future[actions.Refusal | None] = self._loop.create_future()
@@ -228,13 +228,13 @@ class Dispatcher:
     # ---- events and actions
 
     def post(self, event: events.Event) -> None:
-        """Has the scheduler handle an event, and carries out its actions in order. An event posted meanwhile (for example when a
-        sink cancels) is handled afterwards."""
+        """Lets the scheduler handle an event, and carries out its actions in order. An event posted meanwhile (for example when a
+        sink cancels) is handled after that."""
         self._run(event, None)
 
     def _run(self, event: events.Event, arriving: Generation | None) -> HearthError | None:
-        """Does what post() does. arriving: the request that the event announces, whose sink is not told if it is refused; None: the
-        event announces none. Returns why that request was refused; None: it was accepted."""
+        """Posts an event as post() does. arriving: the request that the event announces, or None; if it is refused, its sink is not
+        told. Returns why it was refused; None: it was accepted, or there is none."""
         self._pending.append(event)
         if self._busy:
             return None
@@ -255,7 +255,8 @@ class Dispatcher:
         return refused
 
     def _handle(self, event: events.Event) -> Iterator[_Failed]:
-        """Has the scheduler handle one event and carries out its actions. Yields each request that ends with an error by that."""
+        """Lets the scheduler handle one event and carries out its actions. Yields each request that ends with an error because of
+        it."""
         try:
             decided = self.scheduler.handle(event)
         except Exception:
@@ -283,7 +284,7 @@ class Dispatcher:
             self._deadline_timer = None
         self._deadline_s = deadline_s
         if deadline_s is not None:
-            # relative: the loop's clock may lag behind the monotonic one by its resolution
+            # a relative time, because the loop's clock may lag behind the monotonic clock by its resolution
             self._deadline_timer = self._loop.call_later(max(0.0, deadline_s - time.monotonic()), self._deadline_reached)
 
     def _deadline_reached(self) -> None:
@@ -291,7 +292,7 @@ class Dispatcher:
         self._deadline_timer, self._deadline_s = None, None
         self.post(events.TimePassed(now=now, cause="time"))
         if self._deadline_s is not None and self._deadline_s <= now and self._deadline_timer is not None:
-            # a deadline that stays in the past would spin the loop
+            # if the deadline stays in the past, an immediate timer would keep the loop busy
             self._deadline_timer.cancel()
             self._deadline_timer = self._loop.call_later(0.05, self._deadline_reached)
 
@@ -390,7 +391,7 @@ class Dispatcher:
     def _submit(self, action: actions.Submit) -> None:
         generation = self.open.by_id.get(action.request_id)
         if generation is None:
-            return  # ended meanwhile; its RequestCancelled or RequestFinished is on its way
+            return  # the request has ended meanwhile; its RequestCancelled or RequestFinished follows
         now = time.monotonic()
         if generation.submitted_device:
             self.metrics.resubmitted += 1
@@ -429,7 +430,7 @@ class Dispatcher:
     def _reject(self, action: actions.Reject) -> _Failed | None:
         generation = self.open.by_id.get(action.request_id)
         if generation is None:
-            return None  # ended meanwhile
+            return None  # the request has ended meanwhile
         refusal = action.refusal
         if refusal.code == "wait_exceeded" and (slow := self.why_slow()):
             refusal = replace(refusal, message=f"{refusal.message}. {slow}")
@@ -439,7 +440,7 @@ class Dispatcher:
         self._aborts.setdefault(action.device, []).append(action.request_id)
 
     def hold_aborts(self) -> None:
-        """Collects aborts until release_aborts is called, so that those of one step are sent in one message."""
+        """Collects aborts until release_aborts is called, so that all aborts of one step are sent in one message."""
         self._hold_aborts = True
 
     def release_aborts(self) -> None:
@@ -448,7 +449,7 @@ class Dispatcher:
             self._flush_aborts()
 
     def forget_aborts(self, device: str) -> None:
-        """Drops the collected aborts for the device, whose engine is gone with everything that ran there."""
+        """Drops the collected aborts for a device whose engine has ended, because nothing runs there any more."""
         self._aborts.pop(device, None)
 
     def _flush_aborts(self) -> None:
@@ -466,7 +467,7 @@ class Dispatcher:
         self.metrics.swaps.state_changed(action)
         if action.old in residency.IN_MEMORY and action.new not in residency.IN_MEMORY:
             self._prefixes.forget(action.model)
-        # a model's first state is in its registration line
+        # a model's first state is logged with its registration
         level = logging.DEBUG if not action.old else logging.WARNING if action.new in ("failed", "refused") else logging.INFO
         about = fields(model=action.model, device=action.device, cause=action.cause)
         log.log(level, "%s -> %s: %s", action.old, action.new, action.reason, extra=about)
@@ -486,7 +487,7 @@ class Dispatcher:
             future.set_result(action.refusal)
 
     def lease_of(self, device: str) -> int:
-        """Returns the lease that the device's engine was last told."""
+        """Returns the lease that was last sent to the device's engine."""
         return self._leases.get(device, 0)
 
     def send(self, device: str, message: protocol.Message) -> None:
@@ -498,8 +499,8 @@ class Dispatcher:
             engine.send(message)
 
     def tell_load(self, load: FinishedLoad | None) -> None:
-        """Adds a load that has ended to the traces of the requests that waited for it, or whose prompts were being tokenized. None:
-        nothing is known of it."""
+        """Adds a finished load to the traces of the requests that waited for it or whose prompts are being tokenized. load: None if
+        its beginning was not traced."""
         if load is None:
             return
         for generation in self.open.by_id.values():
@@ -517,7 +518,7 @@ class Dispatcher:
         generation.sink.failed(error)
 
     def _failed(self, generation: Generation, error: HearthError, outcome: str) -> _Failed:
-        """Ends a request with an error, of which its sink is still to be told, or who submits it."""
+        """Ends a request with an error. The caller has to tell the error to its sink, or to its sender."""
         if generation.trace is not None:
             generation.trace.failed(error.code)
         self.open.end(generation, outcome)
@@ -538,13 +539,13 @@ class Dispatcher:
             self._cancelled(generation.request_id)
 
     def _cached(self, generation: Generation) -> tuple[tuple[str, int], ...]:
-        """Returns which replicas have computed how many tokens of the request's prompt, as far as is known."""
+        """Returns the (replica, number of tokens) of each replica that has probably cached a prefix of the request's prompt."""
         if not self.is_replicated(generation.model.name):
             return ()
         return self._prefixes.find(generation.model.name, _prefix_seed(generation), generation.prompt)
 
     def _note_prefix(self, generation: Generation) -> None:
-        """Remembers that a replica has the request's prompt, and what it has made so far, in its cache."""
+        """Records that a replica has cached the request's prompt and the output so far."""
         if self.is_replicated(generation.model.name):
             tokens = [*generation.prompt, *generation.output] if generation.output else generation.prompt
             self._prefixes.note(generation.model.name, _prefix_seed(generation), tokens, generation.replica)
@@ -566,7 +567,7 @@ class Dispatcher:
 
 
 def _prefix_seed(generation: Generation) -> tuple[str, ...]:
-    """Returns what must be the same for requests to share a cached prefix, besides their tokens."""
+    """Returns the values besides the tokens that must be equal for two requests to share a cached prefix."""
     adapter = generation.model.adapter
     return generation.tenant, generation.cache_salt, "" if adapter is None else adapter.name
 

@@ -1,4 +1,4 @@
-"""Keeps every accepted request until it ends: finds it by id, ends it when it is too old, and counts it when it ends."""
+"""Keeps every accepted request until it ends: finds requests by id, ends those that time out, and counts them when they end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PUBLIC_IDS = 4096
 
 
 class OpenRequests:
-    """The open requests. `by_id` holds them in the order of arrival. `timeout_s` is called anew each time; `on_timeout` ends the
-    request."""
+    """The open requests. by_id: request id -> request, in the order of arrival. timeout_s: returns the current limit in seconds.
+    on_timeout: ends a request that has exceeded it."""
 
     def __init__(
         self, metrics: Metrics, watch: LoopWatch, timeout_s: Callable[[], float], on_timeout: Callable[[Generation, float], None]
@@ -23,7 +23,7 @@ class OpenRequests:
         self.by_id: dict[int, Generation] = {}
         self._metrics, self._watch, self._timeout_s, self._on_timeout = metrics, watch, timeout_s, on_timeout
         self._loop = asyncio.get_running_loop()
-        self._public_ids: dict[str, int] = {}  # of the last PUBLIC_IDS requests, oldest first
+        self._public_ids: dict[str, int] = {}  # X-Request-Id -> request id, of the last PUBLIC_IDS requests, oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._empty: asyncio.Future[None] | None = None
         self.on_end: Callable[[Generation], None] = lambda generation: None  # called with each request that has ended
@@ -60,7 +60,8 @@ class OpenRequests:
                 self._empty.set_result(None)
 
     def request_id(self, public_id: str) -> int | None:
-        """Returns the request with this X-Request-Id, even some time after it ended, for `hearth why`; None if it is unknown."""
+        """Returns the id of the request with this X-Request-Id, even some time after it ended, for `hearth why`; None if it is
+        unknown."""
         return self._public_ids.get(public_id)
 
     def when_empty(self) -> asyncio.Future[None]:

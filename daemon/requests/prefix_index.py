@@ -1,7 +1,7 @@
-"""Remembers which replica of a model has computed which prompts, so that a request can go where its prefix is cached.
+"""Remembers which replica of a model has computed which prompts, so that a request can go to a replica that has cached its prefix.
 
-It is a guess: engines drop cached prefixes without saying so. A wrong one costs what a request at another replica costs anyway.
-Only models with several replicas are remembered.
+This is a guess, because engines drop cached prefixes without notice. A wrong guess costs no more than a request at any other
+replica. Only models with several replicas are recorded.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 BLOCK_TOKENS = 64  # prefixes are compared in whole blocks
-MOST_BLOCKS = 32_768  # remembered for one model: prompts of two million tokens
+MOST_BLOCKS = 32_768  # the most blocks remembered for one model: prompts of two million tokens
 
 
 class PrefixIndex:
     def __init__(self) -> None:
-        # model -> chained hash of a prefix -> bits of the replicas that have computed it; used longest ago first
+        # model -> chained hash of a prefix -> bits of the replicas that have computed it; the least recently used first
         self._blocks: dict[str, dict[int, int]] = {}
         self._bits: dict[str, dict[str, int]] = {}  # model -> replica -> its bit
 
     def find(self, model: str, seed: tuple[str, ...], prompt: Sequence[int]) -> tuple[tuple[str, int], ...]:
-        """Returns for each replica that has computed a prefix of the prompt the length of the longest, in tokens. seed: what else
-        must be the same for a prefix to be shared."""
+        """Returns, for each replica that has computed a prefix of the prompt, the length in tokens of the longest such prefix.
+        seed: the values besides the tokens that must be equal for a prefix to be shared."""
         blocks = self._blocks.get(model)
         if blocks is None:
             return ()
@@ -36,7 +36,7 @@ class PrefixIndex:
         return tuple((replica, num_tokens) for replica, num_tokens in found.items() if num_tokens)
 
     def note(self, model: str, seed: tuple[str, ...], tokens: Sequence[int], replica: str) -> None:
-        """Remembers that the replica has computed these tokens."""
+        """Records that the replica has computed these tokens."""
         blocks, bits = self._blocks.setdefault(model, {}), self._bits.setdefault(model, {})
         bit = bits.setdefault(replica, 1 << len(bits))
         for key in _chain(seed, tokens):
@@ -45,7 +45,7 @@ class PrefixIndex:
             del blocks[next(iter(blocks))]
 
     def forget(self, replica: str) -> None:
-        """Forgets what the replica has computed: it has left its device."""
+        """Forgets all prefixes of a replica that has left its device."""
         model = next((model for model, bits in self._bits.items() if replica in bits), None)
         if model is None:
             return

@@ -1,1 +1,1 @@
-"""`hearth doctor`: checks what on this machine stands in hearthd's way, and what to change."""
+"""`hearth doctor`: checks this machine for problems that affect hearthd, and says what to change."""

@@ -78,8 +78,8 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
 
 
 def _limits(pid: int) -> tuple[dict[str, int], str]:
-    """Returns a process's limits and whose they are: the running daemon's, or this process's own, which are the same for a daemon
-    started in the same way."""
+    """Returns a process's limits and a name for the process: the running daemon, or this process itself, whose limits are the same
+    for a daemon started in the same way."""
     from daemon.cli.doctor.system import hard_open_files, soft_limits
 
     known = {f"/proc/{pid}/limits": "hearthd's"} if pid else {}

@@ -9,8 +9,8 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """The result of one check. level: ok; warn: it works, but slower or not completely; fail: it does not work. change: what to do,
-    "" if all is well."""
+    """The result of one check. level: ok; warn: it works, but more slowly or not completely; fail: it does not work. change: what
+    to do, "" if nothing."""
 
     check: str
     level: str

@@ -14,7 +14,7 @@ from daemon.gpu.inventory import MIN_CUDA, Gpu, Inventory, holders
 
 @dataclass(slots=True, frozen=True)
 class Driver:
-    """An NVIDIA driver. cuda: the newest CUDA version it supports, 1000 x major + 10 x minor. names: of the GPUs."""
+    """An NVIDIA driver. cuda: the newest CUDA version that it supports, 1000 x major + 10 x minor. names: the names of the GPUs."""
 
     version: str
     cuda: int
@@ -43,8 +43,8 @@ def find_driver(wants_gpu: bool) -> Finding:
 
 
 def device(name: str, gpu: Gpu | None, uuid: str, budget_bytes: int, is_running: bool) -> Finding:
-    """Checks the GPU of one device. gpu: as the driver reports it, None if it has none with that UUID. is_running: hearthd already
-    holds the GPU's memory."""
+    """Checks the GPU of one device. gpu: the driver's report, None if the driver has no GPU with that UUID. is_running: whether
+    hearthd already holds the GPU's memory."""
     if gpu is None:
         return Finding(name, FAIL, f"the driver has no {uuid} (any more)", "journalctl -k | grep Xid; reset the GPU or the machine")
     found = f"{gpu.name}, {size(gpu.used_bytes)} of {size(gpu.total_bytes)} used"

@@ -19,8 +19,8 @@ SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 # Resident memory of an engine besides its budget: libraries, kernels, buffers for reading. Not yet measured for cuda engines.
 CPU_ENGINE_BYTES, CUDA_ENGINE_BYTES = 768 << 20, 3 << 30
-OTHERS_BYTES = 1536 << 20  # the daemon, text workers (usually 100 MiB each, 1 GiB at most) and the scanning process
-MAX_SHARE = 0.9  # of the memory: the rest is for the system, the daemon, and the engines' own needs
+OTHERS_BYTES = 1536 << 20  # the memory of the daemon, text workers (usually 100 MiB each, 1 GiB at most) and the scanning process
+MAX_SHARE = 0.9  # the largest share of the memory for budgets: the rest is for the system, the daemon, and the engines' own needs
 
 
 def budgets(devices: Mapping[str, int], host_tier_bytes: int, memory_bytes: int) -> Finding:
@@ -39,8 +39,8 @@ def budgets(devices: Mapping[str, int], host_tier_bytes: int, memory_bytes: int)
 
 
 def needed_bytes(devices: Mapping[str, int], host_tier_bytes: int, num_cores: int) -> int:
-    """Returns the most memory that all of hearthd's processes may take together, for a limit set from outside. devices: as in
-    `budgets`."""
+    """Returns the most memory in bytes that all processes of hearthd may need together, for a limit that is set from outside.
+    devices: as in `budgets`."""
     cpu = [value for name, value in devices.items() if name.startswith("cpu")]
     own = len(cpu) * CPU_ENGINE_BYTES + (len(devices) - len(cpu)) * CUDA_ENGINE_BYTES
     compiling = min(num_cores, MOST_COMPILERS) * COMPILER_BYTES
@@ -48,8 +48,8 @@ def needed_bytes(devices: Mapping[str, int], host_tier_bytes: int, num_cores: in
 
 
 def service_limit(needed: int, limit: int | None, whose: str) -> Finding:
-    """Checks the memory limit of hearthd's processes. limit: that of the control group that the processes of `whose` are in, in
-    bytes; None: there is none."""
+    """Checks the memory limit of hearthd's processes. limit: the limit in bytes of the control group of `whose` processes; None:
+    there is none."""
     found = f"budgets and what hearthd's processes need beside them come to {size(needed)}"
     change = f"systemctl edit hearthd: [Service] MemoryMax={-(-needed // (1 << 20))}M, or lower budgets"
     if limit is None:
@@ -60,12 +60,12 @@ def service_limit(needed: int, limit: int | None, whose: str) -> Finding:
 
 
 def find_service_limit(devices: Mapping[str, int], host_tier_bytes: int, pid: int, num_cores: int) -> Finding:
-    """Checks the limit of the processes there are. pid: the running daemon's, 0 if none runs."""
+    """Checks the memory limit of the existing processes. pid: the running daemon's process id, 0 if none runs."""
     return service_limit(needed_bytes(devices, host_tier_bytes, num_cores), limit_of(pid), "hearthd" if pid else "this shell")
 
 
 def limit_of(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Returns the least memory.max, in bytes, of the control groups that a process is in; None: there is no limit. pid 0: this
+    """Returns the smallest memory.max, in bytes, of the control groups that contain a process; None: there is no limit. pid 0: this
     process."""
     line = next((one for one in _read(proc / str(pid or "self") / "cgroup").splitlines() if one.startswith("0::")), "")
     limits = []
@@ -78,13 +78,14 @@ def limit_of(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/
 
 
 def chosen(text: str) -> str:
-    """Returns the word in brackets, `advise` in `always [advise] never`; "" if there is none."""
+    """Returns the word in brackets, such as `advise` in `always [advise] never`; "" if there is none."""
     return text.partition("[")[2].partition("]")[0]
 
 
 def huge_pages(problem: str | None, shmem_enabled: str, num_reserved: int) -> Finding:
-    """Checks huge pages. problem: why a memfd's memory could not be put into a huge page, None if it could. shmem_enabled: the word
-    in brackets of transparent_hugepage/shmem_enabled. num_reserved: vm.nr_hugepages, which hearthd's kind of memory cannot use."""
+    """Checks huge pages. problem: why the memory of a memfd could not be put into a huge page, None if it could. shmem_enabled: the
+    word in brackets in transparent_hugepage/shmem_enabled. num_reserved: vm.nr_hugepages, which hearthd's kind of memory cannot
+    use."""
     found = f"shmem_enabled {shmem_enabled or 'not there'}"
     reserved = ""
     if num_reserved:
@@ -102,14 +103,14 @@ def find_huge_pages() -> Finding:
 
 
 def collapse_problem() -> str | None:
-    """Tries to put a memfd's memory into one huge page, as engines do. Returns why that failed, None if it works."""
+    """Tries to put the memory of a memfd into one huge page, as engines do. Returns why that failed, None if it works."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     failed = ctypes.c_void_p(-1).value
-    # twice the size, so that it contains a huge page that begins on its boundary
+    # twice the size, so that it contains a whole huge page at an aligned address
     address = libc.mmap(None, 2 * HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if address == failed:
         return os.strerror(ctypes.get_errno())

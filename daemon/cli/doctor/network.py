@@ -1,4 +1,4 @@
-"""Checks whether the HTTP address is free, and if not, which process has it, and the certificate that is used there."""
+"""Checks whether the HTTP address is free or which process uses it, and checks the certificate for that address."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SYSTEMD = "systemd"
 
 
 def certificate(tls: Mapping[str, Any] | None) -> Finding:
-    """Checks the certificate. tls: see Settings."""
+    """Checks the certificate. tls: as in Settings."""
     if tls is None:
         return Finding("TLS", OK, "none is set: listen speaks HTTP")
     if "problem" in tls:
@@ -28,7 +28,7 @@ def certificate(tls: Mapping[str, Any] | None) -> Finding:
 
 def port(listen: str, problem: OSError | None, holder: str | None) -> Finding:
     """Checks the HTTP address. problem: the error of binding to it, if any. holder: the process that listens there, as `NAME (pid
-    N)`; None: not known."""
+    N)`; None: unknown."""
     if problem is None:
         return Finding("HTTP address", OK, f"{listen} is free")
     if problem.errno != errno.EADDRINUSE:

@@ -1,4 +1,4 @@
-"""Checks the Python packages: hearthd's own, those it needs, and those that one kind of device needs."""
+"""Checks the Python packages: hearthd's own, those that it needs, and those that one kind of device needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hearthd.packages import HOME
 
 
 def installed(found: Sequence[collisions.Collision]) -> list[Finding]:
-    """Checks hearthd's own packages. found: packages of other distributions that have the names of hearthd's."""
+    """Checks hearthd's own packages. found: packages of other distributions that have the same names as hearthd's."""
     if not found:
         python = ".".join(map(str, sys.version_info[:3]))
         return [Finding("installation", OK, f"hearthd {VERSION} in {HOME}, Python {python} of {sys.prefix}")]
@@ -23,7 +23,7 @@ def installed(found: Sequence[collisions.Collision]) -> list[Finding]:
 
 
 def required(there: Sequence[str], lacking: Sequence[Lack]) -> list[Finding]:
-    """Returns a finding for each package that is lacking, or else one that lists the packages present."""
+    """Returns a finding for each missing package or, if none is missing, one finding that lists the installed packages."""
     return _lacks("packages", lacking) or [Finding("packages", OK, ", ".join(there))]
 
 
@@ -32,7 +32,7 @@ def _lacks(check: str, lacking: Sequence[Lack]) -> list[Finding]:
 
 
 def of_devices(lacking: Sequence[Lack], versions: Mapping[str, str]) -> list[Finding]:
-    """Checks the packages that only devices of one kind need. lacking: as installation.of_devices returns it. versions: package ->
+    """Checks the packages that only devices of one kind need. lacking: the result of installation.of_devices. versions: package ->
     version, "" if it is not installed."""
     parts = [
         f"{package} {version}" if version else f"no {package}, which only {installation.NEEDED_BY[package]} need"

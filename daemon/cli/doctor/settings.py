@@ -1,4 +1,4 @@
-"""Finds the settings to check against: those the running daemon reports, or else the configuration it would start with."""
+"""Finds the settings to check: those that the running daemon reports, or else the configuration with which it would start."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from daemon.http import tls
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """The settings to check against. source: where they come from. pid: the running daemon's, 0: none. models_dir: "" if unset.
-    budgets: device -> bytes. uuids: cuda device -> its GPU's UUID. wants_gpu: cuda devices are configured, whether or not the
-    driver knows them. files: those that were read, in their order. refused: why the running daemon does not use what they hold
-    now, "" if it does. tls: what `hearth status` shows of the certificate, or {"problem": why it cannot be used}; None: none is
-    set."""
+    """The settings to check. source: where they come from. pid: the running daemon's process id, 0 if none runs. models_dir: "" if
+    unset. budgets: device -> bytes. uuids: cuda device -> UUID of its GPU. wants_gpu: whether cuda devices are configured, even if
+    the driver does not know them. files: the files that were read, in order. refused: why the running daemon does not use the
+    files' current content, "" if it does. tls: the certificate as in `hearth status`, or {"problem": why it cannot be used}; None:
+    no certificate is set."""
 
     source: str
     pid: int
@@ -44,8 +44,8 @@ class Settings:
 
 
 def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory) -> Settings:
-    """Returns the settings in a configuration file or, without one, those of the running daemon. path: that file; "": if no daemon
-    runs, use the service's file or, if there is none, the defaults. Raises CommandError."""
+    """Returns the settings in the configuration file `path` or, without one, those of the running daemon. path: ""; then, if no
+    daemon runs, the service's file is used or, if there is none, the defaults. Raises CommandError."""
     if not path:
         try:
             return of_status(client.get("/control/v1/status"))
@@ -99,7 +99,7 @@ def _told(inventory: Inventory) -> bool:
 
 
 def of_status(status: dict[str, Any]) -> Settings:
-    """Returns the settings in what `hearth status --json` prints."""
+    """Returns the settings in the output of `hearth status --json`."""
     return Settings(
         source=f"hearthd {status['version']}, pid {status['pid']}",
         pid=status["pid"],
@@ -117,7 +117,8 @@ def of_status(status: dict[str, Any]) -> Settings:
 
 
 def find_files(against: Settings) -> Finding:
-    """Says which files the settings are read from, which of conf.d are not, and whether the running daemon uses them."""
+    """Reports which files the settings are read from, which files of conf.d are not read, and whether the running daemon uses
+    them."""
     if against.refused:
         return Finding("settings", WARN, f"older ones are in use: {against.refused}", "correct it; it is read again by itself")
     if not against.files:

@@ -1,4 +1,4 @@
-"""Checks the models folder: what is in it, and how fast its drive reads."""
+"""Checks the models folder: the models in it, and how fast its drive reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loader import catalog
 from loader.direct_io import open_direct
 
 SLOW_BYTES_PER_S = 1e9
-MIN_READ_BYTES = 64 << 20  # a figure from fewer bytes means nothing
+MIN_READ_BYTES = 64 << 20  # a measurement of fewer bytes is meaningless
 MAX_READ_BYTES = 1 << 30
 MAX_READ_S = 1.0
 BLOCK_BYTES = 4 << 20
@@ -24,7 +24,7 @@ NUM_READERS = 4
 
 @dataclass(slots=True, frozen=True)
 class Reading:
-    """A measurement of how fast a drive reads. problem: why nothing could be read past the page cache, "" if it could."""
+    """A measurement of how fast a drive reads. problem: why nothing could be read without the page cache, "" if it could."""
 
     num_bytes: int = 0
     duration_s: float = 0.0
@@ -59,13 +59,13 @@ def models(folder: str, found: Sequence[catalog.Checkpoint]) -> list[Finding]:
 
 
 def drive(rotational: bool | None, reading: Reading) -> Finding:
-    """Checks the drive. rotational: whether it calls itself rotating, None if the kernel does not say."""
+    """Checks the drive. rotational: whether the kernel reports it as rotating, None if it reports nothing."""
     kind = {None: "a drive of unknown kind", True: "a drive that calls itself rotating", False: "a solid-state drive"}[rotational]
     change = "put the models on NVMe; host_tier_bytes spares reads"
     if reading.problem or reading.num_bytes < MIN_READ_BYTES:
         why = reading.problem or f"the largest file has {reading.num_bytes >> 20} MiB"
         return Finding("drive", WARN if rotational else OK, f"{kind}, speed unknown: {why}", change if rotational else "")
-    # Virtual drives call themselves rotating, so the speed decides.
+    # Virtual drives report that they rotate, so the measured speed decides.
     speed = reading.num_bytes / reading.duration_s
     found = f"{speed / 1e9:.2f} GB/s past the page cache"
     if speed < SLOW_BYTES_PER_S:
@@ -76,7 +76,7 @@ def drive(rotational: bool | None, reading: Reading) -> Finding:
 def is_rotational(folder: str, sysfs: str = "/sys/dev/block") -> bool | None:
     device = os.stat(folder).st_dev
     place = Path(os.path.realpath(f"{sysfs}/{os.major(device)}:{os.minor(device)}"))
-    for queue in (place / "queue", place.parent / "queue"):  # of a drive, or of the drive that a partition is on
+    for queue in (place / "queue", place.parent / "queue"):  # the first is for a drive, the second for the drive of a partition
         try:
             return (queue / "rotational").read_text().strip() == "1"
         except OSError:
@@ -85,7 +85,7 @@ def is_rotational(folder: str, sysfs: str = "/sys/dev/block") -> bool | None:
 
 
 def read_direct(path: str) -> Reading:
-    """Reads up to MAX_READ_BYTES of the file's whole blocks, for about MAX_READ_S seconds, and measures the time."""
+    """Reads whole blocks of the file, up to MAX_READ_BYTES, for about MAX_READ_S seconds, and measures the time."""
     fd = -1
     try:
         plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -108,7 +108,7 @@ def read_direct(path: str) -> Reading:
 def _read_every(fd: int, first: int, end: int, deadline: float) -> int:
     """Reads every NUM_READERS-th block, from block `first` on, until `end` or the deadline. Returns the number of bytes read."""
     done = 0
-    with mmap.mmap(-1, BLOCK_BYTES) as buffer:  # begins on a page's boundary, which direct I/O needs
+    with mmap.mmap(-1, BLOCK_BYTES) as buffer:  # page-aligned, as direct I/O requires
         for offset in range(first * BLOCK_BYTES, end, NUM_READERS * BLOCK_BYTES):
             if time.perf_counter() > deadline:
                 break

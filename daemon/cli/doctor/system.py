@@ -1,4 +1,4 @@
-"""Checks the kernel, a process's limits, what Triton compiles with, and the folder of compiled kernels."""
+"""Checks the kernel, a process's limits, the requirements of Triton's compiler, and the folder of compiled kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daemon.cli.doctor.finding import FAIL, OK, WARN, Finding
 from engine.host.processor import VARIABLE, Processor, UnknownFeature, host_features, processor_of
 
 MIN_OPEN_FILES = 65536  # two per connection; the service's unit asks for more
-# what each version of Linux added that hearthd uses if present
+# version of Linux -> a feature that it added and that hearthd uses if present
 KERNEL_FEATURES = (
     ((5, 14), "memory made ready before it is used (MADV_POPULATE_WRITE)"),
     ((6, 1), "huge pages on demand (MADV_COLLAPSE)"),
@@ -43,7 +43,7 @@ def processor(found: Processor) -> Finding:
 
 
 def find_processor(environment: Mapping[str, str]) -> Finding:
-    """Checks this machine's processor. environment: the variables that hearthd runs with."""
+    """Checks this machine's processor. environment: hearthd's environment variables."""
     try:
         return processor(processor_of(host_features(), environment))
     except UnknownFeature as error:
@@ -51,7 +51,7 @@ def find_processor(environment: Mapping[str, str]) -> Finding:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Returns the environment a process was started with, or this process's own if that may not be read."""
+    """Returns the environment of a process at its start, or this process's own if that may not be read."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -60,7 +60,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def soft_limits(text: str) -> dict[str, int]:
-    """Returns name -> soft limit, from the text of /proc/PID/limits; UNLIMITED means that there is none."""
+    """Returns name -> soft limit, from the text of /proc/PID/limits; UNLIMITED means that there is no limit."""
     limits = {}
     for line in text.splitlines()[1:]:
         name, soft = line[:26].strip(), line[26:].split()[:1]
@@ -98,7 +98,8 @@ def locked_memory(limits: dict[str, int], whose: str, wants_gpu: bool) -> Findin
 
 
 def compiler(path: str | None, headers: str, has_headers: bool, wants_gpu: bool) -> Finding:
-    """Checks what Triton needs to compile. path: a C compiler's, None if there is none. headers: where Python.h should be."""
+    """Checks the requirements of Triton's compiler. path: the path of a C compiler, None if there is none. headers: the folder that
+    should contain Python.h."""
     lacking = ([] if path else ["no C compiler"]) + ([] if has_headers else [f"no {headers}"])
     if not lacking:
         return Finding("C compiler", OK, f"{path}, {headers}")
@@ -118,8 +119,8 @@ def find_compiler(wants_gpu: bool) -> Finding:
 
 
 def cache_folder(folder: str, is_noexec: bool, is_writable: bool) -> Finding:
-    """Checks the folder of compiled kernels. is_noexec, is_writable: of that folder or, if it does not exist, of the one it would
-    be made in."""
+    """Checks the folder of compiled kernels. is_noexec, is_writable: facts about that folder or, if it does not exist, about the
+    folder in which it would be created."""
     if is_noexec:
         change = "remount it without noexec, or set cache_dir to another folder"
         return Finding("cache folder", FAIL, f"{folder} is mounted noexec: compiled kernels cannot be loaded", change)
@@ -131,7 +132,7 @@ def cache_folder(folder: str, is_noexec: bool, is_writable: bool) -> Finding:
 
 
 def find_cache_folder(folder: str, checks_writing: bool) -> Finding:
-    """Checks the folder of compiled kernels. checks_writing: this process's user is the one who runs hearthd."""
+    """Checks the folder of compiled kernels. checks_writing: whether this process's user is the one that runs hearthd."""
     there = Path(folder)
     while not there.exists() and there != there.parent:
         there = there.parent

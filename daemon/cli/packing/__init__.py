@@ -1,1 +1,1 @@
-"""`hearth pack` and `hearth verify`: write a model's weights losslessly in fewer bytes, and prove that they are the same."""
+"""`hearth pack` and `hearth verify`: store a model's weights losslessly in fewer bytes, and verify that they are the same."""

@@ -27,7 +27,8 @@ PARTIAL = ".partial-packed"
 
 @dataclass(slots=True, frozen=True)
 class Packed:
-    """The result of packing a model. packed_bytes: the size of the packed files. done_before: the model was packed already."""
+    """The result of packing a model. packed_bytes: the size of the packed files. done_before: whether the model was packed
+    already."""
 
     name: str
     folder: str
@@ -38,8 +39,8 @@ class Packed:
 
 @dataclass(slots=True, frozen=True)
 class Verified:
-    """The result of verifying a packed model. against_original: tensors were compared with the original byte by byte; otherwise
-    with the checksums taken when it was packed. plain_bytes: the size of the unpacked tensors."""
+    """The result of verifying a packed model. against_original: whether tensors were compared with the original byte by byte;
+    otherwise with the checksums from the time of packing. plain_bytes: the size of the unpacked tensors."""
 
     name: str
     folder: str
@@ -122,7 +123,7 @@ def packed(model: ModelFiles, with_bar: bool) -> Packed:
 
 
 def verified(model: ModelFiles, with_bar: bool) -> Verified:
-    """Verifies a model's packed weights. Raises CommandError if they are not the original's, OSError."""
+    """Verifies a model's packed weights. Raises CommandError if they differ from the original weights, OSError."""
     from loader.errors import CheckpointError
     from loader.verifier import verify_tensor
 
@@ -147,8 +148,8 @@ def verified(model: ModelFiles, with_bar: bool) -> Verified:
 
 
 def _expected_bytes(model: ModelFiles, descriptors: dict[str, int]) -> int:
-    """Returns the size that the packed files would have; plain_bytes or more if packing would save nothing. descriptors: of the
-    plain files. Raises CheckpointError, OSError."""
+    """Returns the size that the packed files would have; plain_bytes or more if packing would save nothing. descriptors: file
+    descriptors of the plain files, by name. Raises CheckpointError, OSError."""
     from loader.packer import expected_bytes
 
     return sum(
@@ -162,7 +163,7 @@ def _dtypes(model: ModelFiles) -> list[str]:
 
 
 def _why_not_verified(model: ModelFiles) -> str:
-    """Says why there are no packed files that stand for the plain ones, and what to do about it."""
+    """Returns why there are no packed files that can replace the plain ones, and what to do about it."""
     why = model.why_not_packed or "nothing of it is packed"
     if not model.plain:
         return why
@@ -179,7 +180,7 @@ def _why_not_verified(model: ModelFiles) -> str:
 
 
 def _check_space(model: ModelFiles, expected: int, there: int) -> None:
-    """Raises CommandError with the arithmetic if the packed files do not fit. there: bytes of them that an earlier run has
+    """Raises CommandError, with the sizes, if the packed files do not fit. there: bytes of them that an earlier run has already
     written."""
     status = os.statvfs(model.folder)
     free, missing = status.f_bavail * status.f_frsize, max(0, expected - there)
@@ -202,7 +203,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _drop_others(partial: Path, model: ModelFiles) -> None:
-    """Deletes what an interrupted run left for files that are not the model's now."""
+    """Deletes the remains of an interrupted run for files that the model does not have any more."""
     from loader.packer import INCOMPLETE, JOURNAL
 
     keep = {name + ending for name in model.plain for ending in ("", INCOMPLETE, JOURNAL)}
@@ -212,7 +213,7 @@ def _drop_others(partial: Path, model: ModelFiles) -> None:
 
 
 def _cure(model: ModelFiles) -> str:
-    """Returns what to do about packed files that are not what they should be."""
+    """Returns what to do about packed files that are wrong."""
     if not model.plain:
         return "there is no original to pack it from again: fetch it once more"
     return f"move {model.packed_folder} away, then `hearth pack {model.name}` makes it again"

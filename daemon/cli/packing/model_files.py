@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModelFiles:
-    """A model's weight files. plain, packed: the headers by file name, relative to the folder. why_not_packed: why the packed files
-    cannot stand for the plain ones, "" if they can."""
+    """A model's weight files. plain, packed: headers by file name, relative to the folder. why_not_packed: why the packed files
+    cannot replace the plain ones, "" if they can."""
 
     name: str
     models_dir: Path
     folder: Path
     plain: dict[str, Header] = field(default_factory=dict)
-    infos: dict[str, FileInfo] = field(default_factory=dict)  # of the plain ones
+    infos: dict[str, FileInfo] = field(default_factory=dict)  # of the plain files
     packed: dict[str, Header] = field(default_factory=dict)
     why_not_packed: str = ""
 
@@ -55,7 +55,7 @@ class ModelFiles:
         return fd
 
     def plain_name(self, name: str) -> str:
-        """Returns the name of the file that a packed one was made from; "" if that file is gone."""
+        """Returns the name of the plain file from which a packed one was made; "" if that file no longer exists."""
         own = os.path.basename(name)
         return own if own in self.plain else ""
 
@@ -65,7 +65,7 @@ class ModelFiles:
         return source_of(self.infos[name], self.plain[name])
 
     def is_packed_in(self, partial: Path, name: str) -> bool:
-        """Returns whether the folder `partial` has a complete packed file made from the plain one. Raises OSError."""
+        """Returns whether the folder `partial` contains a complete packed file made from the current plain file. Raises OSError."""
         from loader.errors import CheckpointError
         from loader.safetensors import read_header
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class Pulled:
-    """The result of a pull. fetched_bytes: None if the commit was already there."""
+    """The result of a pull. fetched_bytes: None if the commit was already in the models folder."""
 
     name: str
     folder: str
@@ -55,7 +55,7 @@ def pull(client: Client, options: argparse.Namespace) -> None:
 
 def pulled(models_dir: Path, name: str, revision: str | None, with_bar: bool) -> Pulled:
     """Downloads a model into the models folder unless it is already there. revision: a branch, tag or commit, None for the main
-    branch. Raises CommandError, OSError."""
+    branch. with_bar: whether to show progress. Raises CommandError, OSError."""
     from daemon.cli.pull import download, plan, receipt
     from daemon.cli.pull.hub import Hub
 
@@ -85,7 +85,8 @@ def pulled(models_dir: Path, name: str, revision: str | None, with_bar: bool) ->
 
 
 def _in_cache(models_dir: Path, repo: Repo) -> Path | None:
-    """Returns the commit's folder if the models folder is a cache of the hub's own tools and has the commit; otherwise None."""
+    """Returns the commit's folder if the models folder is a cache of the hub's own tools and contains the commit; otherwise
+    None."""
     from loader.catalog import scan_one
 
     folder = models_dir / f"models--{repo.name.replace('/', '--')}" / "snapshots" / repo.commit

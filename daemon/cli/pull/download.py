@@ -1,7 +1,8 @@
-"""Fills `.partial-org--name` in the models folder, then renames it to the model's name: the catalog sees all of a model or nothing.
+"""Fills `.partial-org--name` in the models folder, then renames it to the model's name, so that the catalog sees all of a model or
+nothing.
 
-A file is named `NAME.incomplete` until its digest is the hub's, and the next pull continues at its end. Files that the folder of
-another commit already has are linked, not fetched.
+A file is named `NAME.incomplete` until its digest matches the hub's, and the next pull continues at its end. Files that already
+exist in the folder of another commit are linked, not fetched.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ NUM_STREAMS = 4  # several, because the hub limits the rate of one connection
 INCOMPLETE = ".incomplete"
 READ_BYTES = 4 << 20
 
-OnBytes = Callable[[int], None]  # gets the number of bytes that arrived; below 0: bytes that have to be fetched again
+OnBytes = Callable[[int], None]  # takes the number of bytes that arrived; below 0: bytes that have to be fetched again
 
 
 class Stopped(Exception):
-    """Raised in a download because another file failed or the user stopped the command."""
+    """Raised inside a download because another file failed or the user stopped the command."""
 
 
 def partial_folder(models_dir: Path, name: str) -> Path:
@@ -38,7 +39,7 @@ def partial_folder(models_dir: Path, name: str) -> Path:
 
 
 def missing_bytes(partial: Path, target: Path, files: list[RepoFile]) -> int:
-    """Returns the bytes still to be fetched. Of a partly fetched file only the rest counts."""
+    """Returns the number of bytes that still have to be fetched. For a partly fetched file, only the rest counts."""
     total = 0
     for file in files:
         if not (_is_there(partial, file) or _is_there(target, file)):
@@ -47,7 +48,7 @@ def missing_bytes(partial: Path, target: Path, files: list[RepoFile]) -> int:
 
 
 def download(hub: Hub, repo: Repo, files: list[RepoFile], partial: Path, target: Path, on_bytes: OnBytes) -> None:
-    """Fills the partial folder. Raises CommandError, OSError; what was fetched by then is kept for the next pull."""
+    """Fills the partial folder. Raises CommandError, OSError; the fetched part is kept for the next pull."""
     _drop_others(partial, files)
     receipt.write(partial, repo, files)
     wanted = []
@@ -85,16 +86,16 @@ def _incomplete_bytes(partial: Path, file: RepoFile) -> int:
 
 
 def _drop_others(partial: Path, files: list[RepoFile]) -> None:
-    """Deletes what an interrupted pull of another commit left and this pull cannot use."""
+    """Deletes files that an interrupted pull of another commit left and that this pull cannot use."""
     keep = {receipt.NAME}
     for file in files:
         if _is_there(partial, file):
             keep.add(file.name)
         elif _incomplete_bytes(partial, file):
             keep.add(file.name + INCOMPLETE)
-    for path in sorted(partial.rglob("*"), reverse=True):  # a folder's content comes before the folder
+    for path in sorted(partial.rglob("*"), reverse=True):  # the content of a folder comes before the folder itself
         if path.is_dir():
-            with suppress(OSError):  # not empty
+            with suppress(OSError):  # the folder is not empty
                 path.rmdir()
         elif str(path.relative_to(partial)) not in keep:
             path.unlink()
@@ -106,7 +107,7 @@ def _linked(partial: Path, target: Path, file: RepoFile) -> bool:
     try:
         os.link(target / file.name, partial / file.name)
     except OSError:
-        return False  # a file system without links: the file is fetched
+        return False  # the file system has no links, so the file is fetched
     return True
 
 
@@ -127,14 +128,15 @@ def _fetch(hub: Hub, repo: Repo, file: RepoFile, partial: Path, on_bytes: OnByte
 
 
 class _Sink:
-    """The file that is being fetched, as `http_get` writes it, with a digest of its content."""
+    """The file that is being fetched, in the form that `http_get` writes to, with a digest of its content."""
 
     def __init__(self, raw: BinaryIO, file: RepoFile, on_bytes: OnBytes, stop: threading.Event) -> None:
         self._raw, self._file, self._on_bytes, self._stop = raw, file, on_bytes, stop
         self._hash = self._new_hash()
 
     def read_what_is_there(self) -> int:
-        """Reads what an earlier pull left and returns its size in bytes; it is dropped if it is longer than the whole file."""
+        """Reads the part that an earlier pull left and returns its size in bytes. A part that is longer than the whole file is
+        dropped."""
         if self._raw.seek(0, os.SEEK_END) > self._file.size_bytes:
             self._raw.truncate(0)
         self._raw.seek(0)
@@ -160,14 +162,14 @@ class _Sink:
         return self._raw.seek(offset)
 
     def truncate(self) -> None:
-        """Empties the file, if it is positioned at its start. `http_get` calls this when the hub sends the whole file again. Raises
+        """Empties the file, if its position is at the start. `http_get` calls this when the hub sends the whole file again. Raises
         OSError at any other position."""
         begin = self._raw.tell()
         if begin:
             raise OSError(f"{self._file.name}: to be truncated at {begin}, not at its start")
         num_bytes = self._raw.seek(0, os.SEEK_END)
         self._raw.truncate(0)
-        self._raw.seek(0)  # truncating leaves the position at the old end, and tell() counts what is buffered from there
+        self._raw.seek(0)  # truncating does not move the position, from which tell() counts buffered bytes
         self._hash = self._new_hash()
         self._on_bytes(-num_bytes)
 

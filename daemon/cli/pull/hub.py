@@ -1,4 +1,5 @@
-"""Requests to the hub, through its own client library: HF_ENDPOINT, HF_TOKEN, a login and proxies count as everywhere else.
+"""Sends requests to the hub through its own client library, so that HF_ENDPOINT, HF_TOKEN, a login and proxies have their usual
+effect.
 
 The library's download starts an interrupted file again from the beginning, so files are fetched with its `http_get`, which takes an
 offset.
@@ -29,7 +30,7 @@ from daemon.cli.client import CommandError
 from daemon.cli.pull.plan import Repo, RepoFile
 from daemon.errors import EXIT_BUSY, EXIT_DENIED, EXIT_NO_FIT, EXIT_NOT_FOUND, EXIT_USAGE
 
-# the error class of the HTTP client that the installed library uses
+# the error class of the HTTP client in the installed version of the library
 _TransportError: type[Exception] = HfHubHTTPError.__bases__[0]
 _MAX_TEXT_BYTES = 64 << 20
 
@@ -49,7 +50,8 @@ class Hub:
         return self._api.endpoint
 
     def repo(self, name: str, revision: str | None) -> Repo:
-        """Returns the present commit of a branch or tag, or a given commit, with its files. revision None: the main branch."""
+        """Returns a commit with its files: the current commit of a branch or tag, or the given commit. revision: None for the main
+        branch."""
         with self._explained(name, revision):
             validate_repo_id(name)
             info = self._api.model_info(name, revision=revision, files_metadata=True)
@@ -68,8 +70,8 @@ class Hub:
         return buffer.getvalue()
 
     def fetch(self, repo: Repo, file: RepoFile, sink: BinaryIO, begin: int) -> None:
-        """Writes the file's bytes from `begin` on to the sink, which is positioned there. If the hub sends the whole file, the sink
-        is rewound and truncated."""
+        """Writes the file's bytes from `begin` on to the sink, which is positioned there. If the hub sends the whole file instead,
+        the sink is rewound and truncated."""
         with self._explained(repo.name, repo.commit):
             url = hf_hub_url(repo.name, file.name, revision=repo.commit, endpoint=self.endpoint)
             http_get(url, sink, resume_size=begin, headers=self._headers)

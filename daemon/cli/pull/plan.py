@@ -1,4 +1,4 @@
-"""Decides which files of a repository a model needs, and whether they fit. Uses neither network nor disk."""
+"""Decides which files of a repository a model needs, and checks whether they fit. It uses neither network nor disk."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Repo:
 
 
 def needed(repo: Repo, weight_map: Mapping[str, str] | None) -> list[RepoFile]:
-    """Returns the files that the loader and the tokenizer read, small files first; of a LoRA adapter its two. weight_map: the
-    index's, None if there is no index. Raises CommandError if the repository has no weights that can be loaded."""
+    """Returns the files that the loader and the tokenizer read, small files first; for a LoRA adapter its two files. weight_map:
+    the index's weight_map, None if there is no index. Raises CommandError if the repository has no weights that can be loaded."""
     if is_adapter(repo):
         if adapter.WEIGHTS_NAME not in repo.files:
             raise refused(repo, f"it is a LoRA adapter without {adapter.WEIGHTS_NAME}")
@@ -51,12 +51,12 @@ def needed(repo: Repo, weight_map: Mapping[str, str] | None) -> list[RepoFile]:
 
 
 def is_adapter(repo: Repo) -> bool:
-    """Returns whether the repository is a LoRA adapter's and no model's."""
+    """Returns whether the repository contains a LoRA adapter and no model."""
     return adapter.CONFIG_NAME in repo.files and SINGLE_NAME not in repo.files and INDEX_NAME not in repo.files
 
 
 def check_space(repo: Repo, wanted_bytes: int, missing_bytes: int, free_bytes: int, folder: str) -> None:
-    """Raises CommandError with the arithmetic if the files do not fit. missing_bytes: the part of wanted_bytes that is still to be
+    """Raises CommandError, with the sizes, if the files do not fit. missing_bytes: the part of wanted_bytes that is still to be
     fetched."""
     if missing_bytes <= free_bytes:
         return

@@ -1,4 +1,4 @@
-"""The receipt of a pulled folder: the file `.pull.json`, which says what was pulled and which the catalog ignores."""
+"""The receipt of a pulled folder: the file `.pull.json`, which describes what was pulled. The catalog ignores it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = ".pull.json"
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """What was pulled into a folder. files: name -> (size in bytes, digest)."""
+    """A description of what was pulled into a folder. files: name -> (size in bytes, digest)."""
 
     repo: str
     commit: str
@@ -33,7 +33,7 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 def read(folder: Path) -> Receipt | None:
-    """Returns the folder's receipt; None if there is none, or none that can be read."""
+    """Returns the folder's receipt; None if there is none, or it cannot be read."""
     try:
         return msgspec.json.decode((folder / NAME).read_bytes(), type=Receipt)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):

@@ -1,1 +1,1 @@
-"""`hearth simulate` and `hearth trace`: their options and what they print."""
+"""`hearth simulate` and `hearth trace`: their options and their output."""

@@ -59,7 +59,7 @@ def simulate(options: argparse.Namespace) -> None:
 
 
 def trace(options: argparse.Namespace) -> None:
-    """Makes a trace and prints it. Raises CommandError."""
+    """Generates a trace and prints it. Raises CommandError."""
     try:
         given = scenario.read(options.name) if options.name else scenario.EMPTY
         shape = given.trace or TraceShape(tuple(given.models) or _model_names(options.num_models))
@@ -107,7 +107,7 @@ def _model_names(number: int) -> tuple[str, ...]:
 
 
 def _changed(options: argparse.Namespace, shape: TraceShape) -> TraceShape:
-    """Returns the trace's shape with the values of the flags that were given in place of the file's. Raises CommandError."""
+    """Returns the trace's shape, in which the flags that were given replace the file's values. Raises CommandError."""
     values: dict[str, Any] = {"arrivals": options.arrivals, "seed": options.seed, "zipf": options.zipf}
     for flag, name in (("rate", "requests_per_s"), ("duration", "duration_s"), ("burst", "burst_s"), ("active_share",) * 2):
         value = getattr(options, flag)
@@ -190,7 +190,7 @@ def _costs(options: argparse.Namespace, costs: Costs) -> Costs:
 
 
 def _size(flag: str, text: str) -> int:
-    """Returns the bytes that a flag's value says, 0 if the flag is not given. Raises CommandError."""
+    """Returns a flag's size in bytes, 0 if the flag is not given. Raises CommandError."""
     try:
         return units.parse_bytes(text) if text else 0
     except ValueError as error:
@@ -202,7 +202,7 @@ def _size_or_none(text: str) -> int:
 
 
 def _of_folder(folder: str, devices: dict[str, int], chunk_bytes: int) -> dict[str, ModelFacts]:
-    """Returns the facts of the folder's models by name, as the daemon would register them with its default settings."""
+    """Returns the facts of the models in the folder by name, as the daemon would register them with default settings."""
     from config.schema import DeviceBudget, NodeConfig
     from daemon.models.registry import Registry
     from daemon.record.state import NodeState

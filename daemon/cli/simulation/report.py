@@ -1,4 +1,4 @@
-"""Shows what a simulation found, as a table and as JSON."""
+"""Shows the results of a simulation, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scheduler.simulate.trace import TraceRequest
 
 
 class Progress:
-    """One line of progress that is written over, on a terminal only."""
+    """A line of progress that overwrites itself, only on a terminal."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file if file.isatty() else None
