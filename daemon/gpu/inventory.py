@@ -1,4 +1,4 @@
-"""The node's GPUs as the driver reports them, whatever library asks it."""
+"""The node's GPUs as the driver reports them, independent of the library that asks it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from config.schema import DeviceBudget
 from config.units import format_bytes
 
 HOLDERS_NAMED = 5
-MIN_CUDA = 12000  # the oldest CUDA version that the driver must support: 12.0, as NVML writes it
+MIN_CUDA = 12000  # the oldest CUDA version that the driver must support: 12.0, in NVML's form
 
-# After these faults nothing that runs on the GPU can be trusted to go on, or to return from a call: the engine is ended. After
+# After these faults nothing on the GPU can be trusted to continue, or to return from a call, so the engine is ended. After
 # other faults the driver itself ends the process at fault, and CUDA reports it there. Source: NVIDIA, "XID Errors".
 FATAL_XIDS = {
     48: "uncorrectable memory error",
@@ -33,8 +33,8 @@ FATAL_XIDS = {
 
 @dataclass(slots=True, frozen=True)
 class GpuProcess:
-    """A process that uses a GPU. used_bytes: None if the driver does not report it. is_engine: whether it is an engine of
-    hearthd's, of this daemon or of one before it; None if it cannot be seen from here, as from within a container."""
+    """A process that uses a GPU. used_bytes: None if the driver does not report it. is_engine: whether it is an engine of this or
+    an earlier hearthd; None if the process is not visible, for example from inside a container."""
 
     pid: int
     name: str
@@ -46,10 +46,11 @@ class GpuProcess:
 class Gpu:
     """The state of one GPU, or of a MIG slice of one. A reading is None if there is no such sensor, or if asking for it failed.
 
-    total_bytes: without what the driver reserves. ecc_errors: memory errors since the driver was loaded that could not be
-    corrected. faulty_rows: memory rows that were taken out of use because of errors. problem: a state of its memory that needs a
-    reset or a repair, or why the GPU could not be asked; uuid is "" then. slice_of: the UUID of the GPU that is divided; "" for a
-    whole one. unusable: why no engine can run on it. note: a setting of the driver's that an operator should know of."""
+    total_bytes: its memory without the part that the driver reserves. ecc_errors: memory errors since the driver was loaded that
+    could not be corrected. faulty_rows: memory rows that were taken out of use because of errors. problem: a fault of its memory
+    that needs a reset or a repair, or why the driver could not report on the GPU; uuid is "" then. slice_of: the UUID of the GPU of
+    which this is a slice; "" for a whole GPU. unusable: why no engine can run on it, "" if one can. note: a setting of the driver
+    that operators should know about."""
 
     index: int
     uuid: str
@@ -69,7 +70,7 @@ class Gpu:
 
     @property
     def taken_bytes(self) -> int:
-        """How much of its memory is held by processes that are known to be no engines, as far as the driver reports it."""
+        """The bytes of its memory that are held by processes known not to be engines, as far as the driver reports them."""
         return sum(one.used_bytes or 0 for one in self.processes if one.is_engine is False)
 
     @property
@@ -80,7 +81,7 @@ class Gpu:
 
 @dataclass(slots=True, frozen=True)
 class GpuFault:
-    """A fault (Xid) that the driver has reported. uuid: "" if the driver does not say which GPU it is about."""
+    """A fault (Xid) that the driver has reported. uuid: the GPU's UUID, "" if the driver does not name the GPU."""
 
     uuid: str
     xid: int
@@ -101,8 +102,8 @@ class Inventory(Protocol):
         ...
 
     def next_fault(self, timeout_s: float) -> GpuFault | None:
-        """Blocks until a fault is reported and returns it, or None after timeout_s seconds. Raises NoGpus if none can be
-        reported."""
+        """Blocks until a fault is reported and returns it, or None after timeout_s seconds. Raises NoGpus if the driver cannot
+        report faults."""
         ...
 
 
@@ -112,7 +113,8 @@ def memories(inventory: Inventory) -> list[GpuMemory]:
 
 
 def holders(gpu: Gpu, not_pids: Collection[int] = ()) -> str:
-    """Names the processes that hold a GPU's memory, the largest first; "" if none is known. not_pids: processes to leave out."""
+    """Returns the names of the processes that hold a GPU's memory, the largest first; "" if none is known. not_pids: processes to
+    leave out."""
     others = sorted((one for one in gpu.processes if one.pid not in not_pids), key=lambda one: -(one.used_bytes or 0))
     told = [f"pid {one.pid} {one.name} {'?' if one.used_bytes is None else format_bytes(one.used_bytes)}" for one in others]
     more = [f"{len(told) - HOLDERS_NAMED} more"] if len(told) > HOLDERS_NAMED else []
@@ -120,7 +122,7 @@ def holders(gpu: Gpu, not_pids: Collection[int] = ()) -> str:
 
 
 def remarks(inventory: Inventory, devices: Sequence[DeviceBudget]) -> list[str]:
-    """Returns what an operator should know at the start about the GPUs of the node's devices: who else holds their memory, and
+    """Returns remarks for operators at the start about the GPUs of the node's devices: other processes that hold their memory, and
     notes."""
     if not any(device.uuid for device in devices):
         return []
@@ -156,11 +158,11 @@ def why_no_memory(inventory: Inventory, device: DeviceBudget, error: str) -> str
 
 
 def rows_of(gpus: Sequence[Gpu], devices: Sequence[DeviceBudget], faults: dict[str, list[int]]) -> list[dict[str, Any]]:
-    """Returns what `hearth gpus --json` prints. device: the node's name for the GPU, "" if the node does not use it; xids: those
-    seen since the node's start."""
+    """Returns the rows that `hearth gpus --json` prints, with these fields among others. device: the node's name for the GPU, "" if
+    the node does not use it; xids: the faults since the node's start."""
     found = []
     for gpu in gpus:
-        parts = [device for device in devices if device.uuid and device.uuid == gpu.uuid]  # the device itself, and its carve-outs
+        parts = [device for device in devices if device.uuid and device.uuid == gpu.uuid]  # the device and its carve-outs
         use = {
             "device": parts[0].hardware if parts else "",
             "budget_bytes": sum(part.budget_bytes for part in parts),

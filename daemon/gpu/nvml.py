@@ -1,4 +1,4 @@
-"""The inventory of NVIDIA's management library, which is loaded on first use, because nodes without GPUs do not need it.
+"""The inventory by NVIDIA's management library, which is loaded on first use, because nodes without GPUs do not need it.
 
 Source: NVML API reference.
 """
@@ -18,7 +18,7 @@ from config.devices import NoGpus
 from config.units import format_bytes
 from daemon.gpu.inventory import MIN_CUDA, Gpu, GpuFault, GpuProcess
 
-MIN_CAPABILITY = (8, 0)  # of a GPU: bfloat16, and what Triton's kernels are built for
+MIN_CAPABILITY = (8, 0)  # the least compute capability of a GPU: for bfloat16 and Triton's kernels
 VOLATILE, UNCORRECTED = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
 
 
@@ -69,7 +69,7 @@ def _start() -> None:
 
 
 def _old_driver() -> str:
-    """Returns why the driver is too old, "" if it is not."""
+    """Returns why the driver is too old, "" if it is new enough."""
     cuda = _ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)
     if cuda is None or cuda >= MIN_CUDA:
         return ""
@@ -92,7 +92,7 @@ def _watched() -> Any:
 
 
 def _gpu_and_slices(index: int, old_driver: str) -> list[Gpu]:
-    """Returns a GPU, followed by its MIG slices if it is divided. One that is off the bus is reported as far as possible."""
+    """Returns a GPU, followed by its MIG slices if it is divided. If a GPU does not respond, its entry contains what is known."""
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     except pynvml.NVMLError as error:
@@ -104,7 +104,7 @@ def _gpu_and_slices(index: int, old_driver: str) -> list[Gpu]:
         unusable = unusable or f"its compute mode is Prohibited: `nvidia-smi -i {index} -c DEFAULT` allows programs on it"
     elif mode in (pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD):
         note = "its compute mode is Exclusive: one process at a time, so no model can have an engine of its own there (isolate)"
-    modes = _ask(pynvml.nvmlDeviceGetMigMode, handle)  # now, and after the next reset
+    modes = _ask(pynvml.nvmlDeviceGetMigMode, handle)  # (mode now, mode after the next reset)
     if modes is None or modes[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
         return [replace(gpu, unusable=unusable, note=note)]
     slices = [replace(one, slice_of=gpu.uuid, unusable=one.unusable or unusable, note=note) for one in _slices(index, handle)]
@@ -114,7 +114,7 @@ def _gpu_and_slices(index: int, old_driver: str) -> list[Gpu]:
 
 
 def _slices(index: int, handle: Any) -> list[Gpu]:
-    """Returns the MIG slices of a GPU; numbers without one are left out."""
+    """Returns the MIG slices of a GPU; slice numbers that are not in use are left out."""
     found = []
     for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
@@ -158,7 +158,8 @@ def _gpu(index: int, handle: Any) -> Gpu:
 
 
 def _memory(handle: Any) -> tuple[int, int]:
-    """Returns the (total, used) bytes of a GPU, both without what the driver reserves. Older drivers count that as used."""
+    """Returns the (total, used) bytes of a GPU, both without the part that the driver reserves; older drivers count that part as
+    used."""
     with contextlib.suppress(pynvml.NVMLError):
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return int(memory.total) - int(memory.reserved), int(memory.used)
@@ -167,7 +168,7 @@ def _memory(handle: Any) -> tuple[int, int]:
 
 
 def _memory_problem(remapped: Any) -> str:
-    """Returns what is wrong with a GPU's memory, "" if nothing is. remapped: numbers of rows (corrected, uncorrected, pending,
+    """Returns the problem of a GPU's memory, "" if there is none. remapped: numbers of rows (corrected, uncorrected, pending,
     failed); None if not reported."""
     if remapped is None:
         return ""
@@ -182,7 +183,8 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...]:
 
 
 def _is_engine(pid: int) -> bool | None:
-    """Returns whether the process was started as daemon/engines/workers.py starts engines; None if it cannot be seen."""
+    """Returns whether the process was started in the way that daemon/engines/workers.py starts engines; None if it is not
+    visible."""
     try:
         return b"\0-m\0engine\0--channel-fd\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -192,12 +194,12 @@ def _is_engine(pid: int) -> bool | None:
 def _name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:  # it is gone, or in another PID namespace
+    except OSError:  # the process has ended, or is in another PID namespace
         return "unknown"
 
 
 def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the driver's answer, None if it has none for this GPU."""
+    """Returns the driver's answer, None if the driver cannot answer for this GPU."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:

@@ -20,8 +20,8 @@ KEPT_XIDS = 32  # per GPU, the newest
 
 
 class GpuWatch:
-    """Watches for faults of the GPUs. xids: UUID -> the Xids seen since `start`, oldest first. on_fault: called with each device on
-    the GPU that has the fault. Without a cuda device no thread is started and the driver is not asked."""
+    """Watches for faults of the GPUs. xids: UUID -> the Xids since `start`, oldest first. on_fault: called for each device on a GPU
+    that has a fault. Without a cuda device, no thread is started and the driver is not asked."""
 
     def __init__(
         self, inventory: Inventory, devices: Sequence[DeviceBudget], on_fault: Callable[[DeviceBudget, GpuFault], None]
@@ -30,21 +30,21 @@ class GpuWatch:
         self._devices = [device for device in devices if device.uuid]
         self.xids: dict[str, list[int]] = {}
         self._known_lost: set[str] = set()
-        self._divided: dict[str, str] = {}  # UUID of a MIG slice -> that of its GPU
+        self._divided: dict[str, str] = {}  # UUID of a MIG slice -> UUID of its GPU
         self._stop = threading.Event()
 
     def start(self) -> None:
         """Starts listening. Must be called on the event loop."""
         if self._devices:
             loop = asyncio.get_running_loop()
-            # a daemon thread, which ends with the process: the driver may hold it for LISTEN_S
+            # a daemon thread ends with the process, even while the driver holds it for LISTEN_S
             threading.Thread(target=self._listen, args=(loop,), name="gpu faults", daemon=True).start()
 
     def stop(self) -> None:
         self._stop.set()
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        with contextlib.suppress(NoGpus):  # the loop meets it again
+        with contextlib.suppress(NoGpus):  # the loop below meets the same error
             self._divided = {gpu.uuid: gpu.slice_of for gpu in self._inventory.gpus() if gpu.slice_of}
         while not self._stop.is_set():
             try:
@@ -52,20 +52,20 @@ class GpuWatch:
                 if fault is None or self._stop.is_set():
                     continue
                 hit = [fault.uuid] if fault.uuid else self._lost()
-                if not hit:  # already reported; the driver may repeat it at once
+                if not hit:  # the fault was already reported; the driver may repeat it at once
                     self._stop.wait(LISTEN_S)
             except NoGpus as error:
                 log.warning("faults of GPUs will not be told of: %s", error)
                 return
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # the event loop has ended meanwhile
                 for uuid in hit:
                     loop.call_soon_threadsafe(self._tell, uuid, fault)
 
     def _lost(self) -> list[str]:
-        """Returns the UUIDs of the node's GPUs that the driver no longer lists and that were not reported yet. A fault that the
-        driver reports without a UUID is taken to be theirs."""
+        """Returns the UUIDs of the node's GPUs that the driver no longer lists and that were not reported yet. A fault without a
+        UUID is attributed to them."""
         there = {gpu.uuid for gpu in self._inventory.gpus()}
-        ours = dict.fromkeys(device.uuid for device in self._devices)  # a device and its carve-outs are one GPU
+        ours = dict.fromkeys(device.uuid for device in self._devices)  # each once: a device and its carve-outs share a GPU
         lost = [uuid for uuid in ours if uuid not in there | self._known_lost]
         self._known_lost = self._known_lost - there | set(lost)
         return lost
@@ -75,5 +75,5 @@ class GpuWatch:
         known.append(fault.xid)
         del known[:-KEPT_XIDS]
         for device in self._devices:
-            if uuid in (device.uuid, self._divided.get(device.uuid)):  # the driver tells of the GPU, whose slices are devices
+            if uuid in (device.uuid, self._divided.get(device.uuid)):  # the driver reports the GPU, whose slices may be devices
                 self._on_fault(device, fault)

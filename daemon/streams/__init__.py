@@ -1,1 +1,1 @@
-"""Answers on their way to clients: text from tokens, frames, who is behind."""
+"""Sends answers to clients: text from tokens, frames of streams, and clients that read slowly."""

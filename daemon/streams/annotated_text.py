@@ -22,9 +22,9 @@ from engine.protocol import FINISH_STOP, PromptLogprobs
 
 @dataclass(slots=True)
 class TokenEntry:
-    """A token as clients see it. The texts of all entries, joined, are the choice's text, and `offset` is the character at which
-    this token's text begins in it. A character made of several tokens belongs to the last of them. raw: the token's own bytes.
-    logprob: None for the first token of a prompt. top_ids, top: the alternatives' ids and log-probabilities."""
+    """A token as clients see it. The joined texts of all entries are the choice's text. offset: the character in it at which this
+    token's text begins. A character made of several tokens belongs to the last of them. raw: the token's own bytes. logprob: None
+    for the first token of a prompt. top_ids, top: the alternatives' ids and log-probabilities."""
 
     token_id: int
     text: str
@@ -46,20 +46,20 @@ class Rendering(Protocol):
 
 
 class LogprobTrail:
-    """The tokens of one sequence with their log-probabilities, given out together with the text they make. keep_end: whether the
-    id that ends the sequence is given out too, with an empty text."""
+    """The tokens of one sequence with their log-probabilities, which are released together with their text. keep_end: whether the
+    token that ends the sequence is released, too, with an empty text."""
 
     def __init__(self, table: TokenTable, end_ids: frozenset[int], num_top: int, keep_end: bool) -> None:
-        """num_top: alternatives wanted for each token."""
+        """num_top: the number of alternatives that are wanted for each token."""
         self.table, self.num_top = table, num_top
         self.rendering: Rendering | None = None  # entries rendered ahead of the next frame; None: there are none
         self._end_ids, self._keep_end = end_ids, keep_end
         self._detokenizer: Detokenizer = detokenizer(table)
-        self.fed: list[tuple[float, Sequence[int], Sequence[float]]] = []  # of all tokens so far, as `feed` took them
-        self._num_used = 0  # of them, from the first on
+        self.fed: list[tuple[float, Sequence[int], Sequence[float]]] = []  # all tokens' log-probabilities: arguments of `feed`
+        self._num_used = 0  # how many of these have been used
         self._prompt = PromptTrail(num_top)
-        self._queue: deque[TokenEntry] = deque()  # text held back: a possible stop string or an unfinished character
-        self._open: list[TokenEntry] = []  # the last of the queue, whose text is not known yet
+        self._queue: deque[TokenEntry] = deque()  # held-back tokens: a possible stop string or an unfinished character
+        self._open: list[TokenEntry] = []  # the last ones in the queue, whose text is not known yet
         self._out: list[TokenEntry] = []
         self._begun = False
         self._offset = self._sent = 0  # characters before the queue, characters sent
@@ -71,14 +71,14 @@ class LogprobTrail:
         self.fed.append((chosen, top_ids, top))
 
     def feed_prompt(self, told: PromptLogprobs) -> None:
-        """Takes the log-probabilities of the prompt's tokens, as PromptTrail.feed does."""
+        """Takes the log-probabilities of the prompt's tokens; see PromptTrail.feed."""
         self._prompt.feed(told)
 
-    # ---- in step with the text
+    # ---- called as text is produced
 
     def begin(self, prompt: Sequence[int], first: int, end: int) -> None:
-        """Adds the prompt's tokens from `first` to before `end` to the tokens to give out. It is called for one piece of the
-        prompt after the other, and then `begun` once. Raises RuntimeError if log-probabilities of prompt tokens are missing."""
+        """Adds the prompt's tokens with indices from `first` up to, not including, `end`. It is called for consecutive pieces of
+        the prompt, followed by one call of `begun`. Raises RuntimeError if log-probabilities of prompt tokens are missing."""
         if len(self._prompt) != len(prompt) - 1:
             raise RuntimeError(f"log-probabilities of {len(self._prompt)} prompt tokens are there, of {len(prompt)} tokens in all")
         for at in range(first, end):
@@ -114,7 +114,7 @@ class LogprobTrail:
             rest = self._detokenizer.end()
             if self._open:
                 self._open[-1].text += rest
-            elif rest and self._out:  # the prompt ended within a character
+            elif rest and self._out:  # the prompt ended in the middle of a character
                 self._out[-1].text += rest
                 self._offset += len(rest)
             self._open.clear()
@@ -130,7 +130,8 @@ class LogprobTrail:
         return told
 
     def release(self, num_chars: int, matched: bool) -> None:
-        """Allows num_chars more characters to be sent. matched: a stop string was found, so everything after them is dropped."""
+        """Allows num_chars more characters to be sent. matched: whether a stop string was found, so that the text after these
+        characters is dropped."""
         self._sent += num_chars
         while len(self._queue) > len(self._open) and self._offset + len(self._queue[0].text) <= self._sent:
             entry = self._queue.popleft()
@@ -138,7 +139,7 @@ class LogprobTrail:
             self._offset += len(entry.text)
             self._out.append(entry)
         if matched:
-            if self._queue and self._offset < self._sent:  # the stop string begins within this token
+            if self._queue and self._offset < self._sent:  # the stop string begins inside this token's text
                 entry = self._queue[0]
                 entry.text = entry.text[: self._sent - self._offset]
                 entry.raw, entry.offset = entry.text.encode(), self._offset
@@ -147,7 +148,7 @@ class LogprobTrail:
             self._open.clear()
 
     def take(self, but: int = 0) -> list[TokenEntry]:
-        """Returns the entries that may be sent and were not taken yet, except the last `but` of them, which stay."""
+        """Returns the entries that may be sent and were not returned before, except the last `but` of them, which are kept."""
         end = max(0, len(self._out) - but)
         out, self._out = self._out[:end], self._out[end:]
         return out
@@ -158,7 +159,7 @@ class LogprobTrail:
         text = self._detokenizer.add((entry.token_id,))
         if self._open and len(text) > len(entry.raw.decode(errors="replace")):
             own = _decoded(entry.raw)
-            if own is not None and text.endswith(own):  # the bytes before this token are no part of its character
+            if own is not None and text.endswith(own):  # the bytes before this token do not belong to its character
                 self._open[-1].text += text[: len(text) - len(own)]
                 text = own
         entry.text = text
@@ -173,7 +174,7 @@ class AnnotatedText(Text):
     """The text of a sequence with log-probabilities, with an echo of its prompt, or with both.
 
     trail: None without log-probabilities. echo: the prompt's tokens, and its text if it was given as text; None without echo.
-    drop_tokens: the client wants nothing of the completion (max_tokens 0), but the engine always makes one token."""
+    drop_tokens: whether the client wants no completion (max_tokens 0); the engine generates one token even so."""
 
     __slots__ = ("_drop_tokens", "_echo", "_shown", "_shown_tokens", "trail")
 
@@ -190,7 +191,7 @@ class AnnotatedText(Text):
     ) -> None:
         super().__init__(table, end_ids, stops, min_tokens, headers)
         self.trail, self._echo, self._drop_tokens = trail, echo, drop_tokens
-        self._shown: list[str] = []  # the prompt's text so far
+        self._shown: list[str] = []  # the prompt's text so far, in parts
         self._shown_tokens = 0
 
     @property
@@ -216,8 +217,8 @@ class AnnotatedText(Text):
         return self._echo is not None
 
     def show_some(self, num_tokens: int) -> bool:
-        """Decodes the next num_tokens tokens of the prompt and returns whether that was all of it. `add` decodes whatever is left
-        in one go."""
+        """Decodes the next num_tokens tokens of the prompt and returns whether they were the last ones. `add` decodes all remaining
+        ones at once."""
         assert self._echo is not None
         prompt, _ = self._echo
         first = self._shown_tokens
@@ -228,7 +229,7 @@ class AnnotatedText(Text):
         return end == len(prompt)
 
     def _show_prompt(self) -> str:
-        """Returns the prompt's text. Stop strings are not looked for in it."""
+        """Returns the prompt's text. Stop strings are not searched for in it."""
         assert self._echo is not None
         prompt, written = self._echo
         if self._shown_tokens < len(prompt):

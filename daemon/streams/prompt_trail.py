@@ -8,11 +8,12 @@ from engine.protocol import PromptLogprobs
 
 
 class PromptTrail:
-    """Log-probabilities of a prompt's tokens from the second on. num_top: alternatives wanted; the engine may report more."""
+    """Log-probabilities of a prompt's tokens from the second token on. num_top: the number of alternatives that are wanted; the
+    engine may report more."""
 
     def __init__(self, num_top: int) -> None:
         self.num_top = num_top
-        self._num_told = 0  # alternatives that the engine reports for each token
+        self._num_told = 0  # number of alternatives that the engine reports for each token
         self._chosen: list[float] = []
         self._ranks: list[int] = []
         self._top_ids: list[int] = []
@@ -22,8 +23,8 @@ class PromptTrail:
         return len(self._chosen)
 
     def feed(self, told: PromptLogprobs) -> None:
-        """Adds what the engine reports. After a crash or a preemption the engine reports all of it again, which replaces what is
-        here."""
+        """Adds log-probabilities from the engine. After a crash or a preemption the engine reports all of them again, and these
+        replace the earlier ones."""
         at = told.first - 1
         if at > len(self._chosen):
             raise RuntimeError(f"log-probabilities of prompt tokens from {len(self._chosen) + 1} to {told.first} are missing")
@@ -41,7 +42,7 @@ class PromptTrail:
         return self._chosen[at], self._top_ids[begin:end], self._top[begin:end]
 
     def tokens(self) -> Iterator[tuple[float, int, Sequence[int], Sequence[float]]]:
-        """Yields for each token what indexing gives, with its rank after its log-probability."""
+        """Yields for each token the values that indexing returns, with the token's rank after its log-probability."""
         for at, rank in enumerate(self._ranks):
             chosen, top_ids, top = self[at]
             yield chosen, rank, top_ids, top

@@ -1,4 +1,4 @@
-"""What a daemon leaves of its connections to the next one: the bytes to read again, and what it has made of them."""
+"""The state of connections that a daemon leaves to the next one: the bytes to read again, and the output so far."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from msgspec import Struct
 
 
 class SequenceSoFar(Struct, frozen=True):
-    """One sequence of a request. output: its tokens. outcome: why it has ended, as Generation.outcome; "" if it goes on. logprobs:
-    of each token, as LogprobTrail.feed takes them; [] unless the client wants them."""
+    """One sequence of a request. output: its tokens so far. outcome: why it has ended, as in Generation.outcome; "" if it has not.
+    logprobs: each token's log-probabilities, in the form of LogprobTrail.feed's arguments; [] unless the client wants them."""
 
     output: list[int]
     outcome: str = ""
@@ -18,12 +18,12 @@ class SequenceSoFar(Struct, frozen=True):
 
 
 class RequestSoFar(Struct, frozen=True):
-    """A request in progress. Whatever is drawn for it follows from the nonce, so the request comes out the same when it is read
-    again.
+    """A request in progress. All its random values follow from the nonce, so the result is the same when the request is read again.
 
-    created: Unix time in seconds. is_open: whether the client already has the begin of the answer, which must not be sent again.
-    is_charged: whether it was taken from its tenant's limits. model: what its sequences run on, name and fingerprint. sequences:
-    [] if none has begun, or if they start over. began_ns: of its trace, Unix time in nanoseconds; 0: it has none."""
+    created: Unix time in seconds. is_open: whether the client already has the beginning of the answer, which must not be sent
+    again. is_charged: whether it was counted against its tenant's limits. model: name and fingerprint of the model that generates
+    its sequences. sequences: [] if none has begun, or if they start over. began_ns: when its trace began, Unix time in nanoseconds;
+    0: it has none."""
 
     nonce: bytes
     created: int
@@ -35,8 +35,8 @@ class RequestSoFar(Struct, frozen=True):
 
 
 class ConnectionSoFar(Struct, frozen=True):
-    """A connection. received: the bytes of the request in progress, or of the part of a head that has arrived; the body may be
-    incomplete. is_used: whether it has had a request. request: None if none is in progress."""
+    """A connection. received: the bytes of the request in progress, whose body may be incomplete, or the part of a head that has
+    arrived. is_used: whether it has served a request before. request: None if none is in progress."""
 
     received: bytes
     is_used: bool

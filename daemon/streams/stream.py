@@ -3,8 +3,8 @@
 A `Stream` is the TokenSink of one streamed sequence, a `Collector` that of a sequence answered in one piece. All sequences of a
 request form a group (`StreamGroup`, `CollectorGroup`), whose `done` the request's handler awaits. Frames are written to the
 transport directly, in chunked encoding if the client uses HTTP/1.1. Each write is a system call, so the headers are sent with the
-first frame, and the end of the response with the last. Every token has a frame of its own while the client reads fast enough. When
-the transport's buffer is over its limit, the text of further tokens waits in a list (8 bytes a token) and is sent as one frame when
+first frame, and the end of the response with the last. Every token has a frame of its own while the client reads fast enough. While
+the transport's buffer is over its limit, the text of further tokens waits in a list (8 bytes a token); it is sent as one frame when
 the buffer has drained.
 """
 
@@ -28,8 +28,8 @@ REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 
 
 class Text:
-    """Detokenising and stop strings of one sequence, for streamed responses and for those in one piece. headers: of a reply in
-    Harmony, where stop strings are not looked for in headers."""
+    """Detokenizes one sequence and finds stop strings, for streamed responses and for those in one piece. headers: for a reply in
+    Harmony, whose headers are not searched for stop strings; else None."""
 
     __slots__ = ("_detokenizer", "_end_ids", "_headers", "_min_tokens", "_stops", "matched", "num_tokens")
 
@@ -56,7 +56,7 @@ class Text:
 
     @property
     def as_in_table(self) -> bool:
-        """Returns whether the next token may be sent as the table renders it."""
+        """Returns whether the next token may be sent in the form in which the table renders it."""
         return self._stops is None and self._detokenizer.as_in_table
 
     def add(self, ids: Sequence[int], finish: int) -> str:
@@ -120,7 +120,7 @@ class Stream:
         self._escaped = table.escaped
         self._prefix, self._suffix = frames.prefix, frames.suffix
         self._overhead = len(frames.prefix) + len(frames.suffix)
-        self._pending: list[bytes] = []  # escaped text not written yet
+        self._pending: list[bytes] = []  # escaped text that was not written yet
         self._first = frames.first
         self._fast = self._ended = False
         self._reason = ""  # set once the sequence has ended
@@ -134,9 +134,9 @@ class Stream:
                     self.num_tokens += 1
                     self._write(b"%x\r\n%b%b%b\r\n" % (self._overhead + len(text), self._prefix, text, self._suffix))
                     return
-            except IndexError:  # an id beyond the vocabulary has no text
+            except IndexError:  # a token id beyond the vocabulary has no text
                 pass
-            except RuntimeError:  # the transport is closed; the handler is about to be notified
+            except RuntimeError:  # the transport is closed, of which the handler is about to be notified
                 self._group.lost()
                 return
         self._tokens(ids, finish)
@@ -166,7 +166,7 @@ class Stream:
                 render(token_id)
 
     def flush(self) -> None:
-        """Writes what waits, if the client is ready for it."""
+        """Writes pending text, if the client is ready for it."""
         group = self._group
         if self._ended or not group.may_write(bool(self._pending or self._reason)):
             self._fast = False
@@ -199,21 +199,21 @@ class Stream:
 
 
 class _Ready:
-    """Stands in for a connection whose client reads fast enough."""
+    """Stands for a connection whose client reads fast enough."""
 
     writing_paused = False
 
 
 class _Discarding(asyncio.WriteTransport):
-    """Stands in for the transport of a client who already has what is written."""
+    """Stands for the transport of a client that already has the bytes that are written."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         pass
 
 
 class StreamGroup:
-    """The sequences of one streamed response. The first sequence that has something to write opens the response, that is, sends
-    the status line; if none has for some seconds, the StreamClock does. `done` is resolved when nothing more will be written, also
+    """The sequences of one streamed response. The first sequence that has something to write opens the response, that is, sends the
+    status line; if none has for some seconds, the StreamClock opens it. `done` is resolved when nothing more will be written, even
     after an error, which is then in `error`."""
 
     def __init__(
@@ -224,18 +224,18 @@ class StreamGroup:
         connect: Callable[[], Channel | None],
         comment: bytes = SSE_COMMENT,
     ) -> None:
-        """connect: called once, when the response begins; returns None if the client is gone. comment: what is sent while the
-        response is silent; empty: nothing is, and the first token or an error opens it."""
+        """connect: called once, when the response begins; returns None if the client is gone. comment: bytes to send while the
+        response is silent; empty: none are sent, so only a first token or an error opens the response."""
         self.end, self._clock, self._cancel, self._connect, self._comment = end, clock, cancel, connect, comment
         self.streams: list[Member] = []
         self.error: HearthError | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.chunked = True
-        self.num_seen = 0  # tokens at the clock's last look
+        self.num_seen = 0  # number of tokens when the clock last looked
         self.behind_since_s: float | None = None
         self.has_comments = bool(comment)
         self._num_ended = 0
-        self._head = b""  # not written yet
+        self._head = b""  # the head, until it is written
         self._transport: asyncio.WriteTransport | None = None
         self._connection: Connection | None = None
 
@@ -250,11 +250,11 @@ class StreamGroup:
 
     @property
     def has_begun(self) -> bool:
-        """Returns whether bytes of the response were written."""
+        """Returns whether any bytes of the response were written."""
         return self._connection is not None and not self._head
 
     def write_all(self) -> None:
-        """Writes what waits, whether the client is ready for it or not."""
+        """Writes all pending text, even if the client is not ready for it."""
         connection = self._connection
         if connection is None or self.done.done():
             return
@@ -264,7 +264,7 @@ class StreamGroup:
         self._connection = connection
 
     def replay(self, feed: Callable[[], None]) -> None:
-        """Has `feed` give the sequences tokens whose frames the client already has: nothing is written meanwhile."""
+        """Calls `feed`, which gives the sequences tokens whose frames the client already has; nothing is written meanwhile."""
         self.open()
         transport, connection = self._transport, self._connection
         if transport is None or connection is None:
@@ -306,7 +306,8 @@ class StreamGroup:
         return True
 
     def write(self, data: bytes, after: bytes = b"") -> None:
-        """Writes data as one HTTP chunk if the response is chunked. after: bytes to send after that chunk; unused otherwise."""
+        """Writes data as one HTTP chunk if the response is chunked. after: bytes to send after that chunk; unused if the response
+        is not chunked."""
         assert self._transport is not None
         head, self._head = self._head, b""
         try:
@@ -339,7 +340,7 @@ class StreamGroup:
             self.write(self._comment)
 
     def poll(self) -> None:
-        """Writes what waits if a client that was too slow is ready again. Called by the clock."""
+        """Writes pending text if a client that was too slow is ready again. Called by the clock."""
         if self._connection is None or self._connection.writing_paused:
             return
         self.behind_since_s = None
@@ -357,7 +358,7 @@ class StreamGroup:
         for stream in self.streams:
             stream.close()
         self.close()
-        # only after the current step: within a step, a cancelled request counts as ended by a stop string
+        # deferred: within a step, a cancelled request would count as ended by a stop string
         asyncio.get_running_loop().call_soon(self.cancel_all)
 
     def cancel_one(self, index: int) -> None:
@@ -381,8 +382,8 @@ class StreamGroup:
 
 
 class Collector:
-    """The TokenSink of one sequence that is answered in one piece. parts: its text. counts: for each part, the tokens until
-    its end."""
+    """The TokenSink of one sequence that is answered in one piece. parts: its text in parts. counts: for each part, the number of
+    tokens up to its end."""
 
     __slots__ = ("_group", "_text", "counts", "index", "num_tokens", "parts", "reason")
 
@@ -414,7 +415,7 @@ class Collector:
             self._group.ended()
 
     def tokens_until(self, num_characters: int) -> int:
-        """Returns the number of tokens that make the first `num_characters` of the text."""
+        """Returns the number of tokens that produce the first `num_characters` of the text."""
         for part, count in zip(self.parts, self.counts, strict=True):
             num_characters -= len(part)
             if num_characters <= 0:

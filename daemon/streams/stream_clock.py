@@ -1,4 +1,4 @@
-"""The one timer that serves all streamed responses."""
+"""The single timer that serves all streamed responses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ HOLD_STATUS_S = 2.0  # how long a response's status line waits for the first tok
 
 
 class Response(Protocol):
-    """A streamed response; a StreamGroup."""
+    """A streamed response, as the clock uses it; implemented by StreamGroup."""
 
-    behind_since_s: float | None  # None: the client takes what is written
-    num_seen: int  # tokens when the clock looked last
-    has_comments: bool  # which may be sent while it is silent
+    behind_since_s: float | None  # since when the client has been reading too slowly; None: it is not
+    num_seen: int  # number of tokens when the clock last looked
+    has_comments: bool  # whether comments may be sent while the response is silent
 
     @property
     def num_tokens(self) -> int: ...
@@ -25,11 +25,11 @@ class Response(Protocol):
     def comment(self) -> None: ...
 
     def poll(self) -> None:
-        """Writes what waits if the client is ready again."""
+        """Writes pending text if the client is ready again."""
         ...
 
     def stalled(self) -> None:
-        """Gives a client up that has taken nothing for too long."""
+        """Gives up a client that has read nothing for too long."""
         ...
 
 
@@ -40,13 +40,13 @@ class StreamClock:
     def __init__(self, comment_every_s: Callable[[], float], stall_timeout_s: Callable[[], float]) -> None:
         self._comment_every_s, self._stall_timeout_s = comment_every_s, stall_timeout_s
         self._all: set[Response] = set()
-        self._held: dict[Response, float] = {}  # not open yet -> when to open them, earliest first
+        self._held: dict[Response, float] = {}  # response that is not open yet -> when to open it, earliest first
         self._behind: set[Response] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._next_comments_s = 0.0
 
     def add(self, group: Response) -> None:
-        """Adds a response. One that has comments is opened with the first of them after HOLD_STATUS_S, if it is not open yet."""
+        """Adds a response. If it has comments and is not open after HOLD_STATUS_S, it is opened with a comment."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         self._all.add(group)

@@ -14,16 +14,16 @@ SSE_COMMENT = b": waiting\n\n"
 
 @dataclass(slots=True, frozen=True)
 class Frames:
-    """The parts of one sequence's frames that never change. daemon/api/generation/chunks.py renders those of OpenAI."""
+    """The constant parts of one sequence's frames. daemon/api/generation/chunks.py renders those in OpenAI's form."""
 
     prefix: bytes  # before the text of a chunk
-    suffix: bytes  # after it
+    suffix: bytes  # after the text of a chunk
     first: bytes  # whole frames before the first text (chat: the role)
-    usage: Callable[[int], bytes] | None = None  # for continuous usage or logprobs: (tokens so far) -> what replaces `suffix`
+    usage: Callable[[int], bytes] | None = None  # for continuous usage or logprobs: (tokens so far) -> replacement of `suffix`
 
 
 class GroupEnd(Protocol):
-    """Renders what follows the text of the sequences."""
+    """Renders the parts of a response that follow the text of its sequences."""
 
     def finish(self, index: int, reason: str, num_tokens: int) -> bytes:
         """Returns the chunk with a sequence's finish_reason."""
@@ -66,7 +66,7 @@ class Member(Protocol):
         ...
 
     def flush(self) -> None:
-        """Writes what waits, if the client is ready for it."""
+        """Writes pending text, if the client is ready for it."""
         ...
 
     def close(self) -> None:

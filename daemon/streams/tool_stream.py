@@ -1,4 +1,4 @@
-"""The streamed sequence of a request with tools or reasoning, whose text is split into pieces on the way. Other requests use
+"""The streamed sequence of a request with tools or reasoning, whose text is split into pieces as it arrives. Other requests use
 Streams.
 """
 
@@ -29,8 +29,8 @@ class PieceFrames(Protocol):
 class ToolStream:
     """The TokenSink of one streamed sequence with tools or reasoning, and a member of a StreamGroup.
 
-    If the client reads too slowly, neighbouring pieces of one kind are sent as one. plain: makes the Stream that takes over once
-    the reasoning is over and the rest of the text needs no parsing; None: no Stream does."""
+    If the client reads too slowly, consecutive pieces of one kind are sent as one. plain: makes the Stream that takes over when the
+    reasoning has ended and the rest of the text needs no parsing; None: there is no such Stream."""
 
     __slots__ = (
         "_connection", "_ended", "_first", "_frames", "_group", "_heir", "_parser", "_pending", "_plain", "_reason", "_text",
@@ -116,12 +116,12 @@ class ToolStream:
 
 
 def finish_reason(reason: str, num_calls: int) -> str:
-    """Returns OpenAI's finish_reason of a reply. num_calls: complete calls in it."""
+    """Returns OpenAI's finish_reason of a reply. num_calls: the number of complete calls in it."""
     return TOOL_CALLS if reason == "stop" and num_calls else reason
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Returns the pieces with neighbours of one kind joined."""
+    """Returns the pieces, with consecutive pieces of one kind joined."""
     joined: list[Piece] = []
     texts: list[str] = []
     for piece in pieces:
