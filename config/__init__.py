@@ -1,4 +1,4 @@
-"""The node's settings: their schema, the TOML file and the flags they come from, and reloading them. Imports none of the other
+"""The node's settings: their schema, the TOML file and the flags that set them, and their reload. It imports none of the other
 packages.
 
 Part of hearthd.

@@ -1,4 +1,4 @@
-"""The settings that a LoRA adapter may have. Everything else of it is as its base's settings say."""
+"""The settings that a LoRA adapter may have. For everything else, the settings of its base count."""
 
 from __future__ import annotations
 

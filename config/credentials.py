@@ -1,4 +1,5 @@
-"""Files that a setting may name as `credential:NAME`: systemd gives them to the service, which cannot read the originals."""
+"""Resolves file names that a setting may give as `credential:NAME`: systemd passes such files to the service, which cannot read the
+originals."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from config.load import CREDENTIAL, ConfigError
 
 
 def path_of(value: str, key: str) -> str:
-    """Returns the path that a setting stands for: itself, or for credential:NAME the file in the folder that systemd sets. key: the
-    setting's name, for the error. Raises ConfigError."""
+    """Returns the path for a setting's value: the value itself, or for credential:NAME the file in the folder that systemd
+    provides. key: the setting's name, for the error. Raises ConfigError."""
     if not value.startswith(CREDENTIAL):
         return value
     name, folder = value.removeprefix(CREDENTIAL), os.environ.get("CREDENTIALS_DIRECTORY", "")

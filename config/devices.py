@@ -11,7 +11,7 @@ from config.schema import DeviceBudget, NodeConfig
 
 DEFAULT_CPU_PERCENT = 50
 MIN_CHUNKS = 8
-# The default budget leaves this much of a GPU: the CUDA context takes about 0.5 GiB, torch keeps 0.5 GiB for graphs and block
+# The default budget leaves this much of a GPU: the CUDA context takes about 0.5 GiB, torch reserves 0.5 GiB for graphs and block
 # tables (engine/cuda/work_space.py), and the driver loads modules and graph executables.
 CUDA_LEFT_BYTES = 3 << 29
 
@@ -19,8 +19,9 @@ CUDA_LEFT_BYTES = 3 << 29
 @dataclass(slots=True, frozen=True)
 class GpuMemory:
     """A GPU, or a MIG slice of one, and its memory. index: the driver's number for the GPU, in the order of the bus. total_bytes:
-    its memory without what the driver keeps for itself. taken_bytes: how much of it processes hold that are no engines of
-    hearthd's. unusable: why no engine can run on it; "": one can. is_slice: only its UUID names it, for the number means the GPU.
+    its memory without the part that the driver reserves. taken_bytes: the part of it that processes other than hearthd's engines
+    hold. unusable: why no engine can run on it; "": one can. is_slice: whether it is a slice, which only its UUID names, because
+    the number means the whole GPU.
     """
 
     index: int
@@ -32,7 +33,7 @@ class GpuMemory:
 
 
 class NoGpus(Exception):
-    """Raised where the driver reports no GPUs; the message says why."""
+    """Raised if the driver reports no GPUs; the message tells why."""
 
 
 def no_driver() -> Sequence[GpuMemory]:
@@ -45,9 +46,9 @@ def device_budgets(
     source: str = "flags",
     gpus: Callable[[], Sequence[GpuMemory]] = no_driver,
 ) -> list[DeviceBudget]:
-    """Returns the node's devices with their budgets. Where none is configured that is `cpu:0` with half of the machine's memory.
-    gpus: returns the machine's GPUs or raises NoGpus; called only if a cuda device is configured. Raises ConfigError for a
-    device that is named twice or does not exist, and for a budget that is below 8 chunks or above the device's memory."""
+    """Returns the node's devices with their budgets. If none is configured, that is `cpu:0` with half of the machine's memory.
+    gpus: returns the machine's GPUs or raises NoGpus; called only if a cuda device is configured. Raises ConfigError for a device
+    that is named twice or does not exist, and for a budget that is below 8 chunks or above the device's memory."""
     try:
         return _device_budgets(config, memory_bytes, source, gpus)
     except ConfigError as error:
@@ -107,7 +108,7 @@ def _device_budgets(
 
 
 def _gpu(name: str, gpus: Sequence[GpuMemory]) -> GpuMemory:
-    """Returns the GPU with this number or with a UUID that begins with `name`. Raises LookupError if none or several match."""
+    """Returns the GPU with this number, or with a UUID that begins with `name`. Raises LookupError if none or several match."""
     if name.isdigit():
         found = [gpu for gpu in gpus if gpu.index == int(name) and not gpu.is_slice]
     else:

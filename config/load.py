@@ -32,8 +32,8 @@ from config.settings_files import present_files, settings_files
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "text", "json", "journal")
-AUDIT_IN_LOG = ("log", "journal")  # values of audit_log that name no file
-CREDENTIAL = "credential:"  # begins a value that names no path, but a credential that systemd gives to the service
+AUDIT_IN_LOG = ("log", "journal")  # values of audit_log that are not file names
+CREDENTIAL = "credential:"  # prefix of a value that is not a path, but names a credential that systemd passes to the service
 TLS_VERSIONS = ("1.2", "1.3")
 RUNNERS = ("torch", "null")
 QUANTIZATIONS = ("int8", "none")
@@ -59,13 +59,13 @@ _PATHS = (
     *("tls_certificate", "tls_key", "tls_client_ca"),
 )
 _MODEL_PATHS = ("chat_template", "upstream_key_file")
-# keys of a model whose values are tables -> what these hold, an example, and a text that may be there instead ("": none)
+# keys of a model whose values are tables -> the table's type, an example, and a text that is allowed instead ("": none)
 _MODEL_TABLES: dict[str, tuple[type[msgspec.Struct], str, str]] = {
     "sampling": (SamplingDefaults, "{ temperature = 0.7 }", ""),
     "parallel": (ParallelConfig, "{ tensor = 2 }", parallel.AUTO),
 }
 SECRET = ("headers",)  # keys whose values are never shown
-_NOT_QUOTED = (*SECRET, "endpoint")  # nor in messages: somebody may have put a password there
+_NOT_QUOTED = (*SECRET, "endpoint")  # keys whose values are not shown in messages either, because they may contain a password
 MIN_STALL_S = 10.0  # an idle engine reports that it is alive every 5 s
 # Defaults of a node with a cuda device: the driver maps a few large pieces of memory faster than many small ones, and a GPU's steps
 # are too short for small batches.
@@ -84,7 +84,7 @@ class ConfigError(Exception):
 
 
 def located(error: ConfigError) -> ConfigError:
-    """Returns the error with the line number of its key, which it looks up in the file that the error names."""
+    """Returns the error with the line number of its key, found in the file that the error names."""
     if error.line or not error.key or not os.path.isfile(error.source):
         return error
     with open(error.source, encoding="utf-8") as file:
@@ -93,14 +93,14 @@ def located(error: ConfigError) -> ConfigError:
 
 
 def located_setting(error: ConfigError) -> ConfigError:
-    """Returns an error about a setting with the file and line that set its key. error.source: the settings file that is named on
-    the command line; the key may be set in a file of its conf.d, of which the last one counts."""
+    """Returns an error about a setting with the file and line that set its key. error.source: the settings file named on the
+    command line; the key may be set in a file of its conf.d, of which the last one counts."""
     if error.line or not error.key or not os.path.isfile(error.source):
         return error
     source, deepest = error.source, 0
     for path in present_files(error.source):
         depth = 0
-        with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:  # replaced within the instant
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:  # the file may have just been replaced
             depth = locate.depth_of(file.read(), error.key)
         if depth and depth >= deepest:
             source, deepest = path, depth
@@ -174,7 +174,7 @@ def _table_of(path: str) -> dict[str, Any]:
 
 
 def _merge(into: dict[str, Any], table: dict[str, Any]) -> None:
-    """Writes a table over another one, key by key. Tables in it are merged in the same way, and lists replaced."""
+    """Merges a table into another one, key by key. Nested tables are merged in the same way; lists are replaced."""
     for key, value in table.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)
@@ -183,8 +183,8 @@ def _merge(into: dict[str, Any], table: dict[str, Any]) -> None:
 
 
 def with_device_defaults(config: NodeConfig, devices: Iterable[str], given: Container[str]) -> NodeConfig:
-    """Returns the settings of a node with these devices, given by name. The defaults of some keys are others with a cuda device.
-    given: the keys that have been set."""
+    """Returns the settings of a node with these devices, given by name. With a cuda device, some keys have other defaults. given:
+    the keys that have been set."""
     if not any(name.startswith("cuda") for name in devices):
         return config
     return msgspec.structs.replace(config, **{key: value for key, value in CUDA_DEFAULTS.items() if key not in given})
@@ -230,7 +230,7 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
 
 
 def _traces(source: str, table: Any, environment: Mapping[str, str]) -> TracesConfig:
-    """Returns the table `[traces]`. The environment counts for keys that it leaves out. Raises ConfigError."""
+    """Returns the table `[traces]`. Environment variables fill the keys that it leaves out. Raises ConfigError."""
     values = _traces_values(source, table)
     try:
         given = {name: each for name, each in otel_environment.given(environment).items() if name not in values}
@@ -395,7 +395,7 @@ def _size_or_zero(value: Any) -> None:
 
 
 def _bytes_or_zero(value: int | str) -> int:
-    """Returns a size in bytes, which unlike others may be 0."""
+    """Returns a size in bytes; this kind of size may be 0."""
     return 0 if value in (0, "0") else units.parse_bytes(value)
 
 
@@ -568,8 +568,8 @@ def _check_across(source: str, config: NodeConfig) -> None:
 
 
 def _check_upstream(source: str, where: str, config: NodeConfig, model: ModelConfig) -> None:
-    """Checks that the settings of a name that another server answers are about that, and those of other models are not. where: the
-    path of the model's table. Raises ConfigError."""
+    """Checks that the settings of a model that another server answers suit such a model, and that other models have none of them.
+    where: the path of the model's table. Raises ConfigError."""
     if model.upstream is None:
         for key in ("upstream_model", "upstream_key_file"):
             if getattr(model, key) is not None:
@@ -598,8 +598,8 @@ def _check_base(source: str, where: str, name: str, model: ModelConfig) -> None:
 
 
 def _check_names(source: str, config: NodeConfig, owners: Mapping[str, str]) -> None:
-    """Checks that no entry of the table `[names]` hides a model or leads to another entry. owners: maps each alias to its model.
-    Raises ConfigError."""
+    """Checks that no entry of the table `[names]` hides a model or leads to another entry. owners: alias -> model. Raises
+    ConfigError."""
     for name, targets in config.names.items():
         where = f'names."{name}"'
         if name in config.models:

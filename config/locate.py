@@ -9,15 +9,15 @@ from typing import Any
 
 
 def line_of(text: str, key: str) -> int:
-    """Returns the line (from 1) on which `key` is set, or that of the table that should hold it; 0 if neither exists. key: a
+    """Returns the line (from 1) on which `key` is set, or the line of the table that should contain it; 0 if neither exists. key: a
     dotted path such as `models."org/name".dtype`. text: valid TOML."""
     wanted = _wanted(key)
     return _line(_statements(text), wanted) if wanted else 0
 
 
 def depth_of(text: str, key: str) -> int:
-    """Returns how many parts of the dotted path `key`, from the outermost table inwards, `text` sets: all of them if it sets the
-    key itself, 0 if it has not even the outermost table. text: as in line_of; 0 if it is no valid TOML."""
+    """Returns how many parts of the dotted path `key`, starting with the outermost table, exist in `text`: all parts if it sets the
+    key itself, 0 if even the outermost table is missing. text: TOML; the result is 0 if it is not valid."""
     try:
         value: Any = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -32,8 +32,8 @@ def depth_of(text: str, key: str) -> int:
 
 
 def lines(text: str) -> dict[tuple[str, ...], int]:
-    """Returns the line (from 1) of each key that is set, by its path from the outermost table inwards, as line_of finds it. text:
-    valid TOML."""
+    """Returns the line (from 1) of each key that is set, as found by line_of, by the key's path from the outermost table inwards.
+    text: valid TOML."""
     statements = _statements(text)
     return {path: _line(statements, list(path)) for path in _paths(tomllib.loads(text))}
 
@@ -45,7 +45,7 @@ def line_of_syntax_error(message: str) -> int:
 
 
 def _wanted(key: str) -> list[str]:
-    """Returns the parts of a dotted path, or [] if it is no valid TOML without quotes."""
+    """Returns the parts of a dotted path, or [] if it is not a valid TOML key."""
     try:
         return _path(tomllib.loads(re.sub(r"\[\d+\]\Z", "", key) + " = 0"))  # a list's entry counts as the list
     except tomllib.TOMLDecodeError:
@@ -57,15 +57,15 @@ def _line(statements: list[tuple[int, list[str]]], wanted: list[str]) -> int:
     for line, path in statements:
         length = len(path)
         if path[: len(wanted)] == wanted:
-            return line  # sets the key itself, or is the first statement below it
+            return line  # this line sets the key itself, or is the first statement below it
         if best_length < length and path == wanted[:length]:
-            best, best_length = line, length  # a table or an inline table that encloses the key
+            best, best_length = line, length  # this line opens a table, or an inline table, that contains the key
     return best
 
 
 def _statements(text: str) -> list[tuple[int, list[str]]]:
     """Returns (line, full path) of each table header and each key, in the file's order. A statement ends with the first line at
-    which its text is valid TOML by itself: what follows `key = [` belongs to it until the bracket closes."""
+    which its text is valid TOML by itself: for example, `key = [` continues until the bracket is closed."""
     found: list[tuple[int, list[str]]] = []
     table: list[str] = []
     held, first = "", 0
@@ -99,8 +99,8 @@ def _paths(table: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def _path(parsed: dict[str, Any]) -> list[str]:
-    """Returns the keys from the outermost table inwards, for as long as each table has a single entry. Ends at an inline table
-    with several keys."""
+    """Returns the keys from the outermost table inwards, as long as each table has a single entry. It stops at an inline table with
+    several keys."""
     path = []
     value: Any = parsed
     while isinstance(value, list | dict) and len(value) == 1:

@@ -1,10 +1,10 @@
-"""The rules for the table `[names]`: what its entries may be."""
+"""The rules for entries of the table `[names]`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-WILDCARDS = "*?"  # any text, any one character; both stand for "/" too
+WILDCARDS = "*?"  # any text, and any one character; both also match "/"
 FORM = 'must be a model\'s name or a list of them, as in ["qwen3-4b", "qwen3-1.7b"]'
 
 
@@ -13,7 +13,7 @@ def is_pattern(name: str) -> bool:
 
 
 def problem(name: str, value: Any) -> str:
-    """Returns what is wrong with an entry of the table, or "" if it can be used. value: as the TOML file has it."""
+    """Returns the problem of an entry of the table, or "" if it can be used. value: the value as parsed from TOML."""
     if not name:
         return "a name needs at least one character"
     if isinstance(value, dict):

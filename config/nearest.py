@@ -1,4 +1,4 @@
-"""Guesses which name was meant by a misspelt one, for error messages."""
+"""Guesses which name was meant by a misspelt word, for error messages."""
 
 from __future__ import annotations
 

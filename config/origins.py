@@ -1,4 +1,4 @@
-"""Web origins as browsers write them: the scheme, host and port of the page that makes a request."""
+"""Parses web origins, that is, the scheme, host and port of the page that makes a request, in the form that browsers send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The environment variables that OpenTelemetry has for every program: they fill the keys of `[traces]` that the file leaves out.
+"""Reads the environment variables that OpenTelemetry defines for every program: they fill the keys of `[traces]` that the file
+leaves out.
 
 Source: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/ and .../protocol/exporter/
 """
@@ -11,7 +12,7 @@ from urllib.parse import unquote
 
 from config.trace_endpoint import PATH
 
-_ENDPOINTS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"  # for traces alone, and for all signals
+_ENDPOINTS = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"  # for traces only, and for all signals
 _HEADERS = "OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS"
 _PROTOCOLS = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
 _SAMPLER, _SAMPLER_ARG = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
@@ -20,14 +21,14 @@ _RATIO_SAMPLER = "parentbased_traceidratio"
 
 
 class Given(NamedTuple):
-    """The value of a key. variable: where it comes from."""
+    """The value of a key. variable: the variable that sets it."""
 
     value: Any
     variable: str
 
 
 class BadVariable(Exception):
-    """A variable that cannot be used."""
+    """Raised for a variable that cannot be used."""
 
     def __init__(self, variable: str, message: str) -> None:
         super().__init__(f"{variable}: {message}")
@@ -40,7 +41,7 @@ def given(environment: Mapping[str, str]) -> dict[str, Given]:
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return {}
     if environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() not in ("", "otlp"):
-        return {}  # none, or an exporter that hearthd does not have
+        return {}  # "none", or an exporter that hearthd does not have
     found: dict[str, Given] = {}
     endpoint = _endpoint(environment)
     if endpoint is not None:
@@ -76,7 +77,7 @@ def _first(environment: Mapping[str, str], variables: Sequence[str]) -> Given | 
 def _endpoint(environment: Mapping[str, str]) -> Given | None:
     found, protocol = _first(environment, _ENDPOINTS), _first(environment, _PROTOCOLS)
     if found is not None and found.variable == _ENDPOINTS[1]:
-        found = Given(found.value.rstrip("/") + PATH, found.variable)  # each signal has its own path below it
+        found = Given(found.value.rstrip("/") + PATH, found.variable)  # the URL is a base: each signal has its own path below it
     if found is not None and protocol is not None and protocol.value not in ("http/json", "http/protobuf"):
         raise BadVariable(
             protocol.variable,
@@ -101,7 +102,7 @@ def _sample(environment: Mapping[str, str]) -> Given | None:
 
 
 def _pairs(found: Given) -> dict[str, str]:
-    """Returns the pairs of a value such as `a=1,b=x%20y`, with their percent-encoding undone."""
+    """Returns the pairs of a value such as `a=1,b=x%20y`, with the percent-encoding decoded."""
     pairs = {}
     for part in found.value.split(","):
         name, equals, value = part.partition("=")

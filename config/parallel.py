@@ -8,31 +8,31 @@ from msgspec.structs import replace
 
 from config.schema import ModelConfig, ParallelConfig
 
-AUTO = "auto"  # as few devices as hold the model
+AUTO = "auto"  # the fewest devices that hold the model
 MOST_RANKS = 64
-KINDS = ("cpu",)  # of devices that models are split over
-SPECULATORS = ("auto", "none", "prompt-lookup")  # what may draft tokens for a split model; auto is then prompt lookup
+KINDS = ("cpu",)  # kinds of devices over which models are split
+SPECULATORS = ("auto", "none", "prompt-lookup")  # allowed for a split model, where auto means prompt lookup
 
 
 def num_ranks(settings: ModelConfig) -> int:
-    """Returns over how many devices the settings split the model; 1: it is whole, or "auto", for which `split_over` makes settings
-    with a number."""
+    """Returns the number of devices over which the settings split the model. It is 1 for a whole model, and for "auto", which
+    `split_over` replaces by a number."""
     return how.num_devices if isinstance(how := settings.parallel, ParallelConfig) else 1
 
 
 def fit_for_shares(settings: ModelConfig, devices: Sequence[str]) -> list[str]:
-    """Returns the devices that the model may be split over. devices: names of the node's devices."""
+    """Returns the devices over which the model may be split. devices: names of the node's devices."""
     return [name for name in settings.devices or devices if name.partition(":")[0] in KINDS]
 
 
 def split_over(settings: ModelConfig, devices: Sequence[str], how: ParallelConfig) -> ModelConfig:
-    """Returns the settings with a division in place of "auto". Devices that models are not split over are left out of them."""
+    """Returns the settings with a division in place of "auto", and without devices over which models are not split."""
     named = fit_for_shares(settings, devices) if settings.devices else []
     return replace(settings, parallel=how, devices=named)
 
 
 def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
-    """Returns why a model cannot be split as its settings say, or "". devices: names of the node's devices."""
+    """Returns why a model cannot be split as its settings ask, or "". devices: names of the node's devices."""
     ranks = num_ranks(settings)
     if ranks == 1:
         return ""
@@ -54,7 +54,7 @@ def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
 
 
 def _asked(settings: ModelConfig) -> str:
-    """Returns what the table says, as it says it."""
+    """Returns the division in the settings, in the words of the table."""
     assert isinstance(settings.parallel, ParallelConfig)
     return told(settings.parallel)
 

@@ -1,4 +1,5 @@
-"""The default paths of sockets, state and caches. Imports nothing slow, because the command line tool imports it at its start."""
+"""The default paths of sockets, state and caches. It imports nothing slow, because the command line tool imports it at its
+start."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ MAX_SOCKET_PATH_BYTES = 107
 
 
 def daemon_control_path() -> str:
-    """Returns where a daemon without a `control` setting creates its control socket: in the service's folder if it may write
-    there, else in the user's folder."""
+    """Returns the path at which a daemon without a `control` setting creates its control socket: in the service's folder if it may
+    write there, else in the user's folder."""
     service = os.path.dirname(SERVICE_CONTROL)
     if os.path.isdir(service) and os.access(service, os.W_OK):
         return SERVICE_CONTROL
@@ -21,8 +22,8 @@ def daemon_control_path() -> str:
 
 
 def daemon_status_path(control: str) -> str:
-    """Returns where a daemon without a `status_socket` setting creates its status socket, which every user may read: next to the
-    service's control socket. Returns "" (no status socket) for a daemon with another control socket."""
+    """Returns the path at which a daemon without a `status_socket` setting creates its status socket, which every user may read:
+    next to the service's control socket. Returns "" (no status socket) for a daemon with another control socket."""
     return SERVICE_STATUS if control == SERVICE_CONTROL else ""
 
 
@@ -37,7 +38,7 @@ def user_control_path() -> str:
 
 
 def state_dir() -> str:
-    """Returns the default folder for state: under systemd the first of STATE_DIRECTORY's folders (StateDirectory=, separated by
+    """Returns the default folder for state: under systemd the first folder in STATE_DIRECTORY (StateDirectory=, separated by
     colons), which is hearthd's; otherwise a folder below the user's home."""
     service = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
     return service or os.path.join(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "hearthd")

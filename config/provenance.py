@@ -1,5 +1,4 @@
-"""Tells where the value of each setting comes from: a flag, a line of a file, a variable of the environment, or nowhere, so that
-the default counts."""
+"""Tells where the value of each setting comes from: a flag, a line of a file, an environment variable, or the default."""
 
 from __future__ import annotations
 
@@ -21,8 +20,9 @@ Path = tuple[str, ...]
 
 
 class Setting(NamedTuple):
-    """The value of one key as the node uses it. key: its dotted path as in the file. source: "--flag", "FILE:LINE", "$VARIABLE",
-    or "" for the default. reload: LIVE or RESTART. waits: whether the file has another value, which needs a restart."""
+    """The value of one key that the node uses. key: its dotted path as in the file. source: "--flag", "FILE:LINE", "$VARIABLE", or
+    "" for the default. reload: LIVE or RESTART. waits: whether the file has another value, which takes effect only after a
+    restart."""
 
     key: str
     value: Any
@@ -35,15 +35,15 @@ class Sources:
     """Tells where keys were set when the settings were read."""
 
     def __init__(self, path: str | None, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
-        """path: the file that was read just now, with those of its conf.d; None if there is none. flags: by key. environment: as
-        for config.load."""
+        """path: the settings file that was just read, together with those of its conf.d; None if there is none. flags: values by
+        key. environment: as in config.load."""
         self._flags = {key: flag_name(key) for key in flags}
-        self._variables: dict[str, str] = {}  # by key of [traces]
-        with contextlib.suppress(otel_environment.BadVariable):  # then the settings were refused
+        self._variables: dict[str, str] = {}  # key of [traces] -> variable
+        with contextlib.suppress(otel_environment.BadVariable):  # if a variable is bad, the settings were refused
             self._variables = {key: given.variable for key, given in otel_environment.given(environment).items()}
         self._texts: list[tuple[str, str]] = []
         for file in present_files(path) if path else ():
-            with contextlib.suppress(OSError, ValueError), open(file, encoding="utf-8") as opened:  # replaced within the instant
+            with contextlib.suppress(OSError, ValueError), open(file, encoding="utf-8") as opened:  # it may have just been replaced
                 self._texts.append((file, opened.read()))
 
     @property
@@ -55,12 +55,12 @@ class Sources:
     def _lines(self) -> dict[Path, str]:
         found: dict[Path, str] = {}
         for file, text in self._texts:
-            with contextlib.suppress(ValueError):  # the file was replaced within the instant
+            with contextlib.suppress(ValueError):  # the file may have just been replaced
                 found |= {key: f"{file}:{line}" for key, line in locate.lines(text).items()}
         return found
 
     def of(self, *key: str) -> str:
-        """Returns the source of a key, given from the outermost table inwards, as in Setting."""
+        """Returns the source of a key, in the form of Setting.source. key: its parts from the outermost table inwards."""
         if len(key) == 1 and key[0] in self._flags:
             return self._flags[key[0]]
         line = self._lines.get(key, "")
@@ -70,8 +70,9 @@ class Sources:
 
 
 def settings(config: NodeConfig, sources: Sources, needs_restart: Collection[str] = ()) -> list[Setting]:
-    """Returns all of the node's settings in the schema's order, then `[traces]`, the entries of `[names]` and what models have set.
-    Secret values are hidden. config: as it is used. needs_restart: dotted keys whose value in the file is another one."""
+    """Returns all of the node's settings in the schema's order, then `[traces]`, the entries of `[names]` and the keys that are set
+    for models. Secret values are hidden. config: the settings in use. needs_restart: dotted keys whose value in the file differs
+    until a restart."""
     found = _of_struct(config, (), sources, needs_restart, skip=("names", "traces", "models"))
     found += _of_struct(config.traces, ("traces",), sources, needs_restart)
     found += [Setting(f'names."{name}"', targets, sources.of("names", name), LIVE, False) for name, targets in config.names.items()]
@@ -94,7 +95,7 @@ def _of_struct(
     skip: Collection[str] = (),
 ) -> list[Setting]:
     live = live_keys(type(struct)) if not isinstance(struct, SamplingDefaults) else set(struct.__struct_fields__)
-    prefix = "".join(f'"{part}".' if at == 1 else f"{part}." for at, part in enumerate(table))  # the second names a model
+    prefix = "".join(f'"{part}".' if at == 1 else f"{part}." for at, part in enumerate(table))  # the second part is a model's name
     return [
         Setting(
             prefix + key,

@@ -1,7 +1,7 @@
 """Prints the documentation of the settings: `python -m config.reference` prints docs/reference/config.md, `python -m
 config.reference example` config/example.toml.
 
-Both are made from config/schema.py alone, and a test compares them with the committed files.
+Both are generated only from config/schema.py, and a test compares them with the committed files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from config.load import flag_name
 from config.schema import ModelConfig, NodeConfig, SamplingDefaults, TracesConfig
 
-TABLES = ("names", "traces", "models")  # keys of the node whose values are tables, which no flag can give
+TABLES = ("names", "traces", "models")  # keys of the node whose values are tables, which cannot be set by flags
 _INTRO = """# Configuration
 
 Made from `config/schema.py` by `python -m config.reference`; do not edit by hand.
@@ -149,8 +149,8 @@ _NAMES = ('# "gpt-4*" = "meta/llama-3-8b"', '# "fast" = ["qwen3-4b", "qwen3-1.7b
 
 
 def example() -> str:
-    """Returns the text of config/example.toml: all keys, each with its default, or with an example where the default is empty.
-    All but `models_dir` are commented out."""
+    """Returns the text of config/example.toml: all keys, each with its default, or with an example if the default is empty. All
+    keys but `models_dir` are commented out."""
     lines = [
         "# Every key of hearthd. What is commented out shows the default, or an example where the default is empty.",
         "# Files conf.d/*.toml beside this one are read after it, in the order of their names; the later ones win key by key.",

@@ -10,14 +10,14 @@ import msgspec
 from config.schema import LIVE, ModelConfig, NodeConfig
 
 TLS_KEYS = ("tls_certificate", "tls_key", "tls_min_version", "tls_client_ca")
-# stands for a model that only one of the two files names
+# the settings of a model that only one of the two configurations names
 _DEFAULT_MODEL = ModelConfig()
 
 
 @dataclass(slots=True)
 class ReloadPlan:
-    """The result of a reload. effective: the running settings with the live keys of the new ones. applied: dotted live keys that
-    differ. needs_restart: the other dotted keys that differ."""
+    """The result of comparing settings. effective: the running settings, with the live keys of the new ones. applied: dotted live
+    keys that differ. needs_restart: the other dotted keys that differ."""
 
     effective: NodeConfig
     applied: list[str] = field(default_factory=list)
@@ -28,7 +28,7 @@ def plan(running: NodeConfig, new: NodeConfig) -> ReloadPlan:
     """Returns what changes when a node with the settings `running` reloads `new`. Both come from config.load, so `new` is already
     valid."""
     result = ReloadPlan(running)
-    # a file that is gone must not have keys sent in the clear, nor one that is new turn away every client
+    # switching TLS off would send keys in the clear, and switching it on would break every client, so both need a restart
     is_switched = bool(running.tls_certificate) != bool(new.tls_certificate)
     values = _merge(NodeConfig, running, new, "", result, skip=("models",), at_restart=TLS_KEYS if is_switched else ())
     models: dict[str, ModelConfig] = {}
@@ -49,7 +49,8 @@ def _merge(
     skip: tuple[str, ...] = (),
     at_restart: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """at_restart: live keys that this time need a restart."""
+    """Returns the new values of the live keys that differ, and adds all differing keys to `result`. at_restart: live keys that need
+    a restart this time."""
     live = live_keys(struct).difference(at_restart)
     values = {}
     for key in struct.__struct_fields__:

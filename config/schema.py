@@ -1,4 +1,4 @@
-"""Every setting of the node, with its default, its unit and whether a reload applies it. docs/reference/config.md is made from
+"""Every setting of the node, with its default, its unit and whether a reload applies it. docs/reference/config.md is generated from
 this file.
 
 The node's keys are one flat table, and each model has a table of its own (`[models."org/name"]`). The name of a duration ends in
@@ -56,9 +56,10 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a model is split over devices, from the key `parallel` of its table.
 
-    pipeline: into how many stages the layers are divided; each stage has tensor * expert devices. tensor: among how many
-    devices each matrix of a layer is divided. expert: into how many parts the experts of a layer are divided, whole ones; all
-    other matrices are divided among all devices of the stage. All 1: the model is whole."""
+    pipeline: the number of stages into which the layers are divided; each stage has tensor * expert devices. tensor: the number of
+    devices among which each matrix of a layer is divided. expert: the number of parts into which the experts of a layer are
+    divided, whole experts each; all other matrices are divided among all devices of the stage. If all are 1, the model is not
+    split."""
 
     tensor: int = 1
     expert: int = 1
@@ -214,7 +215,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TracesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the traces of requests go, from the table `[traces]`."""
+    """The destination and the settings of traces, from the table `[traces]`."""
 
     endpoint: Annotated[
         str,

@@ -1,4 +1,4 @@
-"""Where traces are sent to: the URL of a collector, or a socket on this machine."""
+"""The destination of traces: the URL of a collector, or a socket on this machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _FORM = 'must be http://HOST:PORT, https://HOST:PORT or unix:/PATH, as in "http:
 
 
 class TraceEndpoint(NamedTuple):
-    """url: what is posted to. socket: the path of the socket through which it is reached; "" for the network."""
+    """The destination of traces. url: the URL that is posted to. socket: the path of the socket through which it is reached; "" for
+    the network."""
 
     url: str
     socket: str = ""
 
 
 def parse(text: str) -> TraceEndpoint:
-    """Returns the endpoint that a setting names. /v1/traces is added to a URL without a path. Raises ValueError."""
+    """Parses the setting of the destination. /v1/traces is added to a URL without a path. Raises ValueError."""
     if text.startswith("unix:"):
         path = "/" + text.removeprefix("unix:").lstrip("/")
         if not text.removeprefix("unix:").startswith("/") or path == "/":
@@ -40,7 +41,7 @@ def parse(text: str) -> TraceEndpoint:
 
 
 def header_problem(name: str, value: str) -> str:
-    """Returns why a header cannot be sent, or "". The value is not in it, for it may be secret."""
+    """Returns why a header cannot be sent, or "". The text does not contain the value, which may be secret."""
     if not _HEADER_NAME.match(name):
         return f"must be a table of headers; {name!r} can be no header's name"
     if name.lower() in _OWN_HEADERS:

@@ -33,11 +33,11 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0
 _DURATION = re.compile(r"-?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h|d))+\Z")
 _DURATION_PART = re.compile(r"(\d+(?:\.\d*)?)([a-zµ]+)")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?\Z")
-_LONGEST_S = 100 * 365 * 86400.0  # longer is for ever: dates and timers have limits of their own
+_LONGEST_S = 100 * 365 * 86400.0  # longer durations count as for ever, because dates and timers have limits
 
 
 def parse_bytes(value: int | str) -> int:
-    """Returns a number of bytes: 512MiB -> 536870912, 1GB -> 10**9. Raises ValueError, which says what is allowed."""
+    """Returns a number of bytes: 512MiB -> 536870912, 1GB -> 10**9. Raises ValueError, whose message tells what is allowed."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"must be {SIZE_FORM}")
     if isinstance(value, int):
@@ -53,8 +53,8 @@ def parse_bytes(value: int | str) -> int:
 
 
 def parse_duration_s(value: float | str) -> float:
-    """Returns the seconds that a duration means: 90 -> 90.0, "1h30m" -> 5400.0, "forever" or anything below 0 -> inf. Raises
-    ValueError, which says what is allowed."""
+    """Returns a duration in seconds: 90 -> 90.0, "1h30m" -> 5400.0, "forever" or a negative number -> inf. Raises ValueError, whose
+    message tells what is allowed."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"must be {DURATION_FORM}")
     if isinstance(value, str):
@@ -100,8 +100,8 @@ def parse_budget(text: str, memory_bytes: int) -> int:
 
 
 def parse_size_or_share(value: int | str, memory_bytes: int) -> int:
-    """Returns the number of bytes that a setting means: "0" or 0, a size ("2GiB"), or a percentage of `memory_bytes` ("50%").
-    Raises ValueError."""
+    """Returns a setting's number of bytes: "0" or 0, a size ("2GiB"), or a percentage of `memory_bytes` ("50%"). Raises
+    ValueError."""
     return 0 if value in (0, "0") else parse_budget(str(value), memory_bytes)
 
 

@@ -13,7 +13,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def check(url: str) -> None:
-    """Raises ValueError unless the address can be used."""
+    """Raises ValueError if the address cannot be used."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -29,15 +29,15 @@ def check(url: str) -> None:
 
 
 def host_of(url: str) -> str:
-    """Returns host and port, by which messages name the server: `gpu2:8000`."""
+    """Returns the address's host and port, which name the server in messages: `gpu2:8000`."""
     parts = urlsplit(url)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return f"{host}:{parts.port or _PORTS[parts.scheme]}"
 
 
 def is_own_address(url: str, listen: str) -> bool:
-    """Returns whether the address is certainly that of the node which listens on `listen` (HOST:PORT). Other names of this machine
-    are found out when a request comes back."""
+    """Returns whether the address is certainly that of the node that listens on `listen` (HOST:PORT). Other names of this machine
+    are detected only when a request comes back."""
     parts = urlsplit(url)
     host, port = parse_listen(listen)
     if not port or (parts.port or _PORTS[parts.scheme]) != port:
