@@ -341,7 +341,8 @@ class _Handover:
         self._thread.start()
 
     def spawned(self) -> None:
-        """Closes the daemon's copy of the engine's end: either the engine has its own copy now, or it was not started."""
+        """Closes the daemon's copy of the engine's end of the socket, after the engine was started with its own copy, or was not
+        started."""
         self._theirs.close()
 
     def join(self) -> None:

@@ -27,8 +27,8 @@ def plan(node: NodeParts, name: str) -> dict[str, Any]:
 
 
 def room(node: NodeParts, text: str, device: str) -> list[dict[str, Any]]:
-    """Returns for each device, or the given one, which models would leave to free the bytes. text: a size. device: "" for all.
-    Raises HearthError for an invalid size or an unknown device."""
+    """Returns, for each device or only the given one, the models that would leave to free this number of bytes. text: the size,
+    such as 8GiB. device: "" for all devices. Raises HearthError for an invalid size or an unknown device."""
     try:
         num_bytes = units.parse_bytes(int(text) if text.isascii() and text.isdigit() else text)
     except ValueError as error:

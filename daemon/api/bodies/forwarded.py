@@ -1,4 +1,4 @@
-"""The body of a request that another server answers. Only its outermost fields are told apart; their values are not decoded."""
+"""The body of a request that another server answers. Only its top-level fields are parsed; their values are not decoded."""
 
 from __future__ import annotations
 
