@@ -71,7 +71,8 @@ _LARGEST_LAYER_BYTES = 32 * 4096 * 2 * 8 * 128 * 4  # of attention's shapes, in 
 
 
 @numba.njit(parallel=True, fastmath=True)
-def _read(words: Any) -> Any:
+def read_all(words: Any) -> Any:
+    """Returns the sum of the words, which takes the time of reading them."""
     total = np.float32(0.0)
     for i in numba.prange(words.shape[0]):
         total += words[i]
@@ -113,8 +114,8 @@ def _memory() -> Tensor:
 def limits() -> dict[str, float]:
     matrices = _memory()[: READ_BYTES // 2].view(-1, 8192, 2048)
     words, x = matrices.view(-1).view(torch.float32).numpy(), _random(128, 2048)
-    _read(words[:1024])
-    read_s = seconds([lambda: _read(words)], min_s=0.6)
+    read_all(words[:1024])
+    read_s = seconds([lambda: read_all(words)], min_s=0.6)
     one_row_s = replayed_s([partial(ops.linear, x[:1], matrix) for matrix in matrices])
     gemm_s = seconds([lambda: functional.linear(x, matrices[0])], min_s=0.4)
     return {

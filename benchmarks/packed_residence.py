@@ -31,7 +31,7 @@ import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 
 from benchmarks.huge_pages import placed  # noqa: E402
-from benchmarks.kernels import COLD_BYTES, SHAPES, ops  # noqa: E402
+from benchmarks.kernels import COLD_BYTES, SHAPES, ops, read_all  # noqa: E402
 from benchmarks.run import machine, table  # noqa: E402
 from benchmarks.server import ROOT  # noqa: E402
 from engine.cpu.kernels import packed_linear  # noqa: E402
@@ -52,20 +52,12 @@ UNPACKING = Forms(packed_linear.unpack_rows_serial, packed_linear.unpack_rows_pa
 NO_BIAS = np.empty(0, np.uint16)
 
 
-@numba.njit(parallel=True, fastmath=True)
-def _read(words: Any) -> Any:
-    total = np.float32(0.0)
-    for i in numba.prange(words.shape[0]):
-        total += words[i]
-    return total
-
-
 def prepare(threads: int) -> None:
     ops.prepare("bfloat16", threads)
     for forms, signature in ((PRODUCT, packed_linear.PACKED_LINEAR), (UNPACKING, packed_linear.UNPACK_ROWS)):
         forms.serial.compile(signature)
         forms.parallel.compile(signature)
-    _read(np.zeros(8, np.float32))
+    read_all(np.zeros(8, np.float32))
 
 
 def held(values: Any) -> Any:
@@ -146,7 +138,7 @@ def timed(name: str, copies: Copies, num_rows: int, threads: int, seconds: float
     (plain, wanted), (packed, found) = copies.plain_products(x), copies.packed_products(x)
     words = copies.plain.view(-1).view(torch.float32).numpy()
     num = len(copies.plain)
-    plain_s, packed_s, read_s = (s / num for s in fastest([plain.run, packed.run, functools.partial(_read, words)], seconds))
+    plain_s, packed_s, read_s = (s / num for s in fastest([plain.run, packed.run, functools.partial(read_all, words)], seconds))
     plain_bytes = copies.plain[0].nbytes
     return {
         "matrix": name,
