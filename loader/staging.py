@@ -6,10 +6,11 @@ with ordinary pages, docs/performance.md).
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
@@ -39,8 +40,9 @@ class StagingRing:
         whole = np.frombuffer(self._map, np.uint8)
         start = -whole.ctypes.data % HUGE_PAGE_BYTES
         self._bytes = whole[start : start + num_slots * slot_bytes]
+        self._begin = self._bytes.ctypes.data
         self._lost: set[int] = set()  # addresses of slots that a read holds which does not return
-        self._spare: list[memoryview] = []  # those of them that came back
+        self._num_too_many = 0  # further slots that stand in for one that came back
         self._lock = threading.Lock()  # of the two above
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         for slot in range(num_slots):
@@ -49,7 +51,7 @@ class StagingRing:
     @property
     def span(self) -> tuple[int, int]:
         """Returns (address, bytes) of the memory range that all slots make up."""
-        return self._bytes.ctypes.data, len(self._bytes)
+        return self._begin, len(self._bytes)
 
     def prepare(self) -> None:
         """Touches every page. Otherwise the first load does so and has to wait for it."""
@@ -62,18 +64,29 @@ class StagingRing:
     def give_back(self, slot: memoryview) -> None:
         """Makes the slot free again. May be called from any thread, once nothing reads from the slot any more."""
         with self._lock:
-            if self._lost and (address := _address(slot)) in self._lost:  # another one stands in for it
-                self._lost.discard(address)
-                self._spare.append(slot)
-                return
-        self._free.put(slot)
+            if self._lost and _address(slot) in self._lost:
+                self._lost.discard(_address(slot))
+                self._num_too_many += 1
+            if not self._is_too_many(slot):
+                self._free.put(slot)
+            for _ in range(self._free.qsize() if self._num_too_many else 0):
+                with contextlib.suppress(Empty):
+                    if not self._is_too_many(other := self._free.get_nowait()):
+                        self._free.put(other)
 
     def replace(self, slot: memoryview) -> None:
-        """Puts another slot in the place of one that a read holds which does not return. `give_back` takes it once it does."""
+        """Puts a further slot in the place of one that a read holds which does not return. Once it does and `give_back` takes the
+        slot, the further one is unmapped."""
         with self._lock:
             self._lost.add(_address(slot))
-            other = self._spare.pop() if self._spare else self._another()
-        self._free.put(other)
+        self._free.put(self._another())
+
+    def _is_too_many(self, slot: memoryview) -> bool:
+        """Returns whether a slot is to be dropped, and counts it as dropped then."""
+        if not self._num_too_many or self._begin <= _address(slot) < self._begin + len(self._bytes):
+            return False
+        self._num_too_many -= 1
+        return True
 
     def _another(self) -> memoryview:
         """Maps a further slot, on ordinary pages."""

@@ -30,6 +30,7 @@ from tests.chaos.world import FAR, MODELS, World, started, versions_for
 PAUSE_S = 0.4  # the longest between two acts
 SHORT_S = 120.0  # a run that is shorter leaves acts out that may take as long
 SHOWN_LINES = 40  # of the log, where something has leaked
+TRACEBACK_LINES = 60  # from its beginning on, so that the error at its end is among them
 
 
 def in_turn(acts: Sequence[Act], draw: random.Random) -> Iterator[Act]:
@@ -107,7 +108,8 @@ def run(
     if leaked:
         say("\n".join(log.splitlines()[-SHOWN_LINES:]))
     faults = [*clients.faults, *leaked]
-    faults += [f"a traceback in the log: {part.strip()[:2000]}" for part in log.split("Traceback (most recent call last)")[1:]]
+    tracebacks = [part.strip().splitlines()[:TRACEBACK_LINES] for part in log.split("Traceback (most recent call last)")[1:]]
+    faults += ["a traceback in the log: " + "\n".join(lines) for lines in tracebacks]
     for fault in faults[num_told:]:
         say(f"FAULT {fault}")
     return {

@@ -38,22 +38,28 @@ def holdings(node: ServiceNode) -> dict[str, Any]:
     assert node.process is not None
     daemon = psutil.Process(node.process.pid)
     end_s = time.monotonic() + IDLE_S
-    while ((kinds := _kinds(daemon))["other_processes"] or kinds["engines"] < len(node.devices)) and time.monotonic() < end_s:
+    while ((kinds := _kinds(daemon))["other_processes"] or len(_engines(node)) < len(node.devices)) and time.monotonic() < end_s:
         time.sleep(0.2)
     assert node.notify is not None
     node.notify.read()
     status = node.json("status")
-    pids = {device["name"]: device["pid"] for device in status["devices"]}
+    pids = _engines(node)
     tier = status["host_tier"]
     return {
         "daemon": _of(daemon),
-        **{f"engine {name}": _of(psutil.Process(pid)) for name, pid in pids.items() if pid},
-        **{kind: kinds[kind] for kind in ("engines", "fork_servers", "text_processes", "scans", "other_processes", "zombies")},
+        **{f"engine {name}": _of(psutil.Process(pid)) for name, pid in pids.items()},
+        "engines": len(pids),
+        **{kind: kinds[kind] for kind in ("fork_servers", "text_processes", "scans", "other_processes", "zombies")},
         "stored": len(node.notify.stored),
         "chunks_in_use": _chunks_in_use(node),
         "host_tier_bytes": tier["bytes"] - tier["free_bytes"],
         "requests": status["requests"],
     }
+
+
+def _engines(node: ServiceNode) -> dict[str, int]:
+    """Returns the process of each device's engine that is there. It is no child of the daemon's if its fork server was killed."""
+    return {device["name"]: device["pid"] for device in node.json("status")["devices"] if device["pid"]}
 
 
 def leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

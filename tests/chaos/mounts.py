@@ -23,7 +23,7 @@ def slow_mount(world: World) -> None:
     def come_and_go() -> None:
         with _mounted(world) as mount:
             mount.read_s = read_s
-            if _is_listed(world, FAR):
+            if _until_listed(world, True):
                 world.clients.one(request)
 
     if world.may_mount:
@@ -52,6 +52,7 @@ def mount_that_hangs(world: World) -> None:
 def _mounted(world: World) -> Iterator[SlowMount]:
     """Yields a mount below the models folder on which there is a copy of the first model."""
     at = world.node.models / FAR
+    _until_listed(world, False)  # an earlier one may still be, until the scan that finds it gone
     at.mkdir()
     mount = SlowMount(world.node.folder / FAR, at)
     try:
@@ -63,13 +64,13 @@ def _mounted(world: World) -> Iterator[SlowMount]:
         at.rmdir()
 
 
-def _is_listed(world: World, model: str) -> bool:
-    """Waits until the model is there; returns False, with a complaint, if it does not come."""
+def _until_listed(world: World, is_there: bool) -> bool:
+    """Waits until the model on the mount is listed, or is not; returns False, with a complaint, if that does not come."""
     end = time.monotonic() + LISTED_S
     while time.monotonic() < end:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{world.clients.url}/v1/models", timeout=5) as answer:
-            if model in {each["id"] for each in json.load(answer)["data"]}:
+            if (FAR in {each["id"] for each in json.load(answer)["data"]}) is is_there:
                 return True
         time.sleep(0.2)
-    world.complain(f"{model} was not listed within {LISTED_S:g} s")
+    world.complain(f"{FAR} was {'not listed' if is_there else 'still listed'} after {LISTED_S:g} s")
     return False

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from loader import file_calls, file_reader, weight_stream
@@ -130,19 +131,26 @@ def test_a_cancelled_load_leaves_reads_behind_that_do_not_return(mount: Mount, s
     assert all(bytes(slot) == b"\x55" * SLOT_BYTES for slot in taken)
 
 
-def test_slots_that_come_back_stand_in_for_the_next_that_are_lost(mount: Mount, source: OpenCheckpoint) -> None:
-    ring = StagingRing(1, SLOT_BYTES)
-    first = ring.take()
-    ring.replace(first)
-    second = ring.take()
-    first[:] = b"1" * SLOT_BYTES
-    ring.give_back(first)
-    assert ring._free.empty(), "one slot is in use, and there is one"
-    ring.replace(second)
-    third = ring.take()
-    assert bytes(third) == b"1" * SLOT_BYTES
-    ring.give_back(third)
-    assert bytes(ring.take()) == b"1" * SLOT_BYTES
+def address(slot: memoryview) -> int:
+    return np.frombuffer(slot, np.uint8).ctypes.data
+
+
+def test_slots_that_stood_in_are_dropped_when_the_lost_ones_come_back() -> None:
+    ring = StagingRing(2, SLOT_BYTES)
+    own = [ring.take(), ring.take()]
+    for slot in own:
+        ring.replace(slot)
+    in_use, further = ring.take(), ring.take()
+    assert not {address(in_use), address(further)} & {address(slot) for slot in own}
+    ring.give_back(further)  # as nothing is too many yet
+    ring.give_back(own[0])  # in place of the one that is free
+    assert ring._free.qsize() == 1
+    ring.replace(in_use)  # what stood in is lost, too
+    ring.give_back(in_use)
+    ring.give_back(own[1])
+    assert {address(ring.take()), address(ring.take())} == {address(slot) for slot in own}
+    assert ring._free.empty()
+    assert ring._num_too_many == 0
 
 
 def test_a_load_goes_on_when_the_file_system_answers_again(mount: Mount, source: OpenCheckpoint) -> None:
