@@ -19,7 +19,8 @@ MOST_TEXT = 1 + 6  # the text helper; workers for models, for bodies and for gra
 MOST_SCANS = 1  # it ends some seconds after the last scan
 
 NONE_OF = ("zombies", "other_processes", "chunks_in_use", "host_tier_bytes", "requests")
-SAME = ("engines", "fork_servers")
+MOST_FORK_SERVERS = 1  # none if it was killed and no engine was started since
+SAME = ("engines",)
 # How much more than before of each may be held: what differs from run to run without a leak. Processes for texts and connections
 # come and go; mappings and memory follow what was computed last.
 MORE = {
@@ -66,7 +67,8 @@ def leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Returns what is held at the end and should not be, in words."""
     found = [f"at the end {name} is {after[name]}" for name in NONE_OF if after[name]]
     found += [f"{name}: {before[name]} before, {after[name]} after" for name in SAME if after[name] != before[name]]
-    for name, most in (("text_processes", MOST_TEXT), ("scans", MOST_SCANS), ("stored", MOST_STORED)):
+    most_of = {"text_processes": MOST_TEXT, "scans": MOST_SCANS, "stored": MOST_STORED, "fork_servers": MOST_FORK_SERVERS}
+    for name, most in most_of.items():
         if after[name] > most:
             found.append(f"at the end {name} is {after[name]}, more than {most}")
     for process, was in before.items():

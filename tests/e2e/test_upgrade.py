@@ -32,6 +32,7 @@ def test_fifty_streams_over_an_upgrade_and_back(tmp_path: Path, notify: NotifySo
             node.tree = version.tree
             node.restart(RESTART)
             assert node.json("status")["version"] == version.name
+            node.wait_for(lambda: loads(node), "the model is there again")
             assert [event["bytes_read"] for event in loads(node)] == [0]
         assert handed_over(node)[0] == NUM, "some had ended before the upgrade"
         for at, stream in enumerate(running):

@@ -24,7 +24,7 @@ from engine.memory.weight_range import WeightRange
 from engine.protocol import Evicted, EvictModel, LoadDone, LoadFailed
 from loader import checksum, weight_stream
 from loader.errors import ReadFailed
-from loader.file_reader import Fetched, FileReader
+from loader.file_reader import Fetched, Fetching, FileReader
 from loader.range_plan import Read
 from tests.engine.engine_process import load_message
 from tests.engine.model_bench import CASES
@@ -234,7 +234,7 @@ def test_the_tier_fills_while_the_file_is_read(folder: Path, monkeypatch: pytest
         reads[:] = plan(*args)
         return reads
 
-    def fetch_last_behind_the_copy(reader: FileReader, read: Read) -> Fetched:
+    def fetch_last_behind_the_copy(reader: FileReader, read: Read, at: Fetching) -> Fetched:
         if read is reads[-1]:
             waits(lambda: ended.qsize() == len(reads) - 1)
             places = [place for each in reads for place in each.places]
@@ -243,7 +243,7 @@ def test_the_tier_fills_while_the_file_is_read(folder: Path, monkeypatch: pytest
             others = [slots[piece] for piece in range(num_pieces) if piece not in missing]
             assert len(others) > num_pieces / 2
             waits(lambda: all(bench.tier.slot(slot).any() for slot in others))
-        fetched = fetch(reader, read)
+        fetched = fetch(reader, read, at)
         ended.put(read)
         return fetched
 
@@ -263,14 +263,14 @@ def test_a_load_that_ends_half_way_leaves_the_slots_to_others(folder: Path, monk
     bench = TierBench(folder)
     fetch, lock, begun = FileReader.fetch, threading.Lock(), [0]
 
-    def stopped(reader: FileReader, read: Read) -> Fetched:
+    def stopped(reader: FileReader, read: Read, at: Fetching) -> Fetched:
         with lock:
             begun[0] += 1
             if begun[0] == 6:
                 if not cancel:
                     raise ReadFailed("model.safetensors", "w", "bad sector")
                 waits(bench.lifecycle.lives["llama"].load.cancelled.is_set)
-        return fetch(reader, read)
+        return fetch(reader, read, at)
 
     monkeypatch.setattr(FileReader, "fetch", stopped)
     bench.lifecycle.load(bench.spec("llama", keep_slots=list(range(12))))
