@@ -118,6 +118,8 @@ class FileCalls:
         while not wait([future], LOOK_EVERY_S).done:
             if self._cancelled() and not wait([future], LEAVE_AFTER_S).done:
                 raise ReadCancelled(f"{self._name}: cancelled while the file system did not answer")
+            if not self._thread.is_alive() and not future.done():
+                raise MemoryError(f"{self._name}: the thread that calls the file system has ended")
         return future.result()
 
     def _run(self) -> None:
@@ -126,4 +128,4 @@ class FileCalls:
             try:
                 future.set_result(work())
             except BaseException as error:  # raised again by `run`
-                future.set_exception(error)
+                future.set_exception(error)  # if there is no memory for that, the thread ends, which `run` sees

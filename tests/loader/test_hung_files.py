@@ -221,6 +221,19 @@ def test_calls_return_and_raise_what_the_work_does() -> None:
         assert calls.run(threading.current_thread) is not threading.current_thread()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_has_no_memory_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise MemoryError
+
+    with FileCalls("m", lambda: False) as calls:
+        for name in ("set_result", "set_exception"):
+            monkeypatch.setattr(file_calls.Future, name, none_left)
+        with pytest.raises(MemoryError, match="m: the thread that calls the file system has ended"):
+            calls.run(lambda: 7)
+        monkeypatch.undo()
+
+
 def raise_(error: Exception) -> None:
     raise error
 
