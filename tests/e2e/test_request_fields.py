@@ -212,13 +212,18 @@ def test_an_engine_killed_under_them_changes_nothing(node: Node) -> None:
 
 def test_a_salt_goes_with_its_request_to_the_next_engine(node: Node, client: openai.OpenAI) -> None:
     prompt = "computed again behind its own salt only " * 6
-    stream = client.completions.create(
-        model="oak", prompt=prompt, max_tokens=1200, stream=True, extra_body={"cache_salt": "C", "ignore_eos": True}
-    )
-    next(iter(stream))
-    (pid,) = node.engine_pids()
-    os.kill(pid, signal.SIGKILL)
-    assert sum(len(chunk.choices) for chunk in stream) > 0, "the request goes on in another engine"
-    assert cached(client, prompt, cache_salt="D") == 0
-    assert cached(client, prompt) == 0
-    assert cached(client, prompt, cache_salt="C") > 0
+    for attempt in range(4):
+        salt = f"C{attempt}"
+        stream = client.completions.create(
+            model="oak", prompt=prompt, max_tokens=1200, stream=True, extra_body={"cache_salt": salt, "ignore_eos": True}
+        )
+        next(iter(stream))
+        (pid,) = node.engine_pids()
+        os.kill(pid, signal.SIGKILL)
+        assert sum(len(chunk.choices) for chunk in stream) > 0
+        assert cached(client, prompt, cache_salt="D") == 0
+        assert cached(client, prompt) == 0
+        if cached(client, prompt, cache_salt=salt) > 0:
+            return
+        # On a busy machine a stream of 0.2 s may have ended before the kill: its blocks went with the engine.
+    raise AssertionError("no next engine kept the blocks of the request that it went on with under their salt")
