@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.cpu.kernels.bits import narrow_bits
+from engine.cpu.kernels.bits import narrow_bits, prefetch_line
 from engine.cpu.kernels.vectors import I32, I64, fma, fold, shuffle, vector
 from engine.cpu.kernels.widened_tiles import HAS_32_REGISTERS, WIDTH, call_own, with_data
 
@@ -27,7 +27,6 @@ ONE_VECTORS = min(_MOST_SUMS, COLUMNS // WIDTH)
 SOME_VECTORS = 4 if HAS_32_REGISTERS else 2
 UP_ROWS = 4  # tokens of a tile with "up", which reads one number of each token for a vector of columns
 _LINE_BYTES = 64
-_NEAR = 2  # the cache that lines are fetched into, as llvm.prefetch numbers them
 
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(I32, WIDTH)
 _Two = tuple[Any, Any]  # two vectors of float32
@@ -59,12 +58,6 @@ def _store_two(builder: ir.IRBuilder, element: types.Type, values: _Two, data: A
     even, odd = (builder.zext(narrow_bits(builder, value), _WORDS) for value in values)
     pairs = builder.or_(even, builder.shl(odd, vector(_WORDS, 16)))
     builder.store(pairs, builder.bitcast(builder.gep(data, [at]), _WORDS.as_pointer()), align=2)
-
-
-def _prefetch(builder: ir.IRBuilder, data: Any, at: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [data.type, I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [builder.gep(data, [at]), I32(0), I32(_NEAR), I32(1)])  # read, data
 
 
 def _zeros(builder: ir.IRBuilder, count: int) -> list[Any]:
@@ -123,7 +116,7 @@ def down_tile(num_rows: int, num_ranks: int) -> Any:
             with cgutils.for_range_slice(builder, I64(0), num_inputs, I64(step)) as (k, _):
                 for line in range(0, step, _line_elements(element)) if num_rows == 1 else ():
                     for at in down_rows:
-                        _prefetch(builder, downs, builder.add(builder.add(at, ahead), builder.add(k, I64(line))))
+                        prefetch_line(builder, builder.gep(downs, [builder.add(builder.add(at, ahead), builder.add(k, I64(line)))]))
                 for first in range(0, step, 2 * WIDTH):
                     columns = [_load_two(builder, element, downs, _sum(builder, at, k, I64(first))) for at in down_rows]
                     owns = [_load_two(builder, element, rows, _sum(builder, at, k, I64(first))) for at in x_rows]
@@ -183,7 +176,7 @@ def up_tile(num_rows: int, num_vectors: int) -> Any:
                 place = builder.add(up_begin, builder.mul(j, up_row))
                 if num_rows == 1:
                     for column in range(0, num_vectors * WIDTH, _line_elements(element)):
-                        _prefetch(builder, ups, builder.add(place, I64(num_vectors * WIDTH + column)))
+                        prefetch_line(builder, builder.gep(ups, [builder.add(place, I64(num_vectors * WIDTH + column))]))
                 twos = [_load_two(builder, element, ups, builder.add(place, I64(v * WIDTH))) for v in range(0, num_vectors, 2)]
                 columns = [column for two in twos for column in two]
                 for r, at in enumerate(source_rows):

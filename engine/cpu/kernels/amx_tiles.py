@@ -24,7 +24,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.cpu.kernels.amx import TILE_ROW_BYTES, TILE_ROWS
-from engine.cpu.kernels.vectors import BFLOATS, HALF_BFLOATS, I32, I64, LANES, PAIRS, SUMS, fma, shuffle, vector
+from engine.cpu.kernels.bits import prefetch_line
+from engine.cpu.kernels.vectors import BFLOATS, HALF_BFLOATS, I64, LANES, PAIRS, SUMS, fma, shuffle, vector
 
 TILE, STEP_BYTES = TILE_ROWS, TILE_ROW_BYTES  # rows of a tile, also words of a column; bytes of a row
 TILE_WORDS, WORD_BYTES = TILE * TILE, 4
@@ -128,7 +129,7 @@ def tile_products(num_columns: int, packs: bool) -> Any:
             else:
 
                 def fetch(k: Any) -> None:
-                    rows.each(first, end, lambda n, place: _prefetch(builder, builder.gep(place, [k])))
+                    rows.each(first, end, lambda n, place: prefetch_line(builder, builder.gep(place, [k])))
 
             _multiply(context, builder, signature, args, num_columns, weight.dtype == types.int8 and not packs, own_rows, fetch)
             if packs:  # the steps that are left, if there are more of them than were multiplied
@@ -202,7 +203,7 @@ class _Rows:
         def copy(row: Any, place: Any) -> None:
             to, source = builder.gep(step, [builder.mul(row, _constant(STEP_BYTES))]), builder.gep(place, [at])
             _store(builder, _as_bfloats(builder, source) if self._of_int8 else _load(builder, source, PAIRS), to)
-            _prefetch(builder, builder.gep(source, [_constant(_PACKED_AHEAD_BYTES)]), 3)
+            prefetch_line(builder, builder.gep(source, [_constant(_PACKED_AHEAD_BYTES)]), 3)
 
         self.each(first, end, copy)
 
@@ -226,7 +227,7 @@ class _InTurn:
         builder.store(builder.sub(left, some), self._left)
         with cgutils.for_range_slice(builder, _constant(0), some, _constant(1)):
             place, column = builder.load(self._place), builder.load(self._column)
-            _prefetch(builder, builder.gep(place, [column]))
+            prefetch_line(builder, builder.gep(place, [column]))
             column = builder.add(column, _constant(STEP_BYTES))
             is_over = builder.icmp_signed("==", column, self._row_bytes)
             builder.store(builder.select(is_over, _constant(0), column), self._column)
@@ -235,13 +236,6 @@ class _InTurn:
             begins_half = builder.and_(is_over, builder.icmp_signed("==", row, _constant(TILE)))
             apart = builder.select(begins_half, builder.add(rows.stride, rows.jump), rows.stride)
             builder.store(builder.select(is_over, builder.gep(place, [apart]), place), self._place)
-
-
-def _prefetch(builder: ir.IRBuilder, address: Any, nearness: int = 2) -> None:
-    """Prefetches into the second-level cache, which has space for a panel. nearness 3: into the first-level cache."""
-    kind = ir.FunctionType(ir.VoidType(), [_BYTES, I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [address, *(ir.Constant(I32, value) for value in (0, nearness, 1))])
 
 
 def _multiply(

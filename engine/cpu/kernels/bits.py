@@ -22,7 +22,7 @@ from engine.host import processor
 # Sums may be reordered, but NaN and infinity keep their meaning, so that rows with such logits are found.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 HAS_BFLOAT16_PRODUCTS = processor.runs("bfloat16_pairs")  # the same instructions also convert to bfloat16
-_I32 = ir.IntType(32)
+_I32, _BYTES = ir.IntType(32), ir.IntType(8).as_pointer()
 _LINE_BYTES = 64
 
 
@@ -100,16 +100,22 @@ def narrow(typing_context: Any, value: Any, like: Any) -> Any:
     return like(types.float32, like), identity if like == types.float32 else to_bfloat16
 
 
+def prefetch_line(builder: ir.IRBuilder, address: Any, nearness: int = 2) -> None:
+    """Emits a prefetch of the cache line at an address, for reading, into the second-level cache. nearness 3: into the first-level
+    cache. The address may be out of range, because nothing is read."""
+    kind = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    read, is_data = ir.Constant(_I32, 0), ir.Constant(_I32, 1)
+    builder.call(function, [builder.bitcast(address, _BYTES), read, ir.Constant(_I32, nearness), is_data])
+
+
 def _ask_for(offsets: Iterable[int], nearness: int, context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> None:
     """Prefetches the cache lines at `offsets` bytes after array[index], for reading. nearness: 3 for the first-level cache, 2 for
     the second."""
     data = context.make_array(array_type)(context, builder, array).data
-    begin = builder.bitcast(builder.gep(data, [index]), ir.IntType(8).as_pointer())
-    kind = ir.FunctionType(ir.VoidType(), [begin.type, _I32, _I32, _I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    begin = builder.bitcast(builder.gep(data, [index]), _BYTES)
     for offset in offsets:
-        address = builder.gep(begin, [ir.Constant(ir.IntType(64), offset)])
-        builder.call(function, [address, ir.Constant(_I32, 0), ir.Constant(_I32, nearness), ir.Constant(_I32, 1)])  # read, data
+        prefetch_line(builder, builder.gep(begin, [ir.Constant(ir.IntType(64), offset)]), nearness)
 
 
 @intrinsic

@@ -21,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS, narrow_bits
+from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS, narrow_bits, prefetch_line
 from engine.cpu.kernels.vectors import FLOAT, I32, I64, LANES, PAIRS, SUMS, add_products, fma, fold, shuffle, splat, vector
 from engine.host import processor
 
@@ -35,7 +35,6 @@ _INT4 = tuple(range(-8, 8))
 _MOST_ZERO = 16  # GPTQ stores zero points as a number that is one less
 _BYTE = ir.IntType(8)
 _BYTES, _WORDS = ir.VectorType(_BYTE, LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
-_READ_SOON = (0, 3, 1)  # arguments of llvm.prefetch: for reading, into the first-level cache, of data
 
 
 def _bfloat16_bits(value: float) -> int:
@@ -249,12 +248,9 @@ def four_bits_tile(num_rows: int) -> Any:
             totals = [cgutils.alloca_once_value(builder, vector(SUMS, 0.0)) for _ in range(num_rows * OUTPUTS)]
             for total in totals:
                 builder.store(vector(SUMS, 0.0), total)
-            prefetch = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(ir.VoidType(), [weights.type, I32, I32, I32]), "llvm.prefetch.p0"
-            )
             with cgutils.for_range_slice(builder, I64(0), count, I64(1)) as (group, _):
                 line = builder.add(builder.add(begin, ahead_by), builder.mul(group, I64(OUTPUTS * GROUP_BYTES)))
-                builder.call(prefetch, [builder.gep(weights, [line]), *(I32(value) for value in _READ_SOON)])
+                prefetch_line(builder, builder.gep(weights, [line]), 3)
                 inputs: list[Any] = []
                 for r in range(num_rows):
                     at = builder.add(builder.add(x_begin, builder.mul(row_width, I64(r))), builder.mul(group, I64(GROUP)))

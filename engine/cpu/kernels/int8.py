@@ -18,9 +18,9 @@ from numba import float32, int8, int32, njit, prange, types, void
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.cpu.kernels.bits import FASTMATH, bits_of_float, float_of_bits, magnitude, named, narrow, widen
+from engine.cpu.kernels.bits import FASTMATH, bits_of_float, float_of_bits, magnitude, named, narrow, prefetch_line, widen
 from engine.cpu.kernels.tiles import fold_sums
-from engine.cpu.kernels.vectors import I32, I64, LANES, PAIRS, vector
+from engine.cpu.kernels.vectors import I64, LANES, PAIRS, vector
 from engine.host import processor
 
 STEP = 64  # int8 values in a vector
@@ -63,9 +63,7 @@ def digit_tile(num_columns: int) -> Any:
                 return builder.load(builder.bitcast(builder.gep(base, [place]), PAIRS.as_pointer()), align=1)
 
             def prefetch(place: Any) -> None:
-                kind = ir.FunctionType(ir.VoidType(), [weights.type, I32, I32, I32])
-                function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-                builder.call(function, [builder.gep(weights, [place]), *(ir.Constant(I32, value) for value in (0, 3, 1))])
+                prefetch_line(builder, builder.gep(weights, [place]), 3)
 
             def add_products(total: Any, unsigned: Any, signed: Any) -> Any:
                 kind = ir.FunctionType(PAIRS, [PAIRS] * 3)

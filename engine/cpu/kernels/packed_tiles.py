@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS
+from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS, prefetch_line
 from engine.cpu.kernels.vectors import I32, I64, PAIRS, SUMS, Loader, add_products, fenced, fold, shuffle, splat, vector
 from engine.host import processor
 from loader.packed_rows import BLOCK, NUM_PLANES, ORDER, PANEL_ROWS
@@ -34,7 +34,6 @@ _WORDS = ir.VectorType(ir.IntType(16), BLOCK // 2)
 _PLACES = [ORDER.index(weight) for weight in range(BLOCK)]
 # of a vector of bytes and one of exponents, those of the first 32 weights, and of the others
 _HALVES = [[number for place in places for number in (place, BLOCK + place)] for places in (_PLACES[:32], _PLACES[32:])]
-_SECOND_CACHE = 2  # the locality argument of llvm.prefetch
 
 
 def _load(builder: ir.IRBuilder, data: Any, at: Any, kind: ir.Type, align: int = 1) -> Any:
@@ -44,12 +43,6 @@ def _load(builder: ir.IRBuilder, data: Any, at: Any, kind: ir.Type, align: int =
 def _call(builder: ir.IRBuilder, name: str, kind: ir.Type, args: list[Any]) -> Any:
     function = ir.FunctionType(kind, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, function, name), args)
-
-
-def _prefetch(builder: ir.IRBuilder, data: Any, at: Any) -> None:
-    address = builder.bitcast(builder.gep(data, [at]), _BYTE.as_pointer())
-    args = [address, I32(0), I32(_SECOND_CACHE), I32(1)]  # read, data
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), args)
 
 
 def _opaque(builder: ir.IRBuilder, value: int) -> Any:
@@ -110,10 +103,10 @@ def unpack_block(
             context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 1, 4, 6)
         )
         own = builder.mul(args[2], I64(BLOCK))
-        _prefetch(builder, bytes_data, builder.add(own, I64(_AHEAD)))
+        prefetch_line(builder, builder.gep(bytes_data, [builder.add(own, I64(_AHEAD))]))
         planes_at = builder.mul(args[2], I64(NUM_PLANES))
-        _prefetch(builder, planes_data, builder.add(planes_at, I64(_AHEAD_PLANES)))
-        _prefetch(builder, escapes_data, builder.add(args[5], I64(_AHEAD_ESCAPES)))
+        prefetch_line(builder, builder.gep(planes_data, [builder.add(planes_at, I64(_AHEAD_PLANES))]))
+        prefetch_line(builder, builder.gep(escapes_data, [builder.add(args[5], I64(_AHEAD_ESCAPES))]))
         planes = [_load(builder, planes_data, builder.add(planes_at, I64(plane)), I64, 8) for plane in range(NUM_PLANES)]
         base_lanes = splat(builder, args[3], _BYTES)
         weights, escaped = _decoded(builder, _load(builder, bytes_data, own, _BYTES), planes, base_lanes, escapes_data, args[5])
@@ -171,10 +164,10 @@ def packed_tile(num_rows: int) -> Any:
                 own = builder.add(first_block, builder.mul(builder.udiv(k, I64(BLOCK)), I64(PANEL_ROWS)))
                 bytes_at, planes_at = builder.mul(own, I64(BLOCK)), builder.mul(own, I64(NUM_PLANES))
                 for n in range(PANEL_ROWS):
-                    _prefetch(builder, bytes_data, builder.add(bytes_at, I64(_AHEAD + n * BLOCK)))
+                    prefetch_line(builder, builder.gep(bytes_data, [builder.add(bytes_at, I64(_AHEAD + n * BLOCK))]))
                 for line in range(0, PANEL_ROWS * NUM_PLANES, _LINE_PLANES):
-                    _prefetch(builder, planes_data, builder.add(planes_at, I64(_AHEAD_PLANES + line)))
-                _prefetch(builder, escapes_data, builder.add(builder.load(place), I64(_AHEAD_ESCAPES)))
+                    prefetch_line(builder, builder.gep(planes_data, [builder.add(planes_at, I64(_AHEAD_PLANES + line))]))
+                prefetch_line(builder, builder.gep(escapes_data, [builder.add(builder.load(place), I64(_AHEAD_ESCAPES))]))
                 inputs = []
                 for row_at in rows_at:
                     at = builder.add(row_at, k)

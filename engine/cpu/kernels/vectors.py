@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS, BFloat
+from engine.cpu.kernels.bits import HAS_BFLOAT16_PRODUCTS, BFloat, prefetch_line
 
 LANES = 16  # float32 values in a vector
 
@@ -51,11 +51,7 @@ class Loader:
 
     def prefetch(self, at: Any, nearness: int = 3) -> None:
         """Prefetches the cache line of the element at index `at`, into the first-level cache (nearness 3) or the second (2)."""
-        builder = self._builder
-        kind = ir.FunctionType(ir.VoidType(), [self._data.type, I32, I32, I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, keep, is_data = (ir.Constant(I32, value) for value in (0, nearness, 1))
-        builder.call(function, [builder.gep(self._data, [at]), read, keep, is_data])
+        prefetch_line(self._builder, self._builder.gep(self._data, [at]), nearness)
 
     def __call__(self, at: Any, count: Any = None) -> Any:
         """Returns the step's elements from index `at` on. count (i32): only the first `count` of them are read and the others are

@@ -18,6 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from engine.cpu.kernels.bits import prefetch_line
 from engine.cpu.kernels.vectors import I32, I64, fma, fold, shuffle, vector
 from engine.host.processor import this_processor
 
@@ -35,7 +36,6 @@ _BLOCK = 128  # inputs that are prefetched of each weight row at a time, and tha
 _LINE_BYTES = 64
 
 _FLOATS, _WORDS = ir.VectorType(ir.FloatType(), WIDTH), ir.VectorType(I32, WIDTH)
-_SECOND_CACHE = 2  # the locality argument of llvm.prefetch
 
 
 def with_data(context: Any, builder: Any, signature: Any, args: Any) -> list[Any]:
@@ -52,12 +52,6 @@ def _load(builder: ir.IRBuilder, data: Any, at: Any, kind: ir.Type = _FLOATS, al
 
 def _store(builder: ir.IRBuilder, value: Any, data: Any, at: Any) -> None:
     builder.store(value, builder.bitcast(builder.gep(data, [at]), value.type.as_pointer()), align=4)
-
-
-def _prefetch(builder: ir.IRBuilder, data: Any, at: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [data.type, I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [builder.gep(data, [at]), I32(0), I32(_SECOND_CACHE), I32(1)])  # read, data
 
 
 def _halves(builder: ir.IRBuilder, pairs: Any) -> list[Any]:
@@ -182,7 +176,7 @@ def add_products(num_rows: int) -> Any:
                 if weight.dtype != types.int8:
                     pairs = [_load(builder, weights, builder.add(at, k), _WORDS, 2) for at in weights_at]
                 for at in fetch_at:
-                    _prefetch(builder, weights, builder.add(at, k))
+                    prefetch_line(builder, builder.gep(weights, [builder.add(at, k)]))
                 for half in range(2):
                     if weight.dtype == types.int8:
                         places = [builder.add(builder.add(at, k), I64(half * WIDTH)) for at in weights_at]
@@ -305,7 +299,7 @@ def add_packed(num_rows: int) -> Any:
                 with cgutils.for_range_slice(builder, I64(0), num_fetched, I64(1)) as (n, _):
                     at = builder.add(builder.add(fetch_begin, builder.mul(n, row)), block)
                     for line in range(0, _BLOCK, _LINE_BYTES // (weight.dtype.bitwidth // 8)):
-                        _prefetch(builder, weights, builder.add(at, I64(line)))
+                        prefetch_line(builder, builder.gep(weights, [builder.add(at, I64(line))]))
                 end = builder.add(block, I64(_BLOCK))
                 end = builder.select(builder.icmp_signed("<", end, num_inputs), end, num_inputs)
                 with cgutils.for_range_slice(builder, block, end, I64(1)) as (k, _):
