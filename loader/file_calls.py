@@ -100,7 +100,10 @@ class FileCalls:
         self._thread = threading.Thread(target=self._run, name=f"files of {name}", daemon=True)
 
     def __enter__(self) -> FileCalls:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise MemoryError(f"{self._name}: can't start a thread that calls the file system: {error}") from None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:

@@ -7,6 +7,7 @@ with ordinary pages, docs/performance.md).
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import threading
 from pathlib import Path
@@ -14,12 +15,15 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
+log = logging.getLogger("loader")
+
 HUGE_PAGE_BYTES = 2 << 20
 NUM_SLOTS = 4
 # A slot is as long as the longest read. Drives of virtual machines finish all their current reads at once and are then idle until
 # the next one arrives, so the longer the reads, the less the time between them costs (measured: 16 MiB take 2 % less time than 8,
 # and two thirds of the CPU time). Yet four slots together must not take much memory.
 SLOT_BYTES = 16 << 20
+MAP_AGAIN_S = 0.25  # how often a thread that waits for a slot tries again to map one that could not be mapped
 _THP_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -43,7 +47,8 @@ class StagingRing:
         self._begin = self._bytes.ctypes.data
         self._lost: set[int] = set()  # addresses of slots that a read holds which does not return
         self._num_too_many = 0  # further slots that stand in for one that came back
-        self._lock = threading.Lock()  # of the two above
+        self._num_missing = 0  # further slots that could not be mapped yet
+        self._lock = threading.Lock()  # of the three above
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         for slot in range(num_slots):
             self._free.put(self._bytes[slot * slot_bytes : (slot + 1) * slot_bytes].data)
@@ -59,14 +64,20 @@ class StagingRing:
 
     def take(self) -> memoryview:
         """Waits for a free slot and returns it."""
-        return self._free.get()
+        while True:
+            with contextlib.suppress(Empty):
+                return self._free.get(timeout=MAP_AGAIN_S)
+            self._map_missing()
 
     def give_back(self, slot: memoryview) -> None:
         """Makes the slot free again. May be called from any thread, once nothing reads from the slot any more."""
         with self._lock:
             if self._lost and _address(slot) in self._lost:
                 self._lost.discard(_address(slot))
-                self._num_too_many += 1
+                if self._num_missing:
+                    self._num_missing -= 1
+                else:
+                    self._num_too_many += 1
             if not self._is_too_many(slot):
                 self._free.put(slot)
             for _ in range(self._free.qsize() if self._num_too_many else 0):
@@ -76,10 +87,22 @@ class StagingRing:
 
     def replace(self, slot: memoryview) -> None:
         """Puts a further slot in the place of one that a read holds which does not return. Once it does and `give_back` takes the
-        slot, the further one is unmapped."""
+        slot, the further one is unmapped. Where there is no memory for it, `take` tries again."""
         with self._lock:
             self._lost.add(_address(slot))
-        self._free.put(self._another())
+            self._num_missing += 1
+        self._map_missing()
+
+    def _map_missing(self) -> None:
+        with self._lock:
+            while self._num_missing:
+                try:
+                    slot = self._another()
+                except OSError as error:
+                    log.warning("can't map a staging slot in place of one whose read does not return: %s", error.strerror)
+                    return
+                self._num_missing -= 1
+                self._free.put(slot)
 
     def _is_too_many(self, slot: memoryview) -> bool:
         """Returns whether a slot is to be dropped, and counts it as dropped then."""

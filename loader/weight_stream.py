@@ -217,8 +217,14 @@ class _Readers:
         }
 
     def __enter__(self) -> _Readers:
-        for thread in self._threads.values():
-            thread.start()
+        try:
+            for thread in self._threads.values():
+                thread.start()
+        except RuntimeError as error:
+            for at in [at for at, thread in self._threads.items() if thread.ident is None]:
+                self._forget(at)
+            self.__exit__()
+            raise MemoryError(f"can't start a thread that reads: {error}") from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -228,7 +234,11 @@ class _Readers:
             try:
                 item = self._done.get(timeout=LEAVE_AFTER_S)
             except Empty:
-                item = None
+                self._has_lost_threads()
+                continue
+            finally:
+                if time.monotonic() >= leave_s:
+                    self._leave_behind()
             if isinstance(item, Fetching):
                 self._alive.discard(item)
             elif isinstance(item, Fetched) and item.fence is not None:
@@ -236,8 +246,6 @@ class _Readers:
                     self._arrive(item)
                 except RuntimeError as error:  # the error that ended the load is being raised already
                     log.warning("%s: %s", item.read.file, error)
-            if time.monotonic() >= leave_s:
-                self._leave_behind()
         for thread in self._threads.values():
             thread.join()
 
@@ -245,12 +253,27 @@ class _Readers:
         """Leaves the reads behind that are waiting for the file system, and replaces their slots. The other threads will end."""
         left = [at for at in self._alive if at.call.leave()]
         for at in left:
-            self._alive.remove(at)
-            del self._threads[at]
+            self._forget(at)
             if at.slot is not None:
                 self._ring.replace(at.slot)
         if left:
             log.warning("%d reads do not return: the file system does not answer; they are left behind", len(left))
+
+    def _forget(self, at: Fetching) -> None:
+        self._alive.discard(at)
+        del self._threads[at]
+
+    def _has_lost_threads(self) -> bool:
+        """Returns whether threads have ended without putting anything into `_done`, which they do if there is no memory for that.
+        They are forgotten, and their slots replaced."""
+        ended = [at for at in self._alive if not self._threads[at].is_alive()]
+        if not ended or not self._done.empty():
+            return False
+        for at in ended:
+            self._forget(at)
+            if at.slot is not None:
+                self._ring.replace(at.slot)
+        return True
 
     def next_done(self, cancelled: Callable[[], bool]) -> Fetched:
         """Waits until any read has ended, including its copies, and returns it. If reads failed, raises the error of the first of
@@ -274,6 +297,8 @@ class _Readers:
             except Empty:
                 if cancelled():
                     raise ReadCancelled(f"{', '.join(self._files)}: the reads were cancelled") from None
+                if self._has_lost_threads():
+                    raise MemoryError(f"{', '.join(self._files)}: a thread that reads has ended") from None
 
     def _arrive(self, fetched: Fetched) -> None:
         assert fetched.fence is not None

@@ -34,6 +34,8 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
+# Matrices of 64 KiB and more, so that their places follow from the file; sizes that end within a block.
+LARGE = CONFIG | {"hidden_size": 120, "intermediate_size": 500, "num_key_value_heads": 2, "vocab_size": 700}
 
 
 def shape(**changes: object) -> ModelShape:

@@ -8,21 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
-from loader import file_calls, file_reader, weight_stream
+from loader import file_calls, file_reader, staging, weight_stream
 from loader.errors import ReadFailed
 from loader.file_calls import CallUnderWay, FileCalls, LeftBehind, ReadCancelled, is_local
 from loader.layout import weights_bytes
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import OpenCheckpoint, open_checkpoint, stream_weights
-from tests.loader.checkpoints import CONFIG, write_checkpoint
+from tests.loader.checkpoints import LARGE, write_checkpoint
 
 NUM_SLOTS, SLOT_BYTES = 4, 8192
-LARGE = CONFIG | {"hidden_size": 120, "intermediate_size": 500, "num_key_value_heads": 2, "vocab_size": 700}
 LIMIT_S = 30.0
 
 
@@ -153,6 +153,27 @@ def test_slots_that_stood_in_are_dropped_when_the_lost_ones_come_back() -> None:
     assert ring._num_too_many == 0
 
 
+def test_a_slot_that_cannot_be_mapped_is_mapped_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> memoryview:
+        raise OSError(12, "Cannot allocate memory")
+
+    ring = StagingRing(2, SLOT_BYTES)
+    own = [ring.take(), ring.take()]
+    monkeypatch.setattr(StagingRing, "_another", none_left)
+    for slot in own:
+        ring.replace(slot)
+    ring.give_back(own[0])  # and needs nothing in its place any more
+    assert ring.take() is own[0]
+    monkeypatch.undo()
+    monkeypatch.setattr(staging, "MAP_AGAIN_S", 0.01)
+    further = ring.take()
+    assert address(further) not in {address(slot) for slot in own}
+    for slot in (own[1], further, own[0]):
+        ring.give_back(slot)
+    assert {address(ring.take()), address(ring.take())} == {address(slot) for slot in own}
+    assert ring._free.empty()
+
+
 def test_a_load_goes_on_when_the_file_system_answers_again(mount: Mount, source: OpenCheckpoint) -> None:
     wanted = Streaming(source)
     assert wanted.has_ended()
@@ -232,6 +253,43 @@ def test_a_thread_that_has_no_memory_left_is_not_waited_for(monkeypatch: pytest.
         with pytest.raises(MemoryError, match="m: the thread that calls the file system has ended"):
             calls.run(lambda: 7)
         monkeypatch.undo()
+
+
+def test_readers_that_cannot_be_started_end_the_load(source: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, numbers = threading.Thread.start, iter(range(1000))
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name.startswith("reader") and next(numbers) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    load = Streaming(source)
+    assert load.has_ended()
+    assert isinstance(load.error, MemoryError)
+    assert not readers()
+    assert load.ring._free.qsize() == NUM_SLOTS
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_readers_that_have_no_memory_left_are_not_waited_for(source: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_stream, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(weight_stream, "LEAVE_AFTER_S", 0.05)
+    monkeypatch.setattr(weight_stream, "SimpleQueue", Full)
+    load = Streaming(source)
+    assert load.has_ended()
+    assert isinstance(load.error, MemoryError)
+    assert not readers()
+    assert load.ring._free.qsize() >= NUM_SLOTS
+
+
+class Full(SimpleQueue):  # type: ignore[type-arg]
+    """A queue into which the second reader thread cannot put anything."""
+
+    def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+        if threading.current_thread().name == "reader 1":
+            raise MemoryError
+        super().put(item, block, timeout)
 
 
 def raise_(error: Exception) -> None:

@@ -25,15 +25,8 @@ from loader.layout import weight_layout, weights_bytes
 from loader.sinks import HostSink
 from loader.staging import StagingRing
 from loader.weight_stream import OpenCheckpoint, ReadReport, open_checkpoint, planned_reads, stream_weights
-from tests.loader.checkpoints import CONFIG, tensors_for, write_checkpoint
+from tests.loader.checkpoints import CONFIG, LARGE, tensors_for, write_checkpoint
 
-# Matrices of 64 KiB and more, so that their places follow from the file; sizes that end within a block.
-LARGE = CONFIG | {
-    "hidden_size": 120,
-    "intermediate_size": 500,
-    "num_key_value_heads": 2,
-    "vocab_size": 700,
-}
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
