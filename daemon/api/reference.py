@@ -122,9 +122,9 @@ def reference() -> str:
     lines += ["| field | where | asks for nothing |", "|---|---|---|"]
     types = {table.type for table in tables()}
     for title, body, _ in tables():
-        inherited = {name for base in body.__mro__[1:] if base in types for name in neutral_values(base)}
+        inherited = dict(item for base in body.__mro__[1:] if base in types for item in neutral_values(base).items())
         for name, values in neutral_values(body).items():
-            if name not in inherited:
+            if inherited.get(name) != values:
                 shown = ", ".join(f"`{value}`" for value in values)
                 lines.append(f"| `{name}` | {title.lower()} | {shown} |")
     lines += ["", "`functions` are passed over where `function_call` is `none`. Fields that are not known are ignored."]

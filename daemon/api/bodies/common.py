@@ -1,4 +1,4 @@
-"""The fields that the bodies of chats and completions share, and their small part, which the daemon itself needs.
+"""The fields that the bodies of chats, completions and responses share, and their small part, which the daemon itself needs.
 
 A body is parsed into two parts: the small one (`Head`, every scalar field) and the prompt as msgpack, which only the text worker
 decodes. That is done on the event loop for bodies up to body_parts.INLINE_BYTES and in a text worker for longer ones (measured: the
@@ -33,33 +33,57 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Common(UnsupportedFields):
-    """The shared fields. Ranges are part of the types, so that errors name the field."""
+class Sampling(UnsupportedFields):
+    """The fields of chats, completions and responses alike. Ranges are part of the types, so that errors name the field."""
 
-    model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    truncate_prompt_tokens: KeepLast | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    n: NumSequences | None = None
-    best_of: Annotated[int, Meta(ge=0, le=MAX_N)] | None = None  # OpenAI's specification allows 0
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+
+SAMPLING_MEANINGS = {
+    "temperature": "0 is greedy; default: the model's settings, then the checkpoint's, then 1",
+    "top_p": "nucleus; 0: the likeliest token",
+    "top_k": "-1 and 0: all",
+    "min_p": "of the likeliest token's probability",
+    "seed": "the same seed, prompt and settings give the same text",
+    "min_tokens": "before that no end token counts",
+    "ignore_eos": "goes on after end tokens",
+    "stop": "up to 16 strings; the text ends before them",
+    "stop_token_ids": "tokens that end the text",
+    "presence_penalty": "taken off once for each token that is there",
+    "frequency_penalty": "taken off for each time it is there",
+    "repetition_penalty": "divides the score of tokens that are there; 1: none",
+    "logit_bias": "token id to bias",
+    "cache_salt": "only requests with the same salt, of the same tenant, share cached prefixes",
+    "priority": "where KV runs short, sequences of lower priority give way first; default: the tenant's (keys.md), else 0",
+}
+
+
+class Common(Sampling):
+    """The fields that only chats and completions share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    truncate_prompt_tokens: KeepLast | None = None
+    n: NumSequences | None = None
+    best_of: Annotated[int, Meta(ge=0, le=MAX_N)] | None = None  # OpenAI's specification allows 0
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[str], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: NumTop | None = None
@@ -76,30 +100,15 @@ class Common(UnsupportedFields):
 
 MEANINGS = {
     "model": "name or alias; below `/m/MODEL` it may be left out",
-    "temperature": "0 is greedy; default: the model's settings, then the checkpoint's, then 1",
-    "top_p": "nucleus; 0: the likeliest token",
-    "top_k": "-1 and 0: all",
-    "seed": "the same seed, prompt and settings give the same text",
     "max_tokens": "default: what the context leaves",
     "max_completion_tokens": "the same",
-    "min_tokens": "before that no end token counts",
-    "ignore_eos": "goes on after end tokens",
-    "stop": "up to 16 strings; the text ends before them",
-    "stop_token_ids": "tokens that end the text",
     "stream": "server-sent events",
     "stream_options": "include_usage: a last chunk with the usage; continuous_usage_stats: usage in each chunk. Where a model was "
     "paused to make room, usage has an object `hearth` too: preemptions, restored_tokens, recomputed_tokens",
     "user": "read and not used",
-    "cache_salt": "only requests with the same salt, of the same tenant, share cached prefixes",
     "truncate_prompt_tokens": "the last so many tokens of the prompt are kept, special ones beside them; -1: as many as fit",
-    "priority": "where KV runs short, sequences of lower priority give way first; default: the tenant's (keys.md), else 0",
     "n": "answers per prompt",
     "best_of": "must equal n; 0: not asked for",
-    "presence_penalty": "taken off once for each token that is there",
-    "frequency_penalty": "taken off for each time it is there",
-    "repetition_penalty": "divides the score of tokens that are there; 1: none",
-    "min_p": "of the likeliest token's probability",
-    "logit_bias": "token id to bias",
     "allowed_token_ids": "no other tokens come, end tokens neither",
     "bad_words": "up to 256 texts of up to 128 characters; their tokens do not come one after the other",
     "prompt_logprobs": "log-probabilities of the prompt's tokens, with that many alternatives; not in streams",

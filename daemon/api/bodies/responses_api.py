@@ -7,24 +7,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct, structs
 
-from daemon.api.bodies import chat, common
-from daemon.api.bodies.common import Head
+from daemon.api.bodies import chat
+from daemon.api.bodies.common import Head, Sampling
 from daemon.api.bodies.decode import check_text, decode, invalid
 from daemon.api.bodies.messages import Message
-from daemon.api.bodies.prompts import TokenId
 from daemon.api.bodies.response_format import JSON_OBJECT, following
 from daemon.api.bodies.responses_input import Item, chat_messages
-from daemon.api.bodies.unsupported import UnsupportedFields, neutral, refuse_unsupported
+from daemon.api.bodies.unsupported import neutral, refuse_unsupported
 from daemon.errors import BadRequest
 
 MAX_ITEMS = 100_000
 _TEXT_LOGPROBS = "message.output_text.logprobs"
-
-# fields that chats have, too, with the same meaning
-SHARED = (
-    *("top_k", "min_p", "seed", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "cache_salt", "priority"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-)
 
 Items = Annotated[list[Item], Meta(max_length=MAX_ITEMS)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
@@ -71,7 +64,7 @@ class StreamOptions(Struct):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(UnsupportedFields, kw_only=True):
+class ResponsesBody(Sampling, kw_only=True):
     model: str | None = None
     input: str | Items
     instructions: str | None = None
@@ -81,8 +74,6 @@ class ResponsesBody(UnsupportedFields, kw_only=True):
     background: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -98,20 +89,6 @@ class ResponsesBody(UnsupportedFields, kw_only=True):
     context_management: Annotated[Raw, neutral("[]")] = Raw()
     conversation: Annotated[Raw, neutral()] = Raw()
     moderation: Annotated[Raw, neutral()] = Raw()
-    # what vLLM's clients add, as in chats: see SHARED
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    min_tokens: common.Count | None = None
-    ignore_eos: bool | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
-    presence_penalty: common.Penalty | None = None
-    frequency_penalty: common.Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    logit_bias: Annotated[dict[str, common.Bias], Meta(max_length=common.MAX_BIASED_TOKENS)] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # what chats call otherwise, or have and responses do not
     max_tokens: Annotated[Raw, neutral()] = Raw()
@@ -147,8 +124,6 @@ MEANINGS = {
     "background": "true: made without a client waiting; `GET /v1/responses/ID` fetches it, whatever becomes of this connection",
     "stream_options": "include_obfuscation: read and not used",
     "max_output_tokens": "an answer that it cuts short is `incomplete`; default: what the context leaves",
-    "temperature": "0 is greedy; default: the model's settings, then the checkpoint's, then 1",
-    "top_p": "nucleus; 0: the likeliest token",
     "tools": "functions the model may call; the tools that OpenAI's own servers run are refused",
     "tool_choice": "auto, none, required, a function by name, or allowed_tools: some of the functions",
     "parallel_tool_calls": "false: one call at most",
@@ -161,7 +136,6 @@ MEANINGS = {
     "safety_identifier": "read and not used",
     "prompt_cache_key": "read and not used: prefixes are cached by themselves",
     "service_tier": "read and not used",
-    **{name: common.MEANINGS[name] for name in SHARED},
     "chat_template_kwargs": chat.MEANINGS["chat_template_kwargs"],
 }
 
@@ -215,15 +189,13 @@ def _chat(fields: ResponsesBody, messages: list[Message]) -> chat.ChatBody:
         messages=messages,
         max_tokens=fields.max_output_tokens,
         stream=fields.stream,
-        temperature=fields.temperature,
-        top_p=fields.top_p,
         reasoning_effort="xhigh" if reasoning.effort == "max" else reasoning.effort,
         chat_template_kwargs=_template_variables(fields.chat_template_kwargs, text.verbosity),
         response_format=_response_format(text.format),
         tools=Raw(_json([_function(tool) for tool in offered])) if offered else Raw(),
         tool_choice=choice if offered else Raw(),
         parallel_tool_calls=fields.parallel_tool_calls,
-        **{name: getattr(fields, name) for name in SHARED},
+        **{name: getattr(fields, name) for name in Sampling.__annotations__},
     )
 
 

@@ -27,7 +27,7 @@ def neutral(*values: str) -> Meta:
 
 
 class UnsupportedFields(Struct):
-    """The unserved fields that chats and completions share."""
+    """The unserved fields of chats, completions and responses alike."""
 
     functions: Annotated[Raw, neutral("[]")] = Raw()
     function_call: Annotated[Raw, neutral('"none"')] = Raw()

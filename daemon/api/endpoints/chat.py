@@ -17,6 +17,7 @@ from daemon.api.generation.logprobs import ChatLogprobs
 from daemon.api.generation.reply_format import ParsedReply
 from daemon.api.generation.usage import usage_of
 
+SAMPLING_FIELDS = FieldTable("Chat, completions and responses", common.Sampling, common.SAMPLING_MEANINGS)
 COMMON_FIELDS = FieldTable("Chat and completions", common.Common, common.MEANINGS)
 
 
@@ -76,7 +77,7 @@ CHAT_FORMAT = AnswerFormat(
     whole=_whole,
     stream=partial(Chunks, _CHUNKS),
 )
-_BODY = Body(chat.parse, common.Head, (COMMON_FIELDS, FieldTable("Chat only", chat.ChatBody, chat.MEANINGS)))
+_BODY = Body(chat.parse, common.Head, (SAMPLING_FIELDS, COMMON_FIELDS, FieldTable("Chat only", chat.ChatBody, chat.MEANINGS)))
 
 
 async def _handle(call: Call) -> web.StreamResponse:

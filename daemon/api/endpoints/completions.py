@@ -10,7 +10,7 @@ from msgspec import Raw
 
 from daemon.api.bodies import common, completions
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
-from daemon.api.endpoints.chat import COMMON_FIELDS
+from daemon.api.endpoints.chat import COMMON_FIELDS, SAMPLING_FIELDS
 from daemon.api.generation.answer_format import AnswerFormat, Finished
 from daemon.api.generation.chunks import ChunkFormat, Chunks
 from daemon.api.generation.generate import generate
@@ -57,7 +57,7 @@ COMPLETION_FORMAT = AnswerFormat(
     stream=partial(Chunks, _CHUNKS),
 )
 _OWN_FIELDS = FieldTable("Completions only", completions.CompletionBody, completions.MEANINGS)
-_BODY = Body(completions.parse, common.Head, (COMMON_FIELDS, _OWN_FIELDS))
+_BODY = Body(completions.parse, common.Head, (SAMPLING_FIELDS, COMMON_FIELDS, _OWN_FIELDS))
 
 
 async def _handle(call: Call) -> web.StreamResponse:

@@ -22,6 +22,7 @@ from daemon.api.bodies import responses_api
 from daemon.api.bodies.responses_api import ResponsesHead
 from daemon.api.body_parts import read_parts
 from daemon.api.endpoint import Body, Call, Endpoint, FieldTable
+from daemon.api.endpoints.chat import SAMPLING_FIELDS
 from daemon.api.generation.answer_format import AnswerFormat, AnswerHead, Finished
 from daemon.api.generation.generate import answer
 from daemon.api.generation.logprobs import ChatLogprobs
@@ -303,7 +304,10 @@ def _format(make: Callable[[AnswerHead], _Response]) -> AnswerFormat:
 _BODY = Body(
     responses_api.parse,
     ResponsesHead,
-    (FieldTable("`/v1/responses`", responses_api.ResponsesBody, responses_api.MEANINGS),),
+    (
+        SAMPLING_FIELDS,
+        FieldTable("`/v1/responses`", responses_api.ResponsesBody, responses_api.MEANINGS),
+    ),
 )
 
 
