@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import sys
 import sysconfig
@@ -93,6 +94,16 @@ def make(out: pathlib.Path, name: str) -> pathlib.Path:
     write_tokenizer(folder, tokenizer)
     (folder / "done").write_text("")
     return folder
+
+
+def link_models(models: pathlib.Path, checkpoint: pathlib.Path, *names: str) -> None:
+    """Makes a model of each of these names below `models`, all of hard links to one checkpoint that `make` has built, so that the
+    page cache holds its files once."""
+    for name in names:
+        (models / name).mkdir(parents=True)
+        for file in checkpoint.iterdir():
+            if file.name != "done":
+                os.link(file, models / name / file.name)
 
 
 def make_large_tokenizer(folder: pathlib.Path, source: pathlib.Path, vocab_size: int = 128_000) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import pathlib
 import random
 import re
@@ -29,7 +28,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from benchmarks.checkpoints import make
+from benchmarks.checkpoints import link_models, make
 from benchmarks.load import Result, percentile, stream_one
 from benchmarks.serve import STORE
 from benchmarks.server import ROOT, Server
@@ -43,17 +42,6 @@ NUM_RESIDENT = 3  # models of the scenario that fit
 SPEEDS = ("prefill_tokens_per_s", "prefill_step_s", "decode_step_s", "decode_s_per_sequence")
 NUM_PROMPTS = 48  # whose steps are measured
 PAUSE_S = 0.15  # before each of them: cores and caches are as a trace's prompts find them
-
-
-def models_folder(folder: pathlib.Path, checkpoint: pathlib.Path, names: list[str]) -> pathlib.Path:
-    """The checkpoint under each of the names; hard links, so the page cache holds it once."""
-    models = folder / "models"
-    for name in names:
-        (models / name).mkdir(parents=True)
-        for file in checkpoint.iterdir():
-            if file.name != "done":
-                os.link(file, models / name / file.name)
-    return models
 
 
 def body(model: str, num_in: int, num_out: int, draw: random.Random) -> dict[str, object]:
@@ -202,7 +190,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     costs = table["costs"]
     with tempfile.TemporaryDirectory(prefix="hearth-cohost-", dir=STORE.parent) as place:
         folder = pathlib.Path(place)
-        models = models_folder(folder, make(STORE, options.checkpoint), names)
+        models = folder / "models"
+        link_models(models, make(STORE, options.checkpoint), *names)
         config = folder / "node.toml"
         tables = [
             f'[models."{name}"]\nspeculator = "none"\nmax_model_len = {facts.max_model_len}\n'

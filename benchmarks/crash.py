@@ -23,7 +23,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.checkpoints import make
+from benchmarks.checkpoints import link_models, make
 from benchmarks.load import Result, drive
 from benchmarks.serve import STORE
 from benchmarks.server import Server
@@ -101,11 +101,7 @@ def three(benchmark: str = "crash_host_tier", *more_flags: str) -> dict[str, Any
     mid = make(STORE, "mid")
     with tempfile.TemporaryDirectory(prefix="hearth-crash-", dir=STORE.parent) as place:
         models = pathlib.Path(place)
-        for name in THREE:
-            (models / name).mkdir()
-            for file in mid.iterdir():
-                if file.name != "done":
-                    os.link(file, models / name / file.name)
+        link_models(models, mid, *THREE)
         flags = ["--host-tier-bytes", "1GiB", "--turn-budget-ms", str(TURN_MS), *more_flags]
         with Server(models, ["cpu=2GiB"], flags) as server:
             for name in THREE:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.checkpoints import make
+from benchmarks.checkpoints import link_models, make
 from benchmarks.load import Result, drive
 from benchmarks.serve import STORE
 from benchmarks.server import Server
@@ -71,11 +70,7 @@ def serve(seconds: float, group: pathlib.Path) -> dict[str, Any]:
         models, cache = pathlib.Path(place) / "models", pathlib.Path(place) / "cache"
         cache.mkdir()
         names = [f"mid-{number}" for number in range(MODELS)]
-        for name in names:
-            (models / name).mkdir(parents=True)
-            for file in mid.iterdir():
-                if file.name != "done":
-                    os.link(file, models / name / file.name)
+        link_models(models, mid, *names)
         watch = Watch(group)
         with Server(models, [f"cpu={DEVICE_BYTES}"], ["--host-tier-bytes", str(TIER_BYTES)], cache) as server:
             begin_s = time.perf_counter()

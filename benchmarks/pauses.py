@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import pathlib
 import random
 import tempfile
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from benchmarks.checkpoints import make
+from benchmarks.checkpoints import link_models, make
 from benchmarks.cohost import scraped
 from benchmarks.load import Result, percentile, stream_one
 from benchmarks.serve import STORE
@@ -82,11 +81,7 @@ def run(num: int, num_out: int, asked: int, dtype: str, host_tier: str) -> dict[
     checkpoint = make(STORE, "mid")
     with tempfile.TemporaryDirectory(prefix="hearth-pauses-", dir=STORE.parent) as place:
         models = pathlib.Path(place)
-        for name in (STREAMING, *ASKED):
-            (models / name).mkdir()
-            for file in checkpoint.iterdir():
-                if file.name != "done":
-                    os.link(file, models / name / file.name)
+        link_models(models, checkpoint, STREAMING, *ASKED)
         weights_mib = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) >> 20
         size = 2 if dtype == "float32" else 1
         budget = f"cpu={size * weights_mib * 3 // 2 + 100}MiB"  # two do not fit

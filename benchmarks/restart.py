@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import pathlib
 import signal
 import socket
@@ -19,7 +18,7 @@ import tempfile
 import time
 from typing import Any
 
-from benchmarks.checkpoints import make
+from benchmarks.checkpoints import link_models, make
 from benchmarks.crash import DONE_LIMIT_S, STREAMS, all_run
 from benchmarks.load import Result, drive
 from benchmarks.serve import STORE
@@ -73,11 +72,7 @@ def run(model: str = "feather", num: int = 2) -> list[dict[str, Any]]:
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         folder = pathlib.Path(place)
-        models = folder / "models" / model
-        models.mkdir(parents=True)
-        for file in source.iterdir():
-            if file.name != "done":
-                os.link(file, models / file.name)
+        link_models(folder / "models", source, model)
         notify = NotifySocket(folder)
         config = f'[models."{model}"]\nspeculator = "none"\n'
         flags = ["--adopt-weights", "true"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import random
 import statistics
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from benchmarks.checkpoints import make
+from benchmarks.checkpoints import link_models, make
 from benchmarks.load import stream_one
 from benchmarks.serve import STORE
 from benchmarks.server import Server
@@ -80,10 +79,7 @@ def run(checkpoint: str = "one-b", rounds: int = 5, num_tokens: int = 1000, num_
     restored: list[int] = []
     with tempfile.TemporaryDirectory(prefix="hearth-returning-", dir=STORE.parent) as place:
         models = pathlib.Path(place)
-        (models / NAME).mkdir()
-        for file in folder.iterdir():
-            if file.name != "done":
-                os.link(file, models / NAME / file.name)
+        link_models(models, folder, NAME)
         weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         flags = ["--host-tier-bytes", f"{(weights_bytes >> 20) + 256}MiB"]
         with Server(models, [f"cpu={(weights_bytes >> 20) + 1024}MiB"], flags) as server:

@@ -15,6 +15,7 @@ from daemon.errors import EXIT_BUSY, EXIT_DENIED, EXIT_USAGE
 from daemon.operate.control_status import EXIT_OF_STATUS
 
 BACK_LIMIT_S = 60.0
+WAITING = "hearthd has ended; waiting for the next one"
 _ENDED = ("connection_lost", "not_running", "server_restarting")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from daemon.cli.client import Client, CommandError
+from daemon.cli.client import WAITING, Client, CommandError
 
 
 def why(client: Client, options: argparse.Namespace) -> None:
@@ -43,7 +43,7 @@ def _followed(client: Client) -> Iterator[dict[str, Any]]:
         except CommandError as error:
             if not has_begun:
                 raise
-            print("hearth: hearthd has ended; waiting for the next one", file=sys.stderr, flush=True)
+            print(f"hearth: {WAITING}", file=sys.stderr, flush=True)
             client.until_back(error)
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from daemon.cli.client import Client, CommandError
+from daemon.cli.client import WAITING, Client, CommandError
 from daemon.cli.drafts import acceptance
 from daemon.cli.node import host_memory
 from daemon.cli.table import size, table
@@ -45,7 +45,7 @@ def top(client: Client, options: argparse.Namespace) -> None:
             try:
                 now = client.get("/control/v1/top")
             except CommandError as error:
-                sys.stdout.write("\x1b[Hhearthd has ended; waiting for the next one\x1b[K")
+                sys.stdout.write(f"\x1b[H{WAITING}\x1b[K")
                 sys.stdout.flush()
                 client.until_back(error)
                 continue

@@ -18,7 +18,8 @@ from scheduler.simulate.steps import StepSettings
 from scheduler.simulate.trace import TraceRequest
 
 PROGRESS_EVERY = 1000  # requests between two reports of progress
-# As in the daemon and its engines: how often measurements are reported, and from what length on a prompt's speed is measured.
+# These are the daemon's and its engines' values: how often measurements are reported, and from what length on a prompt's speed is
+# measured.
 NOTE_KV_EVERY_S, MEASURE_PREFILL_EVERY_S, MEASURED_PREFILL_TOKENS = 0.25, 0.5, 32
 
 
