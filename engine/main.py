@@ -137,8 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fault(channel: Channel, kind: str, error: Exception) -> int:
     """Reports a fault to the daemon and the log, and returns the exit code. A device's error is raised by any call after the one
-    that caused it, so its traceback would say nothing and is left out of the log."""
-    line, is_known = str(error).partition("\n")[0], kind == "no_memory"
+    that caused it, and where memory has run out any call may fail, so their tracebacks would say nothing and are left out of the
+    log."""
+    line = str(error).partition("\n")[0]
+    is_known = isinstance(error, MemoryError) or "can't allocate memory" in line  # the latter is torch's RuntimeError
     if isinstance(error, ModuleNotFoundError):
         line, is_known = f"the Python package {error.name} is not installed; `hearth doctor` says how it is", True
     log.error("engine fault: %s", line, exc_info=None if is_known or "CUDA" in line else error)

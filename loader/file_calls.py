@@ -17,6 +17,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
+from loader.threads import Thread
+
 log = logging.getLogger("loader")
 
 T = TypeVar("T")
@@ -97,13 +99,10 @@ class FileCalls:
         self._name, self._cancelled = name, cancelled
         self.opened = ExitStack()
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"files of {name}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"files of {name}")
 
     def __enter__(self) -> FileCalls:
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise MemoryError(f"{self._name}: can't start a thread that calls the file system: {error}") from None
+        self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from loader.direct_io import open_direct
 from loader.file_calls import is_local
 from loader.packed import Frame
 from loader.staging import StagingRing
+from loader.threads import Thread
 from loader.unpack import Decoder
 
 log = logging.getLogger("loader")
@@ -146,7 +148,7 @@ def _measured_packed(fd: int, frame: Frame, decoder: Decoder, ring: StagingRing)
 
 def _run(work: Callable[[int], Any]) -> float:
     """Calls work(place) in each of the threads and returns the seconds until all have ended. Raises the first exception that one
-    of them raised."""
+    of them raised, and MemoryError where there is none for a thread."""
     failed: list[Exception] = []
 
     def guarded(place: int) -> None:
@@ -155,12 +157,12 @@ def _run(work: Callable[[int], Any]) -> float:
         except Exception as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(place,), name=f"rates {place}") for place in range(NUM_THREADS)]
+    threads = [Thread(target=guarded, args=(place,), name=f"rates {place}") for place in range(NUM_THREADS)]
     started_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ExitStack() as stack:
+        for thread in threads:
+            thread.start()
+            stack.callback(thread.join)
     if failed:
         raise failed[0]
     return max(1e-9, time.perf_counter() - started_s)

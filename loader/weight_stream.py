@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from loader.range_plan import Read, plan_reads
 from loader.safetensors import Header, read_header
 from loader.sinks import WeightSink
 from loader.staging import StagingRing
+from loader.threads import Thread
 from loader.unpack import Decoder, Unpacker
 from loader.weight_files import FileInfo
 
@@ -212,19 +212,15 @@ class _Readers:
         self._failed: dict[int, Exception] = {}  # by the read's index in the plan
         self._stopped = False
         self._alive = {Fetching() for _ in range(min(NUM_READERS, len(reads)))}
-        self._threads = {
-            at: threading.Thread(target=self._run, args=(at,), name=f"reader {i}", daemon=True) for i, at in enumerate(self._alive)
-        }
+        self._threads = {at: Thread(target=self._run, args=(at,), name=f"reader {i}") for i, at in enumerate(self._alive)}
 
     def __enter__(self) -> _Readers:
         try:
             for thread in self._threads.values():
                 thread.start()
-        except RuntimeError as error:
-            for at in [at for at, thread in self._threads.items() if thread.ident is None]:
-                self._forget(at)
+        except MemoryError:
             self.__exit__()
-            raise MemoryError(f"can't start a thread that reads: {error}") from None
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -264,8 +260,8 @@ class _Readers:
         del self._threads[at]
 
     def _has_lost_threads(self) -> bool:
-        """Returns whether threads have ended without putting anything into `_done`, which they do if there is no memory for that.
-        They are forgotten, and their slots replaced."""
+        """Returns whether threads were not started, or have ended without putting anything into `_done`, which happens if there is
+        no memory for that. They are forgotten, and their slots replaced."""
         ended = [at for at in self._alive if not self._threads[at].is_alive()]
         if not ended or not self._done.empty():
             return False

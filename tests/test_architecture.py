@@ -273,14 +273,15 @@ def test_scheduler_is_pure(module: str) -> None:
 
 def test_kernels_know_nothing_of_checkpoints() -> None:
     """What a kernel needs of a model is an argument: the sizes at which work is cut belong to who accounts for the memory. Kernels
-    that decode packed weights share the format of the bytes with those that write them."""
+    that decode packed weights share the format of the bytes with those that write them. Threads have nothing to do with
+    checkpoints."""
     formats_of_bytes = {"loader.checksum", "loader.codec", "loader.frame", "loader.packed_rows"}
     rooms = ("engine.cpu.kernels.", "engine.cuda.kernels.")
     kernels = [module for module in MODULES if module.startswith(rooms) or module.endswith("_kernels")]
     assert len(kernels) > 30
     for module, names in IMPORTS.items():
         if module in kernels:
-            assert {name for name in names if name.split(".")[0] == "loader"} <= formats_of_bytes, module
+            assert {name for name in names if name.split(".")[0] == "loader"} <= formats_of_bytes | {"loader.threads"}, module
 
 
 def test_no_import_circles() -> None:
@@ -325,6 +326,19 @@ def test_no_long_lived_task_ends_unseen() -> None:
     own = {where for where in found if where[0] == "daemon.process.long_tasks"}
     assert own, "the rule sees no task"
     assert found - own == BOUNDED_TASKS.keys()
+
+
+def test_no_thread_of_an_engine_can_hang_at_its_start() -> None:
+    """threading.Thread.start may wait for ever where memory has run out: see loader/threads.py."""
+    names, found = {"threading.Thread", "threading.Timer", "Thread from threading", "Timer from threading"}, set()
+    for module, path in MODULES.items():
+        if module.split(".")[0] in ("engine", "loader"):
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            used = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+            imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+            used |= {f"{alias.name} from {node.module}" for node in imports for alias in node.names}
+            found |= {module} if names & used else set()
+    assert not found
 
 
 def test_no_systemd_import() -> None:

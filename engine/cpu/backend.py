@@ -6,7 +6,6 @@ Until a model's kernels are compiled (once per machine, by other processes), it 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -36,6 +35,7 @@ from loader.kernel_needs import needed_kernels
 from loader.kernel_sets import KernelSet
 from loader.model_shape import ModelShape
 from loader.sinks import HostSink
+from loader.threads import Thread
 from loader.unpack import Decoder
 
 log = logging.getLogger("engine")
@@ -94,7 +94,7 @@ class CpuBackend:
         goes on without it."""
         if self._builds is not None and not self._builds.knows(kernel_set):
             log.warning("kernels for %s were not compiled ahead: no model was known to call them", kernel_set)
-            threading.Thread(target=self._builds.need, args=([kernel_set],), name="kernels", daemon=True).start()
+            Thread(target=self._builds.need, args=([kernel_set],), name="kernels").start()
 
     def check(self, spec: LoadModel, shape: ModelShape, weight_format: WeightFormat) -> None:
         if shape.is_encoder and not weight_format.runs_encoders:

@@ -29,6 +29,7 @@ from engine.host.child_process import COMPILER_BYTES, MOST_COMPILERS, child_envi
 from engine.host.saved_code import make_only_what_is_saved
 from engine.protocol import KernelsTold
 from loader.kernel_sets import SAMPLING, KernelSet
+from loader.threads import Thread
 
 log = logging.getLogger("engine")
 _T = TypeVar("_T")
@@ -111,7 +112,7 @@ class CpuKernelBuilds:
         self._lock = threading.Lock()
         self._known: set[KernelSet] = set()
         self._builds: deque[_Build] = deque()
-        self._builder: threading.Thread | None = None
+        self._builder: Thread | None = None
         self._idle: deque[subprocess.Popen[str]] = deque()  # compilers that have finished a build
         self.problems: dict[str, str] = {}  # set of kernels -> why it is not in use
 
@@ -134,9 +135,10 @@ class CpuKernelBuilds:
                     self._use(kernel_set)
             if any(missing.values()):
                 self._builds.append(_Build({kernel_set: of_set for kernel_set, of_set in missing.items() if of_set}))
-                if self._builder is None:
-                    self._builder = threading.Thread(target=self._build_all, name="kernels", daemon=True)
-                    self._builder.start()
+            if self._builds and self._builder is None:  # else it goes on with them, or there was no memory for it last time
+                builder = Thread(target=self._build_all, name="kernels")
+                builder.start()
+                self._builder = builder
 
     def wait(self) -> None:
         """Waits until nothing is being compiled."""
@@ -174,7 +176,7 @@ class CpuKernelBuilds:
         )
         ended: SimpleQueue[tuple[Unit, str] | None] = SimpleQueue()  # units with their problems; None: a thread has ended
         for _ in range(build.num_processes):
-            threading.Thread(target=self._run_thread, args=(build, ended), name="compiler", daemon=True).start()
+            Thread(target=self._run_thread, args=(build, ended), name="compiler").start()
         num_running = build.num_processes
         self._tell(KernelNews(self._told(build)))
         while num_running:
@@ -313,7 +315,7 @@ def compile_units(parallel: bool) -> None:
             asked.put(json.loads(line))
         os._exit(0)  # even in the middle of a unit: its result is no longer wanted
 
-    threading.Thread(target=read, daemon=True).start()
+    Thread(target=read).start()
     while True:
         *kernel_set, name = asked.get()
         next(unit for unit in units(KernelSet(*kernel_set), parallel) if unit.name == name).compile()

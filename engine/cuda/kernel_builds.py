@@ -31,6 +31,7 @@ from engine.protocol import KernelsTold, LoadModel
 from loader.formats.registry import FORMATS
 from loader.layout import layout_id
 from loader.model_shape import ModelShape
+from loader.threads import Thread
 
 log = logging.getLogger("engine")
 
@@ -74,7 +75,7 @@ class CudaKernelBuilds:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             processes.extend(_start(share, self._num_processes) for share in range(self._num_processes))
-            readers = [threading.Thread(target=_follow, args=(each, job, progress), daemon=True) for each in processes]
+            readers = [Thread(target=_follow, args=(each, job, progress)) for each in processes]
             for reader in readers:
                 reader.start()
             for reader in readers:

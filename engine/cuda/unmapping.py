@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from loader.threads import Thread
+
 log = logging.getLogger("engine")
 
 CHUNKS_AT_A_TIME = 16  # they take some 0.3 ms
@@ -28,7 +30,7 @@ class Unmapping:
         self._unmap, self._step_bytes = unmap, CHUNKS_AT_A_TIME * chunk_bytes
         self._lock = threading.Lock()
         self._ranges: deque[tuple[int, int]] = deque()  # (begin, end) of ranges; the first one is being unmapped
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._hurry = threading.Event()  # somebody waits for the thread
         self._error: Exception | None = None
 
@@ -38,8 +40,9 @@ class Unmapping:
             self._check()
             self._ranges.append((address, address + num_bytes))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="unmapping", daemon=True)
-                self._thread.start()
+                thread = Thread(target=self._run, name="unmapping")
+                thread.start()
+                self._thread = thread
 
     def wait_for(self, address: int, num_bytes: int) -> None:
         """Waits until nothing in a range is to be unmapped any more."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import select
-import threading
 import time
+
+from loader.threads import Thread
 
 NOTICED_WITHIN_S = 5.0  # an engine that does not hang ends with its next step
 EXIT_ORPHAN = 71
@@ -17,7 +18,7 @@ EXIT_ORPHAN = 71
 
 def end_with(socket_fd: int) -> None:
     """Starts a thread that ends the process some seconds after the other end of a socket is closed. The socket stays open here."""
-    threading.Thread(target=_watch, args=(socket_fd,), name="orphan", daemon=True).start()
+    Thread(target=_watch, args=(socket_fd,), name="orphan").start()
 
 
 def _watch(socket_fd: int) -> None:

@@ -19,6 +19,7 @@ from engine.memory.weight_gate import WeightGate
 from engine.protocol import LoadModel, LoadProgress
 from engine.serve.adapter_loads import AdapterRead
 from engine.serve.served_models import Place
+from loader.threads import Thread
 
 log = logging.getLogger("engine")
 
@@ -102,7 +103,10 @@ class Loads:
 
         if spec.group is None:  # a group's first step needs all its members
             load.task.begun = begun
-        threading.Thread(target=self._run, args=(load,), name=f"load {spec.model}", daemon=True).start()
+        try:
+            Thread(target=self._run, args=(load,), name=f"load {spec.model}").start()
+        except MemoryError as error:
+            self._end(load, error)
         return load
 
     def copy(self, transfer: KVTransfer) -> None:
@@ -116,7 +120,11 @@ class Loads:
                 transfer.seconds = time.monotonic() - started_s
             self._report(transfer)
 
-        threading.Thread(target=work, name=f"KV of {transfer.served.spec.model}", daemon=True).start()
+        try:
+            Thread(target=work, name=f"KV of {transfer.served.spec.model}").start()
+        except MemoryError as error:
+            transfer.error = error
+            self._report(transfer)
 
     def read(self, read: AdapterRead) -> None:
         """Reads an adapter's files in a thread; `take` reports when that has ended."""
@@ -125,25 +133,33 @@ class Loads:
             read.run()
             self._report(read)
 
-        threading.Thread(target=work, name=f"adapter {read.source.name}", daemon=True).start()
+        try:
+            Thread(target=work, name=f"adapter {read.source.name}").start()
+        except MemoryError as error:
+            read.error = error
+            self._report(read)
 
     def sum_up(self, load: Load, checksum: Callable[[], int]) -> None:
-        """Computes the checksum of the weights of a load that has ended, in a thread; `take` reports when it is known."""
+        """Computes the checksum of the weights of a load that has ended, in a thread; `take` reports when it is known. It stays
+        unknown if there is no memory for the thread."""
 
         def work() -> None:
             load.task.weights_checksum = checksum()
             self._report(Summed(load))
 
-        threading.Thread(target=work, name=f"checksum of {load.task.spec.model}", daemon=True).start()
+        try:
+            Thread(target=work, name=f"checksum of {load.task.spec.model}").start()
+        except MemoryError as error:
+            log.warning("the weights of %s do not outlive this engine: %s", load.task.spec.model, error)
 
     def step(self, work: Callable[[], None], first: FirstStep) -> None:
-        """Runs `work`, a model's first step, in a thread; `take` reports when it is done."""
+        """Runs `work`, a model's first step, in a thread; `take` reports when it is done. Raises MemoryError."""
 
         def run() -> None:
             work()
             self._report(first)
 
-        threading.Thread(target=run, name=f"first step of {first.served.spec.model}", daemon=True).start()
+        Thread(target=run, name=f"first step of {first.served.spec.model}").start()
 
     def take(self) -> list[Report]:
         """Returns what was reported since the last call, in order. A Load reports its own end."""
@@ -160,12 +176,16 @@ class Loads:
         try:
             load.hosted = self._runner.load(load.task)
             self._hold(load)
-        except LoadCancelled as error:
-            load.error = error
         except Exception as error:
+            self._end(load, error)
+        else:
+            self._end(load)
+
+    def _end(self, load: Load, error: Exception | None = None) -> None:
+        """Reports the end of a load. error: why it failed; None if it did not."""
+        if error is not None and not isinstance(error, LoadCancelled):
             log.warning("load of %s failed: %s: %s", load.task.spec.model, type(error).__name__, error)
-            load.error = error
-        load.seconds = time.monotonic() - load.started_s
+        load.error, load.seconds = error, time.monotonic() - load.started_s
         load.task.begun = None  # both refer to the load: cleared, to leave no reference cycle to the garbage collector
         if load.gate is not None:
             load.gate.begun = None

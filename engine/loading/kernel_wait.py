@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from engine.contracts.loads import LoadCancelled, LoadTask
+from loader.threads import Thread
 
 KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
 
@@ -34,13 +35,13 @@ class Compilation:
         self._compiled, self._task = compiled, task
         self._left = threading.Event()
         self._ended: Future[None] = Future()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def __enter__(self) -> Compilation:
         if self._compiled is None:
             self._ended.set_result(None)
         else:
-            self._thread = threading.Thread(target=self._run, args=(self._compiled,), name="compilation", daemon=True)
+            self._thread = Thread(target=self._run, args=(self._compiled,), name="compilation")
             self._thread.start()
         return self
 
@@ -90,7 +91,7 @@ def time_of_kernels(task: LoadTask) -> Iterator[None]:
         while not over.wait(TELL_EVERY_S) and time.perf_counter() - began_s < KERNELS_LIMIT_S:
             task.progress(0, 0)
 
-    teller = threading.Thread(target=tell, name="kernels", daemon=True)
+    teller = Thread(target=tell, name="kernels")
     teller.start()
     try:
         yield

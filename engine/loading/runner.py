@@ -40,6 +40,7 @@ from loader.model_shape import DeviceShare, Division
 from loader.read_rates import ReadRates
 from loader.source_choice import SourceChoice
 from loader.staging import StagingRing
+from loader.threads import Thread
 from loader.unpack import Decoder
 from loader.weight_stream import OpenCheckpoint, open_checkpoint, stream_weights
 
@@ -265,5 +266,5 @@ def _in_background(work: Callable[[], object]) -> Future[None]:
         except BaseException as error:  # reported by every load; ignored, it would leave the engine on the slow path
             future.set_exception(error)
 
-    threading.Thread(target=run, name="kernels", daemon=True).start()
+    Thread(target=run, name="kernels").start()
     return future

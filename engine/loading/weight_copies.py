@@ -17,6 +17,7 @@ from engine.memory.weight_arrivals import WeightArrivals
 from engine.memory.weight_gate import WeightGate
 from engine.memory.weight_range import WeightRange
 from loader import checksum
+from loader.threads import Thread
 
 
 class WeightCopies:
@@ -151,8 +152,9 @@ class KeptCopy:
         for piece, left in enumerate(self._arrivals.left_bytes):
             if not left:  # the read fills nothing in this piece
                 self._ready.put(piece)
-        self._thread = threading.Thread(target=self._run, name="keep weights", daemon=True)
-        self._thread.start()
+        thread = Thread(target=self._run, name="keep weights")
+        thread.start()
+        self._thread = thread
 
     def _run(self) -> None:
         def cancelled() -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import select
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from engine.grammar.row_masks import RowMasks
 from engine.host.own_core import OwnCore
 from engine.loop.step_journal import StepJournal
 from engine.serve.served_models import ServedModels
+from loader.threads import Thread
 from scheduler.batch.plan import BatchPlan, SequenceTable
 
 log = logging.getLogger("engine")
@@ -125,7 +125,7 @@ class GroupSteps:
             for share in self._shares():
                 self._exchange.break_group(share.region.offset)
 
-        threading.Thread(target=work, name="end of the channel", daemon=True).start()
+        Thread(target=work, name="end of the channel").start()
 
     def _shares(self) -> Iterator[GroupShare]:
         """Yields all shares of this engine, those whose steps others lead first."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 
 from engine.memory import handles
 from engine.memory.chunk_memory import ChunkMemory
 from engine.protocol import WeightsHeld, decode_held
+from loader.threads import Thread
 
 log = logging.getLogger("engine")
 
@@ -46,4 +46,4 @@ class Handover:
             finally:
                 handles.close(exported)
 
-        threading.Thread(target=work, name="handover", daemon=True).start()
+        Thread(target=work, name="handover").start()

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty
@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.memory.chunk_memory import ChunkMemory, CopiesSeveral, DeviceCopies, DeviceCopy, StartsSeveral
 from engine.memory.chunk_memory import Piece as Piece
+from loader.threads import Thread
 
 NUM_THREADS = 2  # more gain nothing on the machines measured: one or two use all that a memory channel gives
 # Copies under way for each thread: the device has a next one when one ends, and a cancellation waits for no more than these.
@@ -157,12 +158,13 @@ def transfer(
                 with suppress(Exception):  # the first error is raised, but memory that the device still uses must not be freed
                     started.wait()
 
-    helpers = [threading.Thread(target=work, name="transfer", daemon=True) for _ in range(min(way.num_threads, len(pieces)) - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
+    with ExitStack() as helpers:
+        with suppress(MemoryError):  # fewer threads copy then
+            for _ in range(min(way.num_threads, len(pieces)) - 1):
+                helper = Thread(target=work, name="transfer")
+                helper.start()
+                helpers.callback(helper.join)
+        work()
     if errors:
         raise errors[0]
     return checksums

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.cuda.kernels import triton_linear
+from loader.threads import Thread
 
 log = logging.getLogger("engine")
 
@@ -150,7 +151,7 @@ def keep_in(folder: Path) -> None:
 def _choose(size: Size, wins: bool) -> None:
     _ours_wins[size] = wins
     if _kept_in is not None:  # in a thread, since a file system may hang
-        threading.Thread(target=_write, args=(_kept_in,), name="kernels", daemon=True).start()
+        Thread(target=_write, args=(_kept_in,), name="kernels").start()
 
 
 _writing = threading.Lock()

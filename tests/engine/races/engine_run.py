@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from threading import Event, Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -306,7 +305,6 @@ class EngineRun:
             MAX_ROWS=4,
             few_rows_linear=lambda x, weight, bias, out: device.launch("few rows", [reads(x), reads(weight), writes(out)]),
         )
-        threading = SimpleNamespace(Thread=self.schedule.thread, Lock=Lock, Event=Event)
         entry, ended = kernels(device), Future[None]()
         ended.set_result(None)
         choice = SimpleNamespace(wants_packed=None)
@@ -330,8 +328,7 @@ class EngineRun:
             (model, {"build_model": lambda ops, shape, weights: Layers(device, weights, shape.predicts)}),
             (model, {"kv_views": lambda arena, *_: (arena, None)}),
             (model, {"rotaries_of": lambda *_: (Rotary(Drawn(device, (8,))),) * 2}),
-            (loads, {"threading": threading}),
-            (transfers, {"threading": threading}),
+            *((module, {"Thread": self.schedule.thread}) for module in (loads, transfers, unmapping)),
             (unmapping, {"threading": self.schedule.threading, "CHUNKS_AT_A_TIME": 1}),
             (
                 runner,

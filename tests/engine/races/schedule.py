@@ -55,15 +55,15 @@ class Schedule:
         if len(self._hosts) > 1 and self.random.random() < SWITCH:
             self._go_on()
 
-    def thread(self, target: Callable[..., None], args: tuple[Any, ...] = (), name: str = "", daemon: bool = True) -> Thread:
-        """Stands in for threading.Thread."""
+    def thread(self, target: Callable[..., None], args: tuple[Any, ...] = (), name: str = "") -> Thread:
+        """Stands in for loader.threads.Thread."""
         self._num_started += 1
         return Thread(self, target, args, f"{name} {self._num_started}")
 
     @property
     def threading(self) -> SimpleNamespace:
         """Stands in for the module threading."""
-        return SimpleNamespace(Thread=self.thread, Lock=lambda: Lock(self), Event=lambda: Event(self))
+        return SimpleNamespace(Lock=lambda: Lock(self), Event=lambda: Event(self))
 
     def start(self, host: Host, run: Callable[[], None]) -> None:
         def begin() -> None:
@@ -138,7 +138,7 @@ class Event:
 
 
 class Thread:
-    """Stands in for a threading.Thread of a Schedule."""
+    """Stands in for a thread of a Schedule."""
 
     def __init__(self, schedule: Schedule, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
         self._schedule, self._target, self._args = schedule, target, args
