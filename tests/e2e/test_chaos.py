@@ -59,7 +59,7 @@ def test_a_seed_repeats_the_acts_and_each_comes_before_any_comes_again() -> None
 
 
 def test_leaks_of_the_daemon_and_of_engines_are_told() -> None:
-    process = {"descriptors": 10, "mappings": 300, "threads": 2, "rss_mib": 40.0}
+    process = {"descriptors": 10, "mappings": 300, "threads": 2, "anonymous_mib": 40.0}
     counts = {"engines": 2, "fork_servers": 1, "text_processes": 0, "scans": 0, "other_processes": 0, "zombies": 0, "stored": 3}
     before = {"daemon": process, "engine cpu:0": process, **counts, "chunks_in_use": 0.0, "host_tier_bytes": 0, "requests": 0}
     assert leaks(before, before) == []

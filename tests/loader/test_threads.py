@@ -57,3 +57,4 @@ def test_a_thread_that_begins_after_its_start_has_given_up_does_nothing(monkeypa
         pass
     thread.join()
     assert called == []
+    assert thread._work is None, "what is left of it holds nothing"
