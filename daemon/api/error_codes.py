@@ -161,7 +161,8 @@ CODES: dict[str, tuple[int, str, str]] = {
     ),
     "text_worker_ended": (
         503,
-        "the process that does the model's texts was killed, or ends each time; the message says which",
+        "the process that does the model's texts was killed, ends each time, or waited too long for the model's files; the message "
+        "says which",
         "retry after Retry-After; `hearth status` and the log say why",
     ),
     "upstream_unavailable": (

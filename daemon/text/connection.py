@@ -139,7 +139,7 @@ class WorkerConnection(asyncio.Protocol):
                 lane.since_s = now
             left_s.append(lane.since_s + job.limit_s - now)
             if left_s[-1] <= 0:
-                self._finish(deaths.stalled(job.limit_s, f"{job.kind}, {job.num_bytes} bytes"), [job])
+                self._finish(deaths.stalled(job.limit_s, f"{job.kind}, {job.num_bytes} bytes", self.pid), [job])
                 return
         if left_s:
             self._arm(min(left_s) + 0.001)  # the loop's timer may be early, by less than that

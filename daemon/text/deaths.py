@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from daemon.text.helper_messages import Ended
 from daemon.text.jobs import GRAMMAR_CPU_S, LIMIT_BYTES, TEMPLATE_CPU_S
@@ -18,11 +20,13 @@ _OF_A_JOB = frozenset({STALLED, MEMORY, CPU_TIME, CRASHED})
 @dataclass(slots=True, frozen=True)
 class Death:
     """Why a text worker ended. why: completes the sentence "the text of this request ...". details: text for the log, with the last
-    lines that the worker wrote."""
+    lines that the worker wrote. has_waited: whether a stalled worker was waiting, as for a file on a mount that hangs, and not
+    computing."""
 
     cause: str
     why: str
     details: str
+    has_waited: bool = False
 
     @property
     def is_of_a_job(self) -> bool:
@@ -30,9 +34,22 @@ class Death:
         return self.cause in _OF_A_JOB
 
 
-def stalled(limit_s: float, was_doing: str) -> Death:
-    text = f"took longer than {limit_s:.0f} s"
-    return Death(STALLED, text, f"it gave no answer for {limit_s:.0f} s ({was_doing}) and was killed")
+def stalled(limit_s: float, was_doing: str, pid: int) -> Death:
+    """pid: the worker's, which still lives."""
+    why, details = f"took longer than {limit_s:.0f} s", f"it gave no answer for {limit_s:.0f} s ({was_doing}) and was killed"
+    if _computes(pid):
+        return Death(STALLED, why, details)
+    waited = "its worker was waiting: the model's files do not answer, or somebody has stopped it"
+    return Death(STALLED, f"{why}; {waited}", f"{details}; {waited}", has_waited=True)
+
+
+def _computes(pid: int) -> bool:
+    """Returns whether a thread of a process runs, or would if it had a processor."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            if stat.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def with_helper() -> Death:

@@ -312,6 +312,8 @@ class TextService:
 
 
 def _failed(opening: Open, death: Death, param: str | None) -> HearthError:
+    if death.has_waited:
+        return NotNow("text_worker_ended", f"{_about(opening)} {death.why}", retry_after_s=10.0)
     if death.is_of_a_job:
         return BadRequest("text_work_failed", f"{_about(opening)} {death.why}", param=param)
     return NotNow("text_worker_ended", f"{_about(opening)} {death.why}, again and again", retry_after_s=1.0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from daemon.text.deaths import stalled
 from daemon.text.repeated_deaths import LONGEST_PAUSE_S, MAX_ENTRIES, PAUSE_S, RepeatedDeaths
 
-DEATH = stalled(30, "Encode, 5 bytes")
+DEATH = stalled(30, "Encode, 5 bytes", os.getpid())
 
 
 class Clock:

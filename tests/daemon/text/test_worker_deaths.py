@@ -135,9 +135,9 @@ async def test_a_worker_that_hangs_is_killed_and_what_waited_behind_it_is_answer
     assert {"model", "work", "bytes", "waiting_s"} == set(rows[0])
     assert (rows[0]["model"], rows[0]["work"]) == ("tiny", "tokenizing")
     service.limit_s = 60.0  # for those that are sent again
-    with pytest.raises(BadRequest, match="model tiny: the text of this request took longer than 2 s") as error:
+    with pytest.raises(NotNow, match="model tiny: the text of this request took longer than 2 s; its worker was waiting") as error:
         await within(first)
-    assert (error.value.code, error.value.param) == ("text_work_failed", "prompt")
+    assert (error.value.code, error.value.retry_after_s) == ("text_worker_ended", 10)
     assert [one.tolist() for (one,) in await within(asyncio.gather(*others))] == [expected.tolist()] * 20
     assert service.num_deaths == {deaths.STALLED: 1}
     await until(lambda: not psutil.pid_exists(pid))  # not as a zombie either
