@@ -1,4 +1,4 @@
-"""The rules for entries of the table `[names]`."""
+"""Checks entries of the configuration's table `[names]`, which says which models answer to a further name or a pattern of names."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def fit_for_shares(settings: ModelConfig, devices: Sequence[str]) -> list[str]:
 
 
 def split_over(settings: ModelConfig, devices: Sequence[str], how: ParallelConfig) -> ModelConfig:
-    """Returns the settings with a division in place of "auto", and without devices over which models are not split."""
+    """Returns a model's settings with `how` in place of parallel = "auto". Of the devices that they name, those over which no model
+    is split are left out. devices: names of the node's devices."""
     named = fit_for_shares(settings, devices) if settings.devices else []
     return replace(settings, parallel=how, devices=named)
 

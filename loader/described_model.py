@@ -19,8 +19,9 @@ HEADERS, INDEX, CONFIG = "headers", "index", "config"
 
 @dataclass(slots=True, frozen=True)
 class DescribedModel:
-    """A model, and the source of its sizes: HEADERS, INDEX or CONFIG. With CONFIG, the matrices of a quantised checkpoint that the
-    configuration lists as plain count as such. predicting, predictor_error: as in catalog.Checkpoint."""
+    """The shape of a model whose weights need not be there. source: where its sizes come from, HEADERS, INDEX or CONFIG. With
+    CONFIG, nobody has seen which matrices of a quantised checkpoint are plain, and those that the configuration names as plain
+    count as plain. predicting, predictor_error: as in catalog.Checkpoint."""
 
     shape: ModelShape
     source: str

@@ -123,7 +123,7 @@ def _layer_bytes(shape: ModelShape, layer: int, kv_dtype: str) -> int:
 
 
 def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
-    """Returns the bytes of one KV block if all layers of the model form one group."""
+    """Returns the bytes of one KV block of block_tokens tokens, for a model whose layers all form one KV group."""
     return kv_bytes_per_token(shape, kv_dtype) * block_tokens
 
 

@@ -83,8 +83,9 @@ class MixedGraphs(StepGraphs[MixedSize]):
         return None
 
     def capture(self, size: MixedSize, padding: Mapping[str, Any]) -> bool:
-        """Captures a size as StepGraphs.capture does. Also returns False if its graph gains nothing: this size and larger ones,
-        which take the device longer and the host as long, are then never tried again."""
+        """Captures a graph for steps of this size and returns whether there is one, as StepGraphs.capture does. Also returns False
+        if launching the graph saves no time. Then neither this size nor a larger one is tried again, since a larger step takes
+        the device longer and the host as long."""
         self._needed.pop(size, None)
         self._make_room()
         if not super().capture(size, padding):

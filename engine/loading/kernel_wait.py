@@ -16,8 +16,9 @@ KERNELS_LIMIT_S, TELL_EVERY_S = 300.0, 1.0
 
 
 def wait_for_kernels(prepared: Future[None], task: LoadTask) -> None:
-    """Waits until the device's kernels have been set up, and reports meanwhile that this load's time has not begun. Raises
-    RuntimeError, LoadCancelled."""
+    """Waits until the device's kernels have been set up. Meanwhile it reports that the load has not begun, so that the wait does
+    not count as the load's time. prepared: is done when they are. Raises RuntimeError if that fails or takes longer than
+    KERNELS_LIMIT_S, and LoadCancelled."""
     until_s = time.monotonic() + KERNELS_LIMIT_S
     while not wait([prepared], TELL_EVERY_S).done:
         _still_waiting(task)

@@ -106,7 +106,8 @@ class GroupSteps:
         return self._models.threads.run(work)
 
     def forget(self, share: GroupShare) -> None:
-        """Drops the posted steps of a broken group. They stay in the queue until the share leaves, and are not run."""
+        """Drops the steps of a broken group that this engine has posted, so that it never runs its part of them. Their entries stay
+        in the queue until its share leaves."""
         self._posted.pop(share.region.offset, None)
 
     def leave_all(self) -> None:

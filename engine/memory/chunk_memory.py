@@ -58,7 +58,7 @@ class DeviceCopies(Protocol):
 
 @runtime_checkable
 class CopiesSeveral(Protocol):
-    """A ChunkMemory whose copies are done by the calling thread."""
+    """A ChunkMemory that can copy several pieces in one call, because the calling thread does its copies."""
 
     def copy_several(self, pieces: Sequence[Piece], out: bool) -> list[int]:
         """Copies each piece as copy_in does, or as copy_out does if `out`, and returns their checksums. Releases the GIL once for

@@ -66,8 +66,8 @@ class Wrapper:
         return name.startswith(self.others) or self.decoder_of(shape).ignores(shape, name)
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored. A head in the checkpoint is used, because config.json may leave out that it is not
-        tied."""
+        """Implements Architecture.as_stored. If the checkpoint has an output head, it is used even where config.json says that the
+        head is the embedding: some leave out that it is not."""
         for prefix, of_head in _PREFIXES.items():
             if any(name.startswith(prefix) for name in names):
                 tied = shape.tie_word_embeddings and f"{of_head}{self.text.names.head}.weight" not in names

@@ -18,9 +18,9 @@ from scheduler.batch.plan import BoolArray, IntArray
 
 @dataclass(slots=True, frozen=True)
 class Proposal:
-    """Drafted tokens of one sequence. tokens [D]. sure [D]: nothing else may follow, so the token holds if those before it do.
-    guessed: the proposal was allowed to hold guesses (Drafts.guess), even if it has none. num_tokens: the sequence's number of
-    tokens before the drafted ones."""
+    """D drafted tokens of one sequence. tokens [D]: their ids. sure [D]: whether the grammar allows no other token there, so that
+    the token is right if those before it are. guessed: whether tokens were allowed that the grammar does not force (Drafts.guess),
+    even if there are none. num_tokens: the number of the sequence's tokens before the drafted ones."""
 
     tokens: IntArray
     sure: BoolArray

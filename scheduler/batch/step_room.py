@@ -89,8 +89,8 @@ class StepRoom:
             self._limits.forget_predictor()
 
     def open(self, max_tokens: int, contexts: IntArray, loads: Sequence[TenantLoad]) -> None:
-        """Begins a step with its decoding sequences. contexts: number of positions of each. max_tokens: bound on the tokens of the
-        whole step. loads: the load of each tenant."""
+        """Begins a step and takes room for its decoding sequences. contexts: for each of them, the number of positions it attends
+        to. max_tokens: the most tokens of the whole step. loads: the load of each tenant."""
         num_rows, context = len(contexts), float(contexts.sum())
         self._left = max_tokens - num_rows
         if self._max_tokens is not None:

@@ -1,7 +1,8 @@
-"""Handles requests that are still being read, so that a load of their model need not wait until their prompts are tokenized.
+"""Handles announced requests. The daemon announces a request as soon as it knows its model, while the prompt is still being read
+and tokenized, so that the model's load need not wait for that.
 
-From then until the request arrives or is given up, its model is expected: it is loaded as for a request if the load can begin at
-once, as a load ahead of requests may. Otherwise the model gets its place in line only when the request itself arrives.
+An announced request's model is loaded as for a request, but only if the load can begin at once. Otherwise the model takes its place
+in line when the request itself arrives. The announcement ends when the request arrives or is given up.
 """
 
 from __future__ import annotations

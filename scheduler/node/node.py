@@ -44,7 +44,7 @@ class Request:
 
     @property
     def waits_since(self) -> float:
-        """Start of its waiting time. A paused request has had its turn, so its waiting time starts with the pause."""
+        """The time since which the request has waited: its arrival or, for a paused request, which has had its turn, the pause."""
         return self.arrived if self.paused_at is None else self.paused_at
 
 
@@ -394,7 +394,7 @@ class Node:
         return model.window * (1 if model.primary.others else self.settings.window_per_sequence)
 
     def is_warm(self, model: Model) -> bool:
-        """Returns whether a complete copy of its current weights is in host memory."""
+        """Returns whether the host tier holds a complete copy of the weights that the model has now."""
         kept = self.host.weights.get(model.name)
         return kept is not None and not kept.void and kept.fingerprint == model.facts.fingerprint
 
@@ -423,7 +423,8 @@ class Node:
         return bool(model.load_causes or model.expected or model.pinned)
 
     def waits_since(self, model: Model) -> float:
-        """Returns since when its oldest request, a command or a pin has waited for the model, or a request for it has been read."""
+        """Returns the time since which work has waited for the model: its oldest request, or a command, a pin or an announced
+        request if that is older."""
         since = next(iter(model.queue.values())).waits_since if model.queue else self.now
         return min(since, model.asked_at) if self.wanted_ahead(model) else since
 

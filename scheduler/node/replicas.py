@@ -91,7 +91,8 @@ def look_again(node: Node) -> None:
 
 
 def _room(node: Node, model: Model) -> tuple[object, ...]:
-    """Returns the facts that decide whether a further replica finds room, to be compared later. O(devices)."""
+    """Returns the facts that decide whether a further replica of the model finds room. As long as they are the same as at a failed
+    attempt, another attempt would fail, too. O(devices)."""
     devices = (node.devices[name] for name in model.devices)
     state = tuple((one.available, one.held_for, one.ledger.lease_chunks, one.pinned, _is_quiet(node, one)) for one in devices)
     return (*state, *(one.occupies for one in model.replicas))

@@ -88,7 +88,8 @@ def _verified_text(result: Verified) -> str:
 
 
 def packed(model: ModelFiles, with_bar: bool) -> Packed:
-    """Packs a model's weights. Raises CommandError, OSError."""
+    """Packs a model's weight files into a folder beside them and returns what that gave; files that are packed already are left as
+    they are. with_bar: whether to show a progress bar. Raises CommandError, OSError."""
     from loader.errors import CheckpointError
     from loader.packer import pack_file
     from loader.weight_files import PACKED_DIR

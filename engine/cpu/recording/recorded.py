@@ -47,8 +47,9 @@ class RecordedSteps:
         max_tokens: int,
         title: str,
     ) -> None:
-        """Starts without programs. max_decodes: the most rows that may sample in a step. max_rows, max_tokens: the largest step
-        with chunks. With 0, steps of that kind are not recorded. title: names the model and its dtype in the log."""
+        """Makes the object without programs; each is recorded when it is first needed. max_decodes: the most rows of a decode step
+        that is recorded. max_rows, max_tokens: the most rows and tokens of a step with chunks that is recorded. With 0, no steps of
+        that kind are recorded. title: names the model and its dtype in the log."""
         self._title = title
         self._ops, self._model, self._inputs, self._scratch = ops, model, inputs, scratch
         self._max_decodes, self._max_rows, self._max_tokens = max_decodes, max_rows, max_tokens
