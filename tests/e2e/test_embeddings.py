@@ -320,19 +320,26 @@ def test_a_killed_engine_costs_no_embedding(node: Node) -> None:
             name = "dec" if number % 4 == 0 else "deep"
             return vectors(client.embeddings.create(model=name, input=["the sky " * 15] * 10, encoding_format="float"))
 
-        with ThreadPoolExecutor(20) as pool:
-            asked = [pool.submit(ask, number) for number in range(20)]
-            node.wait_for(
-                lambda: any(row["queued"] or row["active"] for row in node.ps()) or all(each.done() for each in asked), "work"
-            )
-            for pid in node.engine_pids():
-                os.kill(pid, signal.SIGKILL)
-            answers = [each.result() for each in asked]
+        def num_resubmitted() -> float:
+            (line,) = [line for line in node.get("/metrics")[1].splitlines() if "resubmi" in line and line[0] != "#"]
+            return float(line.split()[-1])
+
+        for _ in range(4):
+            with ThreadPoolExecutor(20) as pool:
+                asked = [pool.submit(ask, number) for number in range(20)]
+                node.wait_for(
+                    lambda now=asked: any(row["queued"] or row["active"] for row in node.ps()) or all(each.done() for each in now),
+                    "work",
+                )
+                for pid in node.engine_pids():
+                    os.kill(pid, signal.SIGKILL)
+                answers = [each.result() for each in asked]
+            if num_resubmitted() > 0:
+                break
+            # on a busy machine all of them may have been answered before the kill
         many = vectors(client.embeddings.create(model="deep", input=["the sky"] * 600, encoding_format="float"))
-        resubmitted = [line for line in node.get("/metrics")[1].splitlines() if "resubmi" in line and line[0] != "#"]
+        assert num_resubmitted() > 0
     assert many.shape == (600, 256)
-    assert resubmitted
-    assert float(resubmitted[0].split()[-1]) > 0, resubmitted
     for number, answer in enumerate(answers):
         wanted = one if number % 4 else other
         assert answer.shape == (10, len(wanted))
