@@ -106,7 +106,7 @@ MEANINGS = {
     "stream_options": "include_usage: a last chunk with the usage; continuous_usage_stats: usage in each chunk. Where a model was "
     "paused to make room, usage has an object `hearth` too: preemptions, restored_tokens, recomputed_tokens",
     "user": "read and not used",
-    "truncate_prompt_tokens": "the last so many tokens of the prompt are kept, special ones beside them; -1: as many as fit",
+    "truncate_prompt_tokens": "so many tokens of the prompt are kept: the special ones, and its last ones; -1: as many as fit",
     "n": "answers per prompt",
     "best_of": "must equal n; 0: not asked for",
     "allowed_token_ids": "no other tokens come, end tokens neither",

@@ -40,7 +40,7 @@ MEANINGS = {
     "model": "name or alias; below `/m/MODEL` it may be left out",
     "encoding_format": "float, or base64 of little-endian float32; default float",
     "dimensions": "the model's own, or a size its checkpoint was trained to be cut to",
-    "truncate_prompt_tokens": "the last so many tokens of the prompt are kept, special ones beside them; -1: as many as fit",
+    "truncate_prompt_tokens": "so many tokens of the prompt are kept: the special ones, and its last ones; -1: as many as fit",
     "user": "read and not used",
     "priority": "where KV runs short, sequences of lower priority give way first; default: the tenant's (keys.md), else 0",
 }
