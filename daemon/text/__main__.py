@@ -30,7 +30,8 @@ _decoder: msgspec.msgpack.Decoder[ToHelper] = msgspec.msgpack.Decoder(ToHelper)
 
 @dataclass(slots=True)
 class _Child:
-    """A worker process. errors: the read end of the pipe that the worker has as its standard error."""
+    """A worker process. number: the number that the daemon gave it in `Fork`. errors: the descriptor of the pipe's read end from
+    which the worker's standard error is read. last_words: the last LAST_WORDS_BYTES that were read from it."""
 
     number: int
     errors: int
@@ -73,7 +74,8 @@ class _Helper:
             self._reap()
 
     def _take(self) -> bool:
-        """Handles one packet from the daemon. Returns whether more may come; False means that the socket has ended."""
+        """Reads one packet from the daemon and does what it asks: forks a worker or kills one. Returns whether more packets may
+        come; False means that the daemon has closed the socket."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
         except ConnectionResetError:
@@ -112,7 +114,8 @@ class _Helper:
         self._tell(Forked(number, pid))
 
     def _become_worker(self, connection: socket.socket, errors: int) -> NoReturn:
-        """Runs the worker in the forked process, then exits. Never returns into the helper's loop."""
+        """Runs a TextWorker in the forked process, then exits; never returns into the helper's loop. connection: the worker's
+        socket to the daemon. errors: the pipe's write end, which becomes the standard error."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

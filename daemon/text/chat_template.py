@@ -50,7 +50,8 @@ def _raise_exception(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Writes a value as JSON. Jinja's own filter escapes HTML characters, which models were not trained on."""
+    """Returns a value as JSON, for the templates' filter `tojson`. Jinja's own filter escapes HTML characters, which models were
+    not trained on. The parameters are those of json.dumps."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

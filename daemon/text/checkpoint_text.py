@@ -42,8 +42,9 @@ class CheckpointText:
         return build_table(contents, str(file), lambda ids: self.tokenizer().decode(ids))
 
     def encode(self, texts: list[str], add_special_tokens: bool, keep_last: int = 0, suffix: str = "") -> list[list[int]]:
-        """Returns the token ids of each text. keep_last: the number of tokens to keep at the end, 0 for all. suffix: the text after
-        the gap to fill in, "" for none. Raises BadRequest."""
+        """Returns the token ids of each text. keep_last: the number of tokens to keep at each text's end, special tokens included;
+        0: all. suffix: for filling in the middle, the text after the gap; "": none. Raises BadRequest if keep_last leaves no room
+        for the text's own tokens, or the tokenizer cannot mark a gap."""
         tokenizer = self.tokenizer()
         if suffix:
             first = tokenizer.encode("").ids if add_special_tokens else []
@@ -66,8 +67,9 @@ class CheckpointText:
         return found
 
     def encode_pairs(self, firsts: list[str], seconds: list[str], job: EncodePairs) -> Iterator[tuple[int, list[int]]]:
-        """Yields, for each pair, the index at which the segment of its second text begins, and its token ids. firsts, seconds: the
-        texts of `job`. Raises BadRequest."""
+        """Yields for each pair of texts the index at which the segment of its second text begins (0: it has none), and the pair's
+        token ids. firsts, seconds: the decoded texts of `job`; one first text serves all pairs. Raises BadRequest if a first text
+        leaves no room for a second one."""
         tokenizer = self.tokenizer()
         num_special = tokenizer.num_special_tokens_to_add(True)
         heads = tokenizer.encode_batch(firsts, add_special_tokens=False)
@@ -91,8 +93,8 @@ class CheckpointText:
             yield (len(head.ids) if tokenizer.post_processor is None else begin), joined.ids
 
     def token_lower_bound(self, text: str) -> tuple[int, str]:
-        """Returns a lower bound on the text's number of tokens and how it was computed, as TokenLowerBound.of does. The bound is
-        built on first use."""
+        """Returns a number of tokens that the text has at least, and an explanation of that number for an error message; (0, "") if
+        the tokenizer allows no bound. The TokenLowerBound that computes it is built on first use."""
         if self._lower_bound is None:
             self._lower_bound = TokenLowerBound(self.tokenizer())
         return self._lower_bound.of(text)
@@ -110,8 +112,9 @@ class CheckpointText:
         return self._template.render(messages, add_generation_prompt, kwargs, tools, documents)
 
     def facts(self) -> TextFacts:
-        """Returns what the checkpoint's files say about its replies. A file that cannot be read counts as empty here; the request
-        that needs it reports the error."""
+        """Returns how a model's replies are to be parsed: the dialects of tool calls and of reasoning, and the special tokens that
+        mark them, as the chat template, config.json and the tokenizer show them. A file that cannot be read counts as empty here;
+        the request that needs it reports the error."""
         template, model_type, markers, harmony_marks = "", "", {}, {}
         with contextlib.suppress(BadRequest):
             template = self._template_source()
@@ -193,8 +196,8 @@ class CheckpointText:
 
 
 def _default_template(value: object) -> str | None:
-    """Returns the template that a chat_template setting holds: a string, or a list of named templates, of which the one named
-    "default" is used. None if there is none."""
+    """Returns the template in `value`, the setting chat_template of a JSON file: a string, or a list of named templates, of which
+    the one named "default" is used. None if there is none."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):

@@ -18,8 +18,8 @@ REPORT_WAIT_S = 2.0  # the longest wait between the end of a worker's socket and
 
 
 class WorkerDied(Exception):
-    """Raised when the worker ended before it answered the job. is_suspect: whether the job was in progress at that time. is_alone:
-    whether it was the only job in progress."""
+    """Raised when the worker ended before it answered the job. is_suspect: whether the job may have caused the death, because it
+    was in progress at that time. is_alone: whether only one job was in progress then."""
 
     def __init__(self, death: Death, is_suspect: bool, is_alone: bool) -> None:
         super().__init__(death.details)
@@ -41,8 +41,8 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Lane:
-    """A queue of jobs that the worker does one after the other. since_s: when it began the job at the front (the event loop's
-    time)."""
+    """A queue of jobs that the worker does one after the other. jobs: the unanswered jobs by id, the one in progress first.
+    since_s: when the worker began that job (the event loop's time)."""
 
     jobs: dict[int, _Waiting] = field(default_factory=dict)
     since_s: float = 0.0
@@ -125,8 +125,8 @@ class WorkerConnection(asyncio.Protocol):
         self._timer = self._loop.call_at(self._due_s, self._check)
 
     def _check(self) -> None:
-        """Kills the worker if its current job takes too long. The timer is not moved for each job, so it often fires early and is
-        set again."""
+        """Kills the worker if it has worked on one job for longer than the job's limit. Called by a timer, which is not moved for
+        each job: it often fires early and is set again."""
         self._timer = None
         now = self._loop.time()
         was_held = now - self._due_s > HELD_S
@@ -180,7 +180,8 @@ class WorkerConnection(asyncio.Protocol):
     # ---- the worker's end
 
     def died(self, death: Death) -> None:
-        """Reports why the worker's process ended. What it sent before that is read first."""
+        """Takes note of the end of the worker's process and its cause. Jobs without an answer fail once everything that the worker
+        sent before its end was read."""
         self.alive = False
         if not self._is_closed:
             self._death = death
@@ -190,7 +191,7 @@ class WorkerConnection(asyncio.Protocol):
             self._loop.call_later(REPORT_WAIT_S, self._wait_no_longer)
 
     def close(self) -> None:
-        """Closes the connection, which lets the process end after the jobs it has."""
+        """Closes the connection. The worker's process ends when it has done the jobs that it was sent; the answers are lost."""
         self.alive = False
         self._is_closed = True
         if self._transport is not None:

@@ -19,9 +19,9 @@ _OF_A_JOB = frozenset({STALLED, MEMORY, CPU_TIME, CRASHED})
 
 @dataclass(slots=True, frozen=True)
 class Death:
-    """Why a text worker ended. why: completes the sentence "the text of this request ...". details: text for the log, with the last
-    lines that the worker wrote. has_waited: whether a stalled worker was waiting, as for a file on a mount that hangs, and not
-    computing."""
+    """Why a text worker ended. cause: one of the constants above, such as STALLED. why: completes the sentence "the text of this
+    request ...". details: text for the log, with the last lines that the worker wrote. has_waited: whether a stalled worker was not
+    computing but waiting, such as for a file on a mount that hangs."""
 
     cause: str
     why: str
@@ -35,7 +35,9 @@ class Death:
 
 
 def stalled(limit_s: float, was_doing: str, pid: int) -> Death:
-    """pid: the worker's, which still lives."""
+    """Returns the death of a worker that is killed because a job took too long. limit_s: the job's limit in seconds. was_doing: the
+    job, in words for the log. pid: the worker's process id; the worker still lives, so that it can be seen whether it computes or
+    waits."""
     why, details = f"took longer than {limit_s:.0f} s", f"it gave no answer for {limit_s:.0f} s ({was_doing}) and was killed"
     if _computes(pid):
         return Death(STALLED, why, details)
@@ -44,7 +46,7 @@ def stalled(limit_s: float, was_doing: str, pid: int) -> Death:
 
 
 def _computes(pid: int) -> bool:
-    """Returns whether a thread of a process runs, or would if it had a processor."""
+    """Returns whether a thread of the process is running or ready to run; False if all of them wait."""
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with suppress(OSError):  # the thread has ended
             if stat.read_text().rpartition(")")[2].split()[0] == "R":

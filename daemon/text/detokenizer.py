@@ -12,8 +12,8 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """The state of decoding one sequence. as_in_table: whether nothing is held back, so that the next token's text is the one in
-    the token table."""
+    """Converts the token ids of one sequence to text, a few at a time: `add` returns the text that is certain so far and holds back
+    the rest. as_in_table: whether nothing is held back, so that the next token's text is the one in the token table."""
 
     as_in_table: bool
 
@@ -25,7 +25,8 @@ class Detokenizer(Protocol):
 
 
 class ByteLevelDetokenizer:
-    """Decodes tokens that are bytes of UTF-8, cut anywhere: up to three bytes wait for the rest of their character."""
+    """Decodes tokens whose bytes, joined, are UTF-8. A token may end within a character: up to three bytes are held back until the
+    rest of their character comes."""
 
     __slots__ = ("_decoder", "_table", "as_in_table")
 
@@ -45,9 +46,9 @@ class ByteLevelDetokenizer:
 
 
 class PiecesDetokenizer:
-    """Decodes tokens that are strings. A run of byte-fallback tokens is held back until it ends, since it is decoded as a whole: if
-    it is not UTF-8, each of its bytes becomes U+FFFD. The start of the text loses spaces where the tokenizer's decoder removes
-    them."""
+    """Decodes tokens that are whole strings, or single bytes (byte-fallback tokens). A run of byte-fallback tokens is held back
+    until it ends, since it is decoded as a whole: if it is not UTF-8, each of its bytes becomes U+FFFD. The start of the text loses
+    spaces where the tokenizer's decoder removes them."""
 
     __slots__ = ("_first", "_run", "_strip", "_table", "as_in_table")
 
@@ -102,6 +103,6 @@ def detokenizer(table: TokenTable) -> Detokenizer:
 
 
 def decode(table: TokenTable, ids: Sequence[int]) -> str:
-    """Returns the text of a whole sequence."""
+    """Returns the text of a whole sequence of token ids, without special tokens."""
     state = detokenizer(table)
     return state.add(ids) + state.end()

@@ -14,8 +14,9 @@ from daemon.errors import BadRequest
 
 
 class _Family(NamedTuple):
-    """The special tokens of one family of models: the ones before the text, before the suffix and at the gap. If `middle` is "",
-    the suffix comes first and the text ends the prompt."""
+    """The special tokens with which one family of models marks a gap in a text: before the text that precedes the gap (prefix),
+    before the text that follows it (suffix), and at the prompt's end, where the model fills the gap (middle). middle "": the suffix
+    comes first, and the preceding text ends the prompt."""
 
     prefix: str
     suffix: str

@@ -34,13 +34,14 @@ def _bytes_tokenizer() -> LLTokenizer:
 
 
 def why_not(grammar: str) -> str:
-    """Returns the reason why a grammar cannot be followed, in words for its author; "" if it can."""
+    """Returns the reason why a grammar cannot be followed, as a sentence that the grammar's author understands; "" if it can be
+    followed."""
     reason = _refusal(grammar)
     return plain(reason, grammar) if reason else ""
 
 
 def _refusal(grammar: str) -> str:
-    """Returns the reason why a grammar cannot be followed, in llguidance's words; "" if it can."""
+    """Returns the reason why a grammar cannot be followed, as llguidance words it; "" if it can be followed."""
     try:
         compiled = compile_grammar(grammar)
     except ValueError as error:

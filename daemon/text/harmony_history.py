@@ -15,9 +15,9 @@ _EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}  # the format know
 
 
 def harmony_messages(messages: list[Message]) -> list[Message]:
-    """Returns the messages with reasoning as `thinking`. Instructions at the start become one message. A turn of several calls
-    becomes one turn per call, each followed by its result. The text of a turn with calls is appended to its reasoning, because the
-    template writes that text on the analysis channel, too."""
+    """Returns the messages in the form that Harmony's templates expect: reasoning is named `thinking`; instructions at the start
+    become one message; a turn of several calls becomes one turn per call, each followed by its result. The text of a turn with
+    calls is appended to its reasoning, because the template writes that text on the analysis channel, too."""
     num_first = next((at for at, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS), len(messages))
     shown = messages[num_first:]
     if num_first:
@@ -43,8 +43,9 @@ def harmony_messages(messages: list[Message]) -> list[Message]:
 
 
 def _taken(results: list[Message], call_id: str, ids: set[str]) -> list[Message]:
-    """Removes a call's results from the list and returns them: the results that name the call, else the first result if it names no
-    call of this turn. ids: the ids of the turn's calls."""
+    """Removes the results of one call from `results` and returns them: those that name the call or, if none does, the first of the
+    list, provided that it names no other call of this turn. call_id: the call's id, "" for none. ids: the ids of all calls of the
+    turn."""
     mine = [each for each in results if call_id and each.get("tool_call_id") == call_id]
     mine = mine or [each for each in results[:1] if not each.get("tool_call_id") or each["tool_call_id"] not in ids]
     for each in mine:
@@ -53,14 +54,15 @@ def _taken(results: list[Message], call_id: str, ids: set[str]) -> list[Message]
 
 
 def harmony_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Returns the tools with a description for each function."""
+    """Returns copies of the tools in which a function without a description has "" as its description; None for None."""
     if tools is None:
         return None
     return [{**tool, "function": {**tool["function"], "description": tool["function"].get("description") or ""}} for tool in tools]
 
 
 def harmony_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the template's variables, with `reasoning_effort` replaced by the nearest value that the format has."""
+    """Returns the template's variables, with `reasoning_effort` replaced by the nearest of the values that Harmony knows: low,
+    medium and high."""
     effort = kwargs.get("reasoning_effort")
     return {**kwargs, "reasoning_effort": _EFFORTS[effort]} if isinstance(effort, str) and effort in _EFFORTS else kwargs
 

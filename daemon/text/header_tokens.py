@@ -8,8 +8,8 @@ from daemon.text.tool_parsers.harmony import CHANNEL, CONSTRAIN, START
 
 
 class HeaderTokens:
-    """The state of one reply. marks: the format's special tokens, token id -> the character that stands for it
-    (daemon/text/tool_parsers/harmony.py)."""
+    """Tracks message headers in one Harmony reply, token by token. marks: the format's special tokens, token id -> the character
+    that stands for it (daemon/text/tool_parsers/harmony.py)."""
 
     __slots__ = ("_inside", "_marks")
 

@@ -79,7 +79,8 @@ class Helper:
         asyncio.get_running_loop().add_reader(control, self._on_packets, control)
 
     async def connect(self, opening: Open) -> WorkerConnection:
-        """Has a new worker forked and returns the connection to it. Raises NotNow, ServerFault."""
+        """Has the helper fork a worker for the model of `opening` and returns the connection to it. Raises NotNow if the daemon has
+        no free descriptor, ServerFault if the helper does not start or has been ended."""
         loop = asyncio.get_running_loop()
         for _ in range(2):
             await self.start()
@@ -104,7 +105,7 @@ class Helper:
         return worker
 
     def release(self, worker: WorkerConnection) -> None:
-        """Ends a worker; one in the middle of a job is killed."""
+        """Closes the connection to a worker, which then ends. A worker with unanswered jobs is killed."""
         if worker.num_waiting:
             self._send(Kill(worker.number))
         worker.close()
@@ -129,8 +130,8 @@ class Helper:
     # ---- the helper's messages
 
     def _send(self, message: ToHelper, descriptor: int | None = None) -> bool:
-        """Sends a message to the helper. Returns whether it was sent. A helper that takes no messages hangs or has ended, and is
-        given up."""
+        """Sends a message to the helper, with a duplicate of `descriptor` if there is one. Returns whether it was sent. A helper
+        that has ended, or takes no messages and has left a Fork unanswered, is killed and given up."""
         control = self._control
         if control is None:
             return False
@@ -192,8 +193,8 @@ class Helper:
             self._gone(control)
 
     def _gone(self, control: socket.socket) -> None:
-        """Gives up a helper that hangs or whose socket has ended: kills the processes that are left, and moves their jobs to new
-        workers."""
+        """Gives up a helper that hangs or whose socket has ended: kills its processes, fails their jobs with WorkerDied, so that
+        the jobs are done again elsewhere, and starts a new helper in the background if this one had lived for SOUND_AFTER_S."""
         if control is not self._control:
             return
         process = self._release()
@@ -241,7 +242,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment of the helper. It changes two things.
+    """Returns the environment of the helper: the daemon's, with two changes.
 
     GLIBC_TUNABLES: encoding a prompt allocates and frees thousands of small blocks of one size. By default glibc keeps 7 blocks of
     a size ready and merges the others with their neighbours, only to split them again. If it keeps thousands, a prompt takes a

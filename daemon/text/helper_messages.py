@@ -13,13 +13,14 @@ class Fork(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Kill(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks the helper to kill a worker that does not end by itself."""
+    """Asks the helper to kill a worker that does not end by itself. number: the worker's number, as in `Fork`."""
 
     number: int
 
 
 class Forked(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answers Fork. problem: why there is no worker, in which case `pid` is 0; "" if there is one."""
+    """The helper's answer to `Fork`. number: as in `Fork`. pid: the worker's process id, 0 if there is no worker. problem: why
+    there is none; "" if there is one."""
 
     number: int
     pid: int

@@ -20,7 +20,9 @@ LONG_TEXT = 64 << 10  # characters; longer jobs are encoded in a thread, concurr
 
 
 def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> str:
-    """Returns the text of a chat, rendered by the template. messages, options: as in EncodeChat. Raises BadRequest."""
+    """Returns a chat as the text that the checkpoint's template makes of it. messages: the chat, a list of objects packed as
+    msgpack. options: those of EncodeChat, unpacked. Raises BadRequest if the template fails or the messages are nested too
+    deeply."""
     try:
         plain = msgspec.msgpack.decode(messages)
         kwargs = msgspec.msgpack.decode(options["kwargs"]) if "kwargs" in options else {}
@@ -41,7 +43,8 @@ def rendered(text: CheckpointText, messages: bytes, options: dict[str, Any]) -> 
 
 
 def _to_end_of_text(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
-    """Returns the chat up to the end of the last message's text, which the reply continues. Raises BadRequest."""
+    """Returns the rendered chat, cut at the end of the last message's text, so that the reply continues that text. render: renders
+    messages. Raises BadRequest if the template does not write the text exactly once."""
     mark = secrets.token_hex(16)  # marks the place where the template writes the end of that text
     messages[-1]["content"] += mark
     parts = render(messages).split(mark)
@@ -65,7 +68,8 @@ def check_length(text: CheckpointText, texts: Sequence[str], field: str, max_tok
 
 
 def paired(text: CheckpointText, firsts: list[str], seconds: list[str], job: EncodePairs) -> list[bytes]:
-    """Returns the answer to an EncodePairs job. firsts, seconds: the job's texts. Raises BadRequest."""
+    """Does an EncodePairs job and returns the parts of its answer: the begin of each pair's second segment, then the token ids of
+    each pair, all as int32. firsts, seconds: the job's texts. Raises BadRequest for texts that are too long."""
     if job.max_tokens:
         check_length(text, firsts, job.fields[0], job.max_tokens)
         if not job.keep_second:
@@ -79,7 +83,8 @@ def paired(text: CheckpointText, firsts: list[str], seconds: list[str], job: Enc
 
 
 def tokenized(tokenizer: Tokenizer, ids: list[int], strings: bool) -> list[bytes]:
-    """Returns the answer to a Tokenize job: the number of tokens, their ids, and the vocabulary's strings or null, each as JSON."""
+    """Returns the parts of the answer to a Tokenize job, each as JSON: the number of tokens, their ids, and the strings that the
+    vocabulary has for them. strings: whether the last part is wanted; otherwise it is null."""
     written = [tokenizer.id_to_token(token_id) for token_id in ids] if strings else None
     return [b"%d" % len(ids), msgspec.json.encode(ids), msgspec.json.encode(written)]
 

@@ -90,20 +90,20 @@ class Detokenize(Message, frozen=True):
 
 
 class Describe(Message, frozen=True):
-    """Asks for the model's TextFacts; answered with them as msgpack."""
+    """Asks how the model's replies are to be parsed; answered with a TextFacts as msgpack."""
 
     job_id: int
 
 
 class BuildTable(Message, frozen=True):
-    """Asks for the model's token table; answered with a PackedTable as msgpack."""
+    """Asks for the text of every token of the model; answered with a PackedTable as msgpack."""
 
     job_id: int
 
 
 class ParseBody(Message, frozen=True):
-    """Asks for a request's body to be parsed; answered with two parts: the small fields as msgpack, and the prompt. `reader`: the
-    function that parses it, MODULE:NAME."""
+    """Asks for a request's body to be parsed; answered with two parts: the small fields as msgpack, and the prompt. reader: the
+    function that parses the body, as MODULE:NAME. body: the bytes of the HTTP request."""
 
     job_id: int
     reader: str
@@ -136,7 +136,8 @@ class Failed(Message, frozen=True):
 
 
 class Deferred(Message, frozen=True):
-    """Says that a job is long, so it runs concurrently with the jobs after it and is answered out of order."""
+    """Tells the daemon that a job is long: a thread of the worker does it beside the jobs that follow, so its answer may come after
+    theirs."""
 
     job_id: int
 
@@ -150,7 +151,8 @@ LIMIT_BYTES = 1 << 30  # the limit of a worker's address space, enough for a pro
 
 
 class TextFacts(Struct, frozen=True, array_like=True):
-    """What the template and the tokenizer say about a model's replies; see daemon/text/tool_parsers/registry.py."""
+    """How a model's replies are to be parsed, as its chat template and tokenizer show it. tool_parser, reasoning_parser: the
+    dialects in which the model writes tool calls and reasoning (daemon/text/tool_parsers/registry.py), "none" for none."""
 
     tool_parser: str = "none"
     reasoning_parser: str = "none"

@@ -13,9 +13,9 @@ Message = dict[str, Any]
 
 
 def kimi_messages(messages: list[Message]) -> list[Message]:
-    """Returns the messages with `functions.NAME:INDEX` as the id of each call, and the same id at its result. A result that names
-    no call of the latest turn with calls is assigned to the first call of that turn without a result; if there is none, it stays
-    unchanged."""
+    """Returns the messages with an id of the form `functions.NAME:INDEX` for each call, and the same id in the call's result. A
+    result that names no call of the latest turn with calls is taken as the result of the first call of that turn that has none yet;
+    if all have one, it stays unchanged."""
     numbers = CallNumbers()
     out: list[Message] = []
     unanswered: list[tuple[str, str]] = []  # the id that the client gave, and the new one

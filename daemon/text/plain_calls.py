@@ -80,8 +80,8 @@ def _rendered(render: Render, messages: list[Message], tools: Tools) -> str:
 
 
 def _plain_history(messages: list[Message]) -> list[Message]:
-    """Returns the messages with calls and results as text; a result becomes a message of the user. A changed message is merged with
-    a neighbour of the same role, because templates expect roles to alternate."""
+    """Returns the messages with calls and results as text in their contents; a result becomes a message of the user. A message that
+    was changed is joined with the one before it if both have the same role, because templates expect roles to alternate."""
     names: dict[str, str] = {}  # id of a call -> name of its function
     plain: list[Message] = []
     was_changed = False
@@ -134,8 +134,8 @@ def _words(tools: list[dict[str, Any]], name: str, many: bool) -> str:
 
 
 def _with_words(render: Render, messages: list[Message], words: str) -> str:
-    """Renders the chat with these words in the system message. If the template refuses or drops that message, they are put before
-    the user's first message."""
+    """Returns the rendered chat with `words` added to the system message. If the template refuses or drops that message, the words
+    are put before the text of the user's first message. Raises BadRequest if the template refuses that, too."""
     first = messages[0]
     if first["role"] in _SYSTEM_ROLES:
         as_system = [{**first, "content": _joined(first["content"], words)}, *messages[1:]]

@@ -12,8 +12,8 @@ from daemon.text.token_table import TokenTable
 
 
 class TextPort(Protocol):
-    """Tokenising and chat templates, done in a helper process. Token ids come back packed (`array("i")`), so counting them
-    against max_model_len costs nothing and only an accepted prompt becomes a list."""
+    """Chat templates and tokenizers, run in helper processes. Token ids come back packed (`array("i")`), so counting them against
+    max_model_len costs nothing and only an accepted prompt becomes a list."""
 
     def encode(
         self,
@@ -26,10 +26,10 @@ class TextPort(Protocol):
     ) -> Awaitable[list[array[int]]]:
         """Returns the token ids of each prompt as one array.
 
-        `text`: one prompt, or a list of prompts packed as msgpack. `field`: the request's field, named in errors. `keep_last`:
-        how many tokens at each prompt's end are kept, not counting special tokens; 0 keeps all. `suffix`: the text after the gap
-        that the model fills. Raises HearthError context_length_exceeded (400) for a text that is certain to be too long before it
-        is encoded; an array may still be too long."""
+        `text`: one prompt, or a list of prompts packed as msgpack. `field`: the request's field, named in errors. `keep_last`: how
+        many tokens at each prompt's end are kept, special tokens included; 0 keeps all. `suffix`: the text after the gap that the
+        model fills. Raises HearthError context_length_exceeded (400) for a text that is certain to be too long before it is
+        encoded; an array may still be too long."""
         ...
 
     def encode_pairs(
@@ -52,12 +52,13 @@ class TextPort(Protocol):
         ...
 
     def table(self, model: ModelEntry) -> Awaitable[TokenTable]:
-        """Returns the text of every token id. Raises HearthError unsupported_tokenizer (400)."""
+        """Returns the table of each token id's text. Raises HearthError unsupported_tokenizer (400) for a tokenizer whose decoder
+        cannot be reproduced."""
         ...
 
     def facts(self, model: ModelEntry) -> Awaitable[TextFacts]:
-        """Returns what the model's template and tokenizer say about its replies. Does not raise if the template or tokenizer is
-        missing."""
+        """Returns how the model's replies are to be parsed: the dialects of tool calls and reasoning, and the special tokens that
+        mark them. A missing template or tokenizer is no error."""
         ...
 
     def tokenize(self, model: ModelEntry, kind: str, prompt: bytes, options: dict[str, object]) -> Awaitable[list[bytes]]:

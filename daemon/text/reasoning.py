@@ -9,8 +9,9 @@ _BEFORE, _OPENED, _INSIDE, _CLOSED, _ANSWER = range(5)
 
 
 def reasoning_end(text: str, call_marker: str = "") -> int:
-    """Returns the index after the last character of the reasoning, for a reply that has reasoning. call_marker: as in
-    ReasoningSplitter."""
+    """Returns the index after the last character of the reasoning in `text`, a reply that begins with reasoning: before </think>
+    or, if that comes earlier, before call_marker; otherwise at the text's end. call_marker: a marker of tool calls that ends the
+    reasoning, too; "" for none."""
     ends = [found for marker in (CLOSE, call_marker) if marker and (found := text.find(marker)) >= 0]
     return len(text[: min(ends, default=None)].rstrip())
 
@@ -58,7 +59,8 @@ class ReasoningSplitter:
         return ("".join(self._spaces) + held if held else ""), ""
 
     def _before(self, text: str) -> str:
-        """Looks for <think> at the start of the reply. Returns the text that remains to be read."""
+        """Looks for <think> at the start of the reply, and begins the reasoning if it is there. Returns the text after the marker
+        or, without one, all text; "" while too little has come to tell."""
         body = text.lstrip()
         self._spaces.append(text[: len(text) - len(body)])
         if len(body) < len(OPEN) and OPEN.startswith(body):

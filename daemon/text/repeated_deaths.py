@@ -1,8 +1,8 @@
 """Refuses requests for a while if every worker for a model has died at its first job, so that no text of the model was ever
 processed.
 
-If a model has answered once, a death is the fault of a client's text and not of the model's files, so no other client is refused.
-"""
+Once a model has answered, a later death is the fault of one client's text and not of the model's files, so other clients are not
+refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class _Entry:
 
 
 class RepeatedDeaths:
-    """Counts workers that died at their first job, by model. clock: returns monotonic seconds."""
+    """Counts, for each model, the workers that died at their first job, and tells for how long its requests are refused. clock:
+    returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

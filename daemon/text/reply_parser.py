@@ -10,8 +10,10 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, BROKEN, CALL, CALL_END, C
 
 
 class ReplyParser:
-    """The parser of one reply. It drops white space between calls, and between text and calls. tools: parses calls; without a
-    `reasoning` splitter it may find the reasoning, too. one_call: drops the calls after the first complete one."""
+    """The parser of one reply's text, which it splits into pieces of reasoning, content and tool calls. It drops white space
+    between calls, and between text and calls. tools: parses calls, and reasoning where no splitter is given; None: no text is a
+    call. reasoning: splits off the reasoning; None: all text goes to `tools`. one_call: drops the calls after the first complete
+    one."""
 
     __slots__ = ("_dropped", "_one_call", "_reasoning", "_spaces", "_tools", "num_calls")
 
@@ -38,7 +40,8 @@ class ReplyParser:
         return out
 
     def end(self, cut: bool) -> list[Piece]:
-        """Returns the pieces that were held back. cut: the reply ended at max_tokens."""
+        """Returns the pieces that were held back, at the end of the reply. cut: whether the reply ended at max_tokens, so that an
+        unfinished call is not malformed."""
         out: list[Piece] = []
         if self._reasoning is not None:
             reasoning, text = self._reasoning.end()
@@ -81,7 +84,7 @@ class ReplyParser:
 
 @dataclass(slots=True)
 class Reply:
-    """A whole reply, split into its parts."""
+    """A whole reply, split into its parts. calls: the (name, arguments as JSON) of each tool call."""
 
     content: str = ""
     reasoning: str = ""

@@ -109,7 +109,8 @@ class TextService:
         self._ahead: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Starts the helper before its first use. Optional."""
+        """Starts the helper process ahead, so that the first job need not wait for it. Without this call the first job starts
+        it."""
         await self._helper.start()
 
     async def close(self) -> None:
@@ -224,9 +225,9 @@ class TextService:
         return task.result() if task.done() else await asyncio.shield(task)
 
     def open_ahead(self, model: ModelEntry) -> None:
-        """Parses the model's tokenizer while its weights load, unless a worker has it already: a vocabulary of 128k takes half a
-        second or more, which the first request would have to wait for. Errors are not reported here, but to the requests that meet
-        them."""
+        """Begins to parse the model's tokenizer in a worker and returns at once, unless a worker serves the model already. Called
+        while the weights load: a vocabulary of 128k takes half a second or more, which the first request would have to wait for.
+        Errors are not reported here, but to the requests that meet them."""
         if self._living(_open(model)[0]) is not None:
             return
         task = self._tasks.once(f"opening the tokenizer of {model.name} ahead", self._opened(model))
@@ -297,8 +298,8 @@ class TextService:
         return task.result() if task.done() else await asyncio.shield(task)
 
     def _end_idle(self, but: _Key) -> None:
-        """Ends the least recently used workers without a job, until no more than the limit are left. Workers without a model do not
-        count. but: the key of a worker that is kept in any case."""
+        """Ends workers that have no job, the least recently used first, until at most max_workers are left; workers for request
+        bodies and grammars do not count and stay. but: the key of a worker that is kept in any case."""
         for key, task in list(self._workers.items()):
             if len(self._workers.keys() - {_NO_MODEL, _GRAMMARS}) <= self._max_workers:
                 return

@@ -33,7 +33,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def end(self) -> str:
-        """Returns the text that was held back, at the end of the reply."""
+        """Returns the text that was held back because it could have become a stop string. Called at the end of the reply."""
         held, self._held = self._held, ""
         return held
 

@@ -32,7 +32,8 @@ class _Model(msgspec.Struct):
 
 
 class TokenizerFile(msgspec.Struct):
-    """The fields of tokenizer.json that decoding needs."""
+    """The parts of a tokenizer.json from which the texts of its tokens follow. decoder: the file's decoder as JSON, None if it has
+    none."""
 
     model: _Model
     decoder: dict[str, Any] | None = None
@@ -54,8 +55,9 @@ class _Tokens(NamedTuple):
 
 
 def build_table(file: TokenizerFile, where: str, decode: Callable[[list[int]], str]) -> PackedTable:
-    """Builds the table of each token's text. decode: the tokenizer's decode function, used only for added tokens that are not
-    special. Raises BadRequest unsupported_tokenizer naming the file and the decoder."""
+    """Returns the table of each token's text. where: the file's path, for the error. decode: the tokenizer's decode function, used
+    only for added tokens that are not special. Raises BadRequest unsupported_tokenizer, naming the file and the decoder, for a
+    decoder that cannot be reproduced."""
     tokens = _tokens(file, where)
     steps = _flatten(file.decoder)
     kinds = [step.get("type") for step in steps]
@@ -93,9 +95,10 @@ def _tokens(file: TokenizerFile, where: str) -> _Tokens:
 
 
 def _added_pieces(tokens: _Tokens, static: Callable[[str], bytes], decode: Callable[[list[int]], str]) -> dict[int, bytes]:
-    """Returns the bytes of each added token as it is decoded after another token. The tokenizer's own decoder decides, because
-    whether it normalizes added tokens depends on its version. static: computes a token's bytes; they are used if the decoder's text
-    agrees, so that bytes that form no character are kept."""
+    """Returns the bytes that each added token (not the special ones) contributes to a text when another token stands before it. The
+    tokenizer's own decoder is asked, because whether it normalizes added tokens depends on its version. static: returns the bytes
+    of a token's text without asking it; they are used where the decoder's text agrees, so that bytes that form no character are
+    kept."""
     anchor = next((at for at, token in enumerate(tokens.by_id) if token.isascii() and token.isalnum()), None)
     pieces = {}
     for token_id, content in tokens.added.items():
@@ -117,8 +120,8 @@ def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def byte_of_character() -> dict[str, int]:
-    """Returns ByteLevel's alphabet, character -> byte: printable characters stand for their own byte, characters from U+0100 on for
-    the other bytes."""
+    """Returns the alphabet of byte-level BPE, character -> byte: a printable character of Latin-1 stands for its own byte,
+    characters from U+0100 on stand for the other bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in set(printable)]
     return {chr(value): value for value in printable} | {chr(256 + at): value for at, value in enumerate(others)}
@@ -159,8 +162,8 @@ def _metaspace(tokens: _Tokens, step: dict[str, Any], decode: Callable[[list[int
 
 
 def _is_pieces(steps: list[dict[str, Any]]) -> bool:
-    """Returns whether a PIECES table can reproduce the decoder's steps: they must be Replace*, ByteFallback?, Fuse, Strip?, as in
-    Llama 2, Mistral, Gemma and similar models."""
+    """Returns whether the decoder works on each token's string by itself, so that a table of the kind PIECES can stand for it: its
+    steps must be Replace*, ByteFallback?, Fuse, Strip?, as in Llama 2, Mistral, Gemma and similar models."""
     kinds = [str(step.get("type")) for step in steps]
     if not re.fullmatch(r"(Replace )*(ByteFallback )?Fuse( Strip)?", " ".join(kinds)):
         return False
@@ -205,8 +208,9 @@ def _pack(
     first: dict[int, bytes] | None = None,
     first_drops_spaces: bool = False,
 ) -> PackedTable:
-    """Packs the table. blob, lengths: the joined bytes of all tokens and each token's length, 0 for special tokens and the ids in
-    `added`."""
+    """Returns the table in its packed form. kind: BYTE_LEVEL or PIECES. blob, lengths: the joined bytes of all tokens and each
+    token's length; 0 for special tokens and those in `added`. added: id -> bytes of an added token. byte_ids: the byte-fallback
+    tokens. The other parameters are fields of PackedTable."""
     added = added | {token_id: name.encode() for token_id, name in tokens.special.items()}
     starts = list(accumulate(lengths, initial=0))
     parts, done = [], 0

@@ -57,7 +57,8 @@ class TokenLowerBound:
             self._most.append((others, _most(tokens, others)))
 
     def of(self, text: str) -> tuple[int, str]:
-        """Returns the bound and an explanation of it for an error message; (0, "") for tokenizers that allow no such bound."""
+        """Returns a number of tokens that the text has at least, and an explanation of it for an error message; (0, "") if the
+        tokenizer allows no such bound."""
         for form in self._forms:
             if not unicodedata.is_normalized(form, text):
                 text = unicodedata.normalize(form, text)
@@ -81,13 +82,15 @@ def _steps(stage: Any, several: str) -> list[dict[str, Any]]:
 
 
 def _replaces_with_more(step: dict[str, Any]) -> bool:
-    """Returns whether a step replaces blanks by at least as many bytes, so that no counted byte is lost."""
+    """Returns whether a normalizer's step only replaces white space, and by at least as many bytes. Such a step does not reduce the
+    bytes that are counted."""
     literal = step.get("pattern", {}).get("String") if step["type"] == "Replace" else None
     return literal is not None and set(literal.encode()) <= _BLANKS and len(step["content"].encode()) >= len(literal.encode())
 
 
 def _pieces(tokenizer: Tokenizer, byte_level: bool) -> list[bytes] | None:
-    """Returns each token's bytes; None if the model may lose bytes, or replace several of them by one unknown token."""
+    """Returns the bytes of each token of the vocabulary. None if the tokenizer may drop bytes of a text or replace several by one
+    unknown token, so that no bound holds. byte_level: whether the vocabulary is written in the alphabet of byte-level BPE."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
         return None
@@ -104,7 +107,7 @@ def _pieces(tokenizer: Tokenizer, byte_level: bool) -> list[bytes] | None:
 
 
 def _most(tokens: Sequence[bytes], others: bytes) -> int:
-    """Returns the largest number of bytes outside `others` in one token. `tokens` are sorted, the longest first."""
+    """Returns the largest number of bytes in one token that are not in `others`. tokens: sorted by length, the longest first."""
     most = 0
     for token in tokens:
         if len(token) <= most:

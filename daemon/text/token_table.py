@@ -18,7 +18,8 @@ BYTE_LEVEL, PIECES = "byte_level", "pieces"
 
 
 class PackedTable(msgspec.Struct, frozen=True, array_like=True):
-    """The table as the helper sends it to the daemon."""
+    """The text of every token id of a tokenizer, in the form in which a text worker sends it. The bytes of token `id` are
+    blob[offsets[id]:offsets[id + 1]]; flags[id] is NORMAL, SKIPPED (no text) or BYTE (a byte-fallback token)."""
 
     kind: str  # BYTE_LEVEL: bytes of UTF-8, cut anywhere · PIECES: whole strings, and byte-fallback tokens
     blob: bytes
@@ -49,21 +50,22 @@ class TokenTable:
         return self._flags[token_id] if 0 <= token_id < self.num_tokens else SKIPPED
 
     def raw(self, token_id: int) -> bytes:
-        """Returns the token's bytes as they read after other tokens; b"" for a skipped token."""
+        """Returns the token's bytes as they stand in a text after other tokens; b"" for special tokens and unknown ids."""
         if self.flag(token_id) == SKIPPED:
             return b""
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]]
 
     def shown(self, token_id: int) -> bytes:
-        """Returns the token's bytes like `raw`, but special tokens by their names."""
+        """Returns the same bytes as `raw`, but for a special token its name, such as b"<|end|>"."""
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]] if 0 <= token_id < self.num_tokens else b""
 
     def is_marker(self, token_id: int) -> bool:
-        """Returns whether the token is special but shown to a parser; see MarkedTable."""
+        """Returns whether the token is a special one that is shown because a reply's parser searches for it; always False without a
+        MarkedTable."""
         return False
 
     def raw_first(self, token_id: int) -> bytes:
-        """Returns the token's bytes as they read when it is the first token that is not skipped."""
+        """Returns the token's bytes as they stand in a text that the token begins; special tokens before it do not count."""
         raw = self.raw(token_id)
         if not self.first_drops_spaces:
             return raw
@@ -71,7 +73,8 @@ class TokenTable:
         return raw.replace(b" ", b"") if special is None else special
 
     def render(self, token_id: int) -> None:
-        """Fills `escaped[token_id]`, if the token has the same text at every position."""
+        """Computes the token's text and stores it in `escaped`. Does nothing if the text depends on the token's neighbours: a
+        byte-fallback token, or bytes that are not UTF-8 by themselves."""
         if not 0 <= token_id < len(self.escaped) or self.flag(token_id) == BYTE:
             return
         try:
@@ -81,8 +84,8 @@ class TokenTable:
 
 
 class MarkedTable(TokenTable):
-    """A table that also shows some special tokens. markers: id -> the text that a parser searches for. `escaped` does not contain
-    the markers."""
+    """A table in which some special tokens have a text. markers: token id -> the text that a parser searches for. `escaped` does
+    not contain the markers."""
 
     __slots__ = ("_markers",)
 

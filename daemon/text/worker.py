@@ -64,8 +64,8 @@ class TextWorker:
         self._text = CheckpointText(opening.name, opening.path, opening.chat_template) if opening.path else None
 
     def _answer(self, job: Job, work: object) -> None:
-        """Runs `work` and sends the job's answer. work: a function that returns the answer's parts, or None if a thread will send
-        the answer."""
+        """Does a job and sends the daemon its answer, or the error that it raised. work: a function that does the job and returns
+        the answer's parts, or None if a thread will send the answer."""
         try:
             parts = work()  # type: ignore[operator]
         except HearthError as error:
@@ -134,7 +134,8 @@ class TextWorker:
         return self._in_turn(job, sum(map(len, texts)), encoded)
 
     def _in_turn(self, job: Job, num_chars: int, work: Callable[[], list[bytes]]) -> list[bytes] | None:
-        """Does the job's work now and returns the answer's parts; if the job is long, lets a thread do it and returns None."""
+        """Does a job now and returns the answer's parts. A job of more than LONG_TEXT characters is announced to the daemon as
+        deferred and left to a thread; then the result is None. num_chars: the length of the job's texts. work: does the job."""
         if num_chars > LONG_TEXT:
             self._send(Deferred(job.job_id))
             self._long.submit(self._answer, job, work)

@@ -17,8 +17,9 @@ _OTHER_KEYS = ("type", "id")
 
 
 class Call(ABC):
-    """The state of reading one call. done: whether the call is complete. bad: whether the text turned out to be no call; see
-    `give_up`. lead: the markers that the call began with."""
+    """The state of reading one tool call from a reply that arrives in pieces. index: the call's number in the reply, from 0. lead:
+    the markers that the call began with. announced: whether the CALL piece with the function's name was passed on. done: whether
+    the call is complete. bad: whether the text turned out to be no call; see `give_up`."""
 
     __slots__ = ("_index", "_raw", "announced", "bad", "done")
 
@@ -28,32 +29,35 @@ class Call(ABC):
         self.announced = self.done = self.bad = False
 
     def feed(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads from text[at] on and returns the index of the first character that was not read. Adds the pieces it reads to
-        `out`."""
+        """Reads text[at:] until the text or the call ends, and returns the index of the first character that was not read. Adds the
+        pieces of the call that were read to `out`."""
         end = self._read(text, at, out)
         self._raw.append(text[at:end])
         return end
 
     def give_up(self, out: list[Piece]) -> None:
-        """Adds what was read to `out` as content: as a BROKEN piece if the call was announced, otherwise as CONTENT."""
+        """Turns a call that is bad or was cut off into text: adds all of it that was read to `out`, as a BROKEN piece if the call
+        was announced, otherwise as CONTENT."""
         raw = "".join(self._raw)
         out.append(Piece(BROKEN, raw, self._index) if self.announced else Piece(CONTENT, raw))
 
     def finish(self, out: list[Piece]) -> bool:
-        """Completes a call at the end of the reply, if only its closing tag is missing and the dialect allows that. Returns whether
-        the call is complete."""
+        """Called at the end of the reply: completes the call if only its closing tag is missing and the dialect allows that.
+        Returns whether the call is complete then."""
         return False
 
     @abstractmethod
     def _read(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads characters as `feed` describes, and sets `done` or `bad` at the call's end."""
+        """Reads text[at:] as `feed` describes, and returns the index of the first unread character. Sets `done` at the call's end,
+        or `bad` where the text is no call."""
 
     def _announce(self, name: str, out: list[Piece], call_id: str = "") -> None:
         self.announced = True
         out.append(Piece(CALL, name, self._index, call_id))
 
     def _last_arguments(self, value: JsonValue, text: str, at: int, out: list[Piece]) -> int:
-        """Reads the next part of the arguments, which end the call, and passes the text on as it arrives."""
+        """Reads text[at:] into `value`, the JSON value of the arguments, and adds what was read to `out` as ARGUMENTS, as it
+        stands. The call ends with the value. Returns the index of the first unread character."""
         end = value.feed(text, at)
         if end > at:
             out.append(Piece(ARGUMENTS, text[at:end], self._index))
@@ -68,9 +72,9 @@ _OPEN, _KEY_OR_END, _KEY, _COLON, _VALUE, _COMMA_OR_END = range(6)
 
 
 class CallObject(Call):
-    """Reads an object with `name` and `arguments` (or `parameters`), in any order. The arguments are an object, a string that holds
-    one, or null. names: for text without a marker, the function names that count as calls; other keys than those of a call are not
-    allowed then. None: any name and any keys."""
+    """Reads a call written as a JSON object with `name` and `arguments` (or `parameters`), in any order. The arguments are an
+    object, a string that holds one, or null. names: the functions whose calls count; the object may have no other keys than those
+    of a call then, as it may be an answer in JSON. None: any function and any keys, for text after a marker of calls."""
 
     __slots__ = ("_arguments_seen", "_captured", "_expected", "_held", "_key", "_names", "_streaming", "_value")
 
@@ -173,8 +177,8 @@ class CallObject(Call):
 
 
 def _string_or_null(text: str) -> object:
-    """Returns the contents of a JSON string, None for null or no text, and other values as the bytes they are written in, since
-    nothing reads them."""
+    """Returns the contents of a JSON string; None for null or ""; any other JSON value undecoded, as bytes, because its content
+    does not matter."""
     if text.startswith('"'):
         return msgspec.json.decode(text)
     return None if text in ("", "null") else text.encode()

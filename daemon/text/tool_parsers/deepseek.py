@@ -20,7 +20,7 @@ _FIRST, _SECOND, _FENCE, _ARGUMENTS = range(4)  # what is expected next: text be
 
 
 class _NamedCall(Call):
-    """Reads a call of either form from its name to the end of its arguments."""
+    """Reads a call of DeepSeek's dialect, in the form of V3.1 or of V3, from the function's name to the end of the arguments."""
 
     __slots__ = ("_expected", "_first", "_value", "_word")
 
@@ -41,7 +41,8 @@ class _NamedCall(Call):
         return at
 
     def _step(self, char: str, out: list[Piece]) -> None:
-        """Takes the next character. The brace that opens the arguments is not taken here; it is read as a part of them."""
+        """Reads the next character of what precedes the arguments: the name, the separator and the fence. The brace that opens the
+        arguments is not read here, but as their first character."""
         if self._expected == _FIRST:
             self._word += char
             self.bad = len(self._word) > _MOST_NAME

@@ -1,4 +1,5 @@
-"""The base of the dialects' parsers: it reads content up to a marker, then a call, then what follows the call."""
+"""The base class of the parsers for single dialects of tool calls: it reads content up to a marker, then a call, then what follows
+the call."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ Mode = Callable[[str, int, list[Piece]], int]
 
 
 class DialectParser(ABC):
-    """Parses a reply in one dialect, as a ToolParser. Subclasses define `marker`; `opened`, which is called when the marker was
-    read; and `after`, which reads the text that follows a complete call."""
+    """Parses a reply in one dialect, as a ToolParser. Subclasses define `marker`, the text that opens a call; `opened`, which is
+    called when the marker was read; and `after`, which reads the text that follows a complete call."""
 
     marker: str
     markers: tuple[str, ...] = ()  # all markers of a dialect with several; (): only `marker`
@@ -61,22 +62,23 @@ class DialectParser(ABC):
         return self.at_marker(marker, found)
 
     def at_marker(self, marker: str, at: int) -> int:
-        """Starts to read the text after a marker, which was found at index `at`. Returns the index to read on from."""
+        """Begins to read the text after `marker`, which was found at index `at`. Returns the index from which reading continues."""
         self.lead = marker
         self.opened()
         return at + len(marker)
 
     def begin(self, call: Call) -> None:
-        """Starts to read a call, which has been given `lead` as the text before it."""
+        """Makes `call` read the text that follows. `lead` is emptied: the call was made with it and returns it if it turns out to
+        be no call."""
         self._call, self.lead, self.mode = call, "", self._in_call
 
     def no_call(self) -> None:
-        """Makes `lead` and what follows it content."""
+        """Makes the text that follows content, and `lead` with it, because no call begins where one was expected."""
         self.mode = self.content
 
     def closed(self, marker: str, text: str, at: int) -> int:
-        """Reads the closing marker of a call, after which content follows. If the model left the marker out, the call still
-        counts."""
+        """Reads `marker`, the closing tag of a call that has just ended, from text[at] on; content follows it. If the model left
+        the tag out, the call still counts. Returns the index of the first unread character."""
         at = self.skip_spaces(text, at)
         rest = text[at : at + len(marker)]
         if rest and not marker.startswith(rest):
@@ -110,4 +112,4 @@ class DialectParser(ABC):
         return at
 
     def gave_up(self) -> None:  # noqa: B027 (most dialects have nothing to do then)
-        """Called when a call was malformed."""
+        """Called when a call was malformed, for subclasses that have to reset their state; does nothing here."""

@@ -15,18 +15,19 @@ AFTER_ARGUMENTS = "}"
 
 
 def before_arguments(name: str) -> str:
-    """Returns the beginning of a call, up to its arguments; the text AFTER_ARGUMENTS ends the call."""
+    """Returns the beginning of a call of the function `name` in the generic dialect, up to its arguments. AFTER_ARGUMENTS is the
+    text that ends the call."""
     return f'{{"name":{json.dumps(name)},"arguments":'
 
 
 def written(name: str, arguments: str) -> str:
-    """Returns a whole call. arguments: JSON."""
+    """Returns a whole call in the generic dialect: `{"name":…,"arguments":{…}}`. arguments: the arguments as JSON."""
     return before_arguments(name) + arguments + AFTER_ARGUMENTS
 
 
 class GenericParser(DialectParser):
-    """Parses replies in this dialect. names: the offered tools; only their calls count as calls. Anything else is content, and so
-    is all text after it."""
+    """Parses replies in the generic dialect: calls as JSON objects, one per line, from the reply's beginning. names: the offered
+    tools; only their calls count as calls. The first text that is no such call is content, and so is all text after it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()

@@ -28,8 +28,8 @@ _AFTER_NAME, _AFTER_KEY, _AFTER_VALUE = (KEY, CLOSE), (VALUE,), (KEY, CLOSE, OPE
 
 
 class _ArgumentCall(TextCall):
-    """Reads a call from its name to `</tool_call>`. If that tag is missing, the next call or the end of the reply ends the call.
-    has_next: whether the marker of the next call was read."""
+    """Reads a call of GLM's dialect from the function's name to `</tool_call>`. If that tag is missing, the next call or the end of
+    the reply ends the call. has_next: whether the marker of the next call was read."""
 
     end_value = END_VALUE
     undeclared = ANY
@@ -90,7 +90,8 @@ class _ArgumentCall(TextCall):
 
 
 class GlmParser(DialectParser):
-    """Parses replies in this dialect. names: the offered tools. schemas: the schema of each tool's parameters, as JSON."""
+    """Parses replies in GLM's dialect. names: the offered tools. schemas: the schema of each tool's parameters, as JSON, in the
+    order of `names`."""
 
     marker = OPEN
 

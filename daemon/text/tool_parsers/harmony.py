@@ -47,24 +47,26 @@ _AFTER_CHANNEL = re.compile(rf"\s*[a-z]*{_TO}\s*(?:{CONSTRAIN}\s*[a-z]*|json\b|c
 
 
 def speaks_harmony(template: str) -> bool:
-    """Returns whether a chat template is in Harmony's format."""
+    """Returns whether a chat template (its Jinja text) is in Harmony's format."""
     return "<|channel|>" in template and "<|message|>" in template
 
 
 def marks_of(tokens: Mapping[int, str]) -> dict[int, str]:
-    """Returns the ids of the format's special tokens with the characters that stand for them; {} if the tokenizer does not have
-    them. tokens: the tokenizer's added tokens, id -> text."""
+    """Returns the token ids of Harmony's special tokens, each with the noncharacter that stands for it in texts; {} if the
+    tokenizer does not have the tokens. tokens: the tokenizer's added tokens, id -> text."""
     marks = {token_id: MARKS[text] for token_id, text in tokens.items() if text in MARKS}
     return marks if {CHANNEL, MESSAGE} <= set(marks.values()) else {}
 
 
 def reasoning_end(text: str) -> int:
-    """Returns the index after the last character of the reasoning in a reply; 0 if it has none."""
+    """Returns the index after the last character of the reasoning in `text`, a reply in Harmony's format; 0 if it has no
+    reasoning."""
     return max((found.end() for found in _ANALYSED.finditer(text)), default=0)
 
 
 class _Arguments(Call):
-    """Reads the body of a message to a function. The call is announced at once, because the header has named the function."""
+    """Reads the arguments of a call: the body of a Harmony message that is addressed to a function. The call is announced at once,
+    because the header has named the function."""
 
     __slots__ = ("_begun", "_value")
 
@@ -86,7 +88,8 @@ class _Arguments(Call):
         return self._last_arguments(self._value, text, at, out)
 
     def message_ended(self, out: list[Piece]) -> None:
-        """Handles the end of the message: completes a call without arguments; gives up a call whose arguments are incomplete."""
+        """Called when the message ends before the arguments are complete: an empty body becomes a call with `{}` as arguments, an
+        incomplete one is given up as text."""
         if self._begun:
             self.give_up(out)
         else:
@@ -162,7 +165,8 @@ class HarmonyParser:
                 self._header = mark
 
     def _open(self, header: str, out: list[Piece]) -> None:
-        """Begins the message that follows a complete header."""
+        """Begins a message, whose header is complete: a call if it is addressed to a function, otherwise content or reasoning. Adds
+        the pieces that follow from the header to `out`."""
         self._header = None
         found = _RECIPIENT.search(header)
         recipient = found[1] if found is not None and found[1] != ROLE else ""
@@ -177,7 +181,8 @@ class HarmonyParser:
             self._begin(self._kind_of(header), f"to={recipient} " if recipient else "")
 
     def _close(self, out: list[Piece]) -> None:
-        """Ends the current message, or a header that no message follows."""
+        """Ends the current message and adds what was held back of it to `out`. If only a header was read and no message followed,
+        its text becomes content or reasoning."""
         if self._header is not None:
             header, self._header = self._header, None
             self._begin(self._kind_of(header))
@@ -206,7 +211,8 @@ class HarmonyParser:
         self._say(text, out)
 
     def _in_header(self, text: str) -> str:
-        """Adds text to the header. Returns the text that is not part of it, but of a message."""
+        """Adds text to the header that is being read. Returns "" if all of it may belong to the header. Otherwise the model has
+        left a header out: returns the text read so far, without the words of a header, as text of a message."""
         assert self._header is not None
         room = _MOST_HEADER - len(self._header)
         header, rest = self._header + text[:room], text[room:]
@@ -218,7 +224,8 @@ class HarmonyParser:
         return _without_header(header) + rest
 
     def _in_call(self, call: _Arguments, text: str, out: list[Piece]) -> str:
-        """Adds text to the call. Returns the text that is not part of it."""
+        """Passes text on to the call whose arguments are being read. Returns the part of it that follows the arguments, or all that
+        does not belong to a call."""
         end = call.feed(text, 0, out)
         if call.bad:
             call.give_up(out)
@@ -240,8 +247,8 @@ class HarmonyParser:
 
 
 def _without_header(header: str) -> str:
-    """Returns the text of a header that no message follows, without the header's own words: it is text that the model should have
-    put into a message."""
+    """Returns `header` without the parts that a header consists of (role, channel, recipient, type). Called for a header that no
+    message follows: what is left is text that the model should have put into a message."""
     if not _SPLIT.search(header):
         return _behind(_AFTER_ROLE, header) if header.lstrip().startswith("to=") else header
     role, mark, channel = header.removeprefix(START).partition(CHANNEL)

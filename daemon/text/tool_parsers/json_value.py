@@ -14,8 +14,8 @@ _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _COMMA_OR_END, _STRING, _ESCAP
 
 
 class JsonValue:
-    """The state of reading one JSON value. done: whether the value is complete. bad: whether the text is not JSON. After either,
-    nothing more is read."""
+    """The state of reading one JSON value from text that arrives in pieces. done: whether the value is complete. bad: whether the
+    text is not JSON. Once one of them is true, `feed` reads nothing more."""
 
     __slots__ = ("_expected", "_in_key", "_num_hex", "_open", "_scalar", "bad", "done")
 
@@ -28,7 +28,8 @@ class JsonValue:
         self.done = self.bad = False
 
     def feed(self, text: str, at: int) -> int:
-        """Reads from text[at] on and returns the index of the first character that was not read."""
+        """Reads text[at:] up to the end of the value or the first character that is not JSON, and returns the index of the first
+        character that was not read."""
         while at < len(text) and not (self.done or self.bad):
             expected = self._expected
             if expected == _STRING:

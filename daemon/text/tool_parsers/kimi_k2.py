@@ -19,7 +19,7 @@ _IN_ID, _BEFORE_ARGUMENTS, _IN_ARGUMENTS = range(3)
 
 
 class _IdCall(Call):
-    """Reads a call from its id to the end of its arguments."""
+    """Reads a call of Kimi K2's dialect from the call's id, which names the function, to the end of the arguments."""
 
     __slots__ = ("_id", "_state", "_value")
 
@@ -39,7 +39,8 @@ class _IdCall(Call):
         return at
 
     def _step(self, char: str, out: list[Piece]) -> None:
-        """Takes the next character. The brace that opens the arguments is not taken here; it is read as a part of them."""
+        """Reads the next character of what precedes the arguments: the id and the tag after it. The brace that opens the arguments
+        is not read here, but as their first character."""
         if self._state == _IN_ID:
             self._id += char
             if self._id.endswith(ARGUMENTS):
@@ -54,8 +55,8 @@ class _IdCall(Call):
 
 
 def _name_in(call_id: str) -> str:
-    """Returns the function's name in an id, or "" if there is none. Models sometimes leave out the prefix or the number; a word
-    without both is no id."""
+    """Returns the function's name in a call's id (`functions.NAME:INDEX`); "" if the text is no id. Models sometimes leave out
+    either the prefix or the number; a text without both is no id."""
     name, colon, number = call_id.removeprefix(PREFIX).partition(":")
     has_number = number.isascii() and number.isdigit()
     is_id = bool(NAME.fullmatch(name)) and (has_number if colon else call_id.startswith(PREFIX))

@@ -14,8 +14,8 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class Llama3Parser(DialectParser):
-    """Parses replies in Llama 3's dialect. names: the offered tools. Without the tag only calls of these tools count as calls,
-    because a reply may be JSON of another kind."""
+    """Parses replies in Llama 3's dialect. names: the offered tools. A call of another function counts only after <|python_tag|>,
+    because a reply without that tag may be JSON that is an answer."""
 
     marker = PYTHON_TAG
 

@@ -35,7 +35,8 @@ def is_llama4(template: str) -> bool:
 
 
 class PythonCall(Call):
-    """Reads `NAME(KEY=VALUE, …)`. names: the function names that count as calls; None: any name."""
+    """Reads a call in Python's syntax, `NAME(KEY=VALUE, …)`, and passes its arguments on as JSON. names: the function names that
+    count as calls; None: any name."""
 
     __slots__ = ("_expected", "_is_first", "_name", "_names", "_value", "_word")
 
@@ -106,8 +107,8 @@ class PythonCall(Call):
         return at if self.bad else at + 1
 
     def _begin(self, out: list[Piece]) -> None:
-        """Announces the call, when its first argument or its end is read. Text in brackets without either is no call of this
-        form."""
+        """Announces the call unless that was done. Called where its first argument or its closing bracket is read: before that, the
+        text may still turn out to be no call."""
         if not self.announced:
             self._announce(self._name, out)
             out.append(Piece(ARGUMENTS, "{", self._index))
@@ -124,9 +125,9 @@ class PythonCall(Call):
 
 
 class Llama4Parser(DialectParser):
-    """Parses replies in either form. Calls stand at the beginning of the reply or after a marker; markers are never part of the
-    text. names: the offered tools. Calls of other functions count only after <|python_start|>, because a reply may be a list or
-    JSON of another kind."""
+    """Parses replies in both forms of Llama 4's dialect: lists of calls in Python's syntax, and JSON objects. Calls stand at the
+    beginning of the reply or after a marker; markers are never part of the text. names: the offered tools. Calls of other functions
+    count only after <|python_start|>, because a reply may be a list or JSON that is an answer."""
 
     marker = START
     markers = (START, END)
@@ -146,7 +147,8 @@ class Llama4Parser(DialectParser):
         self._in_list = False
 
     def _start(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads the first character after the reply's beginning or a marker, and begins a call if it can start one."""
+        """Looks at the first character after the reply's beginning or a marker, white space aside: a bracket begins a list of
+        calls, a brace a call; anything else is content. Returns the index of the first unread character."""
         at = self.skip_spaces(text, at)
         if at < len(text):
             if text[at] == "[":
@@ -160,7 +162,8 @@ class Llama4Parser(DialectParser):
         return at
 
     def _item(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads the first character of a list's next item, and begins a call if it can start one."""
+        """Looks at the first character of an item of a list of calls, white space aside, and begins a call in the form that it
+        shows; if it begins none, the list is content. Returns the index of the first unread character."""
         at = self.skip_spaces(text, at)
         if at < len(text):
             if text[at] == "{":

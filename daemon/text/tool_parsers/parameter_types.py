@@ -15,8 +15,8 @@ _MOST_DEPTH = 16  # the most nested schemas and references that are followed
 
 
 class ParameterTypes:
-    """The JSON types of a function's parameters, by parameter name. schema: the schema of all parameters, as JSON; it is parsed on
-    first use."""
+    """The JSON types that the parameters of one function may have. schema: the JSON schema of the object of all parameters, as
+    JSON; it is parsed on first use."""
 
     __slots__ = ("_schema",)
 
@@ -24,8 +24,8 @@ class ParameterTypes:
         self._schema: Any = schema
 
     def of(self, name: str, undeclared: frozenset[str]) -> frozenset[str]:
-        """Returns the types that a parameter's value may have. undeclared: the result for a parameter that the schema does not
-        name."""
+        """Returns the names of the JSON types that the parameter `name` may have. undeclared: the result for a parameter that the
+        schema does not name."""
         if isinstance(self._schema, bytes):
             try:
                 self._schema = json.loads(self._schema)
@@ -38,8 +38,9 @@ class ParameterTypes:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """Returns the JSON types that a value of the schema may have; all types if the schema does not restrict them in a usual way.
-    root: the schema in which references are looked up."""
+    """Returns the names of the JSON types that a value of the schema may have; all of them if the schema does not restrict the type
+    by a keyword known here, or is nested too deeply. root: the schema in which references are looked up. depth: how many schemas
+    this one is nested in."""
     if not isinstance(schema, dict) or depth > _MOST_DEPTH:
         return ANY
     kind = schema.get("type")
@@ -59,7 +60,8 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
 
 
 def referred(schema: dict[str, Any], root: Mapping[str, Any]) -> Any:
-    """Returns the schema that `$ref` refers to; the schema itself if it has no reference, None if the reference leads nowhere."""
+    """Returns the schema to which the `$ref` of `schema` leads; `schema` itself if it has no reference of the form `#/…`, None if
+    the reference leads nowhere. root: the schema in which references are looked up."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
@@ -70,8 +72,9 @@ def referred(schema: dict[str, Any], root: Mapping[str, Any]) -> Any:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Returns a parameter's text as a JSON value: unchanged if it is JSON of one of the types, or if it is JSON and may not be a
-    string; otherwise as a JSON string. Where a string is expected, quotes are a part of it."""
+    """Returns the text of a parameter's value as JSON: unchanged if it is JSON of one of the types, or of any type where the value
+    may not be a string; otherwise as a JSON string, with the quotes that it may contain. types: the JSON types that the value may
+    have."""
     bare = text.strip()
     bare = _PYTHON.get(bare, bare)
     try:

@@ -27,8 +27,8 @@ _VALUE, _ITEM_OR_END, _KEY_OR_END, _COLON, _COMMA_OR_END, _QUOTES, _STRING, _ESC
 
 
 class PythonValue:
-    """The state of reading one literal. done: whether it is complete. bad: whether the text is no such literal. After either,
-    nothing more is read."""
+    """The state of reading one Python literal from text that arrives in pieces. done: whether the literal is complete. bad: whether
+    the text is no literal of the kinds that are read. Once one of them is true, `feed` reads nothing more."""
 
     __slots__ = (
         "_before",
@@ -57,7 +57,8 @@ class PythonValue:
         self.done = self.bad = False
 
     def feed(self, text: str, at: int, out: list[str]) -> int:
-        """Reads from text[at] on, adds the JSON to `out`, and returns the index of the first character that was not read."""
+        """Reads text[at:] up to the end of the literal or the first character that does not belong to one. Adds what was read to
+        `out`, as JSON, and returns the index of the first character that was not read."""
         while at < len(text) and not (self.done or self.bad):
             expected = self._expected
             if expected == _STRING:
@@ -128,8 +129,8 @@ class PythonValue:
     # ---- strings
 
     def _quotes(self, char: str, at: int, out: list[str]) -> int:
-        """Reads the character after a string's first quote, which may be the second quote of an empty string or one of three
-        quotes."""
+        """Reads the character after a string's opening quote: a second quote, which ends an empty string unless a third one
+        follows, or the first character of the text. Returns the index of the first unread character."""
         if char == self._quote and self._num_quotes < 3:
             self._num_quotes += 1
             return at + 1
@@ -164,7 +165,8 @@ class PythonValue:
             self._value_ended()
 
     def _in_escape(self, char: str, at: int, out: list[str]) -> int:
-        """Takes the next character behind a backslash."""
+        """Reads the next character of an escape sequence, after its backslash, and adds the character that a complete sequence
+        stands for to `out`. Returns the index of the first unread character."""
         kind = self._escape[:1]
         if kind and kind in _OCTAL and char not in _OCTAL:
             self._escape_ended(chr(int(self._escape, 8)), out)
@@ -209,7 +211,8 @@ def _named_character(name: str) -> str | None:
 
 
 def _scalar_as_json(word: str) -> str | None:
-    """Returns a number or one of Python's words as JSON; None if it is neither."""
+    """Returns a number, or one of the words True, False, None, true, false and null, as JSON; None if `word` is no such literal, or
+    the number is not finite."""
     if word in _WORDS:
         return _WORDS[word]
     if _JSON_NUMBER.fullmatch(word):

@@ -46,7 +46,8 @@ class _FunctionCall(TextCall):
             self._state = _NAME if tag == FUNCTION else _KEY
 
     def _name(self, char: str, at: int, out: list[Piece]) -> int:
-        """Reads the name of the function or of a parameter, up to the bracket."""
+        """Reads a character of the name of the function or of a parameter, which the bracket `>` ends. Returns the index of the
+        first unread character."""
         if char != ">":
             self._word += char
             self.bad = char == "\n" or len(self._word) > MOST_KEY
@@ -66,8 +67,8 @@ class _FunctionCall(TextCall):
 
 
 class Qwen3CoderParser(DialectParser):
-    """Parses replies in this dialect. names: the offered tools. Only their calls count without `<tool_call>`, which these models
-    sometimes leave out. schemas: the schema of each tool's parameters, as JSON."""
+    """Parses replies in Qwen3-Coder's dialect. names: the offered tools. Without `<tool_call>`, which these models sometimes leave
+    out, only calls of these tools count. schemas: the schema of each tool's parameters, as JSON, in the order of `names`."""
 
     marker = OPEN
     markers = (OPEN, FUNCTION)

@@ -59,8 +59,9 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 def detect_tools(template: str, model_type: str) -> str:
-    """Returns the dialect of the template's tool calls; NONE if the template shows the model no tools, or its dialect is not known
-    here."""
+    """Returns the name of the dialect in which a model calls tools; NONE if its chat template shows the model no tools, or the
+    dialect has no parser here. template: the chat template's Jinja text. model_type: that of config.json, which decides where the
+    template does not."""
     if "tools" not in template:
         return NONE
     if qwen3_coder.FUNCTION in template:  # this tag without the one of parameters belongs to a dialect that is not known here
@@ -95,8 +96,9 @@ def detect_reasoning(template: str) -> str:
 
 
 def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = ()) -> ToolParser:
-    """Returns a parser for one reply. names: the tools that the request offers. schemas: the schema of each tool's parameters.
-    Raises ValueError for a dialect without a parser."""
+    """Returns a parser for one reply. dialect: a name that detect_tools returns, or GENERIC. names: the tools that the request
+    offers. schemas: the schema of each tool's parameters, as JSON. Raises ValueError for a dialect without a parser, such as
+    NONE."""
     if dialect == HARMONY:
         return harmony.HarmonyParser(names)
     if dialect == HERMES:
@@ -121,8 +123,8 @@ def tool_parser(dialect: str, names: Sequence[str], schemas: Sequence[bytes] = (
 
 
 def id_of_call(dialect: str, drawn: bytes) -> str:
-    """Returns a random id for a call. Mistral's templates require nine letters and digits; ids of Kimi K2 are not random but come
-    from CallNumbers. drawn: at least 12 random bytes."""
+    """Returns an id for a call whose id the model does not choose, made of the random bytes `drawn`, at least 12. Mistral's
+    templates require nine letters and digits. Not used for Kimi K2, whose ids come from CallNumbers."""
     if dialect == MISTRAL:
         return "".join(_ID_CHARACTERS[byte % len(_ID_CHARACTERS)] for byte in drawn[:9])
     return "call_" + drawn[:12].hex()

@@ -16,7 +16,8 @@ MOST_KEY = 256  # characters
 
 
 def types_by_tool(names: Sequence[str], schemas: Sequence[bytes]) -> dict[str, ParameterTypes]:
-    """Returns the types of each tool's parameters. schemas: the schema of each tool's parameters, as JSON."""
+    """Returns the JSON types of each tool's parameters, by the tool's name. names: the offered tools. schemas: the schema of each
+    tool's parameters, as JSON, in the same order."""
     return {name: ParameterTypes(schema) for name, schema in zip(names, schemas, strict=False)}
 
 
@@ -50,10 +51,12 @@ class TextCall(Call):
 
     @abstractmethod
     def _take(self, tag: str, out: list[Piece]) -> None:
-        """Handles a complete tag, one of those that are allowed next."""
+        """Acts on a tag that was read completely, and sets the tags that are allowed after it. Adds the pieces that follow to
+        `out`."""
 
     def _tag(self, char: str, at: int, out: list[Piece]) -> int:
-        """Reads a character of a tag, or white space before it. Returns the next index, as `_step` does."""
+        """Reads a character of the tag that comes next, or of the white space before it, and calls `_take` when the tag is
+        complete. Sets `bad` if no allowed tag reads so. Returns the index of the first unread character."""
         if not self._word and char in " \t\r\n":
             return at + 1
         tag = self._word + char
@@ -87,8 +90,8 @@ class TextCall(Call):
         self.done = True
 
     def _value(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads a part of a value and returns the index of the first unread character. The text of a string is passed on as it
-        arrives."""
+        """Reads text[at:] up to the tag that ends the value of an argument. The text of a string is passed on as it arrives, any
+        other value when it is complete. Returns the index of the first unread character."""
         value = self._held + text[at:]
         found, is_whole = find_marker(value, 0, self.end_value)
         end = at + found + len(self.end_value) - len(self._held) if is_whole else len(text)
@@ -112,7 +115,8 @@ class TextCall(Call):
 
 
 def key_as_json(key: str, is_first: bool) -> str:
-    """Returns the key with the separators that precede a value in a JSON object."""
+    """Returns the part of a JSON object that precedes a value: the key as a JSON string and a colon, after a comma unless
+    is_first."""
     return f"{'' if is_first else ', '}{json.dumps(key, ensure_ascii=False)}: "
 
 
