@@ -38,7 +38,9 @@ _SOURCES = {
 
 
 def capacity_plan(options: argparse.Namespace) -> int:
-    """Prints the plan, or only JSON if that is asked for, and returns the exit code. Raises CommandError."""
+    """Runs `hearth plan --config`: prints the plan, as JSON if that is asked for. Returns the exit code, which is EXIT_NO_FIT if
+    the model fits none of the given devices. Raises CommandError for wrong options and models that cannot be loaded, and without
+    --json for a model that does not fit."""
     kind, num_devices, memory_bytes = _devices(options.devices) if options.devices else ("", 0, 0)
     described = _described(options.config)
     settings = _settings(options, described.shape, kind)
@@ -73,7 +75,8 @@ def capacity_plan(options: argparse.Namespace) -> int:
 
 
 def _shape_on(devices: capacity.Devices, speculator: speculators.Speculator, described: DescribedModel) -> ModelShape:
-    """Returns the shape that is loaded on these devices: shares of a split model have no predictor."""
+    """Returns the shape of the model as it is loaded on these devices: with the predictor that the speculator uses, but without it
+    on several cpu devices, because shares of a split model have none."""
     return described.shape if devices.kind == "cpu" and devices.num_devices > 1 else speculator.shape
 
 
@@ -89,7 +92,8 @@ def _described(folder: str) -> DescribedModel:
 def _speculator(
     options: argparse.Namespace, described: DescribedModel, kind: str, division: ParallelConfig | None
 ) -> speculators.Speculator:
-    """Returns the speculator on devices of this kind. Raises CommandError for one that the model or the devices do not allow."""
+    """Returns the speculator of the model on devices of this kind, as the option --speculator asks. division: how the model is
+    split over devices; None: not at all. Raises CommandError for a speculator that the model or the devices do not allow."""
     heads, folder = {}, options.speculator
     if folder not in speculators.KINDS:
         try:
@@ -108,7 +112,8 @@ def _speculator(
 
 
 def _devices(text: str) -> tuple[str, int, int]:
-    """Returns the kind, the number and the memory in bytes of the devices that --devices names. Raises CommandError."""
+    """Returns (kind, number, bytes of memory of each) of the devices in `text`, the value of --devices, such as cuda=8x80GiB.
+    Raises CommandError for another form."""
     form = "--devices: as in cuda=8x80GiB, cuda=80GiB or cpu=64GiB"
     match = _DEVICES.match(text)
     if match is None:
@@ -124,7 +129,8 @@ def _devices(text: str) -> tuple[str, int, int]:
 
 
 def _division(options: argparse.Namespace, num_devices: int) -> ParallelConfig | None:
-    """Returns the division that --tensor, --expert and --pipeline name, None without these options. Raises CommandError."""
+    """Returns how --tensor, --expert and --pipeline divide the model over devices; None without these options. num_devices: the
+    devices that --devices names. Raises CommandError for another number of devices."""
     given = {name: number for name in ("tensor", "expert", "pipeline") if (number := getattr(options, name)) is not None}
     if not given:
         return None
@@ -145,7 +151,7 @@ def _check_division(
     devices: capacity.Devices,
     division: ParallelConfig,
 ) -> None:
-    """Raises CommandError if a node with these cpu devices cannot split the model in this way. Devices of other kinds are not
+    """Raises CommandError if a node with these cpu devices cannot split the model by `division`. Devices of other kinds are not
     checked, because models are not split over them yet."""
     if devices.kind != "cpu":
         return
@@ -156,8 +162,8 @@ def _check_division(
 
 
 def _settings(options: argparse.Namespace, shape: ModelShape, kind: str) -> capacity.Settings:
-    """Returns the settings of a node with devices of this kind, with defaults for those that are not given as options. Raises
-    CommandError for a value that the model or the devices do not allow."""
+    """Returns the settings that a node with devices of this kind would compute the model with: the options, and defaults for those
+    that are not given. Raises CommandError for a value that the model or the devices do not allow."""
     node = NodeConfig(**({} if kind == "cpu" else CUDA_DEFAULTS))
     longest = shape.max_position_embeddings
     max_model_len = longest if options.max_model_len is None else options.max_model_len
@@ -254,7 +260,8 @@ def _tell(
 
 
 def _how_split(share: capacity.Share) -> str:
-    """Returns a sentence on how a node would place the model on several devices, or why it would not."""
+    """Returns a sentence on how the setting `parallel` would split the model over the devices of `share`, or why the model cannot
+    be split."""
     if share.not_split:
         return f"{share.not_split}; over several devices, these are the sums of tensor parallelism"
     division = share.devices.division

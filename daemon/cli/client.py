@@ -20,7 +20,8 @@ _ENDED = ("connection_lost", "not_running", "server_restarting")
 
 
 class CommandError(Exception):
-    """Raised to end the command. error: `{code, message, details}`."""
+    """Raised to end the command with a message. exit_code: the program's exit code. error: `{code, message, details}`, which --json
+    prints."""
 
     def __init__(self, exit_code: int, error: dict[str, Any]) -> None:
         super().__init__(error["message"])
@@ -42,8 +43,8 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """The connection of one command to the daemon. status: the socket to read from if `control` may not be opened; "" for none. All
-    methods raise CommandError."""
+    """The access of one command to the daemon, over its control socket. control: the path of that socket. status: the path of the
+    socket that only answers GET requests, used if this user may not open `control`; "": none. All methods raise CommandError."""
 
     def __init__(self, control: str, status: str = "") -> None:
         self.control, self._status = control, status
@@ -55,7 +56,8 @@ class Client:
         return json.loads(self._request("POST", path).read())
 
     def lines(self, method: str, path: str) -> Iterator[dict[str, Any]]:
-        """Sends a request and yields the objects of its NDJSON answer as they arrive."""
+        """Sends a request and yields the objects of its answer, one JSON object a line, as they arrive. Raises CommandError if the
+        daemon refuses the request or ends before it has answered."""
         response = self._request(method, path)
         try:
             for line in response:
@@ -65,8 +67,9 @@ class Client:
             raise self.gone(error) from None
 
     def until_back(self, error: CommandError) -> None:
-        """Waits for the next daemon, after a command of some length has met the end of this one: it is most likely being started
-        again. Raises `error` if it is no such end, or if none comes within BACK_LIMIT_S seconds."""
+        """Waits until a daemon listens on the control socket again, because a daemon that ended during a command is most likely
+        being restarted. error: what the command met. Raises `error` if it does not mean that the daemon has ended, or if none
+        listens within BACK_LIMIT_S seconds."""
         end_s = time.monotonic() + BACK_LIMIT_S
         while error.error["code"] in _ENDED:
             time.sleep(0.2)
@@ -78,7 +81,8 @@ class Client:
         raise error
 
     def result(self, lines: Iterator[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the result of a command, which is the last line of its answer. Raises CommandError if the command failed."""
+        """Reads all lines of a command's answer and returns the last one, which holds the command's result. Raises CommandError if
+        the command failed or the last line is missing."""
         last = None
         for last in lines:  # noqa: B007
             pass
@@ -116,13 +120,14 @@ class Client:
         return response
 
     def gone(self, error: Exception | None = None) -> CommandError:
-        """Returns the error for an answer that ended too early."""
+        """Returns the CommandError for a daemon that ended before it had answered. error: what reading the answer raised, if
+        anything."""
         why = f": {error}" if error is not None and str(error) else ""
         return CommandError(EXIT_BUSY, _error("connection_lost", f"hearthd ended before it answered{why}"))
 
 
 def check(result: dict[str, Any]) -> dict[str, Any]:
-    """Returns the result of a command. Raises CommandError if the command failed."""
+    """Returns `result`, the daemon's result of a command, if the command succeeded. Otherwise raises CommandError."""
     if not result["ok"]:
         raise CommandError(EXIT_OF_STATUS.get(result["status"], 1), result["error"])
     return result

@@ -47,7 +47,7 @@ def options_of(parser: argparse.ArgumentParser) -> list[Option]:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> list[Command]:
-    """Returns all commands of `hearth`'s parser, in the parser's order."""
+    """Returns all commands that `hearth`'s parser defines, each with its help, options and argument, in the parser's order."""
     (group,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     helps = {choice.dest: choice.help or "" for choice in group._choices_actions}
     found = []

@@ -24,7 +24,8 @@ def gpus(client: Client, options: argparse.Namespace) -> None:
 
 
 def _of_driver() -> list[dict[str, Any]]:
-    """Returns the rows, asked directly from the driver. Raises CommandError if there is no driver."""
+    """Returns the rows of `hearth gpus`, one for each GPU, asked directly from the driver because no daemon runs. Raises
+    CommandError if there is no driver."""
     from config.devices import NoGpus
     from daemon.gpu.driver import Driver
     from daemon.gpu.inventory import rows_of
@@ -36,7 +37,8 @@ def _of_driver() -> list[dict[str, Any]]:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """Returns a table with a line per GPU, then the processes that hold each GPU's memory."""
+    """Returns the output of `hearth gpus`: a table with a line per GPU, then each GPU's problems and the processes that hold its
+    memory. rows: the daemon's or the driver's report, one for each GPU."""
     if not rows:
         return "the driver sees no GPU"
     lines = [table(HEADER, [_row(row) for row in rows], frozenset({0, 3, 4, 5, 6, 7, 8}))]

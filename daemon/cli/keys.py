@@ -41,8 +41,9 @@ def _left(limit: dict[str, Any] | None) -> str:
 
 
 def hash_key(client: Client, options: argparse.Namespace) -> None:
-    """Prints the hash of a key that is read from the terminal or standard input, or of a new key. The key is never an argument,
-    because all users of the machine can see those."""
+    """Runs `hearth hash-key`: prints the hash of a key that is read from the terminal or standard input or, with --generate, a new
+    key and its hash. The key is never an argument, because all users of the machine can see those. Raises CommandError for a key
+    that is too short or not printable ASCII."""
     from daemon.access import (
         keys as access_keys,
     )  # imported here, because it needs the settings' libraries, which other commands do not

@@ -151,8 +151,8 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def meant(client: Client, error: CommandError, options: argparse.Namespace) -> str:
-    """Returns a hint for an error about an unknown model: the model of which it is a replica, the most similar name, or how to list
-    all models. "" for other errors."""
+    """Returns a hint that is added to the message of `error`, if that is about an unknown model: the model of which the given name
+    is a replica, the most similar name, or how to list all models. "" for other errors."""
     if error.error["code"] not in ("model_not_found", "not_found") or not getattr(options, "name", ""):
         return ""
     from difflib import get_close_matches  # imported here, because nothing else needs it

@@ -15,8 +15,8 @@ ON_DEVICE = ("loading", "ready", "draining", "paused")
 
 
 def rows_by_name(client: Client, models_dir: Path) -> dict[str, dict[str, Any]]:
-    """Returns the rows of `hearth models` by name; {} if no daemon serves this models folder. Raises CommandError if a daemon runs
-    and does not answer."""
+    """Returns the daemon's rows of `hearth models` by the model's name; {} if no daemon runs or the running one serves another
+    models folder. Raises CommandError if a daemon runs and does not answer."""
     try:
         served = str(client.get("/control/v1/status")["models_dir"])
         if not os.path.isdir(served) or not os.path.samefile(served, models_dir):
@@ -39,8 +39,8 @@ def refuse_if_used(row: dict[str, Any] | None) -> None:
 
 
 def path_of(models_dir: Path, name: str) -> Path:
-    """Returns the path of the model with this name, which need not exist. Raises CommandError if the text cannot be a model's name,
-    or the path leads through a link or another model's folder."""
+    """Returns the path below the models folder at which a model of this name belongs; it need not exist. Raises CommandError if
+    `name` cannot be a model's name, or the path leads through a link or another model's folder."""
     parts = name.split("/")
     if not all(part and not part.startswith(".") and part.isprintable() for part in parts) or len(parts) > catalog.MAX_DEPTH:
         raise _error(
@@ -65,7 +65,7 @@ def _is_within(path: Path, model: Path) -> bool:
 
 
 def existing(models_dir: Path, name: str) -> Path:
-    """Returns the folder of a model, or the link to it. Raises CommandError if there is none."""
+    """Returns the path of the model's folder, or of the link to it. Raises CommandError if there is no model of this name."""
     path = path_of(models_dir, name)
     if not os.path.lexists(path):
         if any(hub_cache.repo_name(entry) == name for entry in os.listdir(models_dir)):
@@ -79,7 +79,7 @@ def existing(models_dir: Path, name: str) -> Path:
 
 
 def second_names(models_dir: Path, folder: Path) -> list[str]:
-    """Returns the names below the models folder that are links to this model's folder."""
+    """Returns the second names of a model: the paths, relative to the models folder, of all links to the model's folder."""
     target = os.path.realpath(folder)
     return [str(link.relative_to(models_dir)) for link in _links(models_dir, 0) if os.path.realpath(link) == target]
 

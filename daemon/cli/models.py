@@ -44,8 +44,8 @@ DONE = {
 
 
 def ps(client: Client, options: argparse.Namespace) -> None:
-    """Shows models that are on a device, are being loaded, warm, paused or failed, and adapters that are on a device. Models that
-    cannot be loaded are only counted."""
+    """Runs `hearth ps`: shows the models that are on a device, being loaded, warm, paused or failed, and the adapters that are on a
+    device. Models that cannot be loaded are only counted."""
     found = client.get("/control/v1/models")
     held = [row for row in found if row["state"] != "adapter" or row["device"]]
     rows = [row for row in held if row["state"] not in ("cold", *NOT_TO_BE_LOADED)]
@@ -66,7 +66,7 @@ def ps(client: Client, options: argparse.Namespace) -> None:
 
 
 def models(client: Client, options: argparse.Namespace) -> None:
-    """Shows all models, and the reason for each model that cannot run."""
+    """Runs `hearth models`: shows all models, the reason for each model that cannot run, and the further names of models."""
     rows = client.get("/control/v1/models")
     if options.json:
         print(json.dumps(rows, indent=1))
@@ -119,7 +119,8 @@ def _leaves(row: dict[str, Any]) -> str:
 
 
 def _names(rows: list[dict[str, Any]]) -> str:
-    """Returns the table of further names, followed by the reasons why models are skipped."""
+    """Returns the table of further names (aliases of the settings) and of the models that they lead to, followed by the reasons why
+    some of these models cannot be used."""
     lines, told = [], []
     for row in rows:
         targets = ", ".join(each["name"] for each in row["targets"])
@@ -139,7 +140,7 @@ def _state(row: dict[str, Any]) -> str:
 
 def command(client: Client, options: argparse.Namespace) -> int | None:
     """Runs load, unload, pin, unpin, enable or disable, which are the same request with different verbs. Returns the exit code if
-    the result could not be saved, otherwise None."""
+    the command was done but could not be saved, otherwise None. Raises CommandError if it failed."""
     verb, name = options.command, options.name
     path = f"/control/v1/models/{quote(name)}/{verb}"
     folder = getattr(options, "adapter", None)

@@ -59,7 +59,7 @@ def _keys(value: dict[str, Any]) -> str:
 
 
 def certificate(tls: dict[str, Any]) -> str:
-    """Returns a line about the TLS certificate in use."""
+    """Returns a line for `hearth status` about the TLS certificate in use. tls: the daemon's report about it."""
     day = time.strftime("%Y-%m-%d", time.gmtime(tls["expires"]))
     left = f"{tls['days_left']} days left, until {day}" if tls["days_left"] >= 0 else f"expired on {day}"
     clients = "; clients must show a certificate, too" if tls["client_certificates"] else ""
@@ -67,7 +67,7 @@ def certificate(tls: dict[str, Any]) -> str:
 
 
 def host_memory(host: dict[str, int]) -> str:
-    """Returns a line about the use of the host tier."""
+    """Returns a line about what the host tier's memory is used for. host: the daemon's report, bytes by kind of content."""
     kinds = (("weights_bytes", "weights"), ("kv_bytes", "saved KV"), ("transit_bytes", "being written"), ("free_bytes", "free"))
     return f"host memory {size(host['bytes'])}: {', '.join(f'{text} {size(host[key])}' for key, text in kinds)}"
 
@@ -104,7 +104,7 @@ def reload(client: Client, options: argparse.Namespace) -> None:
 
 
 def version(client: Client, options: argparse.Namespace) -> None:
-    """Prints the version of this program and, if a daemon runs, the daemon's."""
+    """Runs `hearth version`: prints the version of this program and that of the running daemon, or why that is not known."""
     from daemon.cli.client import CommandError
 
     value: dict[str, Any] = {"hearth": VERSION, "hearthd": None}

@@ -16,8 +16,8 @@ from daemon.errors import EXIT_BUSY, EXIT_DENIED, EXIT_NO_FIT
 
 @contextmanager
 def locked(folder: Path, command: str) -> Iterator[None]:
-    """Creates the folder if it does not exist, and locks it for this process. Raises CommandError if another process has locked
-    it."""
+    """Locks a folder for this process while the block runs, and creates it first if it does not exist. command: the word for this
+    command in the error. Raises CommandError if another process has locked the folder."""
     folder.mkdir(exist_ok=True)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -44,7 +44,7 @@ def publish(partial: Path, target: Path) -> None:
 
 @contextmanager
 def write_errors(folder: str) -> Iterator[None]:
-    """Converts errors of the file system into CommandError."""
+    """Converts errors of the file system in its block into CommandError. folder: the folder to name for an error without a path."""
     try:
         yield
     except PermissionError as error:

@@ -86,8 +86,8 @@ def evict(client: Client, options: argparse.Namespace) -> None:
 
 
 def _room(plans: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Shows which models would be evicted to free the given number of bytes. Raises CommandError if no device can free that much;
-    its details list what is on each device."""
+    """Shows, for `hearth evict --dry-run --bytes`, which models would be evicted to free that many bytes. plans: the daemon's
+    answer for each device. Raises CommandError if no device can free that much; its details list what is on each device."""
     can = any(device["verdict"] in ("fits", "evicts") for device in plans)
     if options.json and can:
         print(json.dumps(plans, indent=1))
@@ -185,7 +185,8 @@ def _placement(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _score(score: float) -> str:
-    """Returns a score (reload seconds lost per second and byte freed) as a readable text per GiB."""
+    """Returns a model's score as a number per GiB, for people to read. score: the seconds of reloading that an eviction would cost
+    per second, per byte that it frees."""
     return f"{score * 2**30:.3g}"
 
 

@@ -20,7 +20,7 @@ def byte_bar() -> Progress:
 @contextmanager
 def byte_progress(name: str, total_bytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """Shows a progress bar while its block runs, and yields a function to call with the number of bytes done since the last call.
-    shown: whether to show the bar."""
+    name: the bar's title. total_bytes: the bytes at its end. shown: whether to show it at all."""
     if not shown:
         yield lambda num_bytes: None
         return
@@ -30,7 +30,7 @@ def byte_progress(name: str, total_bytes: int, shown: bool) -> Iterator[Callable
 
 
 def show(name: str, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Passes the lines on and shows the progress that they report."""
+    """Yields the lines of a load's answer unchanged, and shows the progress that they report as a bar. name: the model's name."""
     with byte_bar() as progress:
         task = progress.add_task(f"{name}: waiting", total=None)
         for line in lines:

@@ -28,8 +28,9 @@ PREFIX = ".removing-"
 
 @dataclass(slots=True, frozen=True)
 class Removal:
-    """The model that is removed. link_to: the target, which stays, if the name is a link; "" for a folder. removed: whether it has
-    been removed."""
+    """The model that `hearth rm` removes, before or after it did. path: the folder or link. num_files, num_bytes: the files in the
+    folder, 0 for a link. link_to: the target, which stays, if the name is a link; "" for a folder. removed: whether it has been
+    removed."""
 
     name: str
     path: str
@@ -70,7 +71,8 @@ def remove(client: Client, options: argparse.Namespace) -> None:
 
 
 def _found(models_dir: Path, name: str) -> tuple[Path, Path]:
-    """Returns the model's path, and the path under which it is deleted; one of them exists. Raises CommandError."""
+    """Returns the model's path and the hidden path that its folder is renamed to before it is deleted; one of them exists. Raises
+    CommandError if none does, or if another name is a link to the model's folder."""
     from daemon.cli import model_folder
 
     path = model_folder.path_of(models_dir, name)
@@ -113,8 +115,8 @@ def _confirm(planned: Removal, yes: bool) -> None:
 
 
 def _remove(path: Path, hidden: Path, models_dir: Path) -> None:
-    """Deletes the model, and folders above it that are empty then. path: the model's path. hidden: the path under which it is
-    deleted. Raises OSError."""
+    """Deletes a model's folder or link, and the folders above it, up to the models folder, that are empty then. path: the model's
+    path. hidden: the path that the folder is renamed to first. Raises OSError."""
     if path.is_symlink():
         path.unlink()
     else:

@@ -32,7 +32,8 @@ def copy(client: Client, options: argparse.Namespace) -> None:
 
 
 def _linked(models_dir: Path, name: str, new: str, known: Container[str]) -> Path:
-    """Makes the link and returns its path. known: the models that a daemon lists. Raises CommandError, OSError."""
+    """Makes the name `new` a link to the folder of the model `name`, and returns the link's path. known: names of models that a
+    daemon lists, which are taken. Raises CommandError if there is no such model or `new` is taken; OSError."""
     from daemon.cli import model_folder
 
     folder = model_folder.existing(models_dir, name).resolve()

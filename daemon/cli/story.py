@@ -14,7 +14,7 @@ from daemon.cli.client import WAITING, Client, CommandError
 
 
 def why(client: Client, options: argparse.Namespace) -> None:
-    """Prints what happened to a model or request, and what it waits for."""
+    """Runs `hearth why`: prints what happened to a model or request, and what it waits for."""
     value = client.get(f"/control/v1/why/{quote(options.name)}")
     if options.json:
         print(json.dumps(value, indent=1))
@@ -23,7 +23,8 @@ def why(client: Client, options: argparse.Namespace) -> None:
 
 
 def events(client: Client, options: argparse.Namespace) -> None:
-    """Prints past events and, with -f, those that follow until Ctrl-C, over restarts of the daemon."""
+    """Runs `hearth events`: prints the events that the daemon remembers. With -f it prints new ones, too, until Ctrl-C, and waits
+    for the next daemon when this one is restarted."""
     try:
         for event in _followed(client) if options.follow else client.lines("GET", "/control/v1/events"):
             print(json.dumps(event) if options.json else _line(event), flush=True)
@@ -32,7 +33,8 @@ def events(client: Client, options: argparse.Namespace) -> None:
 
 
 def _followed(client: Client) -> Iterator[dict[str, Any]]:
-    """Yields events as they come, one daemon's after the other's. Raises CommandError."""
+    """Yields events of the daemon as they come and, when it ends, those of the next one. Raises CommandError if the first daemon
+    cannot be reached, or no other follows."""
     has_begun = False
     while True:
         try:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
-    """Returns an aligned table. right: the indices of right-aligned columns."""
+    """Returns rows of text cells as lines with aligned columns. header: the columns' titles. right: the indices of the columns that
+    are aligned to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = []
     for row in (header, *rows):

@@ -62,8 +62,8 @@ def top(client: Client, options: argparse.Namespace) -> None:
 
 
 def lines(now: dict[str, Any], before: dict[str, Any], columns: int, colours: bool) -> list[str]:
-    """Returns the lines to show, none longer than `columns` characters. now, before: two snapshots from the daemon, whose
-    differences give the rates."""
+    """Returns the lines of `hearth top`, none longer than `columns` characters. now, before: two snapshots from the daemon, whose
+    differences give the rates. colours: whether to colour the bars."""
     passed_s = max(now["time"] - before["time"], 1e-3)
     letters = _letters(now)
     counters = now["counters"]
@@ -87,7 +87,8 @@ def lines(now: dict[str, Any], before: dict[str, Any], columns: int, colours: bo
 
 
 def _letters(now: dict[str, Any]) -> dict[str, str]:
-    """Returns a letter for each model. It stays the same as long as the same models are registered."""
+    """Returns a letter for each model, name -> letter, by the order of the names, so that it stays the same as long as the same
+    models are registered. With more than 52 models, letters repeat."""
     names = sorted(model["name"] for model in now["models"])
     return {name: _LETTERS[at % len(_LETTERS)] for at, name in enumerate(names)}
 
@@ -103,8 +104,8 @@ def _device(device: dict[str, Any], letters: dict[str, str], columns: int, colou
 
 
 def _bar(device: dict[str, Any], letters: dict[str, str], width: int, colours: bool) -> str:
-    """Returns a bar of the device's parts side by side. The end of each part is rounded, so that the whole bar has the right
-    width."""
+    """Returns a bar of `width` characters for a device's memory, each kind of use with a character of its own, and each model's
+    weights with the model's letter. The ends of the parts are rounded, so that the bar as a whole has the right width."""
     text, at, done = "", 0, 0
     for part in device["parts"]:
         done += part["bytes"]
@@ -147,7 +148,8 @@ def _models(now: dict[str, Any], before: dict[str, Any], passed_s: float, letter
 
 
 def _adapters(now: dict[str, Any]) -> list[str]:
-    """Returns a line for each model that has LoRA adapters in memory."""
+    """Returns a line for each model that has LoRA adapters in a device's memory: how many, their bytes and their names. now: the
+    daemon's snapshot."""
     lines = []
     for model in now["models"]:
         if resident := model.get("adapters"):
@@ -157,8 +159,8 @@ def _adapters(now: dict[str, Any]) -> list[str]:
 
 
 def _timeline(now: dict[str, Any], columns: int) -> str:
-    """Returns the last two minutes as characters, from left to right: l is a load, e a load for which models were evicted, f one
-    that forced busy models out."""
+    """Returns a line with the loads of the last two minutes, as characters from left to right: l is a load, e a load for which
+    models were evicted, f one that forced busy models out. now: the daemon's snapshot."""
     label, end = f"swaps of the last {_TIMELINE_S:.0f} s [", "] l load, e evicts, f forces"
     width = max(10, columns - len(label) - len(end))
     cells = ["-"] * width

@@ -50,7 +50,8 @@ def text(findings: Sequence[Finding]) -> str:
 
 
 def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Finding]:
-    """Returns the findings of all checks, in the order in which they are shown."""
+    """Runs all checks and returns their findings, in the order in which they are shown. against: the settings to check. models_dir:
+    the models folder to look at. memory_bytes: the machine's memory."""
     from daemon.cli.doctor import gpu, memory, network, packages, settings, storage, system
     from daemon.cli.doctor.finding import OK, Finding
     from daemon.gpu.driver import Driver
@@ -78,8 +79,9 @@ def examined(against: Settings, models_dir: str, memory_bytes: int) -> list[Find
 
 
 def _limits(pid: int) -> tuple[dict[str, int], str]:
-    """Returns a process's limits and a name for the process: the running daemon, or this process itself, whose limits are the same
-    for a daemon started in the same way."""
+    """Returns the limits of a process by name, as soft_limits does, but the hard limit on open files; and words that say whose
+    limits they are. pid: the running daemon's process id. If it is 0, or that process may not be read, the limits are those of this
+    process, which a daemon started from the same shell would have."""
     from daemon.cli.doctor.system import hard_open_files, soft_limits
 
     known = {f"/proc/{pid}/limits": "hearthd's"} if pid else {}

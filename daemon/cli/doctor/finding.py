@@ -1,4 +1,4 @@
-"""The result of one check."""
+"""The result of one check of `hearth doctor`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """The result of one check. level: ok; warn: it works, but more slowly or not completely; fail: it does not work. change: what
-    to do, "" if nothing."""
+    """The result of one check. check: what was checked. level: ok; warn: it works, but more slowly or not completely; fail: it does
+    not work. found: what was found. change: what to do, "" if nothing."""
 
     check: str
     level: str

@@ -22,7 +22,8 @@ class Driver:
 
 
 def driver(found: Driver | str, wants_gpu: bool, has_uvm: bool) -> Finding:
-    """Checks the driver. found: the driver, or why there is none. has_uvm: whether /dev/nvidia-uvm exists."""
+    """Checks the NVIDIA driver and returns the finding. found: the driver, or why there is none. wants_gpu: whether cuda devices
+    are configured. has_uvm: whether /dev/nvidia-uvm exists."""
     if isinstance(found, str):
         if not wants_gpu:
             return Finding("driver", OK, f"no GPU ({found}); none is configured")
@@ -43,8 +44,9 @@ def find_driver(wants_gpu: bool) -> Finding:
 
 
 def device(name: str, gpu: Gpu | None, uuid: str, budget_bytes: int, is_running: bool) -> Finding:
-    """Checks the GPU of one device. gpu: the driver's report, None if the driver has no GPU with that UUID. is_running: whether
-    hearthd already holds the GPU's memory."""
+    """Checks the GPU of one configured cuda device and returns the finding. gpu: the driver's report on it, None if the driver has
+    no GPU with that UUID. budget_bytes: the device's configured budget. is_running: whether hearthd runs and so already holds the
+    GPU's memory."""
     if gpu is None:
         return Finding(name, FAIL, f"the driver has no {uuid} (any more)", "journalctl -k | grep Xid; reset the GPU or the machine")
     found = f"{gpu.name}, {size(gpu.used_bytes)} of {size(gpu.total_bytes)} used"
@@ -69,7 +71,9 @@ def device(name: str, gpu: Gpu | None, uuid: str, budget_bytes: int, is_running:
 
 
 def find_devices(inventory: Inventory, uuids: Mapping[str, str], budgets: Mapping[str, int], is_running: bool) -> list[Finding]:
-    """Returns one finding for each cuda device, or none if the driver cannot be asked, which `find_driver` reports."""
+    """Checks the GPU of each configured cuda device. Returns a finding for each, or none if the driver cannot be asked, which
+    `find_driver` reports. uuids, budgets: by device name, the GPU's UUID and the budget in bytes. is_running: whether hearthd
+    runs."""
     if not uuids:
         return []
     try:

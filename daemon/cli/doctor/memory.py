@@ -24,8 +24,8 @@ MAX_SHARE = 0.9  # the largest share of the memory for budgets: the rest is for 
 
 
 def budgets(devices: Mapping[str, int], host_tier_bytes: int, memory_bytes: int) -> Finding:
-    """Checks the budgets against the machine's memory. devices: name -> budget in bytes; only cpu devices take the machine's
-    memory."""
+    """Checks whether the budgets fit the machine's memory, and returns the finding. devices: name -> budget in bytes; only cpu
+    devices take the machine's memory. memory_bytes: the machine's memory."""
     parts = [f"{name} {size(value)}" for name, value in devices.items() if name.startswith("cpu")]
     total = sum(value for name, value in devices.items() if name.startswith("cpu")) + host_tier_bytes
     parts += [f"host tier {size(host_tier_bytes)}"] if host_tier_bytes else []
@@ -39,8 +39,9 @@ def budgets(devices: Mapping[str, int], host_tier_bytes: int, memory_bytes: int)
 
 
 def needed_bytes(devices: Mapping[str, int], host_tier_bytes: int, num_cores: int) -> int:
-    """Returns the most memory in bytes that all processes of hearthd may need together, for a limit that is set from outside.
-    devices: as in `budgets`."""
+    """Returns the most memory in bytes that all processes of hearthd may need together: what a limit on them, such as MemoryMax=,
+    should allow at least. devices: name -> budget in bytes. num_cores: how many cores they may use, by which kernels are compiled
+    at once."""
     cpu = [value for name, value in devices.items() if name.startswith("cpu")]
     own = len(cpu) * CPU_ENGINE_BYTES + (len(devices) - len(cpu)) * CUDA_ENGINE_BYTES
     compiling = min(num_cores, MOST_COMPILERS) * COMPILER_BYTES
@@ -48,8 +49,9 @@ def needed_bytes(devices: Mapping[str, int], host_tier_bytes: int, num_cores: in
 
 
 def service_limit(needed: int, limit: int | None, whose: str) -> Finding:
-    """Checks the memory limit of hearthd's processes. limit: the limit in bytes of the control group of `whose` processes; None:
-    there is none."""
+    """Compares the memory limit of hearthd's processes with what they need, and returns the finding. needed: as needed_bytes
+    returns it. limit: the limit of their control group in bytes; None: there is none. whose: words for the processes whose limit it
+    is."""
     found = f"budgets and what hearthd's processes need beside them come to {size(needed)}"
     change = f"systemctl edit hearthd: [Service] MemoryMax={-(-needed // (1 << 20))}M, or lower budgets"
     if limit is None:
@@ -60,13 +62,14 @@ def service_limit(needed: int, limit: int | None, whose: str) -> Finding:
 
 
 def find_service_limit(devices: Mapping[str, int], host_tier_bytes: int, pid: int, num_cores: int) -> Finding:
-    """Checks the memory limit of the existing processes. pid: the running daemon's process id, 0 if none runs."""
+    """Looks up the memory limit of the running daemon, or of this process if pid is 0, and returns the finding about it. devices:
+    name -> budget in bytes. num_cores: as in needed_bytes."""
     return service_limit(needed_bytes(devices, host_tier_bytes, num_cores), limit_of(pid), "hearthd" if pid else "this shell")
 
 
 def limit_of(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Returns the smallest memory.max, in bytes, of the control groups that contain a process; None: there is no limit. pid 0: this
-    process."""
+    process. proc, groups: where the kernel's file systems are mounted."""
     line = next((one for one in _read(proc / str(pid or "self") / "cgroup").splitlines() if one.startswith("0::")), "")
     limits = []
     folder = groups / line.removeprefix("0::").strip("/")
@@ -78,14 +81,15 @@ def limit_of(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/
 
 
 def chosen(text: str) -> str:
-    """Returns the word in brackets, such as `advise` in `always [advise] never`; "" if there is none."""
+    """Returns the word in brackets, with which the kernel marks the chosen value of a setting, such as `advise` in `always [advise]
+    never`; "" if there is none."""
     return text.partition("[")[2].partition("]")[0]
 
 
 def huge_pages(problem: str | None, shmem_enabled: str, num_reserved: int) -> Finding:
-    """Checks huge pages. problem: why the memory of a memfd could not be put into a huge page, None if it could. shmem_enabled: the
-    word in brackets in transparent_hugepage/shmem_enabled. num_reserved: vm.nr_hugepages, which hearthd's kind of memory cannot
-    use."""
+    """Returns the finding on whether hearthd's memory gets huge pages. problem: why the memory of a memfd could not be put into a
+    huge page, None if it could. shmem_enabled: the word in brackets in transparent_hugepage/shmem_enabled. num_reserved:
+    vm.nr_hugepages, huge pages of a kind that hearthd cannot use."""
     found = f"shmem_enabled {shmem_enabled or 'not there'}"
     reserved = ""
     if num_reserved:

@@ -15,7 +15,8 @@ from hearthd.packages import HOME
 
 
 def installed(found: Sequence[collisions.Collision]) -> list[Finding]:
-    """Checks hearthd's own packages. found: packages of other distributions that have the same names as hearthd's."""
+    """Returns the findings on hearthd's own packages. found: packages of other distributions that have the same names as hearthd's
+    and may be imported in their place."""
     if not found:
         python = ".".join(map(str, sys.version_info[:3]))
         return [Finding("installation", OK, f"hearthd {VERSION} in {HOME}, Python {python} of {sys.prefix}")]
@@ -23,7 +24,8 @@ def installed(found: Sequence[collisions.Collision]) -> list[Finding]:
 
 
 def required(there: Sequence[str], lacking: Sequence[Lack]) -> list[Finding]:
-    """Returns a finding for each missing package or, if none is missing, one finding that lists the installed packages."""
+    """Returns a finding for each missing or unsuitable package or, if there is none, one finding that lists the installed ones.
+    there, lacking: the result of installation.required."""
     return _lacks("packages", lacking) or [Finding("packages", OK, ", ".join(there))]
 
 
@@ -32,8 +34,8 @@ def _lacks(check: str, lacking: Sequence[Lack]) -> list[Finding]:
 
 
 def of_devices(lacking: Sequence[Lack], versions: Mapping[str, str]) -> list[Finding]:
-    """Checks the packages that only devices of one kind need. lacking: the result of installation.of_devices. versions: package ->
-    version, "" if it is not installed."""
+    """Returns the findings on the packages that only devices of one kind need. lacking: the result of installation.of_devices.
+    versions: package -> version, "" if it is not installed."""
     parts = [
         f"{package} {version}" if version else f"no {package}, which only {installation.NEEDED_BY[package]} need"
         for package, version in versions.items()
@@ -42,7 +44,8 @@ def of_devices(lacking: Sequence[Lack], versions: Mapping[str, str]) -> list[Fin
 
 
 def find_packages(devices: Sequence[str]) -> list[Finding]:
-    """Checks all packages. devices: the names of the configured devices."""
+    """Checks hearthd's own packages, those that it requires, and those of the configured devices; returns the findings. devices:
+    the names of these devices."""
     try:
         found = required(*installation.required())
     except metadata.PackageNotFoundError:

@@ -44,8 +44,9 @@ class Settings:
 
 
 def settings(client: Client, path: str, memory_bytes: int, inventory: Inventory) -> Settings:
-    """Returns the settings in the configuration file `path` or, without one, those of the running daemon. path: ""; then, if no
-    daemon runs, the service's file is used or, if there is none, the defaults. Raises CommandError."""
+    """Returns the settings to check. path: a configuration file to read them from. If it is "", they are those of the running
+    daemon; if none runs, those of the service's file or, without one, the defaults. Raises CommandError for a configuration that is
+    not valid."""
     if not path:
         try:
             return of_status(client.get("/control/v1/status"))
@@ -99,7 +100,7 @@ def _told(inventory: Inventory) -> bool:
 
 
 def of_status(status: dict[str, Any]) -> Settings:
-    """Returns the settings in the output of `hearth status --json`."""
+    """Returns the settings of the running daemon. status: its answer to `hearth status --json`."""
     return Settings(
         source=f"hearthd {status['version']}, pid {status['pid']}",
         pid=status["pid"],
@@ -117,8 +118,8 @@ def of_status(status: dict[str, Any]) -> Settings:
 
 
 def find_files(against: Settings) -> Finding:
-    """Reports which files the settings are read from, which files of conf.d are not read, and whether the running daemon uses
-    them."""
+    """Returns the finding on the settings files: which of them are read, which files of conf.d are not, and whether the running
+    daemon has refused their current content."""
     if against.refused:
         return Finding("settings", WARN, f"older ones are in use: {against.refused}", "correct it; it is read again by itself")
     if not against.files:

@@ -24,7 +24,8 @@ NUM_READERS = 4
 
 @dataclass(slots=True, frozen=True)
 class Reading:
-    """A measurement of how fast a drive reads. problem: why nothing could be read without the page cache, "" if it could."""
+    """A measurement of how fast a drive reads past the page cache: num_bytes in duration_s. problem: why nothing could be read so,
+    "" if it could."""
 
     num_bytes: int = 0
     duration_s: float = 0.0
@@ -44,7 +45,8 @@ def find_storage(folder: str) -> list[Finding]:
 
 
 def models(folder: str, found: Sequence[catalog.Checkpoint]) -> list[Finding]:
-    """Returns one finding for all complete models, and one for each that is not complete."""
+    """Returns the findings on the models folder: one on the number of complete models, and one for each model that is incomplete or
+    wrong. found: the models in the folder."""
     if not found:
         return [Finding("models", WARN, f"{folder} holds none", "hearth pull ORG/NAME, or copy a checkpoint there")]
     whole = [one for one in found if one.complete]
@@ -59,7 +61,8 @@ def models(folder: str, found: Sequence[catalog.Checkpoint]) -> list[Finding]:
 
 
 def drive(rotational: bool | None, reading: Reading) -> Finding:
-    """Checks the drive. rotational: whether the kernel reports it as rotating, None if it reports nothing."""
+    """Returns the finding on the drive that holds the models. rotational: whether the kernel reports it as rotating, None if it
+    reports nothing. reading: the measured speed."""
     kind = {None: "a drive of unknown kind", True: "a drive that calls itself rotating", False: "a solid-state drive"}[rotational]
     change = "put the models on NVMe; host_tier_bytes spares reads"
     if reading.problem or reading.num_bytes < MIN_READ_BYTES:
@@ -85,7 +88,8 @@ def is_rotational(folder: str, sysfs: str = "/sys/dev/block") -> bool | None:
 
 
 def read_direct(path: str) -> Reading:
-    """Reads whole blocks of the file, up to MAX_READ_BYTES, for about MAX_READ_S seconds, and measures the time."""
+    """Measures how fast a file is read past the page cache: reads whole blocks of it, at most MAX_READ_BYTES, for about MAX_READ_S
+    seconds. Errors are reported in the result."""
     fd = -1
     try:
         plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -106,7 +110,8 @@ def read_direct(path: str) -> Reading:
 
 
 def _read_every(fd: int, first: int, end: int, deadline: float) -> int:
-    """Reads every NUM_READERS-th block, from block `first` on, until `end` or the deadline. Returns the number of bytes read."""
+    """Reads every NUM_READERS-th block of a file, from block `first` on, until offset `end` (bytes) or the deadline
+    (time.perf_counter()). Returns the number of bytes read."""
     done = 0
     with mmap.mmap(-1, BLOCK_BYTES) as buffer:  # page-aligned, as direct I/O requires
         for offset in range(first * BLOCK_BYTES, end, NUM_READERS * BLOCK_BYTES):

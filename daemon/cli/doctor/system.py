@@ -23,7 +23,8 @@ UNLIMITED = -1
 
 
 def kernel(release: str) -> Finding:
-    """Checks the version of Linux. release: as in os.uname()."""
+    """Checks whether the version of Linux has all features that hearthd uses, and returns the finding. release: as in
+    os.uname()."""
     found = re.match(r"(\d+)\.(\d+)", release)
     if not found:
         return Finding("kernel", WARN, f"Linux {release}", "hearthd is made for Linux 6.5 or newer")
@@ -43,7 +44,8 @@ def processor(found: Processor) -> Finding:
 
 
 def find_processor(environment: Mapping[str, str]) -> Finding:
-    """Checks this machine's processor. environment: hearthd's environment variables."""
+    """Returns the finding on this machine's processor: whether it computes the cpu device fast. environment: hearthd's environment
+    variables, one of which may switch off features of the processor."""
     try:
         return processor(processor_of(host_features(), environment))
     except UnknownFeature as error:
@@ -51,7 +53,7 @@ def find_processor(environment: Mapping[str, str]) -> Finding:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Returns the environment of a process at its start, or this process's own if that may not be read."""
+    """Returns the environment variables that the process `pid` was started with; this process's own if they may not be read."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -98,8 +100,9 @@ def locked_memory(limits: dict[str, int], whose: str, wants_gpu: bool) -> Findin
 
 
 def compiler(path: str | None, headers: str, has_headers: bool, wants_gpu: bool) -> Finding:
-    """Checks the requirements of Triton's compiler. path: the path of a C compiler, None if there is none. headers: the folder that
-    should contain Python.h."""
+    """Returns the finding on what Triton's compiler needs. path: the path of a C compiler, None if there is none. headers: the path
+    at which Python.h should be. has_headers: whether it is there. wants_gpu: whether cuda devices are configured, which alone need
+    it."""
     lacking = ([] if path else ["no C compiler"]) + ([] if has_headers else [f"no {headers}"])
     if not lacking:
         return Finding("C compiler", OK, f"{path}, {headers}")
@@ -119,8 +122,8 @@ def find_compiler(wants_gpu: bool) -> Finding:
 
 
 def cache_folder(folder: str, is_noexec: bool, is_writable: bool) -> Finding:
-    """Checks the folder of compiled kernels. is_noexec, is_writable: facts about that folder or, if it does not exist, about the
-    folder in which it would be created."""
+    """Returns the finding on the folder of compiled kernels. is_noexec, is_writable: whether its file system is mounted noexec, and
+    whether this user may write to it; if it does not exist, both are of the folder in which it would be created."""
     if is_noexec:
         change = "remount it without noexec, or set cache_dir to another folder"
         return Finding("cache folder", FAIL, f"{folder} is mounted noexec: compiled kernels cannot be loaded", change)
@@ -132,7 +135,8 @@ def cache_folder(folder: str, is_noexec: bool, is_writable: bool) -> Finding:
 
 
 def find_cache_folder(folder: str, checks_writing: bool) -> Finding:
-    """Checks the folder of compiled kernels. checks_writing: whether this process's user is the one that runs hearthd."""
+    """Looks at the folder of compiled kernels and returns the finding on it. checks_writing: whether this process's user must be
+    able to write to it, because no daemon runs and this user would start it."""
     there = Path(folder)
     while not there.exists() and there != there.parent:
         there = there.parent

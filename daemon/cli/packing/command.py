@@ -27,8 +27,8 @@ PARTIAL = ".partial-packed"
 
 @dataclass(slots=True, frozen=True)
 class Packed:
-    """The result of packing a model. packed_bytes: the size of the packed files. done_before: whether the model was packed
-    already."""
+    """The result of packing a model. plain_bytes: the size of its unpacked tensors. packed_bytes: the size of the packed files.
+    done_before: whether the model was packed already, so that nothing was done."""
 
     name: str
     folder: str
@@ -88,8 +88,9 @@ def _verified_text(result: Verified) -> str:
 
 
 def packed(model: ModelFiles, with_bar: bool) -> Packed:
-    """Packs a model's weight files into a folder beside them and returns what that gave; files that are packed already are left as
-    they are. with_bar: whether to show a progress bar. Raises CommandError, OSError."""
+    """Packs a model's weight files into a folder beside them; files that are packed already are left as they are. with_bar: whether
+    to show a progress bar. Raises CommandError if packing would not save bytes, or the space or the files do not allow it;
+    OSError."""
     from loader.errors import CheckpointError
     from loader.packer import pack_file
     from loader.weight_files import PACKED_DIR
@@ -124,7 +125,8 @@ def packed(model: ModelFiles, with_bar: bool) -> Packed:
 
 
 def verified(model: ModelFiles, with_bar: bool) -> Verified:
-    """Verifies a model's packed weights. Raises CommandError if they differ from the original weights, OSError."""
+    """Verifies a model's packed weights, against the original files if they are there, else against their checksums. with_bar:
+    whether to show a progress bar. Raises CommandError if nothing is packed or the weights differ; OSError."""
     from loader.errors import CheckpointError
     from loader.verifier import verify_tensor
 
@@ -149,8 +151,8 @@ def verified(model: ModelFiles, with_bar: bool) -> Verified:
 
 
 def _expected_bytes(model: ModelFiles, descriptors: dict[str, int]) -> int:
-    """Returns the size that the packed files would have; plain_bytes or more if packing would save nothing. descriptors: file
-    descriptors of the plain files, by name. Raises CheckpointError, OSError."""
+    """Returns the size in bytes that the packed files would have; it is not below plain_bytes if packing would save nothing.
+    descriptors: open descriptors of the plain files, by name. Raises CheckpointError, OSError."""
     from loader.packer import expected_bytes
 
     return sum(
@@ -164,7 +166,7 @@ def _dtypes(model: ModelFiles) -> list[str]:
 
 
 def _why_not_verified(model: ModelFiles) -> str:
-    """Returns why there are no packed files that can replace the plain ones, and what to do about it."""
+    """Returns, for an error message, why the model has no packed files to verify, and what to do about it."""
     why = model.why_not_packed or "nothing of it is packed"
     if not model.plain:
         return why
@@ -181,8 +183,8 @@ def _why_not_verified(model: ModelFiles) -> str:
 
 
 def _check_space(model: ModelFiles, expected: int, there: int) -> None:
-    """Raises CommandError, with the sizes, if the packed files do not fit. there: bytes of them that an earlier run has already
-    written."""
+    """Raises CommandError, with the sizes, if the drive has no room for the packed files. expected: their bytes. there: how many of
+    these an earlier, interrupted run has already written."""
     status = os.statvfs(model.folder)
     free, missing = status.f_bavail * status.f_frsize, max(0, expected - there)
     if missing <= free:
@@ -204,7 +206,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _drop_others(partial: Path, model: ModelFiles) -> None:
-    """Deletes the remains of an interrupted run for files that the model does not have any more."""
+    """Deletes from the folder `partial` what an interrupted run has left of files that the model does not have any more."""
     from loader.packer import INCOMPLETE, JOURNAL
 
     keep = {name + ending for name in model.plain for ending in ("", INCOMPLETE, JOURNAL)}
@@ -214,7 +216,7 @@ def _drop_others(partial: Path, model: ModelFiles) -> None:
 
 
 def _cure(model: ModelFiles) -> str:
-    """Returns what to do about packed files that are wrong."""
+    """Returns, for an error message, how to replace packed files that turned out to be wrong."""
     if not model.plain:
         return "there is no original to pack it from again: fetch it once more"
     return f"move {model.packed_folder} away, then `hearth pack {model.name}` makes it again"

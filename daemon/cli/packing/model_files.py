@@ -34,7 +34,7 @@ class ModelFiles:
 
     @property
     def plain_bytes(self) -> int:
-        """Returns the size of the tensors when unpacked."""
+        """Returns the bytes of all tensors of the model, unpacked."""
         from loader.safetensors import DTYPE_BYTES
 
         headers = self.plain or self.packed
@@ -42,7 +42,7 @@ class ModelFiles:
 
     @property
     def packed_bytes(self) -> int:
-        """Returns the size of the packed files."""
+        """Returns the bytes of all packed files."""
         return sum(header.file_bytes for header in self.packed.values())
 
     @property
@@ -55,7 +55,7 @@ class ModelFiles:
         return fd
 
     def plain_name(self, name: str) -> str:
-        """Returns the name of the plain file from which a packed one was made; "" if that file no longer exists."""
+        """Returns the name of the plain file from which the packed file `name` was made; "" if that file no longer exists."""
         own = os.path.basename(name)
         return own if own in self.plain else ""
 
@@ -65,7 +65,8 @@ class ModelFiles:
         return source_of(self.infos[name], self.plain[name])
 
     def is_packed_in(self, partial: Path, name: str) -> bool:
-        """Returns whether the folder `partial` contains a complete packed file made from the current plain file. Raises OSError."""
+        """Returns whether the folder `partial` contains a complete packed form of the plain file `name`, made from that file's
+        current content. Raises OSError."""
         from loader.errors import CheckpointError
         from loader.safetensors import read_header
 
@@ -87,7 +88,8 @@ class ModelFiles:
             shutil.copyfile(self.folder / INDEX_NAME, partial / INDEX_NAME)
 
     def check_unchanged(self, descriptors: dict[str, int]) -> None:
-        """Raises CheckpointError if a plain file has been changed or replaced."""
+        """Raises CheckpointError if a plain file has been changed or replaced since its header was read. descriptors: open
+        descriptors of the plain files, by name."""
         from loader.errors import CheckpointError
 
         for name, fd in descriptors.items():
@@ -97,7 +99,8 @@ class ModelFiles:
 
 
 def find(models_dir: str, name: str) -> ModelFiles:
-    """Returns a model's files. Raises CommandError if the model does not exist or cannot be read, OSError."""
+    """Returns the weight files of the model `name` in the folder `models_dir`, with their headers read. Raises CommandError if
+    there is no such model, or it is incomplete or an adapter; OSError."""
     from loader.catalog import scan
     from loader.weight_files import PACKED_DIR, read_headers
 

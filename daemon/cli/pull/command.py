@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class Pulled:
-    """The result of a pull. fetched_bytes: None if the commit was already in the models folder."""
+    """The result of a pull. folder: where the model is. commit: the commit of the repository that was pulled. fetched_bytes: the
+    downloaded bytes; None if the models folder had the commit already."""
 
     name: str
     folder: str
@@ -54,8 +55,9 @@ def pull(client: Client, options: argparse.Namespace) -> None:
 
 
 def pulled(models_dir: Path, name: str, revision: str | None, with_bar: bool) -> Pulled:
-    """Downloads a model into the models folder unless it is already there. revision: a branch, tag or commit, None for the main
-    branch. with_bar: whether to show progress. Raises CommandError, OSError."""
+    """Downloads a model into the models folder unless it is already there. name: the repository, ORG/NAME. revision: a branch, tag
+    or commit, None for the main branch. with_bar: whether to show progress. Raises CommandError if the model cannot be fetched,
+    served or stored; OSError."""
     from daemon.cli.pull import download, plan, receipt
     from daemon.cli.pull.hub import Hub
 
@@ -97,8 +99,8 @@ def _in_cache(models_dir: Path, repo: Repo) -> Path | None:
 
 
 def _needed(hub: Hub, repo: Repo) -> list[RepoFile]:
-    """Returns the files to download. It fetches the configuration and the index first, so that a model that cannot be served costs
-    only two small files. Raises CommandError."""
+    """Returns the files of the repository to download. Fetches the configuration and the index first, so that a model that cannot
+    be served costs only two small files. Raises CommandError for such a model."""
     from daemon.cli.pull import plan
     from loader.adapters import adapter
     from loader.errors import CheckpointError

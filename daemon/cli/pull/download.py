@@ -39,7 +39,8 @@ def partial_folder(models_dir: Path, name: str) -> Path:
 
 
 def missing_bytes(partial: Path, target: Path, files: list[RepoFile]) -> int:
-    """Returns the number of bytes that still have to be fetched. For a partly fetched file, only the rest counts."""
+    """Returns how many bytes of `files` still have to be fetched. Files that are complete in `partial`, the folder being filled, or
+    in `target`, the folder of an earlier pull, do not count; of a partly fetched file only the rest does."""
     total = 0
     for file in files:
         if not (_is_there(partial, file) or _is_there(target, file)):
@@ -48,7 +49,9 @@ def missing_bytes(partial: Path, target: Path, files: list[RepoFile]) -> int:
 
 
 def download(hub: Hub, repo: Repo, files: list[RepoFile], partial: Path, target: Path, on_bytes: OnBytes) -> None:
-    """Fills the partial folder. Raises CommandError, OSError; the fetched part is kept for the next pull."""
+    """Fetches files of a commit into the folder `partial`. target: the folder of an earlier pull; files that it already has are
+    linked. on_bytes: called with the number of bytes that arrived. Raises CommandError, OSError; what was fetched is kept for the
+    next pull."""
     _drop_others(partial, files)
     receipt.write(partial, repo, files)
     wanted = []
@@ -86,7 +89,7 @@ def _incomplete_bytes(partial: Path, file: RepoFile) -> int:
 
 
 def _drop_others(partial: Path, files: list[RepoFile]) -> None:
-    """Deletes files that an interrupted pull of another commit left and that this pull cannot use."""
+    """Deletes from `partial` the files that an interrupted pull of another commit left and that are not among `files`."""
     keep = {receipt.NAME}
     for file in files:
         if _is_there(partial, file):
@@ -128,15 +131,16 @@ def _fetch(hub: Hub, repo: Repo, file: RepoFile, partial: Path, on_bytes: OnByte
 
 
 class _Sink:
-    """The file that is being fetched, in the form that `http_get` writes to, with a digest of its content."""
+    """The file that a download is written to, as an object with the methods that `http_get` needs. It computes the digest of the
+    content on the way, reports progress, and raises Stopped once the download is to end."""
 
     def __init__(self, raw: BinaryIO, file: RepoFile, on_bytes: OnBytes, stop: threading.Event) -> None:
         self._raw, self._file, self._on_bytes, self._stop = raw, file, on_bytes, stop
         self._hash = self._new_hash()
 
     def read_what_is_there(self) -> int:
-        """Reads the part that an earlier pull left and returns its size in bytes. A part that is longer than the whole file is
-        dropped."""
+        """Reads the part of the file that an earlier pull left, for the digest, and returns its size in bytes: the offset from
+        which to fetch. A part that is longer than the whole file is deleted, and the result is 0."""
         if self._raw.seek(0, os.SEEK_END) > self._file.size_bytes:
             self._raw.truncate(0)
         self._raw.seek(0)

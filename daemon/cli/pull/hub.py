@@ -62,7 +62,7 @@ class Hub:
         return Repo(name, info.sha or "", files)
 
     def text(self, repo: Repo, file: RepoFile) -> bytes:
-        """Returns a small file's content."""
+        """Returns the content of a small file of the repository. Raises CommandError for a file of more than _MAX_TEXT_BYTES."""
         if file.size_bytes > _MAX_TEXT_BYTES:
             raise _error(EXIT_USAGE, "unsupported_model", f"{repo.name}: {file.name} is too long ({file.size_bytes} bytes)")
         buffer = io.BytesIO()
@@ -70,8 +70,8 @@ class Hub:
         return buffer.getvalue()
 
     def fetch(self, repo: Repo, file: RepoFile, sink: BinaryIO, begin: int) -> None:
-        """Writes the file's bytes from `begin` on to the sink, which is positioned there. If the hub sends the whole file instead,
-        the sink is rewound and truncated."""
+        """Downloads a file of the repository from its byte `begin` on and writes it to `sink`, which is positioned there. If the
+        hub sends the whole file instead, the sink is rewound and truncated first."""
         with self._explained(repo.name, repo.commit):
             url = hf_hub_url(repo.name, file.name, revision=repo.commit, endpoint=self.endpoint)
             http_get(url, sink, resume_size=begin, headers=self._headers)

@@ -34,8 +34,9 @@ class Repo:
 
 
 def needed(repo: Repo, weight_map: Mapping[str, str] | None) -> list[RepoFile]:
-    """Returns the files that the loader and the tokenizer read, small files first; for a LoRA adapter its two files. weight_map:
-    the index's weight_map, None if there is no index. Raises CommandError if the repository has no weights that can be loaded."""
+    """Returns the files of a repository that the loader and the tokenizer read, small files first; for a LoRA adapter its two
+    files. weight_map: tensor name -> file name, from the weights' index; None if there is no index. Raises CommandError if the
+    repository has no weights that can be loaded."""
     if is_adapter(repo):
         if adapter.WEIGHTS_NAME not in repo.files:
             raise refused(repo, f"it is a LoRA adapter without {adapter.WEIGHTS_NAME}")
@@ -56,8 +57,8 @@ def is_adapter(repo: Repo) -> bool:
 
 
 def check_space(repo: Repo, wanted_bytes: int, missing_bytes: int, free_bytes: int, folder: str) -> None:
-    """Raises CommandError, with the sizes, if the files do not fit. missing_bytes: the part of wanted_bytes that is still to be
-    fetched."""
+    """Raises CommandError, with the sizes, if the files of a repository do not fit on the drive of `folder`. wanted_bytes: their
+    size. missing_bytes: the part of it that is still to be fetched. free_bytes: the free space."""
     if missing_bytes <= free_bytes:
         return
     there = (

@@ -25,7 +25,7 @@ class Receipt(msgspec.Struct, frozen=True):
         return all(self.has(folder, name) for name in self.files)
 
     def has(self, folder: Path, name: str) -> bool:
-        """Returns whether the file exists with the right size."""
+        """Returns whether `folder` has the file `name` of the receipt, with the right size."""
         try:
             return (folder / name).stat().st_size == self.files[name][0]
         except OSError:
@@ -33,7 +33,7 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 def read(folder: Path) -> Receipt | None:
-    """Returns the folder's receipt; None if there is none, or it cannot be read."""
+    """Returns the receipt in the folder; None if there is none or it cannot be read."""
     try:
         return msgspec.json.decode((folder / NAME).read_bytes(), type=Receipt)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -41,7 +41,7 @@ def read(folder: Path) -> Receipt | None:
 
 
 def write(folder: Path, repo: Repo, files: Iterable[RepoFile]) -> None:
-    """Writes the folder's receipt. Raises OSError."""
+    """Writes a receipt of these files of a repository's commit into the folder. Raises OSError."""
     receipt = Receipt(repo.name, repo.commit, {file.name: (file.size_bytes, file.digest) for file in files})
     path = folder / (NAME + ".new")
     try:

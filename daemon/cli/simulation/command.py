@@ -30,7 +30,8 @@ NO_LIMIT_S = 1e9
 
 
 def simulate(options: argparse.Namespace) -> None:
-    """Simulates a trace under each policy and prints the results. Raises CommandError."""
+    """Runs `hearth simulate`: simulates a trace under each policy and prints the results. Raises CommandError for wrong options or
+    files."""
     try:
         given = scenario.read(options.costs) if options.costs else scenario.EMPTY
         trace = _trace(options, given)
@@ -59,7 +60,7 @@ def simulate(options: argparse.Namespace) -> None:
 
 
 def trace(options: argparse.Namespace) -> None:
-    """Generates a trace and prints it. Raises CommandError."""
+    """Runs `hearth trace`: generates a trace of requests and prints it. Raises CommandError for wrong options or files."""
     try:
         given = scenario.read(options.name) if options.name else scenario.EMPTY
         shape = given.trace or TraceShape(tuple(given.models) or _model_names(options.num_models))
@@ -107,7 +108,8 @@ def _model_names(number: int) -> tuple[str, ...]:
 
 
 def _changed(options: argparse.Namespace, shape: TraceShape) -> TraceShape:
-    """Returns the trace's shape, in which the flags that were given replace the file's values. Raises CommandError."""
+    """Returns the parameters of the trace to generate: `shape`, which is the file's, with the values of the flags that were given.
+    Raises CommandError for a value out of range."""
     values: dict[str, Any] = {"arrivals": options.arrivals, "seed": options.seed, "zipf": options.zipf}
     for flag, name in (("rate", "requests_per_s"), ("duration", "duration_s"), ("burst", "burst_s"), ("active_share",) * 2):
         value = getattr(options, flag)
@@ -190,7 +192,8 @@ def _costs(options: argparse.Namespace, costs: Costs) -> Costs:
 
 
 def _size(flag: str, text: str) -> int:
-    """Returns a flag's size in bytes, 0 if the flag is not given. Raises CommandError."""
+    """Returns the size in bytes that `text`, a flag's value such as 8GiB, stands for; 0 if it is "". flag: the flag's name, for the
+    error. Raises CommandError."""
     try:
         return units.parse_bytes(text) if text else 0
     except ValueError as error:
@@ -202,7 +205,9 @@ def _size_or_none(text: str) -> int:
 
 
 def _of_folder(folder: str, devices: dict[str, int], chunk_bytes: int) -> dict[str, ModelFacts]:
-    """Returns the facts of the models in the folder by name, as the daemon would register them with default settings."""
+    """Returns, by name, what the node scheduler is told of each model in the folder, as the daemon would tell it with default
+    settings. Models that cannot be loaded are left out. devices: name -> budget in bytes. Raises CommandError if the folder cannot
+    be read."""
     from config.schema import DeviceBudget, NodeConfig
     from daemon.models.registry import Registry
     from daemon.record.state import NodeState

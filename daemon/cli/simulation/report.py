@@ -14,7 +14,7 @@ from scheduler.simulate.trace import TraceRequest
 
 
 class Progress:
-    """A line of progress that overwrites itself, only on a terminal."""
+    """A line that shows how far a simulation has come and overwrites itself. Writes nothing unless `file` is a terminal."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file if file.isatty() else None
