@@ -119,8 +119,8 @@ def _leaves(row: dict[str, Any]) -> str:
 
 
 def _names(rows: list[dict[str, Any]]) -> str:
-    """Returns the table of further names (aliases of the settings) and of the models that they lead to, followed by the reasons why
-    some of these models cannot be used."""
+    """Returns the table of the names that the settings' table [names] defines, each with the models that it leads to, followed by
+    the reasons why some of these models cannot be used. rows: the daemon's rows, one for each name."""
     lines, told = [], []
     for row in rows:
         targets = ", ".join(each["name"] for each in row["targets"])

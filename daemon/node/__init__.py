@@ -1,1 +1,1 @@
-"""The node: its parts put together, its settings as they are now, and their reloads."""
+"""The node: the object that makes and connects its parts, the settings in use, and their reloads."""

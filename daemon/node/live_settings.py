@@ -1,5 +1,5 @@
-"""The running configuration and where it was set. A reload replaces it as a whole, and code that reads it through here sees the new
-values at once."""
+"""The settings in use and where each was set. A reload replaces them as a whole, and code that reads them through LiveSettings sees
+the new values at once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from config.schema import NodeConfig
 
 
 class LiveSettings:
-    """The current values of HttpSettings, AccessSettings and CorsSettings for the API. needs_restart: dotted keys that changed in
-    the file since the start and take effect only after a restart."""
+    """The settings in use, for the API: implements HttpSettings, AccessSettings and CorsSettings. sources: where each setting was
+    set. needs_restart: dotted keys that have changed in the file since the start and take effect only after a restart."""
 
     def __init__(self, config: NodeConfig, sources: Sources) -> None:
         self.config, self.sources = config, sources
         self.needs_restart: Sequence[str] = ()
 
     def rows(self) -> list[dict[str, object]]:
-        """Returns a row for each setting, for `hearth config`."""
+        """Returns a row for each setting, with its value and where it was set, for `hearth config`."""
         return [setting._asdict() for setting in settings(self.config, self.sources, self.needs_restart)]
 
     @property

@@ -16,8 +16,8 @@ from scheduler.node.node_scheduler import NodeScheduler
 
 
 class LoadedAdapters:
-    """AdapterPort for the API and the control socket. changed: called after each change to scan and watch all folders anew; set by
-    the lifecycle."""
+    """Loads and unloads LoRA adapters by an operator's order; implements AdapterPort for the API and the control socket. changed:
+    called after each load or unload, so that all folders are scanned and watched anew; set by the lifecycle."""
 
     def __init__(
         self, registry: Registry, scheduler: NodeScheduler, dispatcher: Dispatcher, keeper: StateKeeper, ring: EventRing
@@ -47,7 +47,8 @@ class LoadedAdapters:
         return LoadedAdapter(name, base, await self._keeper.save(f"unload {name}"))
 
     def _tell_engine(self, record: AdapterRecord, message: Callable[[str, AdapterSource], Message]) -> None:
-        """Sends the message to the engines that have the adapter's base in memory."""
+        """Sends a message about the adapter to each engine that has the adapter's base model in memory. message: makes the message
+        for a model and an adapter, such as BringAdapter."""
         if (served := record.served) is None:
             return
         for replica in self._registry.replicas(record.base):
@@ -57,5 +58,6 @@ class LoadedAdapters:
 
 
 def _identity(record: AdapterRecord) -> tuple[str, str]:
-    """Returns the base model and the files' fingerprint. Two records with the same identity are the same adapter in memory."""
+    """Returns what identifies an adapter in an engine's memory: the name of its base model and the fingerprint of its files ("" if
+    it cannot be served)."""
     return record.base, record.served.fingerprint if record.served is not None else ""

@@ -91,7 +91,8 @@ def scheduler_settings(config: NodeConfig) -> SchedulerSettings:
 
 
 class NodeParts:
-    """All parts of one node. It must be made on the event loop. `reload` is set by the lifecycle."""
+    """Makes and connects all parts of one node, and reports on them. Must be made on the event loop. `reload` is set by the
+    lifecycle."""
 
     def __init__(
         self,
@@ -105,9 +106,10 @@ class NodeParts:
         sources: Sources | None = None,
         forks: ForkServer | None = None,
     ) -> None:
-        """checkpoints: the content of the models folder, for the carve-outs of isolated models. store: keeps memory over a restart
-        of the daemon; None: nothing does. sources: where the settings are set; None: nowhere. forks: the fork server, if it was
-        started ahead."""
+        """config: the node's settings. devices: its devices and their budgets. state: the operator's decisions. inventory: lists
+        the GPUs. scanner: reads the models folder. checkpoints: the content of the models folder, for the carve-outs of isolated
+        models. store: keeps memory over a restart of the daemon; None: nothing does. sources: where the settings are set; None:
+        nowhere. forks: the fork server, if it was started ahead."""
         loop = asyncio.get_running_loop()
         division = divide(config, devices, state, checkpoints or {})
         self.devices = devices = division.devices
@@ -216,8 +218,9 @@ class NodeParts:
         return LeftMemory(device.name, is_host, kept)
 
     def take_up_kept(self) -> None:
-        """Takes over the memory that an earlier daemon left in the service manager's store, and from then on keeps the store up to
-        date. Called once, after the first scan and before engines are told their configuration."""
+        """Takes over the models' copies that an earlier daemon left in memory (the host tier and, where it can be adopted, devices'
+        memory) through the service manager's FD store, and from then on keeps the store up to date. Called once, after the first
+        scan and before engines are told their configuration."""
         for left in self._left.values():
             if left is not None:
                 left.take_up()
@@ -234,13 +237,13 @@ class NodeParts:
             self._store.drop_rest()
 
     def _open_text(self, entry: ModelEntry) -> None:
-        """Lets the text service open the tokenizer of a model while its weights load."""
+        """Has the text service parse a model's tokenizer while the model's weights load, if the model generates text."""
         if entry.generates_text:
             self.text.open_ahead(entry)
 
     def _gpu_fault(self, device: DeviceBudget, fault: GpuFault) -> None:
-        """Logs and counts a GPU's fault. A fatal fault restarts only this device's engine, because the engine may wait for the
-        GPU for ever."""
+        """Logs and counts a fault that the driver has reported for the GPU of a device. A fatal fault restarts the device's engine,
+        because that may wait for the GPU for ever; other engines go on."""
         log.error("GPU %s: %s", device.uuid, fault, extra=fields(device=device.name))
         self.ring.add("gpu_fault", device=device.name, uuid=device.uuid, xid=fault.xid, fatal=fault.is_fatal)
         self.metric.gpu_faults[device.name, str(fault.xid)] += 1
@@ -248,13 +251,14 @@ class NodeParts:
             self.workers[device.name].restart(f"was ended: {fault} on {device.uuid}", distrust_memory=True)
 
     async def gpu_rows(self) -> list[dict[str, Any]]:
-        """Returns the rows of `hearth gpus`. Raises NoGpus."""
+        """Returns the rows of `hearth gpus`, one for each GPU of the machine. Raises NoGpus if the driver cannot be asked."""
         return rows_of(await asyncio.to_thread(self.inventory.gpus), self.devices, self.gpu_watch.xids)
 
     # ---- models
 
     async def rescan(self, config: NodeConfig | None = None) -> None:
-        """Reads the models folder again and reports the changes to the scheduler. Raises OSError if the folder cannot be read."""
+        """Reads the models folder again, and tells the scheduler which models are new, changed or gone. config: new settings to
+        apply to the models; None: those in use. Raises OSError if the folder cannot be read."""
         changes = await self.registry.rescan(config)
         for at, change in enumerate(changes):
             self.dispatcher.post(change)
@@ -283,7 +287,8 @@ class NodeParts:
         return BadRequest("model_too_large", message, param="model", details={"arithmetic": arithmetic})
 
     def _turned_away(self, name: str, tenant: str) -> HearthError | None:
-        """Returns why a request of the tenant would be refused if it arrived now, or None."""
+        """Returns the error with which a request of the tenant for the model `name` would be refused if it arrived now; None if it
+        would be accepted."""
         if name in self.registry.upstreams:
             return self.upstreams.refusal(name, tenant)
         refusal = self.scheduler.refusal(name, tenant)
@@ -309,8 +314,8 @@ class NodeParts:
         return self.scheduler.draining
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each model, and for each further replica that is not cold, sorted by name. `ps` shows no cold
-        models."""
+        """Returns the rows of `hearth models`, sorted by name: one for each model, and one for each further replica of a model that
+        is not cold."""
         kv_bytes = self._kv_bytes()
         rows = []
         for view in sorted(self.scheduler.snapshot(), key=lambda view: view.name):
@@ -354,7 +359,8 @@ class NodeParts:
         return sorted([*rows, *others], key=lambda row: row["name"]) if (others := self.upstreams.rows()) else rows
 
     def adapter_rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each LoRA adapter, sorted by name. Those in a device's memory name the device."""
+        """Returns a row for each LoRA adapter, sorted by name. The row of an adapter that is in a device's memory names the device
+        and the adapter's bytes there."""
         held = [(device, stats.adapters) for device, stats in self.engine_events.stats.items() if stats.adapters]
         rows = []
         for name, record in sorted(self.registry.adapters.items()):
@@ -367,7 +373,7 @@ class NodeParts:
         return rows
 
     def adapters_in_memory(self) -> dict[str, dict[str, int]]:
-        """Returns the LoRA adapters in a device's memory and the bytes that each has there, grouped by base model."""
+        """Returns the LoRA adapters that are in a device's memory: name of the base model -> name of the adapter -> its bytes."""
         loaded = (each for stats in self.engine_events.stats.values() for each in stats.adapters.items())
         found: dict[str, dict[str, int]] = {}
         for replica, adapters in loaded:
@@ -375,7 +381,8 @@ class NodeParts:
         return found
 
     def residents(self) -> dict[str, Resident]:
-        """Returns the models that are in a device's memory, without those that are still loading."""
+        """Returns the models that are in a device's memory and can run, by name, with their bytes and the time when they leave.
+        Models that are still loading are left out."""
         found = {}
         kv_bytes = self._kv_bytes()
         for view in self.scheduler.snapshot():
@@ -389,12 +396,13 @@ class NodeParts:
         return found
 
     def _kv_bytes(self) -> dict[str, int]:
-        """Returns the bytes of KV in use by model. For a model that is split over devices: its bytes on one of them."""
+        """Returns the bytes of KV that each model uses, by name; of a model that is split over devices, the bytes on one of
+        them."""
         return {name: counts[0] for stats in self.engine_events.stats.values() for name, counts in stats.models.items()}
 
     def queue_rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each request in the scheduler's queue, and then for each long-running text job, whose request is not
-        queued yet."""
+        """Returns the rows of `hearth queue`: one for each request in the scheduler's queue, then one for each job of a text worker
+        that takes long, whose request is not in that queue yet."""
         now = time.monotonic()
         rows = []
         for view in self.scheduler.queue():
@@ -442,7 +450,8 @@ class NodeParts:
         return rows
 
     def host_tier_row(self) -> dict[str, int]:
-        """Returns the bytes of the host tier, in total and by kind of content."""
+        """Returns the size of the host tier in bytes ("bytes"), and the bytes of each kind of content, such as "weights_bytes" and
+        "free_bytes"."""
         view = self.scheduler.host_tier()
         return {"bytes": view.num_slots * view.slot_bytes} | {
             f"{kind}_bytes": num * view.slot_bytes for kind, num in view.slots.items()
@@ -487,7 +496,8 @@ class NodeParts:
         }
 
     def why(self, name: str) -> dict[str, Any]:
-        """Returns the history of a model or a request as lines of text. Raises HearthError not_found."""
+        """Returns the history of a model or a request for `hearth why`, as {"name", "lines"}: the name under which it was found,
+        and lines of text. name: a model's name, or a request's id. Raises HearthError not_found (404)."""
         request_id = self.dispatcher.open.request_id(name)
         asked = f"req-{request_id}" if request_id is not None else name
         lines = self.scheduler.why(asked)
@@ -522,7 +532,7 @@ class NodeParts:
         return [*self.scheduler.health(), *self.tasks.problems()]
 
     def problem(self) -> str:
-        """Returns why systemd's watchdog is not notified, or "" if it is notified."""
+        """Returns why the node must be restarted, so that systemd's watchdog is not notified; "" if it is sound."""
         return "; ".join(map(str, self.scheduler.health()))
 
     def ready(self) -> tuple[bool, dict[str, object]]:
@@ -538,8 +548,8 @@ class NodeParts:
         return not reason, {"status": _READINESS[not reason], "reason": reason, "engines": engines}
 
     async def probe(self, limit_s: float) -> tuple[bool, dict[str, object]]:
-        """Does the same as `ready`, but also asks every engine that is up to compute a token; at least one has to answer within
-        limit_s."""
+        """Returns whether the node is ready and the body of the answer, as `ready` does, but also asks every engine that is up to
+        compute a token. The node is ready only if at least one engine answers within limit_s."""
         good, body = self.ready()
         if not good:
             return good, body

@@ -16,7 +16,8 @@ log = logging.getLogger("hearthd")
 
 @dataclass(slots=True, frozen=True)
 class RefusedReload:
-    """Why the files as they are now are not in use. since: Unix time of the first refusal after the last success."""
+    """Why the settings files, as they are now, are not in use. message: the error. file, line, key: the place of the error. since:
+    Unix time of the first refusal since settings were last applied."""
 
     message: str
     file: str
@@ -26,7 +27,7 @@ class RefusedReload:
 
 
 class Reloads:
-    """Counts reloads. refused: the last refusal, None if the last reload was applied."""
+    """Counts reloads of the settings by how they ended. refused: the last refusal, None if the last reload was applied."""
 
     def __init__(self, counts: defaultdict[str, int], audit: AuditLog) -> None:
         """counts: the numbers of reloads, by the keys "applied" and "refused", for the metrics."""
@@ -34,8 +35,9 @@ class Reloads:
         self.refused: RefusedReload | None = None
 
     def refuse(self, error: ConfigError) -> BadRequest:
-        """Counts, logs and keeps the refusal, and returns the error for the caller of the reload. The audit log's file is reopened
-        even so, because the program that rotates it cannot know whether the settings are valid."""
+        """Records that a reload was refused because of `error`: counts, logs and keeps it. Returns the error for whoever asked for
+        the reload. The audit log's file is reopened all the same, because the program that rotates it cannot know whether the
+        settings are valid."""
         self._counts["refused"] += 1
         log.error("reload refused, the running settings stay: %s", error)
         since = round(time.time(), 3) if self.refused is None else self.refused.since
@@ -51,5 +53,5 @@ class Reloads:
         self.refused = None
 
     def row(self) -> dict[str, object] | None:
-        """Returns the refusal for `hearth status --json`, or None."""
+        """Returns the last refusal for `hearth status --json`; None if the last reload was applied."""
         return None if self.refused is None else asdict(self.refused)

@@ -11,16 +11,17 @@ ONE_DAY = timedelta(days=1)
 
 
 class WarmTimes:
-    """Remembers the time of the last look at the clock, and on which day each wanted time last came. Times are naive and local, so
-    that a change to or from summer time is a jump like any other: in spring, a time within the missing hour comes at the hour's
-    end; in autumn, a time within the repeated hour comes once."""
+    """Finds the times of day that have come since the last look at the clock, each once a day. Times are naive and local, so a
+    change to or from summer time is a jump of the clock like any other: in spring, a time within the missing hour comes at the
+    hour's end; in autumn, a time within the repeated hour comes once."""
 
     def __init__(self, now: datetime) -> None:
         self._last = now
         self._came: dict[tuple[str, time], date] = {}
 
     def due(self, wanted: Iterable[tuple[str, time]], now: datetime) -> list[tuple[str, time]]:
-        """Returns the models whose time has come since the last call, each with that time. wanted: all models with their times."""
+        """Returns the (model, time) pairs whose time has come since the last call, or since WarmTimes was made, and at most
+        MOST_LATE ago. wanted: all models with their times of day. now: the host's local time."""
         before, self._last = self._last, now
         wanted = list(wanted)
         # a day that was noted while the clock was wrong must not suppress a time for years

@@ -1,8 +1,7 @@
 """Loads models ahead of their requests, at the times that their setting `warm` names.
 
-It asks the node scheduler, which loads the model only if that can begin at once and makes no model leave that is used. Where it
-refuses, the same is asked again for some minutes.
-"""
+It asks the node scheduler, which loads the model only if that can begin at once and no model in use has to leave for it. If the
+scheduler refuses because the model does not fit or its device is busy, it is asked again for some minutes."""
 
 from __future__ import annotations
 
@@ -30,13 +29,15 @@ AGAIN = ("would_not_fit", "busy")  # refusal codes after which it is worth tryin
 
 
 class CommandPort(Protocol):
-    """The part of the dispatcher that takes commands."""
+    """The part of the Dispatcher that Warming uses: `command` posts an event to the node scheduler and returns its refusal, or None
+    if the event was carried out."""
 
     def command(self, make: Callable[[float, str], events.Event], kind: str = ...) -> asyncio.Future[Refusal | None]: ...
 
 
 class Warming:
-    """Loads models ahead, as their setting `warm` says. problems: for each model, why its last load ahead failed."""
+    """Loads models ahead of their requests, as their setting `warm` says. problems: model -> why its last load ahead has not
+    succeeded."""
 
     def __init__(
         self,
@@ -46,15 +47,16 @@ class Warming:
         ring: EventRing,
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """config: returns the current settings. clock: returns the host's local time."""
+        """config: returns the current settings. dispatcher: passes the loads to the node scheduler. ring: takes an event for a
+        model that could not be loaded. clock: returns the host's local time."""
         self._config, self._dispatcher, self._tasks, self._ring, self._clock = config, dispatcher, tasks, ring, clock
         self.problems: dict[str, str] = {}
         self._trying: set[str] = set()
         self._times: WarmTimes | None = None
 
     async def run(self) -> None:
-        """Loads the models that are to be warm at the start, and then each other model at its times. Runs from when the node
-        listens; when it is started again after a failure, it does not repeat the loads of the start."""
+        """Loads the models whose setting `warm` names the start, then every model at its times of day, until cancelled. Called when
+        the node listens; if it is called again after a failure, it does not repeat the loads of the start."""
         if self._times is None:
             self._times = WarmTimes(self._clock())
             for name, model in self._config().models.items():
@@ -70,7 +72,8 @@ class Warming:
             await asyncio.sleep(min(LOOK_EVERY_S, max(0.05, left_s)))
 
     def begin(self, name: str, when: str) -> None:
-        """Starts to load the model, and tries again for up to TRY_FOR_S while it cannot be loaded. when: words for the log."""
+        """Starts to load a model in the background, unless that is under way, and tries again for up to TRY_FOR_S while the model
+        cannot be loaded. when: the time in words, for the log."""
         if name not in self._trying:
             self._trying.add(name)
             self._tasks.once(f"loading {name} ahead", self._try(name, when))
@@ -101,7 +104,8 @@ class Warming:
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
 
     def lines(self, name: str) -> list[str]:
-        """Returns the lines about loads ahead for `hearth why`."""
+        """Returns the lines of `hearth why` about a model's loads ahead: its times, and why the last load failed. [] if there is
+        nothing to say."""
         model = self._config().models.get(name)
         lines = []
         if model is not None and model.warm is not None:

@@ -1,5 +1,5 @@
-"""Stores bytes that outlive the process: its successor reads the last version that was written completely, even if the process was
-killed in the middle of a write."""
+"""Stores bytes that outlive the process: the next process reads the last version that was written completely, even if the writer
+was killed in the middle of a write."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _BEGIN = 2 * _ENTRY.size  # offset at which the contents begin
 
 
 class Account:
-    """A memfd with the last two versions of some bytes, each with an entry in the header. A write replaces the older version and,
-    as its last step, that version's entry, so one version is valid at any time. fd: the memfd, owned by the account."""
+    """A memfd that holds the last two versions of some bytes, each with an entry in the header. A write replaces the older version
+    and, as its last step, the header entry of that version, so one version is valid at any time. fd: the memfd, owned by the
+    account."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -36,14 +37,15 @@ class Account:
         self._last = (version + 1, offset, len(data))
 
     def read(self) -> bytes:
-        """Returns the content; b"" if nothing was ever written. Raises OSError."""
+        """Returns the bytes that were written last; b"" if nothing was ever written. Raises OSError."""
         return b"" if self._last is None else os.pread(self.fd, self._last[2], self._last[1])
 
     def close(self) -> None:
         os.close(self.fd)
 
     def _entry(self, at: int) -> tuple[int, int, int] | None:
-        """Returns version, offset and length of the version with this header entry, or None if it is not valid."""
+        """Returns (version, offset, length in bytes) from the header entry number `at`, 0 or 1; None if it is not valid, because it
+        was never written or its write was interrupted."""
         packed = os.pread(self.fd, _ENTRY.size, at * _ENTRY.size)
         if len(packed) < _ENTRY.size:
             return None
@@ -56,7 +58,7 @@ class Account:
 
 
 def write_at(fd: int, data: bytes, offset: int) -> None:
-    """Writes all of `data` to a file, from an offset on. Raises OSError."""
+    """Writes all of `data` to a file, from byte `offset` on. Raises OSError."""
     left = memoryview(data)
     while left:
         written = os.pwrite(fd, left, offset)

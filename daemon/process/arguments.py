@@ -17,8 +17,8 @@ class ArgumentParser(argparse.ArgumentParser):
     """A parser with one-line errors. Its sub-parsers are of this class, too."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parses the arguments. An argument that a command does not take is reported by that command's parser, which suggests its
-        own flags."""
+        """Returns the parsed arguments; the parameters are argparse's. Exits with an error for an argument that is not accepted.
+        That error comes from the parser of the given command, which suggests the command's own flags."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._command(found)._refuse(unknown[0])
@@ -28,14 +28,15 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: {self._plain(message)}\n")
 
     def _command(self, found: argparse.Namespace) -> ArgumentParser:
-        """Returns the sub-parser of the command that was given, or this parser if there are no commands."""
+        """Returns the sub-parser of the command that was given, or this parser if it has no commands. found: the arguments that
+        were parsed."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 return action.choices.get(getattr(found, action.dest), self)
         return self
 
     def _refuse(self, word: str) -> NoReturn:
-        """Exits with an error about `word`, an argument that is not accepted."""
+        """Ends the program with an error about `word`, an argument that is not accepted, which may suggest a similar flag."""
         if not word.startswith("-"):
             text = f"{word!r} is one word too many; `{self.prog} --help` tells what it takes"
         else:
@@ -53,7 +54,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def _names(action: argparse.Action) -> set[str]:
-    """Returns the names by which an argparse error may call the action."""
+    """Returns the names by which an error message of argparse may call the argument that `action` describes."""
     return {"/".join(action.option_strings), str(action.metavar), action.dest}
 
 

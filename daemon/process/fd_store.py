@@ -21,16 +21,17 @@ QUICK_S, MOST_QUICK_STARTS = 60.0, 3  # after so many starts within QUICK_S, the
 
 
 def is_stored(name: str) -> bool:
-    """Returns whether a passed descriptor of this name comes from the store."""
+    """Returns whether a descriptor that systemd passed under this name comes from the FD store; otherwise it is a listening
+    socket."""
     return name == NAMELESS or name.startswith(PREFIX)
 
 
 class FdStore:
-    """The service manager's store of descriptors, one for each name. `usable` is False without a service manager; then all methods
-    do nothing.
+    """The service manager's store of descriptors, one for each name. `usable` is False without a service manager; then nothing is
+    stored or found.
 
     The stored descriptors may be the reason why the daemon crashes (by using up memory, for example). So all of them are given up
-    when the daemon has started MOST_QUICK_STARTS times within QUICK_S without an orderly stop."""
+    at a start that follows MOST_QUICK_STARTS others within QUICK_S without an orderly stop."""
 
     def __init__(self, notifier: Notifier, passed: Mapping[str, list[int]], clock: Callable[[], float] = time.monotonic) -> None:
         """passed: all descriptors that systemd passed, by name; those that do not come from the store are left alone. clock:
@@ -57,12 +58,12 @@ class FdStore:
         return bool(self._notifier)
 
     def take(self, name: str) -> int | None:
-        """Returns the descriptor that an earlier daemon stored under this name, or None. The caller owns it; the store keeps its
-        own duplicate until `put` or `remove`."""
+        """Returns the descriptor that an earlier daemon stored under this name, or None if there is none. The caller owns it; the
+        store keeps its own duplicate until `put` or `remove` is called for the name."""
         return self._found.pop(name, None)
 
     def put(self, name: str, fd: int) -> None:
-        """Stores a duplicate of the descriptor, and removes the one that had this name."""
+        """Stores a duplicate of the descriptor under this name, in place of the one that the store has under it."""
         if self.usable:
             self._forget(name)
             # systemd would otherwise drop a socket whose other end is closed
@@ -73,8 +74,8 @@ class FdStore:
             self._forget(name)
 
     def account(self, name: str) -> Account:
-        """Returns the account of this name with the bytes that an earlier daemon wrote, or a new account, which is stored. Raises
-        OSError."""
+        """Returns the Account that an earlier daemon stored under this name, with its bytes; if there is none, a new, empty one,
+        which is stored. Raises OSError."""
         fd = self.take(name)
         if fd is not None:
             return Account(fd)
@@ -83,12 +84,13 @@ class FdStore:
         return account
 
     def drop_rest(self) -> None:
-        """Removes all descriptors that were not taken: they were stored by another version, or by a daemon with other settings."""
+        """Removes from the store all descriptors of earlier daemons that `take` was not called for: they were stored by another
+        version, or by a daemon with other settings."""
         for name in self._give_up_rest():
             log.info("%s, kept by the previous hearthd, is not used by this one", name)
 
     def stopped_in_order(self) -> None:
-        """Notes that this daemon did not crash."""
+        """Records that this daemon stops in order, so that its start does not count as one of those that a crash followed."""
         if self._starts is not None:
             self._starts.write(b"[]")
 
@@ -105,7 +107,7 @@ class FdStore:
         self._starts.write(json.dumps([*starts, now_s]).encode())
 
     def _give_up_rest(self) -> list[str]:
-        """Closes and removes all descriptors that were not taken, and returns their names."""
+        """Closes all descriptors of earlier daemons that were not taken, removes them from the store, and returns their names."""
         names = list(self._found)
         for name in names:
             _close(self._found.pop(name))

@@ -15,7 +15,8 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 def signature(paths: Sequence[str]) -> Signature:
-    """Returns a value that changes when the content of a file may have changed. The entry of a file that does not exist is None."""
+    """Returns a value that differs from an earlier one if the content of a file may have changed: for each path the file's
+    modification time, size and inode, or None if there is no such file."""
     found: list[tuple[int, int, int] | None] = []
     for path in paths:
         try:
@@ -28,16 +29,17 @@ def signature(paths: Sequence[str]) -> Signature:
 
 
 def folders_of(paths: Iterable[str]) -> frozenset[str]:
-    """Returns the folders to watch for changes of the files: an editor may write a new file under the same name, and a link may be
-    exchanged."""
+    """Returns the folders to watch for changes of the files: those of the paths, because an editor may replace a file or a link by
+    a new one, and those of the files that links lead to."""
     return frozenset(os.path.dirname(one) for path in paths for one in (os.path.abspath(path), os.path.realpath(path)))
 
 
 class FileWatch:
-    """Calls `changed` on the event loop some 0.3 s after something happened in one of the folders, and once when the watch is in
-    place, for changes before that. Compare `signature` to see whether a file has changed. Must be made on the event loop.
+    """Watches folders from a thread and calls `changed` on the event loop some 0.3 s after something happened in one of them, and
+    once when the watch has begun, for changes before that. Compare `signature` to see whether a file has changed. Must be made on
+    the event loop.
 
-    is_stale: whether a new watch is needed, because one of the folders was removed or replaced, or this one failed."""
+    is_stale: whether a new watch is needed, because a folder was removed or replaced, or this watch failed."""
 
     def __init__(self, folders: Iterable[str], changed: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -51,8 +53,8 @@ class FileWatch:
             self._thread.start()
 
     def is_set(self) -> bool:
-        """Returns whether the watch is to end. watchfiles calls this as if on an Event; its first call means that the watches are
-        in place."""
+        """Returns whether the watch is to end. The library watchfiles calls this as the method of an Event; its first call means
+        that the folders are being watched."""
         if not self._in_place:
             self._in_place = True
             self._tell()
@@ -76,7 +78,7 @@ class FileWatch:
             self._loop.call_soon_threadsafe(self._changed)
 
     def stop(self) -> None:
-        """Stops watching. It blocks until the watching thread has noticed, so call it from a thread."""
+        """Stops watching. Blocks for up to 2 s, until the watching thread has ended, so call it from a thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(2.0)

@@ -18,7 +18,8 @@ class Format(NamedTuple):
     readable_from: int
 
     def reads(self, version: int, readable_from: int) -> bool:
-        """Returns whether this code can read data with these two values."""
+        """Returns whether this code can read data of another version of the format. version, readable_from: the values that the
+        data's writer stored with it."""
         if version > self.version:
             return 0 < readable_from <= self.version
         return version >= self.reads_from

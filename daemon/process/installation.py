@@ -41,7 +41,7 @@ class Lack:
 
 
 def is_there(package: str) -> bool:
-    """Returns whether Python finds the package, in any version."""
+    """Returns whether Python finds the package, in any version. package: the name of its distribution."""
     try:
         return importlib.util.find_spec(_MODULES.get(package, package)) is not None
     except ModuleNotFoundError:  # the parent package is missing
@@ -49,8 +49,8 @@ def is_there(package: str) -> bool:
 
 
 def has_openmp() -> bool:
-    """Returns whether the system has GCC's OpenMP library. Numba's wheels need it for their threads; they do not find the one that
-    torch brings."""
+    """Returns whether the system has GCC's OpenMP library, libgomp. The wheels of Numba need it for their threads, and do not find
+    the copy that torch brings."""
     try:
         ctypes.CDLL("libgomp.so.1")
     except OSError:
@@ -59,8 +59,8 @@ def has_openmp() -> bool:
 
 
 def of_devices(devices: Iterable[str]) -> list[Lack]:
-    """Returns the packages that these devices need to compute models and that are missing or unsuitable. devices: names that start
-    with "cpu" or "cuda"."""
+    """Returns the packages that are missing or unsuitable for computing models on these devices. devices: names that start with
+    "cpu" or "cuda"."""
     kinds = {name.partition(":")[0] for name in devices}
     found = []
     if not is_there(TORCH):
@@ -92,8 +92,8 @@ def installed_version(package: str) -> str:
 
 
 def requirement(package: str) -> str:
-    """Returns hearthd's requirement for the package, as written in pyproject.toml: `numba>=0.61`. Returns the bare name if hearthd
-    itself is not installed."""
+    """Returns hearthd's requirement for a package, as written in pyproject.toml: `numba>=0.61`. Returns the package's name alone if
+    there is none or hearthd itself is not installed."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -106,7 +106,7 @@ def requirement(package: str) -> str:
 
 
 def required() -> tuple[list[str], list[Lack]]:
-    """Checks hearthd's requirements, without those of extras, except for the packages in NEEDED_BY.
+    """Checks the packages that hearthd requires, and those in NEEDED_BY, which its extras require.
 
     Returns two lists: the requirements that are met, as `aiohttp 3.11.1` (without those of extras), and the packages that are
     missing or too old. A package of an extra is listed only if the installed version is too old. Raises PackageNotFoundError if
@@ -134,7 +134,8 @@ def required() -> tuple[list[str], list[Lack]]:
 
 
 def install_command(*words: str) -> str:
-    """Returns the command that installs into the environment of this process. words: requirements and options for pip."""
+    """Returns the shell command that installs packages into the Python environment of this process. words: requirements and options
+    for pip."""
     given = " ".join(map(shlex.quote, words))
     if os.path.exists(os.path.join(sys.prefix, "pipx_metadata.json")):
         return f"pipx runpip {shlex.quote(os.path.basename(sys.prefix))} install {given}"
@@ -142,6 +143,6 @@ def install_command(*words: str) -> str:
 
 
 def cuda_torch_command() -> str:
-    """Returns the command that replaces a torch without CUDA by PyPI's build with CUDA. Without the options pip would regard the
-    two builds as equal."""
+    """Returns the shell command that replaces an installed torch without CUDA by the build with CUDA from PyPI. It has options
+    without which pip would regard the two builds as equal and do nothing."""
     return install_command("--force-reinstall", "--index-url", "https://pypi.org/simple", requirement(TORCH))

@@ -25,8 +25,9 @@ _HEAD_BYTES = _KEY_BYTES + _FIELDS.size + _SUM.size
 
 
 class KeptRecords:
-    """Records in a sparse file. A record is identified by its place, which is its offset in the file. It begins on a page of its
-    own and may have room for bytes that are written later; pages of the room take memory only when they are written.
+    """Records of bytes in a sparse file. A record is identified by its place, which is its offset in the file. It begins on a page
+    of its own, and may be followed by room for bytes that are written later; pages of that room take memory only once they are
+    written.
 
     Offsets are never reused, because a file has more of them than will ever be needed; the pages of a removed record are returned
     to the system. A record is valid once its head is written, which is done last, so the process may be killed at any time."""
@@ -49,8 +50,8 @@ class KeptRecords:
 
     @classmethod
     def of(cls, store: FdStore | None, name: str) -> KeptRecords:
-        """Returns the store's records of this name, or empty ones. store: the FD store; None: the records end with this process.
-        Raises OSError."""
+        """Returns the records that an earlier process left in the FD store under this name; if there are none, empty ones, which
+        are stored. store: the FD store; None: the records end with this process. Raises OSError."""
         if store is None:
             return cls()
         fd = store.take(name)
@@ -67,7 +68,8 @@ class KeptRecords:
         return iter(list(self._sizes))
 
     def add(self, content: bytes, room_bytes: int = 0) -> int:
-        """Adds a record and returns its place. Raises OSError if there is no memory for it."""
+        """Adds a record with this content and returns its place. room_bytes: the size of the room for bytes that are written later.
+        Raises OSError if there is no memory for the content."""
         if self._fd < 0:
             self._make("records")
         place, fields = self._end, _FIELDS.pack(len(content), room_bytes, zlib.crc32(content))
@@ -82,17 +84,18 @@ class KeptRecords:
         return place
 
     def read(self, place: int) -> bytes:
-        """Returns a record's content."""
+        """Returns the content of the record at `place`, without its room."""
         return os.pread(self._fd, self._sizes[place][0], place + _HEAD_BYTES)
 
     def write_room(self, place: int, at: int, data: bytes) -> None:
-        """Writes to a record's room, from its byte `at` on. Raises OSError if there is no memory for it."""
+        """Writes `data` to the room of the record at `place`, from the room's byte `at` on; it must fit there. Raises OSError if
+        there is no memory for it."""
         num_bytes, room_bytes = self._sizes[place]
         assert at + len(data) <= room_bytes, (at, len(data), room_bytes)
         write_at(self._fd, data, place + _HEAD_BYTES + num_bytes + at)
 
     def read_room(self, place: int) -> bytes:
-        """Returns a record's room. Bytes that were never written are zeros, or missing at the end."""
+        """Returns the room of the record at `place`. Bytes that were never written are zeros, or missing at the end."""
         num_bytes, room_bytes = self._sizes[place]
         return os.pread(self._fd, room_bytes, place + _HEAD_BYTES + num_bytes)
 
@@ -115,7 +118,8 @@ class KeptRecords:
         write_at(self._fd, _FORM + self._key, 0)
 
     def _find(self) -> None:
-        """Finds the valid records, and frees the pages of records that were being added or removed."""
+        """Finds the valid records in a file that an earlier process wrote, and frees the pages of records that it was adding or
+        removing when it was killed."""
         place = PAGE
         while (data := self._next_data(place)) is not None:
             place = max(place, data // PAGE * PAGE)
@@ -132,7 +136,7 @@ class KeptRecords:
         self._end = max(place, paged(os.fstat(self._fd).st_size))
 
     def _next_data(self, place: int) -> int | None:
-        """Returns the first offset at or after `place` that is backed by memory, or None."""
+        """Returns the first offset, `place` or greater, at which the file has a page in memory; None if there is no such page."""
         try:
             return os.lseek(self._fd, place, os.SEEK_DATA)
         except OSError as error:
@@ -146,10 +150,10 @@ class KeptRecords:
 
 
 def memory_of(content_bytes: int) -> int:
-    """Returns the bytes of memory that a record of this size takes, without its room."""
+    """Returns the bytes of memory that a record with this much content takes, without its room: whole pages, head included."""
     return paged(_HEAD_BYTES + content_bytes)
 
 
 def paged(num_bytes: int) -> int:
-    """Rounds the bytes up to whole pages."""
+    """Returns num_bytes, rounded up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE

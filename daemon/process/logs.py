@@ -23,8 +23,8 @@ _PLAIN = re.compile(r"[^\s\"=\\]+\Z")
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """Returns the argument for `extra=`: request_id, cause, model, device and other values by which the log can be searched. Empty
-    values are left out."""
+    """Returns the argument `extra` for a call of a logger: values such as request_id, cause, model and device, which are added to
+    the line and by which the log can be searched. "" and None are left out."""
     return {"fields": {name: value for name, value in values.items() if value not in ("", None)}}
 
 
@@ -63,7 +63,8 @@ def _clock(unix_s: int) -> str:
 
 
 class JournalLines(TextLines):
-    """Formats records as `<4>api: text model=a`. Each line of a traceback has its record's priority."""
+    """Formats records as `<4>api: text model=a`, where 4 is the priority of syslog(3). Each line of a traceback begins with the
+    priority of its record."""
 
     def format(self, record: logging.LogRecord) -> str:
         priority = next(number for level, number in _PRIORITIES if record.levelno >= level)
@@ -93,8 +94,9 @@ _handler: logging.StreamHandler[Any] | None = None
 
 
 def set_up(level: str, log_format: str = "") -> None:
-    """Sets up logging; may be called again. level: debug, info, warning or error. log_format: auto, text, json or journal; ""
-    keeps it."""
+    """Sets up logging to stderr; may be called again to change it. level: debug, info, warning or error, for hearthd's own
+    messages. log_format: text, json, journal, or auto (journal if stderr is the journal, otherwise text); "": as before, or
+    auto."""
     global _handler
     root = logging.getLogger()
     if _handler is None or _handler not in root.handlers:
@@ -112,7 +114,8 @@ def set_up(level: str, log_format: str = "") -> None:
 
 
 def stderr_is_journal() -> bool:
-    """Returns whether stderr is the journal. systemd sets JOURNAL_STREAM to the device and inode of the journal's stream."""
+    """Returns whether stderr is connected to systemd's journal: whether the device and inode in the variable JOURNAL_STREAM are
+    stderr's."""
     try:
         status = os.fstat(2)
     except OSError:

@@ -17,7 +17,8 @@ SOUND_AFTER_S = 60.0  # a task whose last failure is older than this counts as s
 
 
 class LongTasks:
-    """Keeps tasks running. Tasks are started on the event loop. clock: returns monotonic seconds."""
+    """Keeps background tasks of the event loop running. pause_s: the wait before a task is started again after its first failure;
+    it doubles with each further failure in a row, up to LONGEST_PAUSE_S. clock: returns monotonic seconds."""
 
     def __init__(self, pause_s: float = PAUSE_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._pause_s, self._clock = pause_s, clock
@@ -25,18 +26,19 @@ class LongTasks:
         self._failures: dict[str, tuple[float, int, str]] = {}  # name -> time of the last failure, failures in a row, last error
 
     def start(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Starts a task and returns it; it ends when `run` returns, because its work is done, or when it is cancelled. After an
-        exception `run` is called again."""
+        """Starts a task that calls `run` and returns it. The task ends when `run` returns, because its work is done, or when it is
+        cancelled. After an exception `run` is called again. name: the task's name in logs and problems."""
         return self._keep(asyncio.get_running_loop().create_task(self._run(name, run), name=name))
 
     def once(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Runs work that ends by itself and that nothing needs to wait for. An exception that it raises is logged."""
+        """Starts a task for work that ends by itself, and returns the task; nothing needs to wait for it. An exception that the
+        work raises is logged with `name`."""
         task = self._keep(asyncio.get_running_loop().create_task(work, name=name))
         task.add_done_callback(_log_failure)
         return task
 
     def problems(self) -> list[str]:
-        """Returns a sentence for each task that failed within the last SOUND_AFTER_S seconds."""
+        """Returns a sentence for each task of `start` that failed within the last SOUND_AFTER_S seconds."""
         now = self._clock()
         return [
             f"{name} failed {count} times in a row, at last with {error}; it was started again"

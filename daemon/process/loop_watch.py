@@ -16,8 +16,8 @@ import time
 
 
 class LoopWatch:
-    """Measures how long the event loop is blocked. `stall_s`: the longest time so far, to within `period_s`. Make it in the
-    loop's thread."""
+    """Measures how long the event loop is blocked. stall_s: the longest block so far in seconds, at most period_s too short.
+    period_s: the period of the timer that measures it. Must be made in the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, period_s: float = 0.005) -> None:
         self._loop, self._period_s = loop, period_s
@@ -46,8 +46,8 @@ class LoopWatch:
             self._fd = -1
 
     def _waited_for_core_s(self) -> float:
-        """Returns the seconds since the thread's start in which it could run but had no core; 0.0 if the kernel does not report
-        them."""
+        """Returns for how many seconds since its start the loop's thread was ready to run but had no core; 0.0 if the kernel does
+        not report that."""
         return int(os.pread(self._fd, 96, 0).split()[1]) / 1e9 if self._fd >= 0 else 0.0
 
     def _arm(self) -> None:

@@ -1,4 +1,4 @@
-"""A point in time, read from both clocks."""
+"""A point in time, read from the monotonic clock and from the system's clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """A point in time. monotonic_s: by the monotonic clock, for durations. unix_s: by the system's clock, for dates."""
+    """A point in time. monotonic_s: seconds of the monotonic clock, for durations. unix_s: Unix time by the system's clock, for
+    dates."""
 
     monotonic_s: float
     unix_s: float

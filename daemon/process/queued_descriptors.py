@@ -12,8 +12,9 @@ QUEUE_LIMIT_S = 1.0  # if the queue takes no descriptor in this time, it never w
 
 
 def queue_of(fds: Sequence[int], num_chunks: int = 0, chunk_bytes: int = 0) -> socket.socket:
-    """Returns a socket that holds duplicates of the descriptors. num_chunks, chunk_bytes: the shape of the memory, if the
-    descriptors are memory. Raises OSError if the socket cannot hold them."""
+    """Returns a socket in which duplicates of the descriptors are queued; they stay open as long as it does. num_chunks,
+    chunk_bytes: the number and size of the memory's chunks, if the descriptors are a device's memory. Raises OSError if the socket
+    cannot hold them."""
     queue, ours = socket.socketpair()
     with ours:
         ours.settimeout(QUEUE_LIMIT_S)
@@ -26,8 +27,8 @@ def queue_of(fds: Sequence[int], num_chunks: int = 0, chunk_bytes: int = 0) -> s
 
 
 def unqueue(queue: int) -> handles.Received:
-    """Returns the descriptors that `queue_of` put into a socket, owned by the caller. queue: the socket's descriptor, which is
-    closed. Raises OSError if some of them are missing."""
+    """Takes the descriptors that `queue_of` put into a socket out of it and returns them; the caller owns them. queue: the socket's
+    descriptor, which is closed. Raises OSError if some of them are missing."""
     with socket.socket(fileno=queue) as sock:
         sock.setblocking(False)  # everything has arrived already
         return handles.receive(sock)

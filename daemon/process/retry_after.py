@@ -8,8 +8,8 @@ from email.utils import parsedate_to_datetime
 
 
 def seconds(header: str | None) -> float | None:
-    """Returns the seconds that the server asks to wait, 0 or more; the header may be a number or a date. None: the header is
-    missing or invalid."""
+    """Returns for how many seconds from now a server's header Retry-After asks to wait, 0 or more. The header may be a number of
+    seconds or a date. None: the header is missing or invalid."""
     if not header:
         return None
     try:

@@ -15,16 +15,16 @@ RETRY_AFTER_S = 1.0
 
 
 class Shortage:
-    """Counts failures for lack of descriptors and logs at most one line a minute, because a shortage lasts and each request would
-    add a line."""
+    """Counts operations that failed because the process has no free file descriptor, and logs the counts. It logs at most one line
+    a minute, because a shortage lasts and each request would add a line."""
 
     def __init__(self) -> None:
         self._untold: Counter[str] = Counter()
         self._told_s = -TELL_EVERY_S
 
     def note(self, what: str) -> None:
-        """Counts a failure and logs the counts at most once a minute. what: a plural noun for the log, such as "requests answered
-        503"."""
+        """Counts a failure for lack of descriptors, and logs all counts since the last line unless that is less than a minute old.
+        what: what failed, as a plural noun, such as "requests answered 503"."""
         self._untold[what] += 1
         now = time.monotonic()
         if now - self._told_s < TELL_EVERY_S:
@@ -43,13 +43,14 @@ SHORTAGE = Shortage()  # one per process, like the limit
 
 
 def overloaded() -> NotNow:
-    """Returns the error for a client whose request finds no free descriptor."""
+    """Returns the error (503) for a client whose request finds no free file descriptor."""
     message = "The server has too many connections and files open for this request. Send it again in a moment."
     return NotNow("overloaded", message, retry_after_s=RETRY_AFTER_S)
 
 
 def in_place_of(error: Exception) -> NotNow | None:
-    """Returns the error to answer with, and counts it, if `error` means that no descriptors are left; otherwise returns None."""
+    """Returns the error to answer a request with if `error` means that the process has no free file descriptor, and counts that
+    failure; otherwise returns None."""
     if not isinstance(error, OSError) or not open_files.are_used_up(error):
         return None
     SHORTAGE.note("requests answered 503")

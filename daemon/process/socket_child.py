@@ -12,9 +12,9 @@ from typing import Any
 def spawn(
     module: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str], **own: Any
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Runs `python -P -m` with the module, the number of the socket's descriptor, and the further arguments. Returns the process
-    and the other end of the socket, a packet socket. own: further keyword arguments of Popen, such as those for the process group.
-    Raises OSError."""
+    """Starts a child process that runs `python -P -m MODULE FD ARGUMENTS…`, where FD is the descriptor of its end of a new packet
+    socket. Returns the process and this process's end. module: the module's name, and arguments that precede FD. own: further
+    keyword arguments of Popen, such as those for the process group. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with theirs:
@@ -34,7 +34,8 @@ def spawn(
 
 
 def wait(process: subprocess.Popen[bytes], limit_s: float, kill: Callable[[], None]) -> None:
-    """Waits for the end of a process whose socket was closed, and kills it if that takes longer than limit_s."""
+    """Waits until a process has ended whose socket was closed, which tells it to end. If that takes longer than limit_s, calls
+    `kill`, which must kill the process, and waits again."""
     try:
         process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:

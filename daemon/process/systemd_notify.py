@@ -32,12 +32,13 @@ class Notifier:
 
     @property
     def _socket_address(self) -> str:
-        """Returns the address for `connect`: "@name" is a socket in the abstract namespace."""
+        """Returns the address of NOTIFY_SOCKET in the form that `connect` takes. "@name" there means a socket in the abstract
+        namespace."""
         return "\0" + self._address[1:] if self._address.startswith("@") else self._address
 
     def send(self, *assignments: str) -> None:
-        """Sends one datagram, which may be lost, for example if systemd's queue is full. If the service manager cannot be reached,
-        that is only logged."""
+        """Sends assignments, such as "WATCHDOG=1", to systemd in one datagram. The datagram is lost if systemd's queue is full; a
+        failure is only logged. Does nothing without systemd."""
         if not self._address:
             return
         try:
@@ -47,8 +48,8 @@ class Notifier:
             log.warning("systemd at %s was not told %s: %s", self._address, assignments[0], error)
 
     def send_surely(self, *assignments: str, fds: Sequence[int] = ()) -> None:
-        """Sends one datagram, with duplicates of these descriptors. Waits up to SEND_LIMIT_S for room in systemd's queue, because
-        nothing sends it again. Failures are logged."""
+        """Sends assignments to systemd in one datagram, with duplicates of the descriptors `fds`, and waits up to SEND_LIMIT_S for
+        room in systemd's queue. For what is sent only once and must not be lost. A failure is logged."""
         if not self._address:
             return
         try:
@@ -60,14 +61,16 @@ class Notifier:
             log.warning("systemd at %s was not told %s: %s", self._address, ", ".join(assignments), error)
 
     def ready(self, status: str) -> None:
-        """Reports that the daemon is ready, or that a reload has ended. If this is never sent, systemd ends the daemon."""
+        """Tells systemd that the daemon is ready, or that a reload has ended; if it is never told, it ends the daemon. status: a
+        line for `systemctl status`."""
         self.send_surely("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, limit_s: float) -> None:
-        """Reports that the daemon is stopping. limit_s: how long the stop may take; it overrides the unit's TimeoutStopSec."""
+        """Tells systemd that the daemon is stopping. limit_s: how many seconds the stop may take; it overrides the unit's
+        TimeoutStopSec."""
         self.send("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(limit_s * 1e6)}", "STATUS=draining")
 
     async def watchdog(self, problems: Callable[[], str]) -> None:

@@ -1,3 +1,3 @@
-"""The version that both programs report."""
+"""hearthd's version, which the programs `hearthd` and `hearth` report."""
 
 VERSION = "0.1.0"

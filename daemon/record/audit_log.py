@@ -33,20 +33,23 @@ CLOSE_S = 2.0  # how long the stop of the daemon waits for the disk
 
 
 def check(audit_log: str, source: str) -> None:
-    """Raises ConfigError if the file's folder does not exist. audit_log: the configured value. source: the settings file."""
+    """Raises ConfigError if the folder of the audit log's file does not exist. audit_log: the configured value: a path, one of
+    AUDIT_IN_LOG, or "" for no audit log. source: the settings file, for the error."""
     if audit_log and audit_log not in AUDIT_IN_LOG and not os.path.isdir(os.path.dirname(audit_log)):
         raise located_setting(ConfigError(source, "audit_log", f"{audit_log}: there is no folder {os.path.dirname(audit_log)}"))
 
 
 class _Entry(NamedTuple):
-    """One act. target: the configured target at the time of the act."""
+    """An act in the queue. target: where it is to be written: the configured target at the time of the act. act: the fields of its
+    line."""
 
     target: str
     act: dict[str, Any]
 
 
 class _Minute:
-    """Counts the refusals of one kind in one minute."""
+    """Counts the refusals of one kind in one minute. num: all of them. num_left_out: those that were not written. start_s: the
+    minute's beginning (monotonic)."""
 
     __slots__ = ("num", "num_left_out", "start_s")
 
@@ -83,8 +86,9 @@ class AuditLog:
         return self._num_crowded_out + self._num_not_written
 
     def use(self, target: str, with_requests: bool) -> None:
-        """Sets where acts go from now on: a path, one of AUDIT_IN_LOG, or "" for nowhere. A file is reopened, which log rotation
-        requires."""
+        """Sets where acts are written from now on: to the file at a path, to hearthd's own log (one of AUDIT_IN_LOG), or nowhere
+        (""). A file is reopened even if it is the same, which log rotation requires. with_requests: whether each request is an act,
+        too."""
         self._target, self.with_requests = target, with_requests and bool(target)
         if target in AUDIT_IN_LOG:
             own_log.setLevel(logging.INFO)  # whatever log_level is
@@ -94,13 +98,14 @@ class AuditLog:
         self.reopen()
 
     def reopen(self) -> None:
-        """Lets the thread reopen the file after it has written the queued acts."""
+        """Asks the writing thread to reopen the file after it has written the acts in the queue."""
         self._reopen.set()
         with contextlib.suppress(queue.Full):  # the thread looks at the flag soon in any case
             self._queue.put_nowait(None)
 
     def write(self, act: str, result: str = "ok", **about: Any) -> None:
-        """Adds an act. result: "ok", or the code of an error. about: further fields of the act; None, "" and [] are left out."""
+        """Puts an act into the queue, from which the thread writes it; drops it if the queue is full. act: its name. result: "ok",
+        or the code of an error. about: further fields of the act; None, "" and [] are left out."""
         if not self._target:
             return
         line = {"time": _utc(), "act": act, **{name: value for name, value in about.items() if value not in (None, "", [])}}
@@ -114,8 +119,8 @@ class AuditLog:
                 log.error("audit log: %d acts dropped so far, for its disk is too slow", self.num_dropped)
 
     def write_refusal(self, kind: str, act: str, result: str, **about: Any) -> None:
-        """Adds an act that strangers can cause any number of times: at most REFUSALS_A_MINUTE of a kind, and one more with the
-        number of those left out."""
+        """Writes a refusal, an act that strangers can cause any number of times: at most REFUSALS_A_MINUTE of each `kind` in a
+        minute, and then one more act with the number of those left out. act, result, about: as in `write`."""
         if not self._target:
             return
         now = time.monotonic()
@@ -139,7 +144,7 @@ class AuditLog:
         return [f"audit_log {self.problem}; {self.num_dropped} acts were dropped"] if self.problem else []
 
     async def close(self) -> None:
-        """Writes the queued acts. It waits for a hanging disk for at most CLOSE_S."""
+        """Has the thread write the acts in the queue, and waits for it for at most CLOSE_S, because the disk may hang."""
         for kind in list(self._minutes):
             self._tell_left_out(kind)
         self._closing = True
@@ -168,7 +173,8 @@ class AuditLog:
                 sink = self._opened(self._target, None)
 
     def _write_out(self, entries: list[_Entry], sink: LineFile | None) -> LineFile | None:
-        """Writes the entries, target by target. sink: the file that is open now. Returns the file that is open afterwards."""
+        """Writes entries of the queue, in groups of one target each. sink: the file that is open, None for none. Returns the file
+        that is open afterwards."""
         for target in dict.fromkeys(entry.target for entry in entries):
             acts = [entry.act for entry in entries if entry.target == target]
             if target in AUDIT_IN_LOG:
@@ -183,7 +189,7 @@ class AuditLog:
         return sink
 
     def _append(self, acts: list[dict[str, Any]], sink: LineFile) -> None:
-        """Writes the acts, after a line that says how many are missing before them."""
+        """Writes acts to the file. If acts were dropped since it was last told, a line with their number comes first."""
         num_dropped = self.num_dropped
         gap = []
         if num_dropped > self._num_told:
@@ -195,8 +201,8 @@ class AuditLog:
         self._found(f"{sink.path}: {sink.problem}" if sink.problem else "")
 
     def _opened(self, target: str, sink: LineFile | None) -> LineFile | None:
-        """Returns the target's open file, or None if it cannot be opened or is not a file. sink: the file that is open now; it is
-        closed if the target is another one."""
+        """Returns the open file of a target; None if the target is not a file or cannot be opened. sink: the file that is open,
+        None for none; it is closed unless it is the target's."""
         if sink is not None:
             if sink.path == target:
                 return sink
@@ -232,7 +238,8 @@ def _line(act: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=256)
 def _user(uid: int) -> str:
-    """Returns the user's name, or "". It is called on the thread, because the look-up may ask a server."""
+    """Returns the name of the user with this id, "" if there is none. Called on the writing thread, because the look-up may ask a
+    server."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -12,16 +12,16 @@ Follower = Callable[[dict[str, Any]], None]
 
 
 class EventRing:
-    """Keeps the latest events. An event is a flat dict: `time` (Unix seconds), `event` (state, load_progress, engine, registered,
-    ...), and the fields that describe it."""
+    """Keeps the latest HISTORY events and passes new ones to followers. An event is a flat dict: `time` (Unix seconds), `event`
+    (its kind: state, load_progress, engine, registered, ...), and the fields that describe it."""
 
     def __init__(self) -> None:
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._followers: list[Follower] = []
 
     def add(self, event: str, keep: bool = True, **fields: Any) -> None:
-        """Adds an event and passes it to the followers. `keep=False`: leaves it out of the history (for the many events of
-        progress)."""
+        """Adds an event of the kind `event` with these fields, and passes it to the followers. keep: whether it goes into the
+        history; False for the many events of progress."""
         entry = {"time": round(time.time(), 3), "event": event, **fields}
         if keep:
             self._history.append(entry)
@@ -32,8 +32,8 @@ class EventRing:
         return list(self._history)
 
     def follow(self, follower: Follower) -> Callable[[], None]:
-        """Calls `follower` on the event loop for every new event until the returned function is called. The follower must not
-        block."""
+        """Has `follower` called with every new event, until the returned function is called. The follower must not block, because
+        it runs on the event loop."""
         self._followers.append(follower)
 
         def stop() -> None:

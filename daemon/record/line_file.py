@@ -7,17 +7,18 @@ import os
 
 
 class LineFile:
-    """An open file, created with mode 0600. problem: the error of the last write, "" if there was none."""
+    """A file that is open for appending lines. problem: the error of the last write, "" if there was none."""
 
     def __init__(self, path: str) -> None:
-        """Opens the file, and creates it if necessary. Raises OSError."""
+        """Opens the file at `path`, and creates it with mode 0600 if it does not exist. Raises OSError."""
         self.path, self.problem = path, ""
         # without O_NONBLOCK, opening a pipe without a reader would block
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK, 0o600)
         self._is_torn = _ends_within_line(path)  # the last line may be incomplete because the disk was full
 
     def write(self, lines: list[bytes]) -> int:
-        """Appends the lines, and returns how many of them, from the first on, were written completely."""
+        """Appends the lines, each with its line break, and returns how many of them, counted from the first, were written
+        completely. An error is not raised but kept in `problem`."""
         data, num_bytes = memoryview(b"\n" * self._is_torn + b"".join(lines)), 0
         self.problem = ""
         try:

@@ -15,8 +15,9 @@ VERSION = 1
 
 
 class NodeState:
-    """The operator's last decisions, by model. pinned: by `hearth pin|unpin`. enabled: by `hearth enable|disable`. A model without
-    an entry follows the settings. adapters: name -> folder, for LoRA adapters that an operator has loaded; replaced as a whole."""
+    """The operator's last decisions, which survive a restart. pinned, enabled: by model, what `hearth pin|unpin` and `hearth
+    enable|disable` last decided; a model without an entry follows the settings. adapters: name -> folder, for LoRA adapters that an
+    operator has loaded; replaced as a whole."""
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder) / "state.json"
@@ -25,8 +26,9 @@ class NodeState:
         self.adapters: dict[str, str] = {}
 
     def load(self) -> None:
-        """Reads the file, and removes the remains of an interrupted write. An invalid file is kept as state.json.bad-TIME, with a
-        warning. Raises OSError naming the setting if the folder cannot be made or the file cannot be read."""
+        """Reads the decisions from state.json in the state folder; there are none without that file. An invalid file is renamed to
+        state.json.bad-TIME, with a warning, and counts as missing. Raises OSError naming the setting if the folder cannot be made
+        or the file cannot be read."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with contextlib.suppress(OSError):
@@ -65,5 +67,5 @@ class NodeState:
         return json.dumps(values, indent=1, sort_keys=True).encode() + b"\n"
 
     def write(self, data: bytes) -> None:
-        """Replaces the file by whole_file.write."""
+        """Replaces the file's content by `data`, a snapshot, atomically. Raises OSError."""
         whole_file.write(self.path, data)

@@ -18,9 +18,8 @@ KEPT = "pins, switched-off models and loaded adapters"
 
 
 class StateKeeper:
-    """Keeps one NodeState saved, on the event loop.
-
-    problem: why the last decisions are not saved, "" if they are. since: the Unix time since which they are not."""
+    """Saves the operator's decisions in a NodeState to disk, on the event loop, and tries again while that fails. problem: why the
+    last decisions are not saved, "" if they are. since: the Unix time since which they are not."""
 
     def __init__(self, state: NodeState, tasks: LongTasks, retry_s: float = RETRY_S) -> None:
         self._state, self._tasks, self._retry_s = state, tasks, retry_s
@@ -29,8 +28,8 @@ class StateKeeper:
         self.problem, self.since = "", 0.0
 
     async def remember(self, command: str, name: str) -> ServerFault | None:
-        """Stores the decision of a pin, unpin, enable or disable, and returns the error if it could not be saved. Once called it is
-        completed, even if the caller is cancelled."""
+        """Records that an operator has pinned, unpinned, enabled or disabled a model, and saves that. command: the verb. name: the
+        model. Returns the error if it could not be saved, otherwise None. Saving goes on even if the caller is cancelled."""
         if command in ("pin", "unpin"):
             self._state.pinned[name] = command == "pin"
         else:
@@ -38,8 +37,8 @@ class StateKeeper:
         return await self.save(f"{command} {name}")
 
     async def save(self, done: str) -> ServerFault | None:
-        """Saves the current state, and returns the error if that failed. done: the command that has changed the state. Once called
-        it is completed, even if the caller is cancelled."""
+        """Saves the current state and returns the error if that failed, otherwise None. done: the command that has changed the
+        state, for the error. Saving goes on even if the caller is cancelled."""
         problem = await asyncio.shield(asyncio.ensure_future(self._save()))
         if not problem:
             return None
@@ -50,11 +49,11 @@ class StateKeeper:
         return ServerFault("state_not_saved", message, status=507, details={"state_file": str(self._state.path)})
 
     def row(self) -> dict[str, object] | None:
-        """Returns the problem for `hearth status --json`, or None if everything is saved."""
+        """Returns why and since when decisions are not saved, for `hearth status --json`; None if all are saved."""
         return {"message": self.problem, "since": self.since} if self.problem else None
 
     async def close(self) -> None:
-        """Tries to save one last time, if saving has failed."""
+        """Called when the daemon stops: tries once more to save the state if saving has failed, and ends the retries."""
         if self.problem:
             await self._save()  # waits for an attempt that has begun, because only one writes at a time
         if self._retrying is not None:
@@ -65,7 +64,8 @@ class StateKeeper:
             )
 
     async def _save(self) -> str:
-        """Saves the state and returns the problem, or "" if there is none."""
+        """Saves the current state, one call after the other. Returns why that failed, "" if it did not; after a failure it is tried
+        again every retry_s."""
         async with self._lock:
             try:
                 await asyncio.to_thread(self._state.write, self._state.snapshot())

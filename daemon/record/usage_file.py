@@ -17,7 +17,8 @@ SAVE_EVERY_S = 30.0
 
 
 class DayUsage(NamedTuple):
-    """The tokens that were used on one day. day: its number since 1970, in UTC. tokens: by tenant."""
+    """The tokens that tenants used on one day. day: the number of days from 1970-01-01 to it, in UTC. tokens: tenant -> number of
+    tokens."""
 
     day: int
     tokens: Mapping[str, int]
@@ -27,7 +28,8 @@ NO_USAGE = DayUsage(0, {})
 
 
 class UsageFile:
-    """Saves a DayUsage, on the event loop. now: returns the current one, or None while no tenant has a daily limit."""
+    """Saves the tenants' use of one day to a file, on the event loop. now: returns the current use, or None while no tenant has a
+    daily limit."""
 
     def __init__(self, folder: str, now: Callable[[], DayUsage | None]) -> None:
         self._path, self._now = Path(folder) / "usage.json", now
@@ -36,7 +38,8 @@ class UsageFile:
         self._lock = asyncio.Lock()
 
     def load(self) -> DayUsage:
-        """Returns the usage that an earlier process has saved. A file that cannot be read counts as missing, with a warning."""
+        """Returns the use that an earlier process has saved; NO_USAGE if there is no file, or, with a warning, if it cannot be
+        read."""
         try:
             values = json.loads(self._path.read_bytes())
             if values["version"] != VERSION:
@@ -54,13 +57,13 @@ class UsageFile:
         return self._saved
 
     async def run(self) -> None:
-        """Saves changes every SAVE_EVERY_S."""
+        """Calls `save` every SAVE_EVERY_S, until cancelled."""
         while True:
             await asyncio.sleep(SAVE_EVERY_S)
             await self.save()
 
     async def save(self) -> None:
-        """Saves the usage if it has changed. A failure is logged once, and saving is tried again the next time."""
+        """Saves the current use if it differs from what was saved last. A failure is logged once, and the next call tries again."""
         async with self._lock:
             now = self._now()
             if now is None or now == self._saved:

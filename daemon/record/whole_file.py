@@ -1,4 +1,4 @@
-"""Replaces a file atomically: after a power failure it has the old or the new content."""
+"""Replaces the content of a file atomically: after a power failure the file has either the old or the new content."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def partial(path: Path) -> Path:
-    """Returns the path under which a new file is written before it replaces the old one."""
+    """Returns the path of the temporary file in which the new content of `path` is written before it replaces the old."""
     return path.with_name(path.name + ".new")
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replaces the file, with mode 0600. It blocks (fsync), so call it from a thread. Raises OSError, and then removes the
-    incomplete new file."""
+    """Replaces the content of the file at `path` atomically; the file gets mode 0600. Blocks (fsync), so call it from a thread.
+    Raises OSError; the old content stays then, unless only the folder could not be synced."""
     try:
         fd = os.open(partial(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
