@@ -11,7 +11,7 @@ from daemon.cli.table import table
 
 
 def config(client: Client, options: argparse.Namespace) -> None:
-    """Shows the settings that a flag or the file has set, or with --all every setting of the node."""
+    """Runs `hearth config`: shows the settings that a flag or the file has set, or with --all every setting of the node."""
     rows = client.get("/control/v1/config")
     shown = [row for row in rows if row["source"] or options.all]
     if options.json:

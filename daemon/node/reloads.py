@@ -30,7 +30,8 @@ class Reloads:
     """Counts reloads of the settings by how they ended. refused: the last refusal, None if the last reload was applied."""
 
     def __init__(self, counts: defaultdict[str, int], audit: AuditLog) -> None:
-        """counts: the numbers of reloads, by the keys "applied" and "refused", for the metrics."""
+        """counts: the numbers of reloads, by the keys "applied" and "refused", for the metrics; updated here. audit: the log in
+        which refusals are recorded."""
         self._counts, self._audit = counts, audit
         self.refused: RefusedReload | None = None
 

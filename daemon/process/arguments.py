@@ -14,7 +14,7 @@ _UNKNOWN_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose f
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser with one-line errors. Its sub-parsers are of this class, too."""
+    """An argparse parser that reports an error on one line and exits with EXIT_USAGE. Its sub-parsers are of this class, too."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Returns the parsed arguments; the parameters are argparse's. Exits with an error for an argument that is not accepted.

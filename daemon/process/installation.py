@@ -27,8 +27,8 @@ GET_OPENMP = "install the system's libgomp: apt-get install libgomp1, or dnf ins
 @dataclass(frozen=True, slots=True)
 class Lack:
     """A package that is missing or unsuitable. package: the name of its distribution. found: what is wrong with it. cost: the
-    feature that suffers from it. stops: whether that feature does not work at all; otherwise it is slower. change: the command that
-    repairs it."""
+    consequence, in words. stops: whether something does not work at all because of it; otherwise it is only slower. change: the
+    command that repairs it."""
 
     package: str
     found: str

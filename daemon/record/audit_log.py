@@ -140,7 +140,7 @@ class AuditLog:
             self.write("more_refused", kind, count=minute.num_left_out)
 
     def problems(self) -> list[str]:
-        """Returns a sentence for `hearth status` while the log cannot be written."""
+        """Returns a list for `hearth status`: a sentence on why the log cannot be written; [] if it can."""
         return [f"audit_log {self.problem}; {self.num_dropped} acts were dropped"] if self.problem else []
 
     async def close(self) -> None:

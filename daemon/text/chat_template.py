@@ -56,8 +56,9 @@ def _to_json(
 
 
 class ChatTemplate:
-    """A compiled chat template. Its constructor and `render` raise BadRequest if the template fails, with the template's own
-    message."""
+    """A compiled chat template. source: its Jinja text. special_tokens: variables of the template, such as bos_token. The
+    constructor and `render` raise BadRequest if the template fails or exceeds a limit, with the template's own message if it has
+    one."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(

@@ -64,8 +64,9 @@ class _Lane:
 
 
 class WorkerConnection(asyncio.Protocol):
-    """The connection to one text worker. stall_s: returns the setting text_stall_s in seconds, 0 for no limit. on_end: called once,
-    when the worker has ended; the death it is given is None after `close`."""
+    """The daemon's connection to one text worker. number: the worker's number in messages to the helper. model: its model's name,
+    "" for none. stall_s: returns the setting text_stall_s in seconds, 0 for no limit. on_end: called once, when the worker has
+    ended, with this connection and why it ended; None after `close`."""
 
     def __init__(
         self, number: int, model: str, stall_s: Callable[[], float], on_end: Callable[[WorkerConnection, Death | None], None]

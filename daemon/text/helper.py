@@ -33,9 +33,9 @@ _decoder: msgspec.msgpack.Decoder[FromHelper] = msgspec.msgpack.Decoder(FromHelp
 
 
 class Helper:
-    """Runs the text helper process and connects to its workers. `connect` starts the process if it does not run. stall_s: as in
-    WorkerConnection. on_death: called for every worker that ended without being asked to. preload: modules that the process imports
-    before it forks."""
+    """Runs the text helper process and connects to the workers that it forks. `connect` starts the process if it does not run.
+    stall_s: returns the limit of a job in seconds, 0 for none. on_death: called for every worker that ended without being asked to.
+    preload: modules that the process imports before it forks."""
 
     def __init__(
         self,

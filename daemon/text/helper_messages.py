@@ -28,8 +28,8 @@ class Forked(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Reports that a worker has ended. exit_code: as in subprocess, the negative number of the signal if one ended it; peak_bytes:
-    the most memory it had resident; last_words: the end of what it wrote to its standard error."""
+    """Reports that a worker has ended. exit_code: the process's exit code, or the negative number of the signal that ended it;
+    peak_bytes: the most memory that it had resident; last_words: the end of what it wrote to its standard error."""
 
     number: int
     exit_code: int

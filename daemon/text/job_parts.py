@@ -55,8 +55,9 @@ def _to_end_of_text(render: Callable[[list[Message]], str], messages: list[Messa
 
 
 def check_length(text: CheckpointText, texts: Sequence[str], field: str, max_tokens: int) -> None:
-    """Raises BadRequest for a long text that is certain to have more than the max_tokens that the model takes, because encoding it
-    could take seconds. Short texts are not checked: encoding them takes less time than building the bound on their tokens."""
+    """Raises BadRequest, naming `field`, for a long text that is certain to have more than max_tokens tokens, because encoding it
+    could take seconds. Texts of up to LONG_TEXT characters are not checked: encoding them takes less time than computing the least
+    number of their tokens."""
     for at, each in enumerate(texts):
         if len(each) <= LONG_TEXT:
             continue

@@ -35,7 +35,8 @@ class RepeatedDeaths:
         self._sound: dict[Hashable, None] = {}  # models that have answered; a dict as a set that keeps its order
 
     def add(self, model: Hashable, death: Death) -> None:
-        """Records that a worker which had not answered anything yet was killed by the job in progress."""
+        """Counts the death of a worker that the job in progress killed before the worker had answered any job, and begins or
+        prolongs the model's pause once there were ALLOWED such deaths. Does nothing for a model that has ever answered."""
         if model in self._sound:
             return
         entry = self._entries.pop(model, None)

@@ -31,9 +31,9 @@ class PackedTable(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenTable:
-    """The texts of a model's tokens. `escaped[id]` is the token as the inside of a JSON string, b"" if it has no text, or None if
-    the slow path must find it: the token was not rendered yet, or its bytes alone are not UTF-8. It is filled on first use, because
-    rendering 128k objects at once would block the event loop."""
+    """The texts of a model's tokens. `escaped[id]` is the token's text as the inside of a JSON string; b"" if it has none; None if
+    the text was not rendered yet or depends on the token's neighbours, so that a Detokenizer has to find it. `escaped` is filled on
+    first use, because rendering 128k objects at once would block the event loop."""
 
     __slots__ = ("_blob", "_first", "_flags", "_offsets", "escaped", "first_drops_spaces", "kind", "num_tokens", "strip_start")
 

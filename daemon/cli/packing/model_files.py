@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModelFiles:
-    """A model's weight files. plain, packed: headers by file name, relative to the folder. why_not_packed: why the packed files
-    cannot replace the plain ones, "" if they can."""
+    """The weight files of one model. plain, packed: the headers of its unpacked and its packed files, by file name relative to the
+    folder. infos: size and time of the plain files. why_not_packed: why the packed files cannot replace the plain ones, "" if they
+    can."""
 
     name: str
     models_dir: Path

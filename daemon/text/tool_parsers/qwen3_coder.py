@@ -22,8 +22,8 @@ _TAG, _NAME, _KEY = range(3)  # what is expected next outside of values
 
 
 class _FunctionCall(TextCall):
-    """Reads a call from `<function=` to `</function>`. names: for a call without `<tool_call>`, the function names that count as
-    calls; None: any name."""
+    """Reads a call of Qwen3-Coder's dialect, from `<function=` to `</function>`. tools: the parameter types of the offered tools.
+    names: the function names that count as calls, if no `<tool_call>` came before; None: any name."""
 
     end_value = END_PARAMETER
     has_lines = True

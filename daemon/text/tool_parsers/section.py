@@ -29,7 +29,8 @@ class SectionParser(DialectParser):
         return self._tag(text, at, (self.begin_call,))
 
     def after(self, text: str, at: int, out: list[Piece]) -> int:
-        """Reads the tags that close a call or the section, or begin the next call."""
+        """Reads, from text[at] on, a tag that ends a call, ends the section or begins the next call. Returns the index of the first
+        unread character."""
         return self._tag(text, at, (*self.end_call, self.begin_call, self.close))
 
     def _tag(self, text: str, at: int, tags: tuple[str, ...]) -> int:
