@@ -31,8 +31,9 @@ from loader.work_space import work_space_bytes
 
 @dataclass(slots=True, frozen=True)
 class Devices:
-    """A number of equal devices. kind: cuda or cpu. budget_bytes: bytes that models may use on each device. expert_parts,
-    num_stages: as in Division."""
+    """A number of equal devices. kind: "cuda" or "cpu". budget_bytes: bytes that models may use on each device. expert_parts:
+    number of parts into which the experts of a layer are divided (1: each device has a slice of every expert). num_stages: number
+    of pipeline stages, each of consecutive layers and with the same number of devices."""
 
     kind: str
     num_devices: int
@@ -47,7 +48,9 @@ class Devices:
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """The settings that sizes depend on, as config/schema.py describes them."""
+    """The settings of a model on which its memory depends: dtype of the computation; format of the weights; dtype of keys and
+    values ("": the model's dtype); most tokens of a sequence, sequences at a time, and tokens of a step; tokens of a KV block;
+    bytes of a chunk, the unit in which memory is given to models."""
 
     dtype: str
     weight_format: WeightFormat
@@ -62,9 +65,9 @@ class Settings:
 @dataclass(slots=True, frozen=True)
 class KVNeed:
     """The KV of the layers with the same window. window_tokens: how many tokens a sequence keeps, besides those of the chunk of a
-    prompt that is being computed; 0: all. token_bytes: bytes of one token in all these layers. kind: as in KVGroupSpec.
-    state_bytes: for layers that keep states of a sequence, the bytes of one state in all these layers; token_bytes and
-    window_tokens are then 0."""
+    prompt that is being computed; 0: all. token_bytes: bytes of one token in all these layers. kind: "full", "window", "chunked",
+    "latent" or "state". state_bytes: for layers that keep states of a sequence, the bytes of one state in all these layers;
+    token_bytes and window_tokens are then 0."""
 
     num_layers: int
     window_tokens: int
@@ -75,8 +78,9 @@ class KVNeed:
 
 @dataclass(slots=True, frozen=True)
 class ModelNeed:
-    """What a model takes, whatever the number of devices. active_parameters: number of parameters that the computation of one token
-    uses; in a mixture of experts these are not all. sequence_bytes: bytes of the KV of one sequence of max_model_len."""
+    """The parameters and bytes of a model, whatever the number of devices. active_parameters: number of parameters that the
+    computation of one token uses; in a mixture of experts these are not all. kv: one entry for each group of layers with the same
+    window. sequence_bytes: bytes of the KV of one sequence of max_model_len."""
 
     num_parameters: int
     active_parameters: int
@@ -110,7 +114,8 @@ class Share:
 
 @dataclass(slots=True, frozen=True)
 class PredictorNeed:
-    """What a model's predictor takes in addition. kv_token_bytes: KV bytes of one token. work_space_bytes: bytes on each device."""
+    """The memory that a model takes in addition if its predictor (a further layer that drafts tokens) is loaded. kv_token_bytes: KV
+    bytes of one token. work_space_bytes: bytes on each device."""
 
     num_parameters: int
     weights_bytes: int
@@ -119,8 +124,8 @@ class PredictorNeed:
 
 
 def predictor_need(plain: ModelShape, whole: ModelShape, settings: Settings, kind: str) -> PredictorNeed | None:
-    """Returns what a model's predictor takes; None: it has none. plain, whole: the model's shape without and with the predictor.
-    kind: kind of the devices."""
+    """Returns what loading a model's predictor adds to its parameters and memory; None if the model has no predictor. plain, whole:
+    the model's shape without and with the predictor. kind: kind of the devices, "cuda" or "cpu"."""
     if not whole.predicts:
         return None
     kv_dtype = kv_dtype_of(settings.dtype, settings.kv_cache_dtype)
@@ -184,7 +189,7 @@ def share_of(shape: ModelShape, settings: Settings, devices: Devices) -> Share:
 
 
 def why_not_split(shape: ModelShape, settings: Settings, devices: Devices) -> str:
-    """Returns why the model cannot be loaded in shares on several such devices; "": it can, or there is one device."""
+    """Returns why the model cannot be divided among these devices, as a sentence; "" if it can, or if there is one device."""
     if devices.num_devices == 1:
         return ""
     if devices.kind != "cpu":
@@ -197,7 +202,8 @@ def why_not_split(shape: ModelShape, settings: Settings, devices: Devices) -> st
 
 
 def _on_each(shape: ModelShape, num_devices: int) -> ModelShape:
-    """Returns the shape of the KV that each device holds: with its part of the KV heads, and of the heads of the delta rule."""
+    """Returns the shape with the number of KV heads, and of heads of the delta rule, that each of num_devices devices holds if they
+    are divided equally, rounded up. All other sizes stay the whole model's."""
     own = replace(shape, num_kv_heads=math.ceil(shape.num_kv_heads / num_devices))
     if (full := shape.full_heads) is not None:
         own = replace(own, full_heads=replace(full, num_kv_heads=math.ceil(full.num_kv_heads / num_devices)))
@@ -215,7 +221,8 @@ def _groups(shape: ModelShape, settings: Settings) -> tuple[KVGroupSpec, ...]:
 
 
 def _sequence_bytes(shape: ModelShape, settings: Settings) -> int:
-    """Returns the bytes of the chunks that the ledger (scheduler/node/ledger.py) reserves for one sequence of max_model_len."""
+    """Returns the bytes that the scheduler (scheduler/node/ledger.py) reserves, in whole chunks, for the KV of one sequence of
+    max_model_len; 0 for encoders."""
     if shape.is_encoder:
         return 0
     kv_dtype, chunk = kv_dtype_of(settings.dtype, settings.kv_cache_dtype), settings.chunk_bytes
@@ -233,7 +240,7 @@ def _work_space_bytes(shape: ModelShape, settings: Settings, kind: str) -> int:
 
 
 def _idle_parameters(shape: ModelShape) -> int:
-    """Returns the number of parameters in experts that a token does not pass through."""
+    """Returns the number of parameters, in all layers, of the experts that one token does not pass through; 0 without experts."""
     experts = shape.experts
     if experts is None:
         return 0
@@ -243,5 +250,5 @@ def _idle_parameters(shape: ModelShape) -> int:
 
 
 def _chunks(num_bytes: int, chunk_bytes: int) -> int:
-    """Returns the bytes of the chunks that hold num_bytes."""
+    """Returns num_bytes, rounded up to a multiple of chunk_bytes."""
     return -(-num_bytes // chunk_bytes) * chunk_bytes

@@ -110,7 +110,8 @@ class Checkpoint:
 
 @dataclass(slots=True, frozen=True)
 class Seen:
-    """A model that was found. in_cache: whether it is in a Hugging Face cache. is_named: whether it is one of `named_adapters`."""
+    """A checkpoint that a scan has found. in_cache: whether it is in a Hugging Face cache. is_named: whether it is an adapter that
+    was named together with its folder, not found below the models folder."""
 
     checkpoint: Checkpoint
     in_cache: bool = False
@@ -120,14 +121,15 @@ class Seen:
 def scan(
     models_dir: str | Path, previous: Mapping[str, Checkpoint] | None = None, named: Mapping[str, str] | None = None
 ) -> dict[str, Checkpoint]:
-    """Returns all models below models_dir by name (their path below it), sorted. previous: as in `walk`. named: adapters in other
-    folders, as in `named_adapters`. Raises OSError if models_dir itself can't be read, or if no more files can be opened."""
+    """Returns all models below models_dir by name (their path below it), sorted. previous: the last scan's result, from which
+    folders that have not changed are taken. named: name -> folder of further LoRA adapters, which may lie anywhere. Raises OSError
+    if models_dir itself can't be read, or if no more files can be opened."""
     return merged(chain(walk(models_dir, previous), named_adapters(named or {}, previous)))
 
 
 def merged(found: Iterable[Seen]) -> dict[str, Checkpoint]:
-    """Returns the models by name, sorted. If several have the same name, a named adapter is preferred to a plain folder, and that
-    to one in a Hugging Face cache."""
+    """Returns the checkpoints by name, sorted. If several have the same name, an adapter that was named with its folder is
+    preferred to a folder below the models folder, and that to one in a Hugging Face cache."""
     plain: dict[str, Checkpoint] = {}
     cached: dict[str, Checkpoint] = {}
     named: dict[str, Checkpoint] = {}
@@ -229,8 +231,10 @@ def named_adapters(
     silent: Mapping[str, str] | None = None,
     watched: Callable[[str], None] = lambda folder: None,
 ) -> Iterator[Seen]:
-    """Yields the LoRA adapters in these folders, which may lie anywhere. named: name -> folder, whose content need not be an
-    adapter. The other arguments are as in `walk`. Raises OSError if no more files can be opened."""
+    """Yields the LoRA adapters in given folders, which may lie anywhere. named: name -> folder; a folder that holds no adapter is
+    yielded as a checkpoint with an error. previous: the last scan's result, from which folders that have not changed are taken.
+    looking, watched: both are called with each folder before it is read. silent: folder -> reason why it must not be looked at; it
+    is yielded as incomplete. Raises OSError if no more files can be opened."""
     for name, path in named.items():
         if path in (silent or {}):
             checkpoint = Checkpoint(name, path, reason=(silent or {})[path], is_adapter=True)
@@ -269,8 +273,9 @@ def _identities_above(root: Path) -> set[tuple[int, int]]:
 
 
 def _leads_round(link: os.DirEntry[str], folder: Path, root: Path, above: set[tuple[int, int]]) -> bool:
-    """Returns whether the link in `folder` must not be followed: it leads to a folder that contains it (also by the path below
-    the models folder), into /proc or /sys, where each process has links to everywhere, or to nothing."""
+    """Returns whether the link in `folder` must not be followed: it leads to a folder that contains it (also by the path below the
+    models folder `root`), into /proc or /sys, where each process has links to everywhere, or to nothing. above: (device, inode) of
+    the models folder and of all folders above it."""
     try:
         stat = link.stat()
         if (stat.st_dev, stat.st_ino) in above or stat.st_dev in {
@@ -305,20 +310,22 @@ def scan_one(path: str | Path, name: str | None = None) -> Checkpoint:
 
 
 def holds_model(folder: str | Path) -> bool:
-    """Returns whether the scan would list the folder as a model, complete or not, and look for no models below it. Raises
-    OSError."""
+    """Returns whether the names of a folder's files make the scan list it as a model, complete or not; the scan then does not
+    search the folders below it for models. Raises OSError if the folder can't be read."""
     with os.scandir(folder) as entries:
         return _looks_like_model({entry.name for entry in entries if not entry.name.startswith(".") and not _is_dir(entry)})
 
 
 def holds_adapter(folder: str | Path) -> bool:
-    """Returns whether the scan would list the folder as a LoRA adapter, also within a model's folder. Raises OSError."""
+    """Returns whether the names of a folder's files make the scan list it as a LoRA adapter, also if the folder lies within a
+    model's folder. Raises OSError if the folder can't be read."""
     with os.scandir(folder) as entries:
         return _is_adapter({entry.name for entry in entries if not entry.name.startswith(".") and _is_file(entry)})
 
 
 def holds_head(folder: str | Path) -> bool:
-    """Returns whether a folder holds a head that drafts tokens for a model. Raises OSError."""
+    """Returns whether the folder's config.json describes a head that drafts tokens for a model (EAGLE-3); False also if there is no
+    config.json or it is not valid JSON. Raises OSError if the file can't be read."""
     try:
         text = read_regular(Path(folder) / CONFIG_NAME, MAX_CONFIG_BYTES)
     except FileNotFoundError:
@@ -335,7 +342,8 @@ def _looks_like_model(names: set[str]) -> bool:
 
 
 def _is_adapter(names: Collection[str]) -> bool:
-    """Returns whether a folder with these files is an adapter's. Some adapters come with their base's config.json."""
+    """Returns whether files with these names make a folder a LoRA adapter's. Some adapters come with their base's config.json:
+    beside it, an adapter must have its configuration and its weights, and the folder no weights of a model."""
     if CONFIG_NAME not in names:
         return lora.CONFIG_NAME in names
     own = lora.CONFIG_NAME in names and lora.WEIGHTS_NAME in names
@@ -343,8 +351,9 @@ def _is_adapter(names: Collection[str]) -> bool:
 
 
 def _belongs_to_model(entry: os.DirEntry[str], looking: Callable[[str], None], watched: Callable[[str], None]) -> bool:
-    """Returns whether a folder in a model's folder holds an adapter or a head. Links are not followed, because they may lead
-    anywhere."""
+    """Returns whether an entry of a model's folder is a folder with an adapter or a draft head, into which the scan then goes.
+    Links are not followed, because they may lead anywhere. looking, watched: both are called with the entry's path before it is
+    read."""
     if entry.name in _INNER or not _is_real_dir(entry) or not entry.name.isprintable():
         return False
     looking(entry.path)
@@ -419,8 +428,8 @@ def _files(entries: Iterable[os.DirEntry[str]]) -> tuple[tuple[str, int, int], .
 
 
 def _pooling_file(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Returns (name, size, mtime_ns) of an embedding model's pooling configuration, the only file of a model in a subfolder; () if
-    there is none."""
+    """Returns (name, size in bytes, mtime_ns) of an embedding model's pooling configuration `1_Pooling/config.json`; () if there is
+    none."""
     try:
         stat = (folder / POOLING_NAME).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -472,7 +481,8 @@ def _sum_up(
     headers: Mapping[str, Header],
     digest: hashlib.blake2b,
 ) -> None:
-    """Sets a checkpoint's files and its fingerprint. digest: a hash that already contains the configuration texts."""
+    """Sets a checkpoint's `files` and `fingerprint`. stats: file name -> (size in bytes, mtime_ns). headers: file name -> header,
+    for every weight file. digest: a hash that already contains the configuration texts."""
     files = []
     for file, header in headers.items():
         size, mtime = stats[file] if file in stats else _stat(folder / file)
@@ -483,7 +493,9 @@ def _sum_up(
 
 
 def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[TensorRef]) -> ModelShape:
-    """Returns the shape with the formats of its tensors, and their places in the files."""
+    """Returns the shape with its fields stored_format, plain_groups and block_offsets set as the checkpoint stores its tensors.
+    names: the names of all stored tensors. tensors: the same tensors, from the files' headers. Raises CheckpointError if only some
+    of the tensors that are read together are quantised."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups(shape, tensors))
     return replace(shape, block_offsets=layout.block_offsets(shape, tensors))
@@ -492,7 +504,9 @@ def with_formats(shape: ModelShape, names: Collection[str], tensors: Sequence[Te
 def _find_predictor(
     checkpoint: Checkpoint, names: Collection[str], tensors: Sequence[TensorRef], headers: Mapping[str, Header]
 ) -> None:
-    """Sets the checkpoint's fields about a predictor. The model is served without a predictor that is damaged."""
+    """Sets the checkpoint's `predicting` to the shape with its predictor (a further layer that drafts tokens), if the files hold
+    one. A predictor that is damaged sets `predictor_error` instead, and the model is served without it. names, tensors, headers:
+    the names of all stored tensors, the tensors, and the headers of their files."""
     assert checkpoint.shape is not None
     shape = layout.predicting(checkpoint.shape, names)
     if shape is None:
@@ -536,8 +550,8 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 def check_counts(shape: ModelShape, num_tensors: int) -> None:
-    """Raises CheckpointError if the files hold fewer tensors than the model has layers, or experts. Called before anything lists
-    all layers, since config.json may name any number of them."""
+    """Raises CheckpointError if the files hold fewer tensors (num_tensors) than the model has layers, or experts that are stored
+    one by one. Called before anything lists all layers, since config.json may name any number of them."""
     if shape.num_layers > num_tensors:
         raise CheckpointError(
             CONFIG_NAME, None, f"key num_hidden_layers: {shape.num_layers} is more than the files hold tensors ({num_tensors})"
@@ -559,8 +573,10 @@ def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
 def check_tensors(
     stored: Iterable[StoredTensor], tensors: Iterable[TensorRef], is_ignored: Callable[[str], bool], what: str, files: str
 ) -> None:
-    """Raises CheckpointError, which names file and tensor, unless `tensors` contain every tensor of `stored`, and no others except
-    ignored ones. what: names, in messages, what asks for the tensors; files: where they are looked for."""
+    """Raises CheckpointError, which names file and tensor, unless `tensors`, those in the files, contain every tensor of `stored`
+    with its shape and dtype, and no others except ignored ones. is_ignored: tells by its name whether a further tensor is allowed.
+    what: what asks for the tensors, such as "LlamaForCausalLM with this config.json"; files: where they are looked for; both are
+    parts of messages."""
     wanted = {tensor.name: tensor for tensor in stored}
     for tensor in tensors:
         expected = wanted.pop(tensor.name, None)

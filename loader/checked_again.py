@@ -12,8 +12,9 @@ from loader.weight_files import FileInfo
 
 
 def scanned_again(path: str | Path, fingerprint: str, kind: str) -> Checkpoint:
-    """Scans a folder again. fingerprint: the registered fingerprint, "" to accept any. kind: "model" or "adapter", for error
-    messages. Raises CheckpointError (permanent), or CheckpointChanged if the files differ or are incomplete again."""
+    """Scans the folder of a registered model or adapter again, and returns its checkpoint, which is complete. fingerprint: the
+    registered fingerprint; "" accepts any. kind: "model", "adapter" or "head", for messages. Raises CheckpointError (permanent) if
+    the files are at fault, or CheckpointChanged if they differ from the registered ones or are incomplete again."""
     try:
         checkpoint = scan_one(path)
     except OSError as error:
@@ -28,8 +29,9 @@ def scanned_again(path: str | Path, fingerprint: str, kind: str) -> Checkpoint:
 
 
 def open_unchanged(folder: str | Path, info: FileInfo, kind: str) -> int:
-    """Opens a weight file that must be as the scan saw it; the caller closes the descriptor. Raises CheckpointChanged if it
-    differs."""
+    """Opens a weight file that must have the size and time that a scan recorded in `info`, and returns its descriptor, which the
+    caller closes. kind: "model", "adapter" or "head", for messages. Raises CheckpointChanged if the file differs or can't be
+    opened."""
     try:
         fd = open_regular(Path(folder) / info.name)
     except OSError as error:
@@ -43,7 +45,8 @@ def open_unchanged(folder: str | Path, info: FileInfo, kind: str) -> int:
 
 
 def check_unchanged(fd: int, info: FileInfo, kind: str) -> None:
-    """Raises CheckpointChanged if an open file is not as the scan saw it."""
+    """Raises CheckpointChanged if an open file has another size or modification time than the scan recorded in `info`. kind:
+    "model", "adapter" or "head", for the message."""
     stat = os.fstat(fd)
     if (stat.st_size, stat.st_mtime_ns) != (info.size_bytes, info.mtime_ns):
         raise CheckpointChanged(f"{info.name}: changed since the {kind} was registered")

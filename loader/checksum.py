@@ -29,7 +29,8 @@ def joined(sums: Any) -> int:
 
 
 def add_words(source: Any, sums: Any) -> None:
-    """Adds whole words to the two sums. source: uint8, a multiple of 8 bytes. sums: uint64 [2]."""
+    """Adds the 8-byte words of `source` to the two sums of a checksum, in place: to the first the words w, to the second index * w,
+    both modulo 2**64. Indices begin at 0. source: uint8, a multiple of 8 bytes. sums: uint64 [2]."""
     for begin in range(0, len(source) // 8, _STEP_WORDS):
         words = np.frombuffer(source[8 * begin : 8 * (begin + _STEP_WORDS)].tobytes(), np.uint64)
         index = np.arange(begin, begin + len(words), dtype=np.uint64)
@@ -37,7 +38,8 @@ def add_words(source: Any, sums: Any) -> None:
 
 
 def add_rest(rest: Any, num_words: int, sums: Any) -> None:
-    """Adds the last bytes, fewer than a word, to the two sums. num_words: the number of whole words before them."""
+    """Adds the last bytes of a piece, fewer than 8 and padded with zeros to a word, to the two sums of its checksum (uint64 [2]),
+    in place. num_words: the number of whole words before them, which is the index of this word."""
     if len(rest):
         last = np.zeros(8, np.uint8)
         last[: len(rest)] = rest
@@ -46,6 +48,6 @@ def add_rest(rest: Any, num_words: int, sums: Any) -> None:
 
 
 def combined(pieces: Sequence[int]) -> int:
-    """Combines the checksums of consecutive pieces into a 64-bit number, which is never 0."""
+    """Combines the 128-bit checksums of consecutive pieces, in their order, into a 64-bit number, which is never 0."""
     digest = hashlib.blake2b(b"".join(piece.to_bytes(16, "little") for piece in pieces), digest_size=8)
     return int.from_bytes(digest.digest(), "little") or 1

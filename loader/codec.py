@@ -15,12 +15,13 @@ _COUNTED_VALUES = 1 << 16  # a frame's seven exponents are found from about this
 
 
 def sum_of(data: Any) -> int:
-    """Returns a frame's checksum. data: uint8."""
+    """Returns the 64-bit checksum of a frame's bytes. data: uint8."""
     return checksum.combined([checksum.of(data)])
 
 
 def encode(values: Any) -> bytes:
-    """Returns the values as a frame. values: uint16 [N], the bits of bfloat16, contiguous; 1 to FRAME_VALUES of them."""
+    """Packs bfloat16 values without loss into a frame (loader/frame.py) and returns its bytes. values: uint16 [N], the bits of the
+    values, contiguous; 1 to FRAME_VALUES of them."""
     num_values = len(values)
     halves = values.view(np.uint8)
     low, high = halves[::2], halves[1::2]
@@ -42,12 +43,15 @@ def encode(values: Any) -> bytes:
 
 
 def _offsets(escaped: Any, num_values: int) -> Any:
-    """Returns the number of escapes before each group. escaped: indices of the values that are escapes, ascending."""
+    """Returns, for each group of GROUP_VALUES values of a frame, how many values before the group are escapes, whose exponents have
+    no code: uint32 [groups]. escaped: indices of the values that are escapes, ascending."""
     return np.searchsorted(escaped, np.arange(frame.num_groups(num_values)) * GROUP_VALUES).astype("<u4")
 
 
 class Parts:
-    """The parts of a packed frame, as views of its bytes."""
+    """The parts of a packed frame (loader/frame.py), as views of its bytes. table: the exponents that have a code. body: sign and
+    mantissa of each value. words: the bit planes of the exponents' codes. offsets: the number of escapes before each group.
+    escapes: the exponents that have no code."""
 
     __slots__ = ("body", "escapes", "offsets", "table", "words")
 
@@ -69,7 +73,8 @@ class Parts:
 
 
 def decode(data: Any, out: Any) -> None:
-    """Decodes a frame. data: uint8, contiguous. out: uint16 [N], filled completely. Raises FrameError."""
+    """Unpacks a frame into bfloat16 values. data: the frame, uint8, contiguous. out: uint16 [N], receives the bits of all values.
+    Raises FrameError if the frame is not valid or does not hold N values."""
     parts = Parts(data, len(out))
     codes = np.unpackbits(parts.words[0].view(np.uint8), bitorder="little")
     for bit in range(1, frame.NUM_PLANES):

@@ -12,7 +12,8 @@ MAX_IDS = 1024  # most ids under one key, such as the ids that end a text
 
 
 class Fields:
-    """One JSON object. file: the file's name in errors. prefix: put before keys in errors, for example "rope_scaling."."""
+    """One JSON object, whose methods return typed values by key and raise CheckpointError for a value of another type. file: the
+    file's name in errors. prefix: put before keys in errors, for example "rope_scaling."."""
 
     def __init__(self, values: dict[str, Any], file: str, prefix: str = "") -> None:
         self.values, self.file, self.prefix = values, file, prefix

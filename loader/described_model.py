@@ -19,9 +19,10 @@ HEADERS, INDEX, CONFIG = "headers", "index", "config"
 
 @dataclass(slots=True, frozen=True)
 class DescribedModel:
-    """The shape of a model whose weights need not be there. source: where its sizes come from, HEADERS, INDEX or CONFIG. With
-    CONFIG, nobody has seen which matrices of a quantised checkpoint are plain, and those that the configuration names as plain
-    count as plain. predicting, predictor_error: as in catalog.Checkpoint."""
+    """The shape of a model whose weights need not be there. source: where its sizes come from: HEADERS (headers of the weight
+    files), INDEX (names of tensors in their index) or CONFIG (config.json alone). With CONFIG, the matrices of a quantised
+    checkpoint that its configuration names as plain count as plain. predicting: the shape with the model's predictor; None: it has
+    none, or predictor_error says what is wrong with it."""
 
     shape: ModelShape
     source: str
@@ -30,7 +31,8 @@ class DescribedModel:
 
 
 def described_model(folder: Path) -> DescribedModel:
-    """Reads the folder. Raises CheckpointError, which names file and key or tensor, UnsupportedModel, and OSError."""
+    """Describes the model in a folder by its config.json and, if they are there, by the headers of its weight files, else by their
+    index. Raises CheckpointError, which names file and key or tensor, UnsupportedModel, and OSError."""
     config = read_regular(folder / CONFIG_NAME, catalog.MAX_CONFIG_BYTES)
     beside = folder / QUANT_CONFIG_NAME
     quant_config = read_regular(beside, catalog.MAX_CONFIG_BYTES) if beside.is_file() else None
@@ -64,8 +66,8 @@ def described_model(folder: Path) -> DescribedModel:
 
 
 def _named(shape: ModelShape, names: set[str]) -> ModelShape:
-    """Returns the shape with the formats that follow from these names of tensors. Raises CheckpointError for a tensor that is
-    missing."""
+    """Returns the shape with stored_format and plain_groups set as the names of a checkpoint's tensors tell. names: all names in
+    the index. Raises CheckpointError for a tensor that the model needs and the index lacks."""
     shape = replace(shape, stored_format=layout.format_by_name(shape, names))
     shape = replace(shape, plain_groups=layout.plain_groups_by_name(shape, names))
     for tensor in layout.stored_tensors(shape):
@@ -83,7 +85,8 @@ def _text(path: Path) -> bytes | None:
 
 
 def _check_count(shape: ModelShape) -> None:
-    """Raises CheckpointError for more experts than files may hold tensors, before anything lists them all."""
+    """Raises CheckpointError if layers times experts are more than the tensors that a model may have (MAX_TENSORS). Called before
+    anything lists all experts."""
     num = shape.num_layers * (shape.experts.num_experts if shape.experts is not None else 1)
     if num > MAX_TENSORS:
         raise CheckpointError(CONFIG_NAME, None, f"asks for {num} experts in all; a model may have {MAX_TENSORS} tensors")

@@ -19,8 +19,8 @@ from loader.weight_files import FileInfo
 
 @dataclass(slots=True, frozen=True)
 class Joined:
-    """A model with its head. shape: the shape of both together. files: the head's files, named by their paths from the model's
-    folder. fingerprint: the fingerprint of both together."""
+    """A model together with a head that drafts tokens for it. shape: the shape of both together. files: the head's files, named by
+    their paths from the model's folder. fingerprint: the fingerprint of both together."""
 
     shape: ModelShape
     files: tuple[FileInfo, ...]
@@ -28,8 +28,8 @@ class Joined:
 
 
 def joined(checkpoint: Checkpoint, head: Checkpoint) -> Joined:
-    """Joins a complete model and a complete head, without reading any file. Raises CheckpointError, which names file and key or
-    tensor, if they do not belong together."""
+    """Joins a complete model and a complete head that drafts tokens for it, without reading any file. Raises CheckpointError, which
+    names file and key or tensor, if they do not belong together."""
     assert checkpoint.shape is not None
     assert head.head is not None
     base = checkpoint.shape
@@ -50,8 +50,8 @@ def joined(checkpoint: Checkpoint, head: Checkpoint) -> Joined:
 
 
 def renamed(header: Header, file: str) -> Header:
-    """Returns the header of a head's file with the names that its tensors get among the model's. file: the file's path from the
-    model's folder."""
+    """Returns the header of a draft head's file, in which each tensor's name has the prefix "drafter." that it has among the
+    model's tensors. file: the file's path from the model's folder."""
     return replace(header, tensors=tuple(_renamed(tensor, file) for tensor in header.tensors))
 
 

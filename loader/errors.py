@@ -19,7 +19,8 @@ class LoaderError(Exception):
 
 
 class CheckpointError(LoaderError):
-    """Raised when the checkpoint is at fault. file: its path or name. tensor: its name in the file, or None."""
+    """Raised when the checkpoint is at fault. file: path or name of the file at fault. tensor: the name of the tensor at fault;
+    None if the error is about no tensor. message: what is wrong."""
 
     def __init__(self, file: str, tensor: str | None, message: str) -> None:
         self.file, self.tensor = shortened(file), tensor and shortened(tensor)
@@ -37,7 +38,8 @@ class UnsupportedModel(CheckpointError):
 
 
 class CheckpointChanged(LoaderError):
-    """Raised when files were replaced between registration and load. The next scan will see the new ones."""
+    """Raised when a registered checkpoint's files were replaced, or became incomplete, before its load. The next scan will see the
+    new files."""
 
     permanent = False
 

@@ -46,11 +46,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ReadCancelled(Exception):
-    """Raised because a load's `cancelled()` returned true."""
+    """Raised when a load ends early because its caller has cancelled it."""
 
 
 class LeftBehind(Exception):
-    """Raised in a thread whose call was left behind. Nothing waits for the thread, and what it was to work on may be gone."""
+    """Raised in a reader thread whose file system call returned only after the load had stopped waiting for it. The thread must end
+    then, because the memory that it was to fill may be gone."""
 
 
 def is_local(fd: int) -> bool:
@@ -64,8 +65,8 @@ def is_local(fd: int) -> bool:
 
 
 class CallUnderWay:
-    """One thread's calls of the file system, each of which another thread may leave behind while it has not returned. A context
-    manager around a single call; on leaving it raises LeftBehind where that has happened."""
+    """The file system calls of one thread, one at a time. Another thread may stop waiting for a call that has not returned
+    (`leave`). Used as a context manager around each call; on leaving it raises LeftBehind if that has happened."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,17 +84,19 @@ class CallUnderWay:
             raise LeftBehind
 
     def leave(self) -> bool:
-        """Leaves the call behind that is under way. Returns False if there is none."""
+        """Marks the call that is in progress as left behind, so that its thread raises LeftBehind once it returns. Returns False if
+        no call is in progress."""
         with self._lock:
             self._is_left = self._is_left or self._is_under_way
             return self._is_left
 
 
 class FileCalls:
-    """A thread that calls the file system for a load, so that the load's own thread never waits for long once it is cancelled. A
-    context manager; on leaving it the thread closes what is in `opened`, and ends.
+    """A thread that calls the file system for a load, so that the load's own thread never waits for long once the load is
+    cancelled. A context manager; on leaving it the thread closes what is in `opened`, and ends.
 
-    name: the model's, for the log. opened: to be used by the thread alone."""
+    name: the model's name, for the log. cancelled: returns whether the load is cancelled. opened: closes the files that the thread
+    opens; used by the thread alone."""
 
     def __init__(self, name: str, cancelled: Callable[[], bool]) -> None:
         self._name, self._cancelled = name, cancelled
@@ -114,7 +117,8 @@ class FileCalls:
 
     def run(self, work: Callable[[], T]) -> T:
         """Calls `work` in the thread; returns what it returns and raises what it raises. Raises ReadCancelled if the load is
-        cancelled and `work` has not ended LEAVE_AFTER_S seconds later; it then goes on by itself."""
+        cancelled and `work` has not ended LEAVE_AFTER_S seconds later; it then goes on by itself. Raises MemoryError if the thread
+        has ended for lack of memory."""
         future: Future[T] = Future()
         self._work.put((work, future))
         while not wait([future], LOOK_EVERY_S).done:

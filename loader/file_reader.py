@@ -22,10 +22,11 @@ log = logging.getLogger("loader")
 
 @dataclass(slots=True, frozen=True)
 class Fetched:
-    """A read that was carried out. Sizes are in bytes of tensors, as they are in the file. direct_bytes: those read past the page
-    cache. staged_bytes: those that went through a slot.
+    """The result of one read that was carried out. Sizes are in bytes of tensors, as they are in the file. direct_bytes: bytes read
+    past the page cache. staged_bytes: bytes that went through the staging slot.
 
-    fence: passed when the read's copies to a device are done, after which `slot` goes back to the ring; None if there are none."""
+    fence: passed when the read's copies to a device are done, after which the caller gives `slot` back to the ring; None: there are
+    no copies, and the slot has been given back."""
 
     read: Read
     direct_bytes: int
@@ -36,15 +37,17 @@ class Fetched:
 
 @dataclass(slots=True, eq=False)
 class Fetching:
-    """What one reader thread is at. slot: the slot that it holds, once it has begun. Calls that may be left behind are made
-    within `call`."""
+    """The state of one reader thread. slot: the staging slot of its current or last read; None before the first. call: guards its
+    file system calls, which another thread may leave behind if they do not return."""
 
     call: CallUnderWay = field(default_factory=CallUnderWay)
     slot: memoryview | None = None
 
 
 class FileReader:
-    """Reads one open weight file. Several threads may call `fetch` at once. stack: closes the descriptors that are opened here."""
+    """Reads one open weight file. Several threads may call `fetch` at once. file: the file's name, for errors. fd: its descriptor.
+    sink: the destination of the weights. ring: the staging slots. stack: closes the descriptors that are opened here. unpacker:
+    decodes packed frames."""
 
     def __init__(self, file: str, fd: int, sink: WeightSink, ring: StagingRing, stack: ExitStack, unpacker: Unpacker) -> None:
         self._file, self._fd, self._sink, self._ring, self._unpacker = file, fd, sink, ring, unpacker
@@ -63,11 +66,12 @@ class FileReader:
             self._refuse(error)
 
     def fetch(self, read: Read, at: Fetching) -> Fetched:
-        """Carries out a read. Returns when its weights are in place, or on their way there from a slot, which the caller then has
-        to give back to the ring once the fence is passed.
+        """Carries out a read in the calling thread. Returns when its weights are in place, or on their way there from a slot, which
+        the caller then has to give back to the ring once the fence is passed. at: the state of the thread, updated here.
 
-        Raises ReadFailed, or CheckpointError if the file ends too early or a frame is damaged; all name file, tensor and offset.
-        Raises RuntimeError if the device failed, and LeftBehind. After an error the slot is back in the ring."""
+        Raises ReadFailed if the drive fails, and CheckpointError if the file ends too early or a frame is damaged; both name file,
+        tensor and offset. Raises RuntimeError if the device failed, and LeftBehind if another thread has left the call behind.
+        After an error the slot is back in the ring."""
         for begin_bytes, end_bytes in read.places:
             self._sink.prepare(begin_bytes, end_bytes)
         slot = at.slot = self._ring.take()
@@ -116,8 +120,9 @@ class FileReader:
         self._ring.give_back(slot)
 
     def _into_place(self, read: Read, call: CallUnderWay, slot: memoryview, direct_fd: int | None) -> list[Span]:
-        """Carries out a read. Bytes that can be read straight to where the model keeps them are, the others are read into the
-        slot, a staging buffer. Returns the spans that are in the slot."""
+        """Reads the bytes of a read from the file: those that can go straight to their place in the weight range are read there,
+        all others into the staging slot. call: guards the file system calls. direct_fd: a descriptor that bypasses the page cache;
+        None: the page cache is used. Returns the spans that are in the slot."""
         memory, direct = self._memory, list[Span]()
         if memory is not None:
             direct = direct_spans(read, self._address, ANY_ALIGNMENT if direct_fd is None else self._span_alignment)
@@ -134,8 +139,9 @@ class FileReader:
         return staged_spans(read, direct)
 
     def _read_all(self, read: Read, call: AbstractContextManager[None], direct_fd: int | None, buffers: list[memoryview]) -> None:
-        """Fills the buffers, one after the other, with the read's bytes. preadv releases the interpreter lock, so models that are
-        loaded go on stepping. call: around each call. Raises CheckpointError if the file ends too early."""
+        """Fills the buffers, one after the other, with the read's bytes. call: a context entered around each system call.
+        direct_fd: a descriptor that bypasses the page cache; None: the page cache is used. preadv releases the interpreter lock, so
+        steps of other models go on meanwhile. Raises CheckpointError if the file ends too early."""
         fd = self._fd if direct_fd is None else direct_fd
         done = 0
         while done < read.needed_bytes:
@@ -152,15 +158,15 @@ class FileReader:
             buffers = _behind(buffers, num_bytes)
 
     def _refuse(self, error: OSError) -> None:
-        """Handles the file system's refusal of a direct read: all further reads of this file go through the page cache, and the
-        log says so."""
+        """Makes all further reads of this file go through the page cache, because the file system refused a direct read with
+        `error`, and logs that."""
         self._direct_fd = None
         self.refused = error.strerror or str(error)
         log.info("%s: no direct reads (%s); reading through the page cache", self._file, error.strerror)
 
 
 def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Returns what is left of the buffers after their first num_bytes."""
+    """Returns the buffers without their first num_bytes, which have been filled."""
     for i, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
             return [buffer[num_bytes:], *buffers[i + 1 :]]

@@ -55,5 +55,6 @@ def escapes_at(num_values: int) -> int:
 
 
 def frame_bytes(num_values: int, num_escapes: int) -> int:
-    """Returns the length of a frame in bytes."""
+    """Returns the length in bytes of a frame with num_values values, of which num_escapes have exponents without a code; a multiple
+    of FRAME_ALIGN_BYTES."""
     return -(-(escapes_at(num_values) + num_escapes) // FRAME_ALIGN_BYTES) * FRAME_ALIGN_BYTES

@@ -86,20 +86,21 @@ def sampling_bytes(rows: int, vocab_size: int) -> int:
 
 
 def edited_bytes(rows: int, shape: ModelShape) -> int:
-    """Returns the bytes that `rows` rows take whose logits are edited before sampling: logits in float32, counts of tokens, masks,
-    and the counted tokens."""
+    """Returns the bytes for `rows` rows of logits that are edited before sampling: logits in float32, counts of tokens, masks, and
+    the counted tokens."""
     return rows * (shape.vocab_size * (4 + 4) + shape.vocab_size // 8) + 4 * max(EDITED_TOKENS, shape.max_position_embeddings)
 
 
 def decode_programs(shape: ModelShape, num_kv_heads: int) -> int:
-    """Returns how many programs read the same piece of a sequence's context in a decode step: one for each KV head of a layer. For
-    latents there is one for each LATENT_HEADS heads, which counts as four, because it takes most of a multiprocessor's
-    resources."""
+    """Returns how many programs of the GPU (thread blocks) read the same piece of a sequence's context in a decode step: one for
+    each KV head of a layer. For latent attention there is one for each LATENT_HEADS heads, which counts as four, because it takes
+    most of a multiprocessor's resources."""
     return num_kv_heads if shape.latent is None else 4 * -(-shape.num_heads // LATENT_HEADS)
 
 
 def _expert_bytes(shape: ModelShape, item: int) -> int:
-    """Returns the bytes that the experts of one layer take for each token of a step, however tokens are routed."""
+    """Returns the bytes that the experts of one layer take for each token of a step, whichever experts the tokens pass through; 0
+    without experts. item: bytes of an element of the model's dtype."""
     experts = shape.experts
     if experts is None:
         return 0

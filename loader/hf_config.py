@@ -24,7 +24,8 @@ QUANT_CONFIG_NAME = modelopt.QUANT_CONFIG_NAME
 
 @dataclass(slots=True, frozen=True)
 class GenerationDefaults:
-    """Ids that begin and end texts, and the sampling settings that the checkpoint's authors recommend (only those they set)."""
+    """The ids that begin and end texts, and the sampling settings that the checkpoint's authors recommend; None: they recommend
+    none."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -36,8 +37,9 @@ class GenerationDefaults:
 
 
 def parse_config(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None = None) -> ModelShape:
-    """Returns the model's shape. quant_text: the text of hf_quant_config.json; None: there is no such file. Raises UnsupportedModel
-    (architecture, activation, kind of rotary embedding or of layers, weight format), or CheckpointError, which names the key."""
+    """Returns the model's shape. text: the content of config.json. file: its name in errors. quant_text: the content of
+    hf_quant_config.json; None: there is no such file. Raises UnsupportedModel if the architecture, activation, kind of rotary
+    embedding or of layers, or weight format is not served, and CheckpointError, which names the key, for a wrong value."""
     fields = json_fields(text, file)
     architecture, headless = named_architecture(fields)
     shape = architecture.parse(fields)
@@ -56,8 +58,8 @@ def parse_config(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None 
 
 
 def check_config(text: bytes, quant_text: bytes | None) -> None:
-    """Raises UnsupportedModel or CheckpointError, which names the key, unless this is the config.json of a model that is served, or
-    of a head that drafts tokens for one. quant_text: as in parse_config."""
+    """Raises UnsupportedModel or CheckpointError, which names the key, unless `text` is the config.json of a model that is served,
+    or of a head that drafts tokens for one. quant_text: the content of hf_quant_config.json; None: there is no such file."""
     if eagle.is_head(fields := json_fields(text, CONFIG_NAME)):
         eagle.parse_head(fields, None)
     else:
@@ -65,23 +67,25 @@ def check_config(text: bytes, quant_text: bytes | None) -> None:
 
 
 def _quantised(fields: Fields, is_wrapper: bool) -> Fields:
-    """Returns the object that may hold `quantization_config`: config.json, or in a wrapper text_config, if only that has the
-    key."""
+    """Returns the object that may hold `quantization_config`: config.json itself, or its text_config if is_wrapper (the checkpoint
+    has a decoder beside other encoders) and config.json lacks the key."""
     if not is_wrapper or fields.has(CONFIG_KEY):
         return fields
     return fields.mapping(TEXT_KEY) or fields
 
 
 def _said_by(fields: Fields, quant_text: bytes | None) -> tuple[Fields, str]:
-    """Returns the object that says how matrices are quantised, and the key under which it does."""
+    """Returns the object that says how matrices are quantised, and the key under which it does: config.json, or the object in
+    hf_quant_config.json if only that says it. quant_text: the content of hf_quant_config.json; None: there is no such file."""
     if quant_text is None or fields.has(CONFIG_KEY):
         return fields, CONFIG_KEY
     return modelopt.quant_config(quant_text), modelopt.QUANT_CONFIG_KEY
 
 
 def plain_modules(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None = None) -> Callable[[str], bool]:
-    """Returns a function that tells whether a quantised checkpoint's module of a given name is plain by its configuration.
-    quant_text: as in parse_config. Raises CheckpointError, which names the key."""
+    """Returns a function that tells, by a module's name, whether a quantised checkpoint's configuration leaves the module
+    unquantised. text: the content of config.json. file: its name in errors. quant_text: the content of hf_quant_config.json; None:
+    there is no such file. Raises CheckpointError, which names the key."""
     fields = json_fields(text, file)
     fields = _quantised(fields, isinstance(named_architecture(fields)[0], Wrapper))
     own, key = _said_by(fields, quant_text)
@@ -89,7 +93,8 @@ def plain_modules(text: bytes, file: str = CONFIG_NAME, quant_text: bytes | None
 
 
 def parse_generation(config_text: bytes, generation_text: bytes | None) -> GenerationDefaults:
-    """Returns the ids that end texts and the recommended sampling settings, from generation_config.json, else from config.json.
+    """Returns the ids that begin and end texts and the recommended sampling settings. config_text: the content of config.json, used
+    for ids that generation_config.json lacks. generation_text: the content of generation_config.json; None: there is no such file.
     Raises CheckpointError, which names file and key."""
     config = json_fields(config_text, CONFIG_NAME)
     if not config.has("eos_token_id"):

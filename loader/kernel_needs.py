@@ -21,7 +21,10 @@ _OF_EDITED_ROWS = [KernelSet("float32", GREEDY), KernelSet("float32", SAMPLING)]
 def needed_kernels(
     shape: ModelShape, dtype: str, weight_format: WeightFormat, is_split: bool = False, has_adapters: bool = False
 ) -> list[KernelSet]:
-    """Returns the sets that a model of this dtype calls. Encoders call none, and float16 has no kernels of its own."""
+    """Returns the sets of compiled CPU kernels that the steps of a model call. dtype: the dtype that it is computed in. is_split:
+    whether it is divided over several devices. has_adapters: whether LoRA adapters may be applied. Encoders need none; a model in
+    float16, for which there are no kernels, needs only float32 sets (those for sampling, and for exchanges between devices if it is
+    split)."""
     family = architecture_of(shape)
     if not isinstance(family, Decoder | Wrapper):
         return []
@@ -41,7 +44,7 @@ def needed_kernels(
 
 
 def _of_layers(family: Decoder, shape: ModelShape) -> set[str]:
-    """Returns the sets that the layers of a model call besides PLAIN, those of its draft head included."""
+    """Returns the names of the kernel sets that the layers of a model, and of its draft head, call besides PLAIN."""
     found = set()
     if shape.latent is None:
         found.add(ATTENTION)

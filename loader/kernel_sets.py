@@ -29,7 +29,8 @@ _WORDS = {
 
 
 class KernelSet(NamedTuple):
-    """A set of kernels for elements of one dtype, float32 or bfloat16."""
+    """A set of kernels of the `cpu` device for elements of one dtype, float32 or bfloat16. name: what the kernels are for, such as
+    "attention"; "": the kernels that every decoder needs."""
 
     dtype: str
     name: str
@@ -39,7 +40,8 @@ class KernelSet(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name of the set for operators. All sets that the steps of a dtype call up to their logits have the same name."""
+        """The name of the set for operators: "sampling" for the sets that choose tokens, the dtype for the other sets of decoders
+        with plain weights, and a description such as "bfloat16 with LoRA adapters" for all further sets."""
         if self.name in (GREEDY, SAMPLING):
             return "sampling"
         return self.dtype if self.name in OF_DECODERS else str(self)

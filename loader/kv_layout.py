@@ -45,17 +45,19 @@ class KVGroupSpec:
 
 
 def asked_kv_cache_dtype(setting: str) -> str:
-    """Returns KV_FP8 if the setting `kv_cache_dtype` asks for it, or "" for the model's dtype (auto)."""
+    """Returns KV_FP8 if the setting `kv_cache_dtype` asks for it, else "", which stands for the model's dtype."""
     return KV_FP8 if setting == KV_FP8 else ""
 
 
 def kv_dtype_of(dtype: str, kv_cache_dtype: str) -> str:
-    """Returns the type in which keys and values are held: the model's dtype, or KV_FP8."""
+    """Returns the type in which keys and values are held: the model's dtype, or KV_FP8. kv_cache_dtype: KV_FP8, or "" for the
+    model's dtype."""
     return kv_cache_dtype or dtype
 
 
 def kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
-    """Returns the size of one token's keys, or values, in one KV head. kv_dtype: the model's dtype, or KV_FP8."""
+    """Returns the bytes of one token's keys, or of its values, in one KV head of head_dim dimensions. kv_dtype: the model's dtype,
+    or KV_FP8, which adds a scale of one byte."""
     return head_dim + 1 if kv_dtype == KV_FP8 else head_dim * ITEM_BYTES[kv_dtype]
 
 
@@ -86,18 +88,20 @@ def is_bounded(shape: ModelShape) -> bool:
 
 
 def has_several_groups(shape: ModelShape) -> bool:
-    """Returns whether some layers have KV groups of their own, which take chunks of their own."""
+    """Returns whether memory for KV is reserved for each KV group by itself, in chunks of its own: the model has layers with
+    windows or states, or a head that drafts tokens."""
     return is_bounded(shape) or shape.eagle is not None
 
 
 def _windows(shape: ModelShape) -> tuple[int, ...]:
-    """Returns the windows of all layers, followed by that of a predictor, which is 0."""
+    """Returns the window of each layer in tokens (0: the layer attends to all tokens), followed by that of a predictor, which is
+    0."""
     return (*(shape.layer_windows or (0,) * shape.num_layers), 0)
 
 
 def _counted_layers(shape: ModelShape) -> list[int]:
-    """Returns the layers by which a device's KV of a token is counted: all layers that keep KV. For a stage of a pipeline they are,
-    for each length of window, as many layers as the stage has places for, from whatever stage."""
+    """Returns the layers whose KV a device holds for each token: all layers that keep KV. For a stage of a pipeline they are, for
+    each length of window, the first so many layers of the model as the stage has places for; only their number and sizes matter."""
     windows, counted = _windows(shape), list[int]()
     for window in sorted(set(windows)):
         layers = [layer for layer in shape.attention_layers if windows[layer] == window]
@@ -106,8 +110,9 @@ def _counted_layers(shape: ModelShape) -> list[int]:
 
 
 def _places(shape: ModelShape, layers: Sequence[int]) -> tuple[int, ...]:
-    """Returns the layers of a group for a device's places: all layers of the group, or those of the device's stage, filled up with
-    NO_LAYER."""
+    """Returns the layers of a KV group for which a device has places. layers: all layers of the group. For a stage of a pipeline
+    they are the stage's own layers among these, followed by NO_LAYER up to the number of layers in the stage that has the most of
+    them."""
     share = shape.split
     if share is None or not share.stage_ends:
         return tuple(layers)
@@ -129,7 +134,7 @@ def block_bytes(shape: ModelShape, kv_dtype: str, block_tokens: int) -> int:
 
 def kv_groups(shape: ModelShape, kv_dtype: str, block_tokens: int) -> tuple[KVGroupSpec, ...]:
     """Returns the model's KV groups, one for each length of window: first layers with full attention, then the others by length of
-    window, then those that keep states."""
+    window, then layers that keep states, then the layer of a head that drafts tokens."""
     windows, with_keys = _windows(shape), shape.attention_layers
     groups = []
     own_layers = with_keys if shape.eagle is None else with_keys[:-1]

@@ -17,8 +17,8 @@ Places = Sequence[tuple[int, int]]  # [begin, end) in bytes of the weight range
 
 
 class Landings:
-    """Tracks what has landed in one load. sink: orders the inputs of joint parameters (WeightSlot.joint) once all of them have
-    landed."""
+    """Tracks which parts of a model's weight range are complete during one load. reads: all reads of the load. sink: the
+    destination of the weights; it reorders the inputs of joint parameters (WeightSlot.joint) once all of them have been stored."""
 
     def __init__(self, reads: Iterable[Read], sink: WeightSink) -> None:
         self._sink = sink
@@ -35,9 +35,9 @@ class Landings:
                     self._files[slot.name] = segment.tensor.file
 
     def of(self, read: Read) -> Places:
-        """Returns the places that are complete with this read, all of whose bytes have been stored. Called once for each read, from
-        any thread. Raises CheckpointError for orders of inputs that differ within joint parameters, and RuntimeError if the device
-        failed."""
+        """Returns the ranges [begin, end) of the weight range, in bytes, that become complete with this read, all of whose bytes
+        have been stored. Called once for each read, from any thread. Raises CheckpointError if parameters that are read together
+        have different orders of inputs, and RuntimeError if the device failed."""
         places: list[tuple[int, int]] = []
         for segment in read.segments:
             if segment.whole is None:

@@ -42,7 +42,8 @@ CONTENT_VERSION = 1
 
 
 def as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
-    """Returns the shape for a checkpoint whose tensors have these names."""
+    """Returns the shape for a checkpoint whose tensors have these names, since checkpoints of one family may name or stack the same
+    tensors differently."""
     return architecture_of(shape).as_stored(shape, names)
 
 
@@ -71,8 +72,9 @@ def stored_tensors(shape: ModelShape) -> list[StoredTensor]:
 
 
 def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[int]:
-    """Returns ModelShape.plain_groups of a checkpoint with these tensors, which come from the files' headers. Raises
-    CheckpointError if some tensors of a group are plain and some are not."""
+    """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups). tensors:
+    the checkpoint's tensors, from the files' headers. Raises CheckpointError if some tensors of a group are plain and some are
+    not."""
     if not shape.stored_format:
         return frozenset()
     stored, own = {tensor.name: tensor for tensor in tensors}, stored_format(shape)
@@ -97,8 +99,8 @@ def plain_groups(shape: ModelShape, tensors: Iterable[TensorRef]) -> frozenset[i
 
 
 def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset[int]:
-    """Returns ModelShape.plain_groups of a checkpoint with tensors of these names: a group is plain if the checkpoint has no
-    tensors that only the format adds to its matrices (scales)."""
+    """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups). names: the
+    names of its tensors; a group is plain if there are none that only the format adds to its matrices (scales)."""
     if not shape.stored_format:
         return frozenset()
     own, found = stored_format(shape), set()
@@ -110,8 +112,9 @@ def plain_groups_by_name(shape: ModelShape, names: Collection[str]) -> frozenset
 
 
 def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) -> frozenset[int]:
-    """Returns ModelShape.plain_groups of a checkpoint. is_plain: tells whether the module of a given name is plain. The matrix of
-    module NAME is NAME.weight, and all matrices of a group are either plain or not."""
+    """Returns the indices of the tensor groups that a quantised checkpoint stores unquantised (ModelShape.plain_groups). is_plain:
+    tells whether the module of a given name is plain. The matrix of module NAME is NAME.weight, and all matrices of a group are
+    either plain or not."""
     found = set()
     for at, group in _groups(shape):
         if group.may_be_quantized and is_plain(group.tensors[0][0].removesuffix(".weight")):
@@ -120,8 +123,8 @@ def plain_groups_of_modules(shape: ModelShape, is_plain: Callable[[str], bool]) 
 
 
 def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
-    """Returns ModelShape.stored_format of a checkpoint with tensors of these names, because config.json alone may leave two formats
-    open."""
+    """Returns the name of the weight format of a checkpoint whose tensors have these names (ModelShape.stored_format). The shape
+    has the format that config.json tells, which may be one of two that differ in the names of their scales."""
     own = stored_format(shape)
     if own.otherwise and not any(name.endswith(own.scale_suffix) for name in names):
         return own.otherwise
@@ -136,7 +139,7 @@ def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
 
 
 def _groups(shape: ModelShape) -> list[tuple[int, TensorGroup]]:
-    """Returns the tensor groups, each with its index in the whole model, also for a share."""
+    """Returns the tensor groups of a model, or of a share of it, each with its index among the groups of the whole model."""
     if (share := shape.split) is not None:
         of_all = whole(shape)
         return groups_of_share(of_all, architecture_of(of_all).tensor_groups(of_all), share)
@@ -145,9 +148,9 @@ def _groups(shape: ModelShape) -> list[tuple[int, TensorGroup]]:
 
 
 def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int, ...]:
-    """Returns ModelShape.block_offsets: for each group of tensors, the distance from a block's boundary at which it begins in its
-    file. -1 if a direct read is not possible (packed, another dtype, an odd position) or not worth it. tensors: from the
-    files' headers."""
+    """Returns, for each group of tensors, the distance in bytes from a block's boundary at which the group begins in its file
+    (ModelShape.block_offsets). -1: a direct read into place is not possible (packed, another dtype, an odd position) or not worth
+    it. tensors: from the files' headers."""
     if shape.split is not None:
         of_all = whole(shape)
         return block_offsets_of_share(replace(of_all, block_offsets=block_offsets(of_all, tensors)), shape.split)
@@ -164,12 +167,13 @@ def block_offsets(shape: ModelShape, tensors: Iterable[TensorRef]) -> tuple[int,
 
 
 def weight_layout(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> list[WeightSlot]:
-    """Returns the slots of all parameters in the weight range. Each group of tensors is laid out by its format."""
+    """Returns the place of every parameter in the weight range. dtype, weight_format: the dtype and format in which the weights are
+    held."""
     return _laid_out(shape, dtype, weight_format)[0]
 
 
 def _laid_out(shape: ModelShape, dtype: str, weight_format: WeightFormat) -> tuple[list[WeightSlot], int]:
-    """Returns the slots of all parameters, and where the last group ends."""
+    """Returns the slots of all parameters, and the offset in bytes at which the last group ends."""
     groups = _groups(shape)
     block_offsets = shape.block_offsets if dtype == shape.dtype else ()
     slots: list[WeightSlot] = []
@@ -186,8 +190,8 @@ def _laid_out(shape: ModelShape, dtype: str, weight_format: WeightFormat) -> tup
 
 @lru_cache(maxsize=4096)
 def layout_id(shape: ModelShape, dtype: str, weight_format: WeightFormat = PLAIN) -> str:
-    """Returns a digest of the places, dtype and format of all parameters, so that weights that outlive the process that loaded them
-    are used only if their layout is the same."""
+    """Returns a digest of the places, dtype and format of all parameters. Weights that outlive the process that loaded them are
+    used again only if their layout has the same digest."""
     slots = weight_layout(shape, dtype, weight_format)
     return hashlib.sha256(repr((CONTENT_VERSION, dtype, weight_format.name, slots)).encode()).hexdigest()[:32]
 
@@ -202,7 +206,7 @@ def weights_bytes(shape: ModelShape, dtype: str, weight_format: WeightFormat = P
 
 def share_weights_bytes(shape: ModelShape, dtype: str, division: Division, weight_format: WeightFormat = PLAIN) -> int:
     """Returns how many bytes each device of a division maps for its share of a model's weights: the bytes of the largest share.
-    Raises UnsupportedModel."""
+    Raises UnsupportedModel for a model that cannot be divided in this way."""
     # A stage's first share has all tensors of the others, which can be longer only by other offsets in the files' blocks.
     ranks = range(0, division.size, 1 if shape.block_offsets else division.stage_size)
     return max(weights_bytes(split(shape, rank, division), dtype, weight_format) for rank in ranks)

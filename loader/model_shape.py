@@ -13,7 +13,8 @@ SIGMOID, IDENTITY = "sigmoid", "identity"
 
 @dataclass(slots=True, frozen=True)
 class SigmoidShape:
-    """Sizes of a router whose scores pass through a sigmoid, or through a softmax but with groups (reference.route_by_sigmoid)."""
+    """Sizes of a router whose scores pass through a sigmoid, or through a softmax (by_softmax), and which chooses a token's experts
+    in two steps: first some groups of experts, then experts within them (reference.route_by_sigmoid)."""
 
     num_groups: int  # number of equal groups of a layer's experts
     num_chosen_groups: int  # number of groups whose experts a token may pass through
@@ -77,14 +78,15 @@ class HeadShape:
 
     @property
     def num_projections(self) -> int:
-        """How many of the matrices of queries, keys and values, in this order, the layer has."""
+        """The number of matrices that make queries, keys and values: 1 if the layer makes only queries, 2 if one matrix makes keys
+        and values, else 3."""
         return 1 if self.reads_only else 2 if self.keys_are_values else 3
 
 
 @dataclass(slots=True, frozen=True)
 class LayerInputShape:
-    """Sizes of the additional inputs of layers (engine/layers/layer_inputs.py): an embedding table for all layers, and a projection
-    of the token's embedding."""
+    """Sizes of the additional inputs of layers (engine/layers/layer_inputs.py). A layer's input for a token comes from an embedding
+    table that has inputs for all layers, and from a projection of the token's embedding."""
 
     vocab_size: int
     width: int  # size of one layer's input for a token
@@ -137,13 +139,14 @@ class DeltaShape:
 
 @dataclass(slots=True, frozen=True)
 class EagleShape:
-    """Sizes and settings of a head that drafts tokens (loader/architectures/eagle.py). layer: the shape of its only layer; family:
-    that layer's model_type. outer_prefix: prefix of its tensors' names in its files; layer_prefix: the further prefix of its
-    layer's tensors. read_layers: numbers of the model's layers before which its states are read (the number of layers means after
-    the last one); target_size: the states' width. has_offsets: its vocabulary is not the beginning of the model's. has_embedding:
-    it has an embedding table of its own. norm_before_residual: the residual is the normed state. one_norm: the states that it reads
-    have one norm together; norms: each state has a norm of its own. norm_output: its own state is normed before it is read
-    again."""
+    """Sizes and settings of an EAGLE-3 head, a layer that drafts tokens for another model (loader/architectures/eagle.py). layer:
+    the shape of this layer; family: its model_type. outer_prefix: prefix of the names of the head's tensors in its files;
+    layer_prefix: the further prefix of the layer's tensors. draft_vocab_size: number of tokens that the head can draft;
+    has_offsets: they are not simply the first tokens of the model's vocabulary. read_layers: numbers of the model's layers whose
+    inputs (hidden states) the head reads; the number of layers stands for the last one's output. target_size: width of these
+    states. has_embedding: the head has an embedding table of its own. norm_before_residual: the residual is the normed state.
+    one_norm: one norm over all states together; norms: a norm for each state. norm_output: the head's own state is normed before
+    the next draft reads it."""
 
     layer: ModelShape
     family: str
@@ -161,9 +164,9 @@ class EagleShape:
 
 
 class Division(NamedTuple):
-    """How a model is divided among devices. size: number of devices. num_stages: number of stages, each of consecutive layers and
-    with the same number of devices. expert_parts: number of parts, of whole experts, into which the experts of a layer are divided;
-    each expert is divided among the devices of the stage that hold its part."""
+    """How a model is divided among devices. size: number of devices. expert_parts: number of parts, of whole experts, into which
+    the experts of a layer are divided; each expert is divided among the devices of a stage that hold its part. num_stages: number
+    of pipeline stages, each of consecutive layers and with the same number of devices."""
 
     size: int
     expert_parts: int = 1
@@ -176,11 +179,11 @@ class Division(NamedTuple):
 
     @property
     def inner_parts(self) -> int:
-        """Number of parts into which each expert is divided."""
+        """The number of parts into which each expert is divided, one for each device of a stage that holds it."""
         return self.stage_size // self.expert_parts
 
     def stage_of(self, rank: int) -> int:
-        """Returns the stage of a device. Rank 0, which samples, is in the last stage."""
+        """Returns the number of the stage of the device with this rank. Rank 0, which samples, is in the last stage."""
         return self.num_stages - 1 - rank // self.stage_size
 
 
@@ -193,13 +196,14 @@ class DeviceShare(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class SplitShape:
-    """The share of a split model's matrices that a shape describes. The shape's num_heads, num_kv_heads, intermediate_size, experts
-    and the like are then the share's; its other sizes are the whole model's.
+    """The share of a split model that a ModelShape describes. In that shape num_heads, num_kv_heads, intermediate_size, experts and
+    the like are the share's; all other sizes are the whole model's.
 
-    rank: number of the share within its stage. size: number of devices in the stage. expert_parts: as in Division. num_kv_heads:
-    number of KV heads of the whole model if several devices hold the same head, because there are fewer than `size`; 0: each device
-    has heads of its own. num_full_kv_heads: the same for ModelShape.full_heads. stage: number of the stage. stage_ends: for each
-    stage, the number of its last layer plus 1; (): the layers are not divided."""
+    rank: number of the share within its stage. size: number of devices in the stage. expert_parts: number of parts, of whole
+    experts, into which the experts of a layer are divided. num_kv_heads: number of KV heads of the whole model if several devices
+    hold the same head, because there are fewer than `size`; 0: each device has heads of its own. num_full_kv_heads: the same for
+    ModelShape.full_heads. stage: number of the stage. stage_ends: for each stage, the number of its last layer plus 1; (): the
+    layers are not divided."""
 
     rank: int
     size: int
@@ -219,26 +223,26 @@ class SplitShape:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the share has the embedding."""
+        """Whether the share's stage is the first one, which has the embedding."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the share has the head."""
+        """Whether the share's stage is the last one, which has the final norm and the head."""
         return self.stage == self.num_stages - 1
 
     def layers_of(self, stage: int) -> range:
-        """Returns the layers of a stage. Only for a share whose layers are divided."""
+        """Returns the numbers of the layers of a stage. Only for a model whose layers are divided into stages."""
         return range(self.stage_ends[stage - 1] if stage else 0, self.stage_ends[stage])
 
     @property
     def expert_part(self) -> int:
-        """Number of the part of a layer's experts that this share has."""
+        """The number, from 0, of the part of a layer's experts that this share has."""
         return self.rank // self.division.inner_parts
 
     @property
     def inner_part(self) -> int:
-        """Number of the part of each of its experts that this share has."""
+        """The number, from 0, of the slice that this share has of each of its experts."""
         return self.rank % self.division.inner_parts
 
 
@@ -312,29 +316,32 @@ class ModelShape:
 
     @property
     def own_layers(self) -> range:
-        """The layers that a device computes: all, or those of its stage."""
+        """The numbers of the layers that a device computes: all layers, or those of its pipeline stage."""
         if (split := self.split) is None or not split.stage_ends:
             return range(self.num_layers)
         return split.layers_of(split.stage)
 
     @property
     def num_writing_layers(self) -> int:
-        """How many first layers do not read the keys and values of other layers."""
+        """The number of layers, from the first one on, that make keys and values of their own. All later layers read those of
+        earlier layers."""
         return self.num_layers - self.num_reading_layers
 
     @property
     def num_computed_layers(self) -> int:
-        """How many layers have weights, the predictor included."""
+        """The number of layers that have weights, with the layer that drafts tokens if it is loaded."""
         return self.num_layers + self.predicts
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that keep keys and values of each token, the predictor included."""
+        """The numbers of the layers that keep keys and values of each token. Not among them are layers of the delta rule and layers
+        that read other layers' KV; the layer that drafts tokens, if it is loaded, comes last."""
         own = tuple(layer for layer in range(self.num_writing_layers) if self.delta is None or layer not in self.delta.layers)
         return (*own, self.num_layers) if self.predicts else own
 
     def heads_of(self, layer: int) -> HeadShape:
-        """Returns the heads of a layer of attention."""
+        """Returns number and size of the heads in a layer of attention, which may depend on whether the layer has a window. layer:
+        number of the layer; num_layers stands for the layer that drafts tokens."""
         if self.eagle is not None and layer == self.num_layers:
             return HeadShape(self.eagle.layer.num_kv_heads, self.eagle.layer.head_dim)
         heads = self.full_heads
@@ -383,8 +390,8 @@ class ModelShape:
 
     @property
     def rotary_head_dims(self) -> tuple[int, int]:
-        """The dimensions of a head, of which the rotary embedding rotates all or a part: in layers without windows, and in layers
-        with windows."""
+        """The number of dimensions of a head that rotary embedding applies to (it may rotate only a part of them): in layers
+        without windows, and in layers with windows."""
         if self.latent is not None:
             return self.latent.rope_dim, self.latent.rope_dim
         return self.kinds_of_heads[0].head_dim, self.head_dim

@@ -8,8 +8,8 @@ import resource
 
 
 def raise_limit() -> int:
-    """Raises the soft limit to the hard limit and returns it. The soft limit is 1024 by convention, for programs that use
-    select(2)."""
+    """Raises this process's soft limit of open descriptors to the hard limit and returns the soft limit. It is 1024 by convention,
+    for programs that use select(2)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # the kernel now allows less than the hard limit: the soft limit stays
@@ -18,7 +18,7 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """Returns the soft limit; if there is none, a larger number than any process needs (2^30)."""
+    """Returns this process's soft limit of open descriptors; 2^30, more than any process needs, if there is none."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 

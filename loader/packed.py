@@ -27,7 +27,8 @@ _HEX = frozenset("0123456789abcdef")
 
 
 class Source(msgspec.Struct, frozen=True):
-    """The plain file that was packed, as the catalog knows it. header: the BLAKE2b hash of its header, 16 bytes in hex."""
+    """The plain file that a packed file was made from, by which a load recognises it. header: the BLAKE2b hash of its header, 16
+    bytes in hex."""
 
     size_bytes: int
     mtime_ns: int
@@ -35,8 +36,9 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the metadata says of a tensor. sha256: of its unpacked bytes, in hex. sums: the checksum of each frame, 16 hex digits.
-    shape and frame_bytes (each frame's length) are set for packed tensors only."""
+    """The description of one tensor in a packed file's metadata. sha256: SHA-256 of the unpacked bytes, in hex. sums: the checksum
+    of each frame, 16 hex digits. shape: the shape of the unpacked tensor, frame_bytes: the length of each frame in bytes; both are
+    set only if the tensor is packed, not if it is stored unchanged."""
 
     sha256: str
     sums: list[str]
@@ -52,8 +54,8 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class Frame:
-    """Bytes [begin, end) of the file, which hold `num_bytes` of the tensor. packed: whether they must be decoded. sum: their
-    checksum."""
+    """A frame of a tensor in a packed file: bytes [begin, end) of the file, which hold `num_bytes` of the unpacked tensor. sum:
+    checksum of the bytes in the file. packed: whether they must be decoded; else the file holds the tensor's bytes unchanged."""
 
     begin: int
     end: int
@@ -72,7 +74,8 @@ _decoder = msgspec.json.Decoder(Record)
 
 def frame_values(shape: tuple[int, ...] | list[int], dtype: str) -> int:
     """Returns how many values each of a tensor's frames but the last one holds: as many whole rows as fit into FRAME_VALUES, or
-    FRAME_VALUES where a row is longer than that. Rows of words are a multiple of 8, since loads may rearrange so many together."""
+    FRAME_VALUES where a row is longer than that. For int32 tensors (dtype I32) the number of rows is a multiple of 8 where
+    possible, since loads may rearrange so many rows together."""
     width = shape[-1] if shape else 1
     if not 0 < width <= frame.FRAME_VALUES:
         return frame.FRAME_VALUES
@@ -83,7 +86,8 @@ def frame_values(shape: tuple[int, ...] | list[int], dtype: str) -> int:
 
 
 def read_record(text: str, file: str) -> Record:
-    """Parses the value of METADATA_KEY. Raises CheckpointError."""
+    """Parses the description of the packed tensors in a file's metadata. text: the value of METADATA_KEY. file: its name in errors.
+    Raises CheckpointError if the text is not valid or is of another version of the format."""
     try:
         found = _version_decoder.decode(text).version
         if found != VERSION:
@@ -94,7 +98,8 @@ def read_record(text: str, file: str) -> Record:
 
 
 def check_shape(shape: Sequence[int], file: str, name: str) -> None:
-    """Raises CheckpointError if no tensor can have such a shape."""
+    """Raises CheckpointError, which names file and tensor, if no tensor can have such a shape: a dimension is negative or too
+    large, or there are too many."""
     if any(n < 0 for n in shape):
         raise CheckpointError(file, name, f"negative dimension in shape {shortened(str(list(shape)), 80)}")
     if len(shape) > MAX_DIMENSIONS or any(n > MAX_DIMENSION for n in shape):
@@ -105,8 +110,8 @@ def check_shape(shape: Sequence[int], file: str, name: str) -> None:
 def check_record(
     record: TensorRecord, file: str, name: str, dtype: str, shape: tuple[int, ...], begin: int, num_bytes: int
 ) -> None:
-    """Raises CheckpointError unless the record's frames are as long as the tensor. dtype, shape, num_bytes: those in the file's
-    header. begin: the tensor's offset in the file."""
+    """Raises CheckpointError unless the frames in a tensor's record cover the tensor's bytes exactly. dtype, shape, num_bytes:
+    those of the tensor in the file's header. begin: the tensor's offset in the file."""
     own_shape = shape if record.shape is None else record.shape
     check_shape(own_shape, file, name)
     per_frame, lengths = frame_values(own_shape, dtype), record.frame_bytes

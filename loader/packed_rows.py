@@ -41,7 +41,10 @@ _WEIGHTS_AT_ONCE = 1 << 20  # that are packed at a time
 
 @dataclass(slots=True, frozen=True)
 class PackedRows:
-    """A packed matrix [N, K]. All arrays have one dimension; see the module's description."""
+    """A matrix [N, K] of bfloat16 weights, packed without loss into about eleven bits a weight; the module describes the format.
+    All arrays have one dimension. body: mantissa and sign of each weight. codes: bit planes of the three-bit codes of exponents.
+    bases: the exponent of each row that code 0 stands for. starts: for each panel of four rows, how many escapes are before it;
+    then the number of all. escapes: the exponents that have no code."""
 
     num_outputs: int
     num_inputs: int
@@ -61,12 +64,12 @@ class PackedRows:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The arrays, as kernels take them."""
+        """The arrays in the order in which kernels take them: body, codes, bases, starts, escapes."""
         return self.body, self.codes, self.bases, self.starts, self.escapes
 
 
 def pack(weights: Any) -> PackedRows:
-    """Packs weights [N, K], the bits of bfloat16 in uint16."""
+    """Packs weights [N, K] without loss. weights: the bits of bfloat16 in uint16."""
     num_outputs, num_inputs = weights.shape
     panels, blocks = math.ceil(num_outputs / PANEL_ROWS), math.ceil(num_inputs / BLOCK)
     at_once = max(1, _WEIGHTS_AT_ONCE // (PANEL_ROWS * BLOCK * max(1, blocks)))
@@ -80,7 +83,8 @@ def pack(weights: Any) -> PackedRows:
 
 
 def _pack(weights: Any, blocks: int) -> tuple[Any, ...]:
-    """Returns the body, codes, bases, numbers of escapes and escapes of some panels."""
+    """Returns the body, codes, bases, numbers of escapes and escapes (see PackedRows) of some panels of four rows. weights [rows,
+    inputs] uint16: the rows of these panels. blocks: number of blocks of 64 inputs in a row."""
     num_rows, num_inputs = weights.shape
     panels = math.ceil(num_rows / PANEL_ROWS)
     exponents = (weights >> np.uint16(7)).astype(np.uint8)
@@ -103,5 +107,6 @@ def _pack(weights: Any, blocks: int) -> tuple[Any, ...]:
 
 
 def _in_places(of_weights: Any, panels: int, blocks: int) -> Any:
-    """Returns bytes [rows, inputs] as [panels, blocks, PANEL_ROWS, BLOCK], each at the place of its weight."""
+    """Rearranges bytes [rows, inputs], one for each weight, to [panels, blocks, PANEL_ROWS, BLOCK]; within a block, place p gets
+    the byte of weight ORDER[p]."""
     return of_weights.reshape(panels, PANEL_ROWS, blocks, BLOCK)[..., list(ORDER)].transpose(0, 2, 1, 3).copy()

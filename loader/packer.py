@@ -31,7 +31,8 @@ SAMPLES, SAMPLE_VALUES = 4, 1 << 14
 
 
 class _Done(msgspec.Struct, frozen=True):
-    """A line of the journal of a packing: a tensor that has been written. begin: its offset in the new file."""
+    """A line of the journal of a packing: a tensor that has been written. begin, num_bytes: its offset and length in the new file.
+    record: its description for the new file's metadata."""
 
     name: str
     begin: int
@@ -40,20 +41,23 @@ class _Done(msgspec.Struct, frozen=True):
 
 
 class _Begun(msgspec.Struct, frozen=True):
-    """The first line of the journal of a packing: which file it packs, so that only that one is continued."""
+    """The first line of the journal of a packing: the version of the format and the plain file that is packed. A later run
+    continues only a packing of the same file."""
 
     version: int
     source: packed.Source
 
 
 def pack_file(fd: int, header: Header, source: packed.Source, target: Path, on_bytes: OnBytes) -> None:
-    """Packs the open plain file into `target`, continuing an earlier run that was interrupted. Raises CheckpointError, OSError."""
+    """Packs a plain weight file into `target`, continuing an earlier run that was interrupted. fd, header: the open plain file and
+    its header. source: its size, time and hash, which the new file records. on_bytes: called with the number of unpacked bytes done
+    since the last call. Raises CheckpointError, OSError."""
     _Packing(fd, header, source, target, on_bytes).run()
 
 
 def expected_bytes(fd: int, tensor: TensorRef) -> int:
-    """Estimates the tensor's packed size in bytes, from a few samples of it. Returns its full size if it will be stored
-    unchanged. Raises CheckpointError, OSError."""
+    """Estimates the packed size of a tensor in bytes, from a few samples of its values. Returns its full size if it is to be stored
+    unchanged: it is not bfloat16, has few values, or would hardly become smaller. Raises CheckpointError, OSError."""
     num_values = math.prod(tensor.shape)
     if tensor.dtype != packed.PACKED_DTYPE or num_values < MIN_PACKED_VALUES:
         return tensor.num_bytes
@@ -73,7 +77,8 @@ def _pieces(tensor: TensorRef) -> list[int]:
 
 
 class _Packing:
-    """The packing of one file. `_position`: the offset at which the next byte of the new file is written."""
+    """The packing of one plain file, described by `fd`, `header` and `source`, into the file `target`. on_bytes: called with the
+    number of unpacked bytes done since the last call. `_position`: the offset at which the next byte of the new file is written."""
 
     def __init__(self, fd: int, header: Header, source: packed.Source, target: Path, on_bytes: OnBytes) -> None:
         self._fd, self._header, self._source, self._on_bytes = fd, header, source, on_bytes
@@ -85,8 +90,8 @@ class _Packing:
         self._position = self._data_begin
 
     def _header_room(self) -> int:
-        """Returns the offset in bytes at which the data begins. It leaves enough space for the longest header that these tensors
-        can have."""
+        """Returns the offset in bytes at which the new file's data begins. It leaves enough space for the longest header that these
+        tensors can have, which is written last."""
         longest = {}
         end = 2 * self._header.file_bytes
         for tensor in self._header.tensors:
@@ -116,8 +121,8 @@ class _Packing:
         self._journal_path.unlink(missing_ok=True)
 
     def _take_up(self, out: int) -> None:
-        """Takes over the tensors that an earlier run has written, up to the first that is missing or damaged. Rewrites the journal
-        with only these."""
+        """Takes over the tensors that an earlier, interrupted run has written to the new file, up to the first one that is missing
+        or damaged, and rewrites the journal with only these. out: descriptor of the new file."""
         with suppress(OSError, msgspec.DecodeError):
             first, *rest = self._journal_path.read_bytes().split(b"\n")
             if msgspec.json.decode(first, type=_Begun) == _Begun(packed.VERSION, self._source):
@@ -212,7 +217,8 @@ def _stored(tensor: TensorRef, done: _Done) -> TensorRef:
 
 
 def _is_there(fd: int, tensor: TensorRef, done: _Done) -> bool:
-    """Returns whether the tensor is in the file as the journal says, with the right checksums."""
+    """Returns whether the new file holds a tensor as the journal's line `done` says, with the right checksums. fd: descriptor of
+    the new file. tensor: the tensor in the plain file."""
     stored = _stored(tensor, done)
     try:
         is_packed = done.record.shape is not None

@@ -23,9 +23,10 @@ _DECODER_MODES = {"pooling_mode_lasttoken": LAST_TOKEN}
 
 
 def pooled(shape: ModelShape, pooling_text: bytes | None, modules_text: bytes | None) -> ModelShape:
-    """Returns the shape of a model whose folder holds files with these texts; None: there is no such file. A decoder with a pooling
-    file computes vectors. Raises UnsupportedModel, CheckpointError, and MissingFile if a decoder's modules name a pooling file that
-    is not there yet."""
+    """Returns the shape of a model with its pooling, the way in which token vectors become one vector. pooling_text, modules_text:
+    the content of 1_Pooling/config.json and of modules.json; None: there is no such file. A decoder with a pooling file computes
+    vectors instead of text. Raises UnsupportedModel, CheckpointError, and MissingFile if a decoder's modules.json names a pooling
+    file that is not there yet."""
     if shape.scoring:  # a cross-encoder's score is computed from the first vector
         return shape
     if not shape.pooling and pooling_text is None:
@@ -41,8 +42,8 @@ def pooled(shape: ModelShape, pooling_text: bytes | None, modules_text: bytes | 
 
 
 def parse_pooling(text: bytes | None, modes: Mapping[str, str] = _MODES) -> str:
-    """Returns the pooling, "mean" or "cls" by default. text: the file's content; None: there is no such file, which means mean.
-    modes: key in the file -> pooling. Raises UnsupportedModel, which names the key, for any other mode."""
+    """Returns the pooling: one of the values of `modes`. text: the content of 1_Pooling/config.json; None: there is no such file,
+    which means "mean". modes: key in the file -> pooling. Raises UnsupportedModel, which names the key, for any other mode."""
     if text is None:
         return "mean"
     fields = json_fields(text, POOLING_NAME)
@@ -59,8 +60,9 @@ def parse_pooling(text: bytes | None, modes: Mapping[str, str] = _MODES) -> str:
 
 
 def check_modules(text: bytes) -> list[str]:
-    """Returns the kinds of the modules, such as Pooling. Raises UnsupportedModel for a module that would change the vectors (a
-    dense layer after the pooling), and CheckpointError for a file that cannot be read."""
+    """Returns the kinds of the modules that modules.json lists, such as Pooling. text: the file's content. Raises UnsupportedModel
+    for a module that would change the vectors (a dense layer after the pooling), and CheckpointError for a file that cannot be
+    read."""
     try:
         modules = msgspec.json.decode(text, type=list[dict[str, object]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -39,13 +39,15 @@ class Segment:
     target: the engine's dtype if it differs from the stored one, else "". Special values are: "int8" for whole rows to be
     quantised, whose scales belong at scales_at_bytes of the weight range; "scales" for all scales of a matrix, each row of which
     fills `repeats` rows of memory, in float32, held_bytes bytes in all (their inverses, if `inverse`); FP8 for codes, which are
-    stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; and the name of a Relayout. stage: see
-    `stages`. frame: in a packed file the frame that the segment consists of, else None. content: the segment that this frame
+    stored unchanged but must be checked; a value of SCALES_IN for scales of INT4 weights; and the name of a Relayout. stage: the
+    part of a forward pass that first needs the tensor (WeightSlot.stage).
+
+    frame: the frame of a packed file that the segment consists of; None: the file is plain. content: the segment that this frame
     decodes to, with begin and end counted as though the file held the tensor unpacked. whole: the place of the whole tensor if its
-    numbers are rearranged (loader/formats/relayout.py), else None. The numbers of a segment of such a tensor are scattered in this
-    place; place_bytes counts as though they were not. kept: for "scales", see WeightSlot. columns: the part of each row that is
-    kept, with the tensor regarded as a matrix (Cut); `columns.whole` is the length of a row, and the segment consists of whole
-    rows. None: all columns are kept."""
+    numbers are rearranged (loader/formats/relayout.py), else None; the segment's numbers are then scattered in this place, and
+    place_bytes counts as though they were not. kept: for "scales", the part of them that is held (WeightSlot.kept). columns: the
+    part of each row that is kept, with the tensor regarded as a matrix whose rows have `columns.whole` elements; the segment then
+    consists of whole rows. None: all columns are kept."""
 
     tensor: TensorRef
     begin: int
@@ -65,13 +67,13 @@ class Segment:
 
     @property
     def width(self) -> int:
-        """Returns the number of elements in a row."""
+        """The number of elements in a row of the tensor."""
         return self.tensor.shape[-1]
 
     @property
     def unit_bytes(self) -> tuple[int, int]:
-        """Returns the bytes, in the file and in the weight range, of the smallest unit that must not be divided: an element, a row
-        (if it is quantised or partly kept), all scales of a matrix, or the rows that are rearranged together."""
+        """The bytes, in the file and in the weight range, of the smallest unit that must not be divided: an element, a row (if it
+        is quantised or partly kept), all scales of a matrix, or the rows that are rearranged together."""
         if self.whole is not None and (relayout := self.whole.relayout) is not None:
             unit_rows = relayout.unit_rows(self.tensor.shape)
             unit_bytes = unit_rows * math.prod(self.tensor.shape[1:]) * DTYPE_BYTES[self.tensor.dtype]
@@ -88,7 +90,7 @@ class Segment:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Returns the ranges [begin, end) of the weight range that the segment fills: one for its values and, if it is quantised,
+        """The ranges [begin, end) of the weight range that the segment fills, in bytes: one for its values and, if it is quantised,
         one for their scales. For a tensor that is rearranged, the range is the segment's share of the tensor's place."""
         if self.content is not None:
             return self.content.places
@@ -102,7 +104,7 @@ class Segment:
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """A part of a segment: bytes [begin, end) of its file."""
+    """A part of a segment: bytes [begin, end) of its file. place_bytes: where the part belongs in the weight range."""
 
     segment: Segment
     begin: int
@@ -151,11 +153,12 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtype: str, read_bytes: int) -> list[Read]:
-    """Returns reads that together read every parameter once. They are ordered by the first stage that needs something from a read,
-    then by file and position. read_bytes: the length of the longest read, in whole blocks, at least two.
+    """Returns reads that together read every parameter once. They are ordered by the first stage of the forward pass that needs
+    something from a read, then by file and position. headers: file name -> header. layout: the places of all parameters. dtype: the
+    model's dtype. read_bytes: the length of the longest read, in whole blocks, at least two.
 
-    Tensors that are not parameters are left out (open_checkpoint has refused those that should not exist). Raises
-    CheckpointError, which names a parameter that is missing or has another shape."""
+    Tensors that are not parameters are left out (open_checkpoint has refused those that should not exist). Raises CheckpointError
+    for a parameter that is missing, has another shape, or has rows too long for a read."""
     slots = {slot.name: slot for slot in layout}
     stage_of = {slot.name: slot.stage for slot in slots.values()}
     reads: list[Read] = []
@@ -199,8 +202,9 @@ def plan_reads(headers: Mapping[str, Header], layout: Iterable[WeightSlot], dtyp
 
 
 def _share(whole: Segment, cut: Cut, read_bytes: int) -> list[Segment]:
-    """Returns the segments of a part of a tensor, in file order: one for each run of bytes, or for all columns that lie in short
-    runs. whole: the segment of the whole tensor, placed where the part begins."""
+    """Returns the segments of the part of a tensor that a device's share of a model has, in file order: one for each run of bytes,
+    or a single one of whole rows if the runs are short or rows are converted. whole: the segment of the whole tensor, placed where
+    the part begins."""
     dims = whole.tensor.shape
     num_rows, inner = math.prod(dims[: cut.axis]), math.prod(dims[cut.axis + 1 :])
     row_bytes = (whole.end - whole.begin) // num_rows
@@ -263,7 +267,7 @@ def _cut(file: str, segments: Iterable[Segment], read_bytes: int) -> list[Read]:
 
 
 def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
-    """Divides the segment at or before file position `at`, between two elements or rows to be quantised; a packed frame stays
+    """Divides a segment in two, at or before file position `at`, between two units (Segment.unit_bytes); a packed frame stays
     whole. Returns the parts before and after; None for an empty part."""
     if segment.end <= at:
         return segment, None
@@ -280,8 +284,8 @@ def _split(segment: Segment, at: int) -> tuple[Segment | None, Segment | None]:
 
 
 def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
-    """Returns the spans that can be read straight into their place, in a weight range that starts at `address` in memory.
-    alignment: what the read requires; ANY_ALIGNMENT for a buffered read."""
+    """Returns the parts of a read that can be read straight into their place. address: where the weight range begins in memory.
+    alignment: what the read requires of addresses and offsets; ANY_ALIGNMENT for a buffered read."""
     spans = []
     for segment in read.segments:
         # a frame must be checked before any of it is used
@@ -296,7 +300,8 @@ def direct_spans(read: Read, address: int, alignment: Alignment) -> list[Span]:
 
 
 def staged_spans(read: Read, direct: Iterable[Span]) -> list[Span]:
-    """Returns the rest of the read's bytes, which must be copied from the slot. direct: the read's direct spans, in file order."""
+    """Returns the parts of a read that are not read straight into place and must be copied from the staging slot. direct: the
+    read's direct spans, in file order."""
     inner = {id(span.segment): span for span in direct}
     spans = []
     for segment in read.segments:

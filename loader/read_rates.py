@@ -31,30 +31,30 @@ WAIT_S = 10.0  # for the measurement of another drive
 
 
 class _Kept(msgspec.Struct):
-    """The rates in the cache folder. Keys: the device number of a file system, for packed files followed by the name of the
-    decoder."""
+    """The read rates that are kept in a file of the cache folder, in bytes of weights per second. Keys: the device number of a file
+    system as "major:minor", for packed files followed by a space and the name of the decoder."""
 
     read_bytes_per_s: dict[str, float] = {}
     packed_bytes_per_s: dict[str, float] = {}
 
 
 class ReadRates:
-    """The read rates of this machine's drives, measured when they are first needed. cache_dir: the folder to keep them in, "" for
-    none."""
+    """The read rates of this machine's drives, each measured when it is first needed. cache_dir: the folder in which they are kept;
+    "": they are measured again each time they are asked for."""
 
     def __init__(self, cache_dir: str) -> None:
         self._cache_dir = cache_dir
         self._lock = threading.Lock()  # each rate is measured once, and no two at the same time
 
     def read_bytes_per_s(self, fd: int, ring: StagingRing) -> float:
-        """Returns the read rate, in bytes per second, of the drive with this file. Reads the file if the drive was not measured
-        before. Raises OSError."""
+        """Returns how many bytes per second the drive with this file delivers. If the drive was not measured before, reads the file
+        through the slots of `ring` for that. fd: descriptor of the file. Raises OSError."""
         return self._known("read_bytes_per_s", _drive(fd), lambda: _measured(fd, ring, lambda thread, num_bytes: num_bytes))
 
     def packed_bytes_per_s(self, fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
-        """Returns how many bytes of weights per second come from packed files on that drive. Files are read and decoded at the
-        same time, because on few cores that takes longer than either alone. frame: any packed frame of the file. Raises
-        OSError, ValueError."""
+        """Returns how many bytes of weights per second come from packed files on the drive with this file. They are measured by
+        reading and decoding at the same time, because on few cores that takes longer than either alone. fd: descriptor of a packed
+        file. frame: any packed frame of the file. ring: the slots that the reads use. Raises OSError, ValueError."""
         key = f"{_drive(fd)} {decoder.name}"
         return self._known("packed_bytes_per_s", key, lambda: _measured_packed(fd, frame, decoder, ring))
 
@@ -99,8 +99,9 @@ def _drive(fd: int) -> str:
 
 
 def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int]) -> float:
-    """Returns the bytes per second counted by weights_of(thread, bytes read), while threads read the file. Reads past the page
-    cache where the file system allows that."""
+    """Returns a rate in bytes per second, measured by several threads that read the beginning of a file through the slots of
+    `ring`, past the page cache where the file system allows that. weights_of(thread, bytes read): does the thread's work with these
+    bytes, and returns how many bytes count."""
     if not is_local(fd):  # a read that does not return would keep a slot of the loads
         ring = StagingRing(NUM_THREADS, ring.slot_bytes)
     try:
@@ -126,8 +127,8 @@ def _measured(fd: int, ring: StagingRing, weights_of: Callable[[int, int], int])
 
 
 def _measured_packed(fd: int, frame: Frame, decoder: Decoder, ring: StagingRing) -> float:
-    """Returns the bytes of weights per second that threads read and decode. Instead of the frames that they read, they decode
-    `frame` as many times."""
+    """Returns how many bytes of weights per second several threads read and decode. For every so many bytes that they read, the
+    threads decode `frame`, whatever the bytes are. Raises ValueError if the file ends before `frame`."""
     held = bytearray(frame.end - frame.begin)
     if os.preadv(fd, [held], frame.begin) != len(held):
         raise ValueError("the file ends before its first frame")
@@ -147,8 +148,8 @@ def _measured_packed(fd: int, frame: Frame, decoder: Decoder, ring: StagingRing)
 
 
 def _run(work: Callable[[int], Any]) -> float:
-    """Calls work(place) in each of the threads and returns the seconds until all have ended. Raises the first exception that one
-    of them raised, and MemoryError where there is none for a thread."""
+    """Calls work(number) in each of NUM_THREADS threads, numbered from 0, and returns the seconds until all have ended. Raises the
+    first exception that one of them raised, and MemoryError if there is no memory for a thread."""
     failed: list[Exception] = []
 
     def guarded(place: int) -> None:
