@@ -19,12 +19,13 @@ _ROTATED_KEY = "no_rope_layers"  # in spite of its name, a list with 1 for layer
 @dataclass(slots=True, frozen=True)
 class RopeRules:
     """The rotary settings that a family's config.json may have. theta: the base if config.json gives none. may_be_partial: whether
-    only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: that part if config.json gives none.
-    is_local: whether layers with windows have frequencies of their own, from the base local_theta if config.json gives none (None:
-    the base of the other layers). only_windows: whether only layers with windows are rotated. only_listed: whether only layers with
-    a 1 in the key no_rope_layers are rotated. interleaved: whether a pair is two neighbouring dimensions, instead of one of the
-    first half and one of the second. may_be_proportional: whether the frequencies may be proportional. scaling: (key, value) pairs
-    that apply if config.json has no rotary settings; with is_local, only to layers without windows."""
+    only a part of each head may be rotated, and LongRoPE may scale the frequencies. partial: the share of each head that is rotated
+    if config.json gives none. is_local: whether layers with windows have frequencies of their own; their base is local_theta if
+    config.json gives none (None: the base of the other layers). only_windows: whether only layers with windows are rotated.
+    only_listed: whether only layers with a 1 in the key no_rope_layers are rotated. interleaved: whether a pair is two neighbouring
+    dimensions, instead of one of the first half and one of the second. may_be_proportional: whether the rope_type may be
+    "proportional". scaling: (key, value) pairs that apply if config.json has no rotary settings; with is_local, only to layers
+    without windows."""
 
     theta: float = 10000.0
     may_be_partial: bool = False
@@ -40,15 +41,16 @@ class RopeRules:
 
 @dataclass(slots=True, frozen=True)
 class RopeParameters:
-    """The base `theta` of a rotary embedding, and how its frequencies are scaled (engine/layers/rope.py).
+    """The settings of a rotary embedding: its base `theta`, and how its frequencies are scaled (engine/layers/rope.py). kind: one
+    of ROPE_TYPES, "longrope" or PROPORTIONAL.
 
     partial_rotary_factor: the share of each head's dimensions that is rotated. longrope: short_factors and long_factors have one
     factor per frequency, for sequences within original_max_position_embeddings and for longer ones; cosines and sines are
     multiplied by attention_factor. score_factor: factor of attention's scores, which latent attention applies (yarn). yarn:
     dimensions that rotate at least beta_fast times within the original length keep their frequency, those that rotate at most
     beta_slow times are stretched. extended_to: the number of positions that the scaling reaches, if that may be more than
-    config.json gives (yarn, dynamic). proportional: frequencies are those of a head that is rotated as a whole, and only the
-    fastest, partial_rotary_factor of them, are not 0."""
+    config.json gives (yarn, dynamic), else 0. proportional: frequencies are those of a head that is rotated as a whole, and only
+    the fastest, partial_rotary_factor of them, are not 0."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -74,9 +76,10 @@ class RopeParameters:
 def parse_rope(
     fields: Fields, name: str, rules: RopeRules, head_dim: int, full_head_dim: int, max_position_embeddings: int
 ) -> tuple[RopeParameters, RopeParameters | None]:
-    """Returns the parameters of layers with full attention, and those of layers with windows if these have their own, else None.
-    name: the architecture. full_head_dim: head_dim of layers with full attention, if both kinds of layers have parameters of their
-    own. Raises UnsupportedModel or CheckpointError."""
+    """Returns the rotary settings of layers with full attention, and those of layers with windows; None: these have none of their
+    own. fields: config.json. name: the architecture, for errors. head_dim: dimensions of a head; full_head_dim: the same in layers
+    with full attention, if both kinds of layers have settings of their own. max_position_embeddings: the longest context by
+    config.json. Raises UnsupportedModel or CheckpointError."""
     new, old = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     nothing = Fields({}, fields.file)
     has_kinds = new is not None and any(isinstance(new.values.get(kind), dict) for kind in _LAYER_KINDS)
@@ -105,8 +108,8 @@ def parse_rope(
 
 
 def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """Returns for each layer whether it is rotated: as the list `no_rope_layers` says (1: rotated), or else all but the last of
-    every `no_rope_layer_interval` layers."""
+    """Returns, for each layer, whether rotary embedding is applied in it: as the list `no_rope_layers` says (1: applied), or else
+    in all but the last of every `no_rope_layer_interval` layers. Raises CheckpointError for another list."""
     interval = fields.integer("no_rope_layer_interval", 4)
     given = fields.values.get(_ROTATED_KEY) or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if not isinstance(given, list) or len(given) != num_layers or not all(one in (0, 1) for one in given):
@@ -182,8 +185,8 @@ def _proportional(given: Fields, theta: float, head_dim: int) -> RopeParameters:
 
 
 def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_position_embeddings: int) -> RopeParameters:
-    """Reads the parameters of YaRN (https://arxiv.org/abs/2309.00071). An original length next to the rotary settings has
-    precedence, as in transformers."""
+    """Reads the parameters of YaRN (https://arxiv.org/abs/2309.00071). given: the object of rotary settings; fields: config.json,
+    whose own key original_max_position_embeddings has precedence over the one in `given`, as in transformers."""
     holder = fields if fields.has("original_max_position_embeddings") else given
     original = holder.integer("original_max_position_embeddings", max_position_embeddings)
     is_given = holder.has("original_max_position_embeddings")
@@ -213,7 +216,8 @@ def _yarn(given: Fields, fields: Fields, theta: float, share: float, max_positio
 
 
 def _yarn_scale(factor: float, weight: float) -> float:
-    """Returns the factor of cosines and sines. With weight 1 it is the paper's square root of 1/t."""
+    """Returns YaRN's factor of cosines and sines, 0.1 * weight * ln(factor) + 1; 1 if factor is at most 1. factor: by how much the
+    context is extended. With weight 1 the result is the paper's square root of 1/t."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

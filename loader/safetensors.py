@@ -68,7 +68,7 @@ class TensorRef:
 
     @property
     def frames(self) -> Iterable[packed.Frame]:
-        """Returns the frames of a packed file's tensor, () for a plain file's."""
+        """The frames of a packed file's tensor, in order; () for a tensor of a plain file."""
         return (
             packed.frames(self.record, self.offset_bytes, self.num_bytes, self.shape, self.dtype) if self.record is not None else ()
         )
@@ -101,7 +101,8 @@ _index_decoder = msgspec.json.Decoder(_Index)
 
 
 def parse_header(raw: bytes, file: str) -> Header:
-    """Parses a header. raw: its JSON part. Raises CheckpointError, also if the tensors overlap or leave gaps between them."""
+    """Parses the header of a safetensors file. raw: its JSON part. file: the file's name, for errors. Raises CheckpointError, also
+    if the tensors overlap or leave gaps between them."""
     if raw.count(b'"') > QUOTES_PER_TENSOR * MAX_TENSORS_PER_FILE:
         raise CheckpointError(file, None, f"its header describes more than {MAX_TENSORS_PER_FILE} tensors")
     try:
@@ -145,7 +146,8 @@ def parse_header(raw: bytes, file: str) -> Header:
 
 
 def _packing(metadata: msgspec.Raw | None, file: str) -> packed.Record | None:
-    """Returns the record of packed tensors in the header's metadata, None for a plain file. Raises CheckpointError."""
+    """Returns the description of packed tensors in the header's metadata; None for a plain file. metadata: the value of
+    `__metadata__`; None: the header has none. Raises CheckpointError."""
     if metadata is None or packed.METADATA_KEY.encode() not in bytes(metadata):
         return None
     try:
@@ -190,7 +192,8 @@ def read_header(fd: int, file: str) -> Header:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Returns tensor name -> file name from model.safetensors.index.json. Raises CheckpointError, OSError."""
+    """Returns tensor name -> file name from the folder's model.safetensors.index.json. Raises CheckpointError for an index that is
+    not valid, and OSError."""
     return parse_index(read_regular(folder / INDEX_NAME, MAX_HEADER_BYTES))
 
 

@@ -64,7 +64,7 @@ class WeightSink(Protocol):
         ...
 
     def fence(self) -> Fence | None:
-        """Returns a fence that is passed when everything stored so far is in place; None if it is in place already."""
+        """Returns a fence that is passed when everything stored so far is in place; None if everything is in place already."""
         ...
 
     def holds_same(self, one: WeightSlot, other: WeightSlot) -> bool:
@@ -72,8 +72,8 @@ class WeightSink(Protocol):
         ...
 
     def order_inputs(self, words: WeightSlot, order: WeightSlot) -> None:
-        """Reorders the inputs of INT4 weights that are in place, and returns when it is done. order: the parameter that holds the
-        order."""
+        """Reorders the inputs (columns) of INT4 weights that are in place, and returns when it is done. words: the weights. order:
+        the parameter that holds, in their new order, the indices of the inputs."""
         ...
 
     def finish(self) -> None:
@@ -83,7 +83,7 @@ class WeightSink(Protocol):
 
 
 def _check_scales(span: Span, read: npt.NDArray[np.uint8]) -> None:
-    """Raises CheckpointError for a scale that is NaN."""
+    """Raises CheckpointError if one of a span's scales, stored as exponents (E8M0), is NaN. read: the span's bytes."""
     if (read == _NAN_SCALE).any():
         tensor = span.segment.tensor
         raise CheckpointError(tensor.file, tensor.name, f"holds the scale NaN (within bytes {span.begin} to {span.end})")
@@ -105,8 +105,8 @@ def _of_span(span: Span) -> Iterator[None]:
 
 
 class HostSink:
-    """A sink whose weight range is this process's own memory. memory: writable, laid out by layout.weight_layout. prepare: see
-    WeightSink."""
+    """A sink whose weight range is this process's own memory. memory: the range, writable, laid out by layout.weight_layout.
+    prepare: called with [begin, end) in bytes of each part of the range before it is filled."""
 
     def __init__(self, memory: memoryview, prepare: Callable[[int, int], None] = lambda begin_bytes, end_bytes: None) -> None:
         self.memory: memoryview | None = memory
@@ -152,7 +152,8 @@ class HostSink:
                 write(source[some], held[some])
 
     def _store_columns(self, span: Span, columns: Cut, read: npt.NDArray[np.uint8]) -> None:
-        """Stores the kept part of each row of a span, which must be a whole segment."""
+        """Stores the kept columns of the rows of a span, which must be a whole segment. columns: which columns are kept. read: the
+        span's bytes."""
         segment = span.segment
         ((begin, end),) = segment.places
         stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype]).view(-1, columns.whole)
@@ -168,7 +169,8 @@ class HostSink:
                     to[some].copy_(source[some])
 
     def _held(self, slot: WeightSlot) -> torch.Tensor:
-        """Returns the memory of a parameter that is rearranged."""
+        """Returns the memory of a parameter as a tensor of its dtype and shape in memory. Only for a parameter that is
+        rearranged."""
         place = torch.from_numpy(self._bytes[slot.offset_bytes : slot.offset_bytes + slot.num_bytes])
         return place.view(held_dtype(slot)).view(slot.held_shape)
 
@@ -179,8 +181,8 @@ class HostSink:
         order_inputs(self._held(words).view(torch.uint8), self._held(order), CONVERT_ELEMENTS)
 
     def _quantize(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """Quantises a span, which must be a whole segment, into its place. Raises CheckpointError for weights that are not
-        finite."""
+        """Rounds the rows of a span, which must be a whole segment, to int8 and writes values and scales to their places. read: the
+        span's bytes. Raises CheckpointError for weights that are not finite."""
         segment = span.segment
         width = segment.width if segment.columns is None else segment.columns.length
         rows = torch.from_numpy(_kept(segment, read)).view(_STORED[segment.tensor.dtype]).view(-1, width)
@@ -191,8 +193,8 @@ class HostSink:
             quantize_rows(rows, values.view(torch.int8).view(rows.shape), scales.view(torch.float32))
 
     def _fill_scales(self, span: Span, read: npt.NDArray[np.uint8]) -> None:
-        """Writes the scales of a matrix into their place. span: a whole segment. Raises CheckpointError for scales that are not
-        finite."""
+        """Writes the scales of a matrix to their place, in float32. span: a whole segment. read: the span's bytes. Raises
+        CheckpointError for scales that are not finite."""
         segment = span.segment
         stored = torch.from_numpy(read).view(_STORED[segment.tensor.dtype])
         place = torch.from_numpy(self._bytes[segment.place_bytes : segment.place_bytes + segment.held_bytes])
@@ -213,14 +215,14 @@ class HostSink:
 
 
 def held_dtype(slot: WeightSlot) -> torch.dtype:
-    """Returns the dtype in memory of a parameter that is rearranged."""
+    """Returns the dtype in memory of a parameter that is rearranged on loading."""
     dtype: torch.dtype = getattr(torch, FLOAT_OF.get(slot.held_as, slot.held_as))
     return dtype
 
 
 def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, int]:
-    """Returns the kept part of the rows of a segment of a rearranged tensor, and the index of the first row in the stored
-    tensor."""
+    """Returns the rows of a segment of a rearranged tensor, without columns that are not kept, and the index of the first row in
+    the stored tensor. read: the segment's bytes."""
     shape = segment.tensor.shape
     row_bytes = math.prod(shape[1:]) * DTYPE_BYTES[segment.tensor.dtype]
     inner = shape[1:] if segment.columns is None else (segment.columns.length,)
@@ -229,14 +231,16 @@ def stored_rows(segment: Segment, read: npt.NDArray[np.uint8]) -> tuple[torch.Te
 
 
 def row_of_part(slot: WeightSlot, stored: int) -> int:
-    """Returns the index, in a parameter that is a part of a stored tensor, of the row with index `stored` in that tensor."""
+    """Returns the index of a row within a parameter that is a part of a stored tensor. stored: the row's index in the whole
+    tensor."""
     if (cut := slot.cut) is None or cut.axis:
         return stored
     return sum(min(end, stored) - begin for begin, end in cut.ranges if begin < stored)
 
 
 def _kept(segment: Segment, read: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Returns the bytes of the kept columns of a segment's rows. NumPy copies them in this thread."""
+    """Returns a segment's bytes without the columns that are not kept. read: all bytes of the segment. NumPy copies them in this
+    thread."""
     if (columns := segment.columns) is None:
         return read
     item_bytes = DTYPE_BYTES[segment.tensor.dtype]
@@ -245,15 +249,16 @@ def _kept(segment: Segment, read: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8
 
 
 def rearrange_span(span: Span, slot: WeightSlot, rows: torch.Tensor, first: int, part: torch.Tensor) -> None:
-    """Rearranges the rows of a span, which must be a whole segment, into their part of the tensor's place. Raises CheckpointError
-    for numbers that cannot be held."""
+    """Rearranges the rows of a span, which must be a whole segment, into memory. slot: the tensor's place. rows: the span's rows,
+    of which the first has the index `first` in the tensor. part: the part of the tensor's memory that these rows fill. Raises
+    CheckpointError for numbers that cannot be held."""
     assert slot.relayout is not None
     with _of_span(span):
         rearrange(slot.relayout, rows, first, slot.group_inputs, part, CONVERT_ELEMENTS)
 
 
 def check_codes(span: Span, read: npt.NDArray[np.uint8]) -> None:
-    """Raises CheckpointError if one of the span's FP8 codes stands for NaN."""
+    """Raises CheckpointError if one of the span's FP8 codes stands for NaN. read: the span's bytes."""
     at = nan_at(read)
     if at >= 0:
         tensor, offset = span.segment.tensor, span.begin + at

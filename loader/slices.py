@@ -63,7 +63,8 @@ def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
 
 
 def whole(shape: ModelShape) -> ModelShape:
-    """Returns the shape of the whole model, without block offsets if it was split."""
+    """Returns the shape of the whole model to which a share's shape belongs, without block offsets; the shape itself if the model
+    was not split."""
     if (share := shape.split) is None:
         return shape
     full = shape.full_heads
@@ -108,7 +109,7 @@ def _all_experts(experts: ExpertShape, share: SplitShape) -> ExpertShape:
 
 @lru_cache(maxsize=4096)
 def refusal(shape: ModelShape, division: Division) -> str:
-    """Returns why a model cannot be divided in this way among devices; "": it can."""
+    """Returns why a model cannot be divided among devices in this way, as a sentence; "" if it can."""
     size = division.stage_size
     if shape.split is not None:
         return "it is a share of a model already"
@@ -179,8 +180,9 @@ def stage_ends(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def _stages_within(sizes: Sequence[int], behind: int, bound: int, num_stages: int) -> tuple[int, ...] | None:
-    """Returns the ends of stages with at most `bound` weights each, of which the last ones are as full as possible; None if there
-    is no such division. sizes: number of weights of each layer. behind: number of further weights in the last stage."""
+    """Divides layers into num_stages stages with at most `bound` weights each, of which the last ones are as full as possible.
+    Returns for each stage the number of its last layer plus 1; None if there is no such division. sizes: number of weights of each
+    layer. behind: number of further weights in the last stage."""
     ends, left, room = [len(sizes)], num_stages - 1, bound - behind
     for layer in reversed(range(len(sizes))):
         if layer + 1 < ends[0] and (sizes[layer] > room or layer + 1 == left):
@@ -247,8 +249,8 @@ def _refused_cut(shape: ModelShape, division: Division) -> str:
 
 
 def _key_of(shape: ModelShape, part: TensorGroup, stored: str) -> str:
-    """Returns the key of config.json that gives the number of outputs or inputs of a divided matrix, with its value. part: a
-    device's part of the matrix's group. stored: the name of the matrix or of one of its tensors."""
+    """Returns the key of config.json, with its value, that gives the number of outputs or inputs of a matrix which cannot be cut;
+    for messages. part: a device's part of the matrix's group. stored: the name of the matrix or of one of its tensors."""
     matrices = zip(part.tensors, part.cuts, strict=True)
     (name, dims), cut = next(one for one in matrices if stored.startswith(one[0][0].removesuffix("weight")))
     experts = decoder_of(shape).experts
@@ -273,7 +275,8 @@ def _unsupported(why: str) -> UnsupportedModel:
 
 
 def groups_of_share(shape: ModelShape, groups: Sequence[TensorGroup], share: SplitShape) -> list[tuple[int, TensorGroup]]:
-    """Returns a device's share of the groups of tensors of a whole model, each with the group's index in the model."""
+    """Returns a device's share of the groups of tensors of a whole model, each with the group's index in the model. Groups of which
+    the device has no part are left out."""
     before = next(at for at, group in enumerate(groups) if group.layer is not None)  # the embedding's groups come before the layers
     return [
         (at, own)
@@ -284,7 +287,8 @@ def groups_of_share(shape: ModelShape, groups: Sequence[TensorGroup], share: Spl
 
 
 def _in_stage(shape: ModelShape, share: SplitShape, group: TensorGroup, is_before: bool) -> bool:
-    """Returns whether the stage of a share needs a group. is_before: it is needed before the first layer."""
+    """Returns whether the stage of a share needs a group of tensors. is_before: whether the group comes before the first layer's,
+    as the embedding does; the last stage needs it, too, if it is also the head."""
     if group.layer is not None:
         return group.layer in share.layers_of(share.stage)
     if is_before and share.is_first_stage:
@@ -293,7 +297,8 @@ def _in_stage(shape: ModelShape, share: SplitShape, group: TensorGroup, is_befor
 
 
 def share_of(groups: Iterable[TensorGroup], share: SplitShape) -> list[TensorGroup]:
-    """Returns a device's share of the groups that its stage needs. Groups of which it has no part are left out."""
+    """Returns a device's share of each of these groups of tensors, without regard to stages. Groups of which the device has no part
+    are left out."""
     return [_cut(group, share) for group in groups if _has_some(group, share)]
 
 
@@ -315,7 +320,8 @@ def _cut(group: TensorGroup, share: SplitShape) -> TensorGroup:
 
 
 def _own_experts(group: TensorGroup, share: SplitShape) -> TensorGroup:
-    """Returns the group of the tensors of a device's own experts. group: the group of all experts."""
+    """Returns a group with only the tensors of the experts that a device has. group: the tensors of all experts of a layer, in
+    their order."""
     num_own = len(group.tensors) // share.expert_parts
     return group._replace(tensors=group.tensors[share.expert_part * num_own : (share.expert_part + 1) * num_own])
 
@@ -331,7 +337,8 @@ def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> Tensor
 
 
 def _cut_of(dims: Dims, axis: int, lengths: Dims, unit: int, number: int, num_parts: int) -> Cut:
-    """Returns part `number` of num_parts of a tensor. lengths: lengths along the axis of the matrices that the tensor holds. If
+    """Returns part `number` of num_parts of a tensor, cut along an axis. dims: the tensor's shape. lengths: lengths along the axis
+    of the matrices that the tensor holds, each of which is divided. unit: number of rows or columns that are kept together. If
     there are fewer units than parts, several devices have the same unit."""
     ranges: list[tuple[int, int]] = []
     first = 0
@@ -354,8 +361,9 @@ def _met(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, ...]:
-    """Returns ModelShape.block_offsets of a device's share. shape: shape of the whole model, with block offsets. Rows lie in the
-    file as they do in memory; columns do not."""
+    """Returns ModelShape.block_offsets of a device's share: where each of its tensor groups begins relative to a block's boundary
+    in its file; -1 where a direct read is not possible, as for a part of the columns. shape: shape of the whole model, with block
+    offsets."""
     groups, own = architecture_of(shape).tensor_groups(shape), stored_format(shape)
     return tuple(
         _block_offset(groups[at], part, shape.block_offsets[at], format_of(shape, at, groups[at], own), shape.dtype)
@@ -364,9 +372,9 @@ def block_offsets_of_share(shape: ModelShape, share: SplitShape) -> tuple[int, .
 
 
 def _block_offset(group: TensorGroup, own: TensorGroup, of_whole: int, held_in: WeightFormat, dtype: str) -> int:
-    """Returns the distance from a block's boundary at which a share of a group begins in its file, -1 where it does not matter.
-    group, of_whole: the whole group, whose tensors are held as they are stored in the file, and its distance. own: the share's
-    group."""
+    """Returns the distance in bytes from a block's boundary at which a device's share of a tensor group begins in its file; -1
+    where a direct read is not possible or not worth it. group, of_whole: the whole group and its distance. own: the share's group.
+    held_in, dtype: the format and dtype in which both are held."""
     if of_whole < 0 or own == group:
         return of_whole
     wholes, slots = (held_in.place(one, Space(0, ITEM_BYTES[dtype], -1, 0, dtype))[0] for one in (group, own))
@@ -380,7 +388,8 @@ def _block_offset(group: TensorGroup, own: TensorGroup, of_whole: int, held_in: 
 
 
 def rows_of(num_rows: int, share: SplitShape | None) -> slice:
-    """Returns the rows of a head with which a device computes logits. num_rows: number of rows of the whole head."""
+    """Returns the rows of the head (output matrix) with which a device computes logits. num_rows: number of rows of the whole head.
+    share: None: the device has the whole model."""
     if share is None:
         return slice(0, num_rows)
     return slice(share.rank * num_rows // share.size, (share.rank + 1) * num_rows // share.size)

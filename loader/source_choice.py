@@ -26,8 +26,9 @@ MAX_SHARE = 0.95
 
 @dataclass(slots=True, frozen=True)
 class Expected:
-    """Facts about a load that are known before it begins. plain_cached: whether the page cache holds most of the plain files. The
-    rates are those of ReadRates."""
+    """The figures by which a load chooses between plain and packed files, known before it begins. plain_bytes, packed_bytes: sizes
+    of the files. plain_cached: whether the page cache holds most of the plain files. read_bytes_per_s: how fast the drive is read.
+    packed_bytes_per_s: how many bytes of weights per second come from packed files."""
 
     plain_bytes: int
     packed_bytes: int
@@ -41,7 +42,8 @@ class Expected:
 
     @property
     def packed_s(self) -> float:
-        """Returns the seconds that the packed files take when none of them is in the page cache; cached parts are read sooner."""
+        """The seconds that a load from the packed files takes if none of them is in the page cache; cached parts are read
+        sooner."""
         return self.plain_bytes / self.packed_bytes_per_s
 
     @property
@@ -61,7 +63,9 @@ class Expected:
 
 
 class SourceChoice:
-    """Makes the choice for open_checkpoint's wants_packed. reason: what was chosen and why; "" if there was no choice."""
+    """Chooses whether a load reads a model's packed files or its plain ones: the packed ones if they are expected to load sooner.
+    rates: the drives' read rates. ring: the staging slots with which rates are measured. decoder: returns the decoder of packed
+    files. reason: what was chosen and why, for the log; "": there was no choice."""
 
     def __init__(self, rates: ReadRates, ring: StagingRing, decoder: Callable[[], Decoder]) -> None:
         self._rates, self._ring, self._decoder = rates, ring, decoder

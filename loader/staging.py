@@ -28,8 +28,8 @@ _THP_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class StagingRing:
-    """`num_slots` buffers of `slot_bytes`, shared by all loads of a process. A page takes memory once it is touched. Raises
-    MemoryError."""
+    """`num_slots` buffers of `slot_bytes` each, which all loads of a process share. A page of them takes memory once it is touched.
+    Raises MemoryError if they cannot be mapped."""
 
     def __init__(self, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
         try:
@@ -55,11 +55,11 @@ class StagingRing:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Returns (address, bytes) of the memory range that all slots make up."""
+        """The memory range that all slots make up: (address, length in bytes)."""
         return self._begin, len(self._bytes)
 
     def prepare(self) -> None:
-        """Touches every page. Otherwise the first load does so and has to wait for it."""
+        """Touches every page of the slots, so that the first load does not have to wait until the system provides the memory."""
         self._bytes[:: mmap.PAGESIZE] = 0
 
     def take(self) -> memoryview:
@@ -70,7 +70,7 @@ class StagingRing:
             self._map_missing()
 
     def give_back(self, slot: memoryview) -> None:
-        """Makes the slot free again. May be called from any thread, once nothing reads from the slot any more."""
+        """Makes a slot free again for `take`. May be called from any thread, once nothing reads from the slot any more."""
         with self._lock:
             if self._lost and _address(slot) in self._lost:
                 self._lost.discard(_address(slot))
@@ -86,8 +86,8 @@ class StagingRing:
                         self._free.put(other)
 
     def replace(self, slot: memoryview) -> None:
-        """Puts a further slot in the place of one that a read holds which does not return. Once it does and `give_back` takes the
-        slot, the further one is unmapped. Where there is no memory for it, `take` tries again."""
+        """Maps a further slot in place of one that is held by a read which does not return. If the read returns after all and gives
+        its slot back, the further slot is unmapped. If there is no memory for a further slot, `take` tries again."""
         with self._lock:
             self._lost.add(_address(slot))
             self._num_missing += 1
@@ -105,7 +105,8 @@ class StagingRing:
                 self._free.put(slot)
 
     def _is_too_many(self, slot: memoryview) -> bool:
-        """Returns whether a slot is to be dropped, and counts it as dropped then."""
+        """Returns whether a slot is to be dropped: it is one of the further slots that `replace` has mapped, and more of them exist
+        than are needed. Counts it as dropped then."""
         if not self._num_too_many or self._begin <= _address(slot) < self._begin + len(self._bytes):
             return False
         self._num_too_many -= 1

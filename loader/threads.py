@@ -1,4 +1,4 @@
-"""Threads whose start ends, also where memory has run out."""
+"""Threads whose `start` returns or raises within a bounded time, even if there is no memory left for the thread."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Thread(threading.Thread):
 
 
 class _Unawaited(threading.Event):
-    """An event whose `wait` returns at once."""
+    """An event whose `wait` returns at once, so that threading.Thread.start does not wait for its thread's first sign."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return True

@@ -21,8 +21,9 @@ from loader.sinks import WeightSink
 
 @dataclass(slots=True, frozen=True)
 class Decoder:
-    """An implementation of loader.codec's decode(frame, out) and sum_of(frame). Frames are contiguous uint8 arrays, usually
-    aligned to 64 bytes."""
+    """An implementation of the packed format's two functions: decode(frame, out) unpacks a frame into bfloat16 values, and
+    sum_of(frame) returns its checksum (loader/codec.py). Frames are contiguous uint8 arrays, usually aligned to 64 bytes. name: for
+    logs and for keys of read rates."""
 
     name: str = "numpy"
     decode: Callable[[Any, Any], None] = codec.decode
@@ -30,7 +31,8 @@ class Decoder:
 
 
 class Unpacker:
-    """Stores the frames of one load. Several threads may use it at once."""
+    """Checks the frames of packed files and brings their weights to their place, for one load. Several threads may use it at once.
+    sink: the destination of the weights. decoder: used where the sink's device does not decode."""
 
     def __init__(self, sink: WeightSink, decoder: Decoder) -> None:
         self._sink, self._decoder = sink, decoder
@@ -38,8 +40,9 @@ class Unpacker:
         self._scratch = threading.local()
 
     def store(self, segment: Segment, staged: memoryview) -> None:
-        """Starts moving the weights of a segment, which must be a frame, to their place. staged: the frame, with the same rules as
-        for WeightSink.store. Raises CheckpointError, which names file, tensor and offset."""
+        """Starts moving the weights of a segment, which must be a frame, to their place. staged: the frame's bytes, which must not
+        change until a fence that the sink gives afterwards is passed. Raises CheckpointError, which names file, tensor and offset,
+        for a damaged frame."""
         frame, content = segment.frame, segment.content
         assert frame is not None
         assert content is not None
@@ -71,7 +74,7 @@ class Unpacker:
                 fence.wait()
 
     def _buffer(self, num_bytes: int) -> Any:
-        """Returns a buffer that only this thread uses."""
+        """Returns a buffer of num_bytes bytes (uint8) that only the calling thread uses, and that its next call reuses."""
         held = getattr(self._scratch, "bytes", None)
         if held is None or len(held) < num_bytes:
             held = self._scratch.bytes = np.empty(num_bytes, np.uint8)
@@ -79,6 +82,6 @@ class Unpacker:
 
 
 def damaged(segment: Segment, why: str) -> CheckpointError:
-    """Returns an error for the segment that names file, tensor and offset."""
+    """Returns an error that names a segment's file, tensor and bytes. why: the end of the sentence "bytes A to B ..."."""
     tensor = segment.tensor
     return CheckpointError(tensor.file, tensor.name, f"bytes {segment.begin} to {segment.end} {why}")

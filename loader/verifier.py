@@ -27,8 +27,8 @@ def num_threads() -> int:
 
 
 def read_bytes(fd: int, tensor: TensorRef, offset: int, num_bytes: int) -> Any:
-    """Returns `num_bytes` of a tensor's bytes in the file, from its `offset` on: uint8, writable. Raises CheckpointError if the
-    file ends too early."""
+    """Returns `num_bytes` bytes of a tensor as they are in the file, from `offset` within the tensor on: uint8, writable. fd:
+    descriptor of the file. Raises CheckpointError if the file ends too early."""
     held = bytearray(num_bytes)
     done = 0
     while done < num_bytes:
@@ -41,15 +41,17 @@ def read_bytes(fd: int, tensor: TensorRef, offset: int, num_bytes: int) -> Any:
 
 
 def frames_of(fd: int, tensor: TensorRef) -> Iterator[tuple[Frame, Any]]:
-    """Yields each frame of the tensor with its bytes in the file."""
+    """Yields each frame of a packed file's tensor with the frame's bytes in the file (uint8). fd: descriptor of the file. Raises
+    CheckpointError if the file ends too early."""
     for frame in tensor.frames:
         yield frame, read_bytes(fd, tensor, frame.begin - tensor.offset_bytes, frame.end - frame.begin)
 
 
 def verify_tensor(fd: int, tensor: TensorRef, plain_fd: int | None, plain: TensorRef | None, on_bytes: OnBytes) -> None:
-    """Checks that every frame of the tensor matches its checksum and decodes to the plain file's bytes (if there is one), and
-    that all bytes together have the SHA-256 recorded when they were packed. on_bytes: called with the number of decoded bytes.
-    Raises CheckpointError, which names file, tensor and offset, and OSError."""
+    """Checks that every frame of a packed file's tensor matches its checksum and decodes to the plain file's bytes (if there is
+    one), and that all bytes together have the SHA-256 recorded when they were packed. fd, plain_fd: descriptors of both files;
+    plain: the tensor in the plain file; None: there is no plain file. on_bytes: called with the number of decoded bytes since the
+    last call. Raises CheckpointError, which names file, tensor and offset, and OSError."""
     assert tensor.record is not None
     digest = hashlib.sha256()
     running: deque[tuple[Frame, int, Future[Any]]] = deque()

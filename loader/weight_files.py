@@ -85,8 +85,8 @@ def is_packed_only(folder: Path) -> bool:
 
 
 def packed_files(folder: Path) -> list[FileInfo]:
-    """Returns the weight files and JSON files in the packed folder, sorted by name; [] if there is no such folder. Rescans
-    compare them."""
+    """Returns the weight files and JSON files in a model's packed folder, sorted by name; [] if there is no such folder. A rescan
+    compares them with the last scan's."""
     found = []
     try:
         for entry in os.scandir(folder / PACKED_DIR):
@@ -99,13 +99,14 @@ def packed_files(folder: Path) -> list[FileInfo]:
 
 
 def source_of(info: FileInfo, header: Header) -> Source:
-    """Returns the Source of a packed file: its record of the plain file that it was made from."""
+    """Returns the record by which a packed file knows the plain file that it was made from. info, header: those of the plain
+    file."""
     return Source(info.size_bytes, info.mtime_ns, hashlib.blake2b(header.raw, digest_size=16).hexdigest())
 
 
 def why_not_packed(plain: Mapping[str, Header], infos: Mapping[str, FileInfo], packed: Mapping[str, Header]) -> str:
-    """Returns why the packed files can't be read instead of the plain ones, "" if they can. All mappings are by the files' paths
-    below the model's folder."""
+    """Returns why a model's packed files can't be read instead of its plain ones; "" if they can. plain, packed: the headers of the
+    plain and of the packed files, infos: the plain files as the scan saw them, all by the files' paths below the model's folder."""
     if {os.path.join(PACKED_DIR, name) for name in plain} != set(packed):
         return "they are not as many files"
     for name, header in plain.items():
@@ -120,7 +121,8 @@ def why_not_packed(plain: Mapping[str, Header], infos: Mapping[str, FileInfo], p
 
 
 def read_packed(folder: Path, plain: Mapping[str, Header], infos: Mapping[str, FileInfo]) -> str:
-    """Reads the packed files' headers and returns why the files can't be read instead of the plain ones, "" if they can."""
+    """Reads the headers of a model's packed files and returns why these can't be read instead of the plain ones; "" if they can.
+    plain, infos: headers of the plain files, and these files as the scan saw them, by their paths below the model's folder."""
     try:
         return why_not_packed(plain, infos, read_headers(folder, PACKED_DIR))
     except (MissingFile, CheckpointError) as error:

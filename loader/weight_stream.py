@@ -45,7 +45,9 @@ NUMPY_DECODER = Decoder()
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """A checked checkpoint whose weight files are all open. shape: of the share that is loaded, where the model is split."""
+    """A checked checkpoint whose weight files are all open. shape: the shape of what is loaded: the model, or the share of a split
+    model. files: the model's files that were opened, plain or packed ones. headers, descriptors: by file name, those of a draft
+    head's files included."""
 
     checkpoint: Checkpoint
     shape: ModelShape
@@ -55,7 +57,7 @@ class OpenCheckpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of all tensors, as they are in the files."""
+        """The bytes of all tensors, as they are in the files."""
         return sum(tensor.num_bytes for header in self.headers.values() for tensor in header.tensors)
 
     @property
@@ -64,12 +66,13 @@ class OpenCheckpoint:
 
     @property
     def has_plain_files_beside(self) -> bool:
-        """Returns whether the open files are packed ones and the model has plain files too."""
+        """Whether the open files are packed ones and the model has plain files too."""
         return self.is_packed and self.files != self.checkpoint.files
 
     @property
     def packed_reason(self) -> str:
-        """Returns what to report about packed files where there was no choice between them and plain files; "" for nothing."""
+        """A sentence for the log that says which files are read, if packed files play a part and there was no choice between them
+        and plain ones; "": there is nothing to say."""
         if self.is_packed:
             return "read its packed files: there are no plain ones"
         if self.shape.split is not None and self.checkpoint.packed_files:
@@ -88,12 +91,12 @@ def open_checkpoint(
     head: str = "",
     share: DeviceShare | None = None,
 ) -> OpenCheckpoint:
-    """Checks the folder again and opens its weight files; `stack` closes them. fingerprint: that of the registered model, "" to
-    accept any. in_place: whether reads may write into the weight range, whose layout then follows the files; otherwise every
-    parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain and packed files; returns whether to
-    open the packed ones. predicts: whether the layer that predicts one token further is read, too. head: the
-    folder of a head whose files are read, too; the fingerprint is then that of both. share: what of the model is read,
-    from plain files; None: all of it.
+    """Checks a model's folder again and opens its weight files; `stack` closes them. fingerprint: that of the registered model; ""
+    accepts any. in_place: whether reads may write into the weight range, whose layout then follows the files; otherwise every
+    parameter is aligned to 64 bytes. wants_packed: called where the folder has both plain and packed files; returns whether to open
+    the packed ones. predicts: whether the model's own predictor, the layer that predicts one token further, is read, too. head: the
+    folder of a draft head whose files are read, too; the fingerprint is then that of both; "": there is none. share: which device's
+    share of the model is read, from plain files; None: all of it.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again).
     Raises UnsupportedModel, which names `parallel`, for a share of a model that is served on one device alone."""
@@ -123,10 +126,9 @@ def open_checkpoint(
 
 @dataclass(slots=True)
 class ReadReport:
-    """What a load read. Sizes are in bytes of tensors, as they are in the files. num_bytes: the whole checkpoint, or of a share of
-    a model what was read for it. direct_bytes:
-    those read past the page cache. staged_bytes: those that went through a slot. refused: file -> why it could not be read
-    past the page cache."""
+    """The amounts that a load has read, in bytes of tensors as they are in the files. num_bytes: bytes of the whole checkpoint, or,
+    for a share of a model, those read for the share. direct_bytes: bytes read past the page cache. staged_bytes: bytes that went
+    through a staging slot. refused: file -> why it could not be read past the page cache."""
 
     num_bytes: int
     direct_bytes: int = 0
@@ -135,7 +137,8 @@ class ReadReport:
 
 
 def planned_reads(source: OpenCheckpoint, dtype: str, ring: StagingRing, weight_format: WeightFormat = PLAIN) -> list[Read]:
-    """Returns the reads that `stream_weights` will carry out, in that order. Raises CheckpointError."""
+    """Returns the reads that `stream_weights` will carry out, in that order. dtype, weight_format: how the weights are held. ring:
+    the staging slots, whose size limits a read. Raises CheckpointError."""
     return plan_reads(source.headers, layout.weight_layout(source.shape, dtype, weight_format), dtype, ring.slot_bytes)
 
 
@@ -199,11 +202,12 @@ def _check_unchanged(source: OpenCheckpoint) -> None:
 
 
 class _Readers:
-    """Threads that carry out `reads`; each takes the next read in order. On leaving the context they end after their current
-    read. Those whose read does not return within LEAVE_AFTER_S seconds are left behind: they touch nothing but their slots then.
+    """The threads that carry out `reads` of a load; each takes the next read in order. landed: called with each read whose weights
+    are in place. On leaving the context the threads end after their current read. A thread whose read does not return within
+    LEAVE_AFTER_S seconds is left behind: it touches nothing but its slot then.
 
-    The threads do not wait for copies to a device. The caller's thread does, and then frees the buffer that was copied, so that
-    the next read into it can begin."""
+    The threads do not wait for copies to a device. The caller's thread does, and then frees the buffer that was copied, so that the
+    next read into it can begin."""
 
     def __init__(self, reads: list[Read], files: dict[str, FileReader], ring: StagingRing, landed: Callable[[Read], None]) -> None:
         self._files, self._ring, self._landed = files, ring, landed
@@ -246,7 +250,8 @@ class _Readers:
             thread.join()
 
     def _leave_behind(self) -> None:
-        """Leaves the reads behind that are waiting for the file system, and replaces their slots. The other threads will end."""
+        """Leaves behind the threads whose file system call has not returned, and replaces their slots. All other threads will end
+        by themselves."""
         left = [at for at in self._alive if at.call.leave()]
         for at in left:
             self._forget(at)

@@ -38,7 +38,7 @@ MOST_STAGED_TOKENS = 512
 
 
 def staged_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
-    """Returns the most tokens of a step that passes through stages: one for each sequence, or a part of a prompt."""
+    """Returns the most tokens that a step of a model with pipeline stages has: one for each sequence, or a part of a prompt."""
     return max(max_sequences, min(MOST_STAGED_TOKENS, max_num_batched_tokens))
 
 
@@ -49,8 +49,8 @@ def handed_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
 
 
 def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
-    """Returns for how many sampling rows logits are computed at a time: max_sequences, rounded up to a multiple of 8, or fewer if
-    so many do not fit into LOGITS_BYTES."""
+    """Returns for how many sampling rows logits are computed at a time: max_sequences, from 8 on rounded up to a multiple of 8, or
+    fewer if so many do not fit into LOGITS_BYTES."""
     wanted = max_sequences if max_sequences < 8 else -(-max_sequences // 8) * 8
     rows = max(1, min(wanted, LOGITS_BYTES // (shape.vocab_size * ITEM_BYTES[dtype])))
     return rows if rows < 8 else rows // 8 * 8
@@ -64,8 +64,8 @@ def logits_values(shape: ModelShape) -> int:
 
 
 def recorded_tokens(num_tokens: int) -> int:
-    """Returns the number of tokens to which a recorded step with chunks of prompts is padded: one of a few numbers, all of them
-    whole tiles of the matrix unit."""
+    """Returns num_tokens rounded up to the next number of tokens for which steps with chunks of prompts are recorded: a multiple of
+    16, above 128 of 32, which are whole tiles of the matrix unit."""
     step = 16 if num_tokens <= 128 else 32
     return -(-num_tokens // step) * step
 
@@ -93,8 +93,8 @@ def recorded_bytes(shape: ModelShape, dtype: str, max_sequences: int, max_num_ba
 
 
 def expert_bytes(shape: ModelShape, dtype: str) -> int:
-    """Returns an upper bound of the bytes that the experts of one layer take for each token of a step, however tokens are routed,
-    because each token passes through the same number of experts."""
+    """Returns an upper bound of the bytes that the experts of one layer take for each token of a step; 0 without experts. It does
+    not depend on the routing, because each token passes through the same number of experts."""
     experts = shape.experts
     if experts is None:
         return 0
@@ -111,25 +111,27 @@ def expert_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def input_values(shape: ModelShape) -> int:
-    """Returns how many numbers the additional layer inputs of one token have (engine/layers/layer_inputs.py). Computing them takes
-    three times as many."""
+    """Returns how many numbers the additional inputs of all layers have for one token (engine/layers/layer_inputs.py); 0 if layers
+    have none. Computing them takes three times as many."""
     return 0 if shape.layer_inputs is None else shape.num_layers * shape.layer_inputs.width
 
 
 def beside_values(shape: ModelShape) -> int:
     """Returns how many numbers a layer with experts beside its MLP takes for one token, besides those of MLP and experts: the MLP's
-    output, and the inputs of router and experts."""
+    output, and the inputs of router and experts; 0 for other models."""
     return 4 * shape.hidden_size if shape.experts is not None and shape.experts.beside else 0
 
 
 def keys_as_values(shape: ModelShape) -> int:
-    """Returns how many numbers the copy of one token's queries and keys takes if one projection makes keys and values."""
+    """Returns how many numbers the copy of one token's queries and keys takes if one projection makes keys and values; 0 if none
+    does."""
     tied = [heads for heads in shape.kinds_of_heads if heads.keys_are_values]
     return max((heads.head_dim * (shape.num_heads + heads.num_kv_heads) for heads in tied), default=0)
 
 
 def delta_bytes(shape: ModelShape, dtype: str) -> int:
-    """Returns an upper bound of the bytes that a layer of the gated delta rule takes for each token of a step."""
+    """Returns an upper bound of the bytes that a layer of the gated delta rule takes for each token of a step; 0 without such
+    layers."""
     if (delta := shape.delta) is None:
         return 0
     item, values = ITEM_BYTES[dtype], delta.num_value_heads * delta.value_dim
@@ -138,7 +140,8 @@ def delta_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def predictor_values(shape: ModelShape) -> int:
-    """Returns how many numbers a predictor takes for each token of a step, besides those of a layer like the model's."""
+    """Returns how many numbers the layer that drafts tokens takes for each token of a step, in addition to what the model's own
+    layers need; 0 if none is loaded."""
     if not shape.predicts:
         return 0
     if (eagle := shape.eagle) is None:  # all normed hidden states, beside the embeddings that follow, both normed, and both as one
@@ -150,8 +153,8 @@ def predictor_values(shape: ModelShape) -> int:
 
 
 def sampler_rows(vocab_size: int) -> int:
-    """Returns how many rows of logits the reference sampler samples at a time. This does not apply to greedy rows, which need no
-    copies."""
+    """Returns how many rows of logits the reference sampler samples at a time. Greedy rows, which need no copies, are not
+    limited."""
     return max(1, SAMPLER_BYTES // (vocab_size * 4))
 
 
@@ -218,8 +221,8 @@ def work_space_bytes(
 
 
 def _latent_bytes(shape: ModelShape, tokens: int, context: int, item: int) -> tuple[int, int]:
-    """Returns upper bounds of the bytes that latent attention takes for the tokens of a step, and for one row's context
-    (engine/cpu/latents.py)."""
+    """Returns upper bounds of the bytes that latent attention takes for all tokens of a step, and for one row's context
+    (engine/cpu/latents.py). tokens, context: numbers of tokens. item: bytes of an element of the model's dtype."""
     latent, heads = shape.latent, shape.num_heads
     assert latent is not None
     down, query, value = latent.query_rank + latent.token_values, heads * shape.head_dim, heads * latent.value_dim

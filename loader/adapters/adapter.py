@@ -84,8 +84,9 @@ class Adapter:
 
 
 def parse_adapter(config_text: bytes, header: Header) -> Adapter:
-    """Returns the adapter. header: the header of its weight file. Raises UnsupportedModel for another kind of adapter, and
-    CheckpointError; both name the key of the config, or the file and tensor, that is at fault."""
+    """Returns the adapter that a folder's files describe. config_text: the content of adapter_config.json. header: the header of
+    the weight file. Raises UnsupportedModel for another kind of adapter, and CheckpointError; both name the key of the config, or
+    the file and tensor, that is at fault."""
     fields = json_fields(config_text, CONFIG_NAME)
     _refuse_variants(fields)
     base = fields.values.get("base_model_name_or_path")
@@ -103,7 +104,8 @@ def parse_adapter(config_text: bytes, header: Header) -> Adapter:
 
 
 def check_config(config_text: bytes) -> None:
-    """Raises CheckpointError if the config alone shows that the adapter cannot be served."""
+    """Raises UnsupportedModel or CheckpointError if the config alone shows that the adapter cannot be served. config_text: the
+    content of adapter_config.json."""
     _refuse_variants(json_fields(config_text, CONFIG_NAME))
 
 
@@ -123,7 +125,9 @@ def _refuse_variants(fields: Fields) -> None:
 
 
 def _pairs(header: Header) -> dict[str, tuple[TensorRef, TensorRef]]:
-    """Returns lora_A and lora_B of each module, by its name in the base."""
+    """Returns module name -> (lora_A, lora_B) for all modules that the file adapts, by the module's name in the base model. Raises
+    UnsupportedModel for another kind of tensor, and CheckpointError for a tensor without its counterpart, of another dtype, or
+    packed, and for no or too many modules."""
     downs, ups = dict[str, TensorRef](), dict[str, TensorRef]()
     for tensor in header.tensors:
         for half, suffix in ((downs, _DOWN), (ups, _UP)):
@@ -158,7 +162,8 @@ def _what_else(name: str) -> str:
 
 
 def _check_tensors(down: TensorRef, up: TensorRef, rank: int, key: str) -> None:
-    """Raises CheckpointError unless both tensors have this rank. key: the key of the config that gives the rank."""
+    """Raises CheckpointError unless both tensors are matrices of this rank: down [rank, inputs], up [outputs, rank]. key: the key
+    of the config that gives the rank."""
     for tensor, axis, wanted in ((down, 0, "[rank, inputs]"), (up, 1, "[outputs, rank]")):
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise CheckpointError(tensor.file, tensor.name, f"has shape {list(tensor.shape)}, no {wanted}")

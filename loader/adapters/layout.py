@@ -24,12 +24,13 @@ _LAYERS = "layers."
 
 @dataclass(slots=True, frozen=True)
 class AdapterPlace:
-    """The matrices that an adapter has for the product of one matrix number.
+    """The place of an adapter's matrices for one product of the base. number: the product's matrix number
+    (loader/adapters/matrices.py).
 
     rank: the rank r of each of the product's P parts, a multiple of RANK_STEP. offset: where its matrices begin, in elements from
     the adapter's first byte: first "down" [P * r, inputs], in which the rows of part p begin at p * r, then, part by part, "up" [r,
-    outputs of the part]. inputs, outputs: as in AdaptedMatrix. parts: the adapter's module for each part; None: it has none, and
-    its place is filled with zeros."""
+    outputs of the part]. inputs: number of inputs of the product. outputs: number of outputs of each part. parts: the adapter's
+    module for each part; None: it has none, and its place is filled with zeros."""
 
     number: int
     rank: int
@@ -93,8 +94,9 @@ def misfit(adapter: Adapter, shape: ModelShape) -> str:
 
 
 def _modules_by_number(adapter: Adapter, shape: ModelShape) -> dict[int, dict[int, AdapterModule]]:
-    """Returns the adapter's modules by matrix number and part. Modules of the base that are not served, such as those of an image
-    encoder, have no number and are left out. Raises CheckpointError."""
+    """Returns the adapter's modules by the base's matrix number and the part of that product. Modules of the base that are not
+    served, such as those of an image encoder, have no number and are left out. Raises CheckpointError, which names a tensor, for a
+    module that does not fit the base."""
     known, matrices = _parts(shape), adapted_matrices(shape)
     found: dict[int, dict[int, AdapterModule]] = {}
     for module in adapter.modules:
@@ -121,7 +123,8 @@ def _parts(shape: ModelShape) -> Mapping[str, _Part]:
 
 
 def _plain(module: str) -> str:
-    """Returns the name of a layer's module without the common prefix of all layers."""
+    """Returns the name of a module of a layer from "layers." on, since its prefix may differ between adapter and base; other names
+    are returned unchanged."""
     for body in _BODIES:
         if module.startswith(body + _LAYERS):
             return module.removeprefix(body)
@@ -136,7 +139,8 @@ def _check_shape(module: AdapterModule, matrix: AdaptedMatrix, part: int) -> Non
 
 
 def _is_unread(module: str, shape: ModelShape) -> bool:
-    """Returns whether the base does not read the module's matrix, so that no output depends on it. A tied head is read."""
+    """Returns whether the base does not read the matrix of a module, so that no output depends on the module. A head that is the
+    same matrix as the embedding counts as read."""
     names, plain = decoder_of(shape).names, _plain(module)
     if plain.startswith(_LAYERS):
         module = names.layer.partition(_LAYERS)[0] + plain

@@ -53,12 +53,13 @@ def decoder_of(shape: ModelShape) -> Decoder:
 
 
 def numbers_of(shape: ModelShape) -> dict[_Product, int]:
-    """Returns (prefix, names) of each product -> its matrix number."""
+    """Returns the matrix number of each product that adapters may change, by the product's prefix and names (AdaptedMatrix)."""
     return {(matrix.prefix, matrix.names): number for number, matrix in enumerate(adapted_matrices(shape))}
 
 
 def _products(family: Decoder, shape: ModelShape) -> Iterator[_Product]:
-    """Yields prefix and names of each product. family: the decoder's description with the names in the checkpoint."""
+    """Yields (prefix, names) of each product that adapters may change, as in AdaptedMatrix, in the order of their matrix numbers.
+    family: the decoder's description with the names in the checkpoint."""
     names = family.names
     for layer in range(shape.num_layers):
         prefix = names.layer.format(layer)

@@ -18,7 +18,8 @@ _READ_BYTES = 1 << 30  # one system call reads less than 2 GiB
 
 
 class OpenAdapter:
-    """A checked adapter whose weights are open. It is closed by `close`, or at the end of a `with`."""
+    """A checked adapter whose weight file is open. header: the file's header. fd: the file's descriptor, which is closed by
+    `close`, or at the end of a `with`."""
 
     def __init__(self, adapter: Adapter, header: Header, fd: int) -> None:
         self.adapter, self.header, self._fd = adapter, header, fd
@@ -49,7 +50,8 @@ class OpenAdapter:
 
 
 def open_adapter(path: str | Path, fingerprint: str) -> OpenAdapter:
-    """Checks the folder again and opens its weights. fingerprint: the registered adapter's fingerprint, "" to accept any.
+    """Checks a registered adapter's folder again and opens its weight file. fingerprint: the registered fingerprint; "" accepts
+    any.
 
     Raises CheckpointError (permanent) or CheckpointChanged (the files differ from the registered ones, or are incomplete again)."""
     checkpoint = scanned_again(path, fingerprint, "adapter")
