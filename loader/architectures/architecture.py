@@ -20,9 +20,9 @@ ROWS, COLUMNS, FIRST_ALONE = "rows", "columns", "first alone"
 
 
 class Cut(NamedTuple):
-    """A share of a stored tensor: along one axis, which has `whole` elements, it has the elements of `ranges` [begin, end). The
-    ranges are in ascending order, do not touch, and lie one after the other in the share. axis: 0 selects rows. For another axis k
-    the tensor is regarded as a matrix [prod(dims[:k]), prod(dims[k:])], of which the share has some columns."""
+    """A device's share of a stored tensor: along one axis, which has `whole` elements, it has the elements of `ranges` [begin,
+    end). The ranges are in ascending order, do not touch, and lie one after the other in the share. axis: 0 selects rows. For
+    another axis k the tensor is regarded as a matrix [prod(dims[:k]), prod(dims[k:])], of which the share has some columns."""
 
     axis: int
     ranges: tuple[tuple[int, int], ...]
@@ -30,7 +30,7 @@ class Cut(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Returns the number of elements that the share has along the axis."""
+        """The number of elements that the share has along the axis."""
         return sum(end - begin for begin, end in self.ranges)
 
     def part_of(self, dims: Dims) -> Dims:
@@ -73,7 +73,7 @@ class TensorGroup(NamedTuple):
     cuts: tuple[Cut, ...] = ()
 
     def in_layer(self, layer: int, prefix: str) -> TensorGroup:
-        """Returns the same group for one layer. layer: the layer's number. prefix: put before the tensors' names."""
+        """Returns the group as one of a layer. layer: the layer's number. prefix: put before the tensors' names."""
         return self._replace(tensors=tuple((prefix + name, dims) for name, dims in self.tensors), layer=layer)
 
 
@@ -88,8 +88,8 @@ class Architecture(Protocol):
     def model_type(self) -> str: ...
 
     def parse(self, fields: Fields) -> ModelShape:
-        """Reads config.json. Raises UnsupportedModel for a variant that is not served, and CheckpointError, which names a key
-        with a wrong value."""
+        """Returns the shape of the model that a config.json describes. Raises UnsupportedModel for a variant that is not served,
+        and CheckpointError, which names a key with a wrong value."""
         ...
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:

@@ -79,7 +79,8 @@ class Encoder:
         return 0 if self.pad_token_id is None else fields.integer("pad_token_id", self.pad_token_id, at_least=0) + 1
 
     def score_names(self, shape: ModelShape) -> tuple[str, ...]:
-        """Returns the names of score_head in this checkpoint, without `.weight` and `.bias`."""
+        """Returns the names of the matrices that score a pair of texts, as this checkpoint stores them, without `.weight` and
+        `.bias`; () for a family that computes vectors."""
         return tuple(name.format(shape.tensor_prefix) for name in self.score_head)
 
     def tensor_groups(self, shape: ModelShape) -> list[TensorGroup]:
@@ -116,7 +117,8 @@ class Encoder:
         return name.removeprefix(shape.tensor_prefix).startswith(("pooler.", "embeddings.position_ids"))
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored: models with a head name their encoder, as BERT's do `bert`."""
+        """Implements Architecture.as_stored: the names of the encoder's tensors begin with `body` if the model was saved with a
+        head."""
         return replace(shape, tensor_prefix=self.body) if any(name.startswith(self.body) for name in names) else shape
 
 

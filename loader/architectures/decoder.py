@@ -66,14 +66,14 @@ class TensorNames:
     not_read: str = ""  # prefix of the names of tensors that predict further tokens; "": there are none
 
     def of_heads(self, heads: HeadShape) -> tuple[str, ...]:
-        """Returns the names of the matrices of queries, keys and values that a layer has."""
+        """Returns the names of those matrices of queries, keys and values that a layer with these heads has."""
         return self.queries_keys_values[: heads.num_projections]
 
 
 @dataclass(slots=True, frozen=True)
 class Decoder:
-    """The description of one family. The fields between `windows` and `activation` say what config.json may contain, and what
-    applies if it leaves a key out."""
+    """The description of one family of decoders: the names of its tensors, the keys that its config.json may contain, with their
+    defaults, and how its layers differ from Llama's, which most defaults of the fields describe."""
 
     name: str
     model_type: str
@@ -271,7 +271,8 @@ class Decoder:
         return replace(shape, predicts=True)
 
     def decoder_of(self, shape: ModelShape) -> Decoder:
-        """Returns the description with the tensors' names in the checkpoint."""
+        """Returns this description with the names that a checkpoint of this shape gives its tensors: without "model." if the
+        decoder was saved without a head."""
         return replace(self, names=_bare(self.names)) if shape.bare_names else self
 
     def _is_of_unmade_kv(self, shape: ModelShape, name: str) -> bool:
@@ -281,7 +282,8 @@ class Decoder:
         return name.startswith(tuple(f"{names.layer.format(layer)}{part}." for layer in reading for part in parts if part))
 
     def _groups_around_mlp(self, shape: ModelShape, heads: HeadShape) -> tuple[list[TensorGroup], list[TensorGroup]]:
-        """Returns the tensor groups that a layer has before and after those of its MLP. Their names lack the layer's prefix."""
+        """Returns the tensor groups that a layer of attention has before those of its MLP, and those after them. heads: the layer's
+        heads. Names lack the layer's prefix."""
         names, hidden = self.names, shape.hidden_size
         if self.latents is not None and shape.latent is not None:
             attention = self.latents.tensor_groups(shape.latent, shape.num_heads, hidden, shape.attention_bias)
@@ -301,12 +303,14 @@ class Decoder:
         return before, self._norms(hidden, names.mlp_output_norm)
 
     def _head_norms(self, width: int, name: str, heads: HeadShape) -> list[TensorGroup]:
-        """Returns the tensor group of the norm of queries or keys. A norm over all heads is divided like the heads."""
+        """Returns the tensor group of the norm of queries or keys; [] if the family has none. width: number of the norm's weights.
+        A norm over all heads is divided among devices like the heads."""
         divided = ROWS if self.whole_width_norms else ""
         return [group._replace(divided=divided, unit=heads.head_dim) for group in _weights(width, name)]
 
     def _norms(self, width: int, *names: str) -> list[TensorGroup]:
-        """Returns the tensor groups of the norms that the family has, whose names are not ""."""
+        """Returns the tensor groups of norms with these names; a norm that the family does not have is "" and is left out. width:
+        number of the norm's weights."""
         if not self.norm_bias:
             return _weights(width, *names)
         return [one_tensor(f"{name}.{part}", width) for name in names if name for part in ("weight", "bias")]
@@ -369,7 +373,8 @@ class Decoder:
             raise fields.unsupported("use_bidirectional_attention", "only causal attention is supported")
 
     def _reading_layers(self, fields: Fields, sliding: list[bool]) -> int:
-        """Returns how many of the last layers read the KV of others. Raises CheckpointError if there is no KV for them to read."""
+        """Returns how many of the last layers read the KV of earlier layers. sliding: for each layer, whether it has a window.
+        Raises CheckpointError if such a layer has no earlier layer of its kind."""
         key, num_layers = "num_kv_shared_layers", len(sliding)
         num = fields.integer(key, 0, at_least=0, at_most=MAX_LAYERS)
         if num and not set(sliding[num_layers - num :]) <= set(sliding[: max(0, num_layers - num)]):
@@ -444,8 +449,9 @@ def _sinks(name: str, num_heads: int) -> list[TensorGroup]:
 def _projections(
     names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, has_bias: bool, divided: str = "", unit: int = 1
 ) -> list[TensorGroup]:
-    """Returns the groups of the matrices [outputs, inputs] that one product reads, and of their biases. divided, unit: as in
-    TensorGroup, for the matrices."""
+    """Returns the groups of the matrices [outputs, inputs] that one product reads together, and of their biases. names: of the
+    matrices; a single name if one tensor holds all of them. outputs: number of outputs of each. divided, unit: how devices share
+    the matrices, as in TensorGroup."""
     widths = outputs if len(names) > 1 else (sum(outputs),)
     pairs, joined = list(zip(names, widths, strict=True)), (outputs,) if widths != outputs else ()
     matrices = tuple((f"{name}.weight", (width, inputs)) for name, width in pairs)

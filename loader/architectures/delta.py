@@ -18,8 +18,8 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 @dataclass(slots=True, frozen=True)
 class DeltaNames:
-    """Names of a layer's tensors, without `.weight`, except decay and step_bias, which are complete names. As in TensorNames, they
-    follow the layer's prefix.
+    """Names of the tensors of a layer of the gated delta rule, without `.weight`, except decay and step_bias, which are complete
+    names. They follow the layer's prefix.
 
     inputs: the matrices that make queries, keys, values and the output's gates; gates: the matrices that make a head's update and
     decay. convolution: the convolution over queries, keys and values, each column by itself. norm: the norm of each head's
@@ -36,8 +36,8 @@ class DeltaNames:
 
 @dataclass(slots=True, frozen=True)
 class Deltas:
-    """A family's layers of the delta rule, with defaults for keys that config.json leaves out. by_head: as in DeltaShape; `names`
-    then has one name for inputs and one for gates."""
+    """The layers of the gated delta rule in a family of decoders, with defaults for keys that config.json leaves out. by_head: the
+    projections' outputs are grouped by key head, else by kind; `names` then has one name for inputs and one for gates."""
 
     names: DeltaNames = DeltaNames()
     by_head: bool = False
@@ -49,7 +49,8 @@ class Deltas:
     full_interval: int = 4  # the last of every so many layers has attention
 
     def parse(self, fields: Fields, num_layers: int) -> DeltaShape:
-        """Reads config.json. Raises CheckpointError, which names a key with a wrong value, and UnsupportedModel."""
+        """Returns the sizes of these layers, from config.json. Raises CheckpointError, which names a key with a wrong value, and
+        UnsupportedModel."""
         num_key_heads = fields.integer("linear_num_key_heads", self.num_key_heads)
         num_value_heads = fields.integer("linear_num_value_heads", self.num_value_heads)
         if num_value_heads % num_key_heads:

@@ -30,9 +30,9 @@ MOST_READ = 8  # most layers whose states are read; published heads read three
 
 @dataclass(slots=True, frozen=True)
 class EagleHead:
-    """The description of a head in its files. tensors: as the files' headers list them. read_layers: numbers of the model's layers
-    before which its states are read; (): the default ones. target_size: the model's width; 0: the same as the head's. verifier: the
-    name of the model that it was made for, "" if it is not given."""
+    """A head that drafts tokens (EAGLE-3), as its own files describe it. tensors: as the files' headers list them. read_layers:
+    numbers of the model's layers whose inputs the head reads; (): the default ones. target_size: the model's width; 0: the same as
+    the head's. verifier: the name of the model that the head was made for; "": it is not given."""
 
     shape: EagleShape
     tensors: tuple[TensorRef, ...]
@@ -62,15 +62,15 @@ class EagleHead:
 
 
 def is_head(fields: Fields) -> bool:
-    """Returns whether a config.json describes a head."""
+    """Returns whether a config.json describes a head that drafts tokens (EAGLE-3), not a model."""
     named = fields.values.get("architectures")
     names = named if isinstance(named, list) else []
     return any(name in _ARCHITECTURES for name in names) or fields.values.get("speculators_model_type") == "eagle3"
 
 
 def parse_head(fields: Fields, tensors: Sequence[TensorRef] | None) -> EagleHead:
-    """Reads a head's config.json. tensors: from the headers of its files; None if these are not there yet. Raises UnsupportedModel
-    and CheckpointError, which name the key."""
+    """Returns the draft head that a config.json describes. tensors: from the headers of the head's files; None: these are not there
+    yet. Raises UnsupportedModel and CheckpointError, which name the key."""
     names = {OFFSETS} if tensors is None else {tensor.name for tensor in tensors}
     inner = fields.mapping(_LAYER_KEY)
     layer_fields = fields if inner is None else inner
@@ -104,7 +104,8 @@ def parse_head(fields: Fields, tensors: Sequence[TensorRef] | None) -> EagleHead
 
 
 def family_of(layer_fields: Fields) -> Decoder:
-    """Returns the family of a head's layer. Raises UnsupportedModel."""
+    """Returns the family of decoders to which a draft head's layer belongs. layer_fields: the object of config.json that describes
+    the layer. Raises UnsupportedModel for another family."""
     model_type = layer_fields.values.get("model_type", "llama")
     if model_type not in _FAMILIES:
         raise layer_fields.unsupported("model_type", f"{model_type!r} is not supported; supported: {', '.join(_FAMILIES)}")
@@ -112,13 +113,15 @@ def family_of(layer_fields: Fields) -> Decoder:
 
 
 def layer_family(eagle: EagleShape) -> Decoder:
-    """Returns the description of a head's layer, with the names of its tensors among the model's."""
+    """Returns the description of the family of a draft head's layer, with the names that the layer's tensors have among the
+    model's."""
     family = _FAMILIES[eagle.family]
     return replace(family, names=replace(family.names, layer=PREFIX + eagle.outer_prefix + eagle.layer_prefix))
 
 
 def eagle_groups(eagle: EagleShape, number: int) -> list[TensorGroup]:
-    """Returns the tensor groups of a head, all plain. number: the number of its layer among the model's. The norm comes last."""
+    """Returns the tensor groups of a draft head, all plain, its final norm last. number: the number that its layer has among the
+    model's layers."""
     shape, family = eagle.layer, _FAMILIES[eagle.family]
     hidden, num_read, names = shape.hidden_size, len(eagle.read_layers), family.names
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -155,7 +158,8 @@ def eagle_groups(eagle: EagleShape, number: int) -> list[TensorGroup]:
 
 
 def ignores(name: str) -> bool:
-    """Returns whether a head's files may hold this tensor in addition. A stored embedding is ignored if the model's own is used."""
+    """Returns whether a draft head's files may hold this tensor although it is not read. A stored embedding is such a tensor if the
+    head uses the model's."""
     bare = name.removeprefix(PREFIX).removeprefix("model.")
     return bare in _NOT_READ or bare == f"{EMBEDDING}.weight" or bare.endswith("rotary_emb.inv_freq")
 
@@ -175,8 +179,9 @@ def _biases(names: tuple[str, ...], outputs: tuple[int, ...]) -> TensorGroup:
 
 
 def _read_layers(fields: Fields, eagle: Fields) -> tuple[int, ...]:
-    """Returns EagleHead.read_layers. A list within eagle_config names layers whose output is read, a list beside it layers whose
-    input is read."""
+    """Returns the numbers of the model's layers whose inputs a draft head reads; (): config.json does not say. A list within
+    `eagle_config` names layers whose output is read, so 1 is added; a list beside it names layers whose input is read. Raises
+    CheckpointError for a list that is not valid."""
     for own, further in ((eagle, 1), (fields, 0)):
         listed = own.values.get(_READS_KEY)
         if listed is None:

@@ -44,7 +44,8 @@ class ExpertNames:
     stacked_down: str = ""
 
     def all_gate_up(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        """Returns the names of gate and up of the experts with these numbers, in the order in which they lie in memory."""
+        """Returns the names of the gate and up matrices of the experts with these numbers, in the order in which they lie in
+        memory: gate and up of each expert in turn."""
         return tuple(self.expert.format(number) + name for number in numbers for name in self.gate_up)
 
     def all_down(self, numbers: Iterable[int]) -> tuple[str, ...]:
@@ -82,7 +83,8 @@ class SigmoidRule:
     by_softmax: bool = False
 
     def parse(self, fields: Fields, num_key: str, num_experts: int, num_chosen: int) -> SigmoidShape:
-        """Reads config.json. num_key: the key of num_experts. Raises CheckpointError, which names a key with a wrong value."""
+        """Returns the sizes of the router, from config.json. num_key: the key that gave num_experts. num_chosen: number of experts
+        of a token. Raises CheckpointError, which names a key with a wrong value."""
         num_groups = fields.integer("n_group", self.num_groups)
         num_chosen_groups = fields.integer("topk_group", self.num_chosen_groups)
         size, rest = divmod(num_experts, num_groups)
@@ -102,7 +104,8 @@ class SigmoidRule:
 
 @dataclass(slots=True, frozen=True)
 class Experts:
-    """The keys of config.json about a family's experts, and their defaults."""
+    """The mixtures of experts in a family of decoders: the names of their tensors, and the keys of config.json about them with
+    their defaults."""
 
     num_experts: int | None  # default; None: config.json must have the number; the same holds for num_chosen
     num_chosen: int | None
@@ -136,8 +139,8 @@ class Experts:
         return f"{_SHARED_NUM_KEY} * {self.size_key}" if self.num_shared else _SHARED_SIZE_KEY
 
     def parse(self, fields: Fields, num_layers: int) -> ExpertShape | None:
-        """Reads config.json. Returns None if it asks for no experts. Raises CheckpointError, which names a key with a wrong value,
-        and UnsupportedModel for a variant that is not served."""
+        """Returns the sizes of the experts, from config.json; None if it asks for no experts. Raises CheckpointError, which names a
+        key with a wrong value, and UnsupportedModel for a variant that is not served."""
         if self.enabled_key and not fields.boolean(self.enabled_key):
             return None
         rule, fixed = self.sigmoid, dict(self.fixed)
@@ -195,7 +198,8 @@ class Experts:
         return groups
 
     def as_stored(self, experts: ExpertShape, tensors: Collection[str]) -> ExpertShape:
-        """Returns the experts of a checkpoint whose tensors have these names, because some families name them in two ways."""
+        """Returns the experts as a checkpoint with tensors of these names stores them: all experts of a layer in one tensor, or one
+        by one."""
         stacked = any(name.endswith((self.names.stacked_gate_up, self.names.stacked_down)) for name in tensors)
         return replace(experts, stacked=stacked)
 
@@ -212,13 +216,13 @@ class Experts:
         return [gate_up._replace(divided=ROWS, num_experts=num), down._replace(divided=COLUMNS, num_experts=num)]
 
     def _shared_size(self, fields: Fields, size: int) -> int:
-        """Returns the intermediate size of the shared expert. size: that of the others."""
+        """Returns the intermediate size of the shared expert. size: intermediate size of each routed expert."""
         if self.num_shared:
             return fields.integer(_SHARED_NUM_KEY, self.num_shared, at_most=MAX_EXPERTS) * size
         return fields.integer(_SHARED_SIZE_KEY, self.shared_size)
 
     def _dense_layers(self, fields: Fields, num_layers: int) -> frozenset[int]:
-        """Returns the layers that have an MLP instead of experts."""
+        """Returns the numbers of the layers that have an MLP instead of experts."""
         if self.has_layer_types and fields.has(_TYPES_KEY):
             types = fields.values[_TYPES_KEY]
             if not isinstance(types, list) or len(types) != num_layers or not all(one in _LAYER_TYPES for one in types):
@@ -232,7 +236,8 @@ class Experts:
 
     def _float32_router(self, router: TensorGroup, num_experts: int) -> list[TensorGroup]:
         """Returns the tensor groups of a router whose scores are computed in float32, because with less precision other experts
-        would be chosen."""
+        would be chosen. router: the group of its matrices. They include the numbers added to the scores, if the family has
+        these."""
         own = router._replace(held_as="float32")
         if not self.names.correction:
             return [own]
@@ -266,7 +271,8 @@ def _same_of(fields: Fields, keys: tuple[str, str], default: int | None, at_most
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
-    """Returns the layers with experts: those that `moe_layers` lists, or else the last of every `interleave_moe_layer_step`."""
+    """Returns the numbers of the layers with experts: those that `moe_layers` lists, or else the last of every
+    `interleave_moe_layer_step`. Raises CheckpointError for a list that is not valid."""
     step, key = fields.integer("interleave_moe_layer_step", 1), "moe_layers"
     listed = fields.values.get(key)
     if listed is None:
@@ -277,8 +283,8 @@ def _sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
 
 
 def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:
-    """Returns the layers that have an MLP instead of experts: those that `mlp_only_layers` lists, and of every
-    `decoder_sparse_step` layers all but the last."""
+    """Returns the numbers of the layers that have an MLP instead of experts: those that `mlp_only_layers` lists, and of every
+    `decoder_sparse_step` layers all but the last. Raises CheckpointError for a list that is not valid."""
     step, key = fields.integer("decoder_sparse_step", 1), "mlp_only_layers"
     listed = fields.values.get(key) or []
     if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
@@ -287,7 +293,7 @@ def _dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:
 
 
 def _stack(name: str, dims: Dims) -> TensorGroup:
-    """Returns the group of a tensor with the experts along its first axis."""
+    """Returns the group of one tensor that holds a matrix, or bias, of all experts of a layer along its first axis."""
     return TensorGroup(((name, dims),), num_experts=dims[0], stacked=True)
 
 

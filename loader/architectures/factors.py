@@ -27,5 +27,6 @@ class Factors:
 
 
 def factor(fields: Fields, key: str, default: float = 1.0) -> float:
-    """Returns the factor under the key. Raises CheckpointError if it is not a positive number."""
+    """Returns the factor that config.json has under `key`; `default` if the key is absent or "". Raises CheckpointError if the
+    value is not a positive number."""
     return fields.positive(key, default) if key else default

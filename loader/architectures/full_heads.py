@@ -13,14 +13,14 @@ _BY_LAYER, _NUM, _DIM, _TIED = "per_layer_config", "num_key_value_heads", "head_
 
 @dataclass(slots=True, frozen=True)
 class FullHeads:
-    """The heads of layers without windows, in a family in which they differ. head_dim: default if config.json has neither
-    `global_head_dim` nor `per_layer_config`."""
+    """The heads of layers without windows, in a family in which they differ from those of layers with windows. head_dim: their size
+    if config.json has neither `global_head_dim` nor `per_layer_config`."""
 
     head_dim: int
 
     def parse(self, fields: Fields, sliding: Sequence[bool], usual: HeadShape, num_heads: int) -> HeadShape | None:
-        """Returns the heads of layers without windows, None if they are the usual ones. sliding: by layer, whether it has a window.
-        Raises UnsupportedModel or CheckpointError.
+        """Returns the heads of layers without windows; None if they are the same as `usual`, those of layers with windows. sliding:
+        by layer, whether it has a window. num_heads: number of heads of queries. Raises UnsupportedModel or CheckpointError.
 
         The key `per_layer_config`, which later versions of transformers write, has an object for each layer that differs, by its
         number. Files without it have `global_head_dim` and `num_global_key_value_heads`, which is used if one projection makes keys
@@ -42,7 +42,9 @@ class FullHeads:
 
 
 def _listed(fields: Fields, sliding: Sequence[bool], usual: HeadShape) -> HeadShape:
-    """Returns the heads that `per_layer_config` gives all layers without windows."""
+    """Returns the heads that `per_layer_config` gives all layers without windows. sliding: by layer, whether it has a window.
+    usual: the heads of layers that it does not list. Raises UnsupportedModel unless all layers without windows have the same heads
+    and all others the usual ones, and CheckpointError for an entry that is not valid."""
     by_layer = fields.mapping(_BY_LAYER)
     assert by_layer is not None
     numbers = {str(layer): layer for layer in range(len(sliding))}

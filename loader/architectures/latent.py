@@ -18,12 +18,11 @@ NORM_EPS = 1e-6  # eps of the norms of latents; rms_norm_eps applies to other no
 
 @dataclass(slots=True, frozen=True)
 class LatentNames:
-    """Names of a layer's tensors of latent attention, without `.weight` and `.bias`. As in TensorNames, they follow the layer's
-    prefix.
+    """Names of a layer's tensors of latent attention, without `.weight` and `.bias`. They follow the layer's prefix.
 
-    queries: in models with one matrix for queries. query_down, query_norm, query_up: in other models. down: the matrix that makes
-    the latent and the rotated part of the keys. norm: the norm of the latent. up: the matrix that makes, head by head, the other
-    part of the keys, and the values, from a latent."""
+    queries: the matrix of queries, in models that make them with a single one. query_down, query_norm, query_up: the two matrices,
+    and the norm between them, in all other models. down: the matrix that makes the latent and the rotated part of the keys. norm:
+    the norm of the latent. up: the matrix that makes, head by head, the other part of the keys, and the values, from a latent."""
 
     queries: str = "self_attn.q_proj"
     query_down: str = "self_attn.q_a_proj"
@@ -41,7 +40,8 @@ class LatentNames:
 
 @dataclass(slots=True, frozen=True)
 class Latents:
-    """A family's latent attention, with defaults for keys that config.json leaves out."""
+    """Multi-head latent attention in a family of decoders, with defaults for keys that config.json leaves out; the sizes are those
+    of LatentShape."""
 
     query_rank: int
     rank: int = 512
@@ -52,7 +52,7 @@ class Latents:
     interleaved_key: str = ""  # the key that says whether pairs of rotated dimensions are neighbours; "": they are
 
     def parse(self, fields: Fields) -> LatentShape:
-        """Reads config.json. Raises CheckpointError, which names a key with a wrong value."""
+        """Returns the sizes of latent attention, from config.json. Raises CheckpointError, which names a key with a wrong value."""
         has_rank = not ("q_lora_rank" in fields.values and fields.is_null("q_lora_rank"))
         latent = LatentShape(
             query_rank=fields.integer("q_lora_rank", self.query_rank) if has_rank else 0,
@@ -66,7 +66,7 @@ class Latents:
         return latent
 
     def interleaved(self, fields: Fields) -> bool:
-        """Returns whether pairs of rotated dimensions are neighbours."""
+        """Returns whether the two dimensions of a rotated pair are neighbours, instead of one in each half."""
         return fields.boolean(self.interleaved_key, True) if self.interleaved_key else True
 
     def tensor_groups(self, latent: LatentShape, num_heads: int, hidden: int, has_bias: bool) -> list[TensorGroup]:

@@ -22,8 +22,8 @@ _POOLINGS = ("cls", "mean")
 
 
 def _all_but_first_of_every(asked: Asked) -> list[bool]:
-    """The rule by which all layers have a window except the first of every `global_attn_every_n_layers`, or those that
-    `layer_types` lists have one."""
+    """Returns which layers have a window (loader/architectures/windows.py): those that `layer_types` lists, or else all except the
+    first of every `global_attn_every_n_layers`."""
     every = asked.fields.integer("global_attn_every_n_layers", 3)
     return asked.listed if asked.listed is not None else [layer % every != 0 for layer in range(asked.num_layers)]
 
@@ -84,7 +84,8 @@ class ModernEncoder:
         )
 
     def _ropes(self, fields: Fields, head_dim: int, max_position_embeddings: int) -> tuple[RopeParameters, RopeParameters | None]:
-        """Returns the rotary embedding of layers without windows and of those with them. The older dialect has a base for each."""
+        """Returns the rotary embedding of layers without windows, and that of layers with windows. Older config files give their
+        bases as `global_rope_theta` and `local_rope_theta`. Raises UnsupportedModel for scaled frequencies."""
         wide, near = (fields.positive(key, default) for key, default in _THETA)
         if fields.has("rope_scaling"):
             raise fields.unsupported("rope_scaling", f"{self.name} is supported without it")
@@ -95,7 +96,8 @@ class ModernEncoder:
         return ropes
 
     def _windows(self, fields: Fields, num_layers: int) -> tuple[int, ...]:
-        """Returns ModelShape.layer_windows. `local_attention` counts the positions on both sides of a token, without its own."""
+        """Returns, for each layer, how many positions a token attends to, its own included; 0: all. In config.json
+        `local_attention` counts the positions on both sides of a token, without its own."""
         windows = _WINDOWS.by_layer(fields, _WINDOWS.sliding(fields, self.name, num_layers), 0, keeps_all=True)
         return tuple(2 * (window // 2) + 1 if window else 0 for window in windows)
 
@@ -137,7 +139,8 @@ class ModernEncoder:
         return not self.scores and name.startswith(("head.", "decoder."))
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored: models with a head name their encoder `model`."""
+        """Implements Architecture.as_stored: the names of the encoder's tensors begin with "model." if the model was saved with a
+        head."""
         return replace(shape, tensor_prefix=_BODY) if any(name.startswith(_BODY) for name in names) else shape
 
 

@@ -1,4 +1,5 @@
-"""OLMo 3: OLMo 2 with a window on three of four layers. A scaling of the rotary embedding counts for the layers without one."""
+"""OLMo 3: OLMo 2 with a window on three of four layers. A scaling of the rotary embedding applies only to layers without a
+window."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ TOKEN_NORM, HIDDEN_NORM, PROJECTION, OUTPUT_NORM = "enorm", "hnorm", "eh_proj", 
 
 
 def predictor_groups(shape: ModelShape, layer: list[TensorGroup]) -> list[TensorGroup]:
-    """Returns the tensor groups of the predictor. layer: the groups of an ordinary layer of its kind. The norm comes last, since it
-    is plain in every format."""
+    """Returns the tensor groups of a model's predictor, the layer that predicts one token further. layer: the groups of an ordinary
+    layer of its kind. The norm of its output comes last, since it is plain in every format."""
     hidden = shape.hidden_size
     return [
         one_tensor(f"{TOKEN_NORM}.weight", hidden),

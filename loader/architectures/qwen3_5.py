@@ -1,5 +1,5 @@
-"""Qwen3.5 (text): three of four layers of the gated delta rule, the fourth with gated attention. A quarter of each head is rotated;
-of the positions in images that its rotation knows, texts have none.
+"""Qwen3.5 (text): three of four layers of the gated delta rule, the fourth with gated attention. A quarter of each head is rotated.
+The rotary embedding can also take positions within images, which texts do not have.
 
 The layers that predict further tokens are not read.
 """

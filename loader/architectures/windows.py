@@ -15,9 +15,9 @@ _FULL, _SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_atten
 
 @dataclass(slots=True, frozen=True)
 class Asked:
-    """The settings about windows in config.json. name: the architecture. listed: for each layer, whether the key `layer_types`
-    calls it sliding (or chunked, in a family with chunks); None: the key is absent. default_tokens: the window's length if its key
-    is absent; None: there is no default."""
+    """What a rule about windows reads from config.json. fields: config.json. name: the architecture, for errors. listed: for each
+    layer, whether the key `layer_types` calls it sliding (or chunked, in a family with chunks); None: the key is absent.
+    default_tokens: the window's length if its key is absent; None: there is no default."""
 
     fields: Fields
     name: str
@@ -30,7 +30,7 @@ Rule = Callable[[Asked], list[bool]]  # returns for each layer whether it has a 
 
 
 def no_layer(asked: Asked) -> list[bool]:
-    """The rule of families without windows: raises UnsupportedModel if config.json asks for them."""
+    """Returns that no layer has a window, for families without windows. Raises UnsupportedModel if config.json asks for them."""
     message = f"{asked.name} is supported without windows only"
     if asked.fields.boolean("use_sliding_window"):
         raise asked.fields.unsupported("use_sliding_window", message)
@@ -40,7 +40,8 @@ def no_layer(asked: Asked) -> list[bool]:
 
 
 def every_layer(asked: Asked) -> list[bool]:
-    """The rule of families whose layers all have a window if `sliding_window` is set, and none otherwise."""
+    """Returns which layers have a window: all if `sliding_window` is set, else none. Raises UnsupportedModel if `layer_types` says
+    otherwise."""
     fields = asked.fields
     window = None if fields.is_null("sliding_window") else fields.values.get("sliding_window", asked.default_tokens)
     slides = [window is not None] * asked.num_layers
@@ -50,8 +51,8 @@ def every_layer(asked: Asked) -> list[bool]:
 
 
 def from_a_layer_on(asked: Asked) -> list[bool]:
-    """The rule by which layers from number `max_window_layers` on, or those that `layer_types` lists, have a window if
-    `use_sliding_window` is true."""
+    """Returns which layers have a window: none unless `use_sliding_window` is true; then those that `layer_types` lists, or else
+    the layers from number `max_window_layers` on."""
     fields = asked.fields
     if not _wants_windows(asked):
         return [False] * asked.num_layers
@@ -61,8 +62,8 @@ def from_a_layer_on(asked: Asked) -> list[bool]:
 
 
 def every_second_up_to_a_layer(asked: Asked) -> list[bool]:
-    """The rule by which the first, third, fifth layer and so on below number `max_window_layers`, or those that `layer_types`
-    lists, have a window if `use_sliding_window` is true."""
+    """Returns which layers have a window: none unless `use_sliding_window` is true; then those that `layer_types` lists, or else
+    the first, third, fifth layer and so on below number `max_window_layers`."""
     if not _wants_windows(asked):
         return [False] * asked.num_layers
     end = asked.fields.integer("max_window_layers", 28, at_least=0)
@@ -70,13 +71,13 @@ def every_second_up_to_a_layer(asked: Asked) -> list[bool]:
 
 
 def every_layer_if_asked(asked: Asked) -> list[bool]:
-    """The rule of every_layer, for families that have windows only if `use_sliding_window` is true."""
+    """Returns which layers have a window: all if `use_sliding_window` is true and `sliding_window` is set, else none."""
     return every_layer(asked) if _wants_windows(asked) else [False] * asked.num_layers
 
 
 def all_but_every_nth(nth: int, key: str = "") -> Rule:
-    """Returns the rule by which all layers have a window except the last of every `nth`, or those that `layer_types` lists have
-    one. key: the key of config.json that gives the number, with nth as its default; "": the number is fixed."""
+    """Returns a rule that decides which layers have a window: those that `layer_types` lists, or else all layers except the last of
+    every `nth`. key: the key of config.json that gives this number, with nth as its default; "": the number is fixed."""
 
     def rule(asked: Asked) -> list[bool]:
         pattern = asked.fields.integer(key, nth) if key else nth
@@ -86,13 +87,14 @@ def all_but_every_nth(nth: int, key: str = "") -> Rule:
 
 
 def all_but_every_nth_and_the_last(nth: int) -> Rule:
-    """Returns the rule of all_but_every_nth, except that the last layer never has a window, whatever `layer_types` says."""
+    """Returns a rule that decides which layers have a window as all_but_every_nth does, except that the last layer never has one,
+    whatever `layer_types` says."""
     rule = all_but_every_nth(nth)
     return lambda asked: [*rule(asked)[:-1], False]
 
 
 def where_rotated(asked: Asked) -> list[bool]:
-    """The rule by which the layers that are rotated have a window. Raises UnsupportedModel if `layer_types` says otherwise."""
+    """Returns which layers have a window: those with rotary embedding. Raises UnsupportedModel if `layer_types` says otherwise."""
     rotated = rotated_layers(asked.fields, asked.num_layers)
     if asked.listed is not None and asked.listed != rotated:
         raise asked.fields.unsupported("layer_types", f"{asked.name} has chunks where layers are rotated")
@@ -100,8 +102,8 @@ def where_rotated(asked: Asked) -> list[bool]:
 
 
 def where_unrotated_if_asked(asked: Asked) -> list[bool]:
-    """The rule by which the layers that are not rotated, or those that `layer_types` lists, have a window if `use_sliding_window`
-    is true and `sliding_window` is set."""
+    """Returns which layers have a window: none unless `use_sliding_window` is true; then those that `layer_types` lists, or else,
+    if `sliding_window` is set, the layers without rotary embedding."""
     if not _wants_windows(asked):
         return [False] * asked.num_layers
     has_window = asked.fields.has("sliding_window")
@@ -109,7 +111,8 @@ def where_unrotated_if_asked(asked: Asked) -> list[bool]:
 
 
 def _wants_windows(asked: Asked) -> bool:
-    """Returns whether `use_sliding_window` is true. Raises CheckpointError if it is not, but layers are listed as sliding."""
+    """Returns whether config.json's key `use_sliding_window` is true. Raises CheckpointError if it is not, although `layer_types`
+    lists layers with windows."""
     if asked.fields.boolean("use_sliding_window"):
         return True
     if asked.listed is not None and any(asked.listed):
@@ -129,14 +132,16 @@ class Windows:
     kind: str = _SLIDING
 
     def sliding(self, fields: Fields, name: str, num_layers: int) -> list[bool]:
-        """Returns [num_layers]: whether the layer has a window. Raises UnsupportedModel or CheckpointError."""
+        """Returns for each layer whether it has a window. name: the architecture, for errors. Raises UnsupportedModel or
+        CheckpointError."""
         return self.rule(Asked(fields, name, num_layers, _listed(fields, num_layers, self.kind), self.default_tokens))
 
     def by_layer(self, fields: Fields, sliding: list[bool], max_position_embeddings: int, keeps_all: bool) -> tuple[int, ...]:
-        """Returns [num_layers]: how many positions a query of the layer attends to, its own included; 0: all of them. sliding:
-        which layers have a window.
+        """Returns for each layer how many positions a query attends to, its own included; 0: all of them. sliding: which layers
+        have a window.
 
-        A window that is as long as the longest context counts as 0, unless keeps_all is set. Raises CheckpointError."""
+        A window that is as long as max_position_embeddings, the longest context, counts as 0, unless keeps_all is set. Raises
+        CheckpointError if there are windows and config.json gives no length."""
         num_layers = len(sliding)
         if not any(sliding):
             return (0,) * num_layers

@@ -27,9 +27,10 @@ _OUTER_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings")
 
 @dataclass(slots=True, frozen=True)
 class Wrapper:
-    """The description of one family of wrappers. text: the decoder's description. defaults: values of keys that text_config may
-    leave out although a decoder's own config.json must have them. also: other model types that text_config may name. others:
-    prefixes of the names of all other tensors."""
+    """The description of one family of wrappers: checkpoints with a decoder beside an encoder of images or sound. text: the
+    decoder's description. defaults: values of keys that text_config may leave out although a decoder's own config.json must have
+    them. also: other model types that text_config may name. others: prefixes of the names of all tensors that are not the
+    decoder's."""
 
     name: str
     model_type: str
@@ -66,8 +67,8 @@ class Wrapper:
         return name.startswith(self.others) or self.decoder_of(shape).ignores(shape, name)
 
     def as_stored(self, shape: ModelShape, names: Collection[str]) -> ModelShape:
-        """Implements Architecture.as_stored. If the checkpoint has an output head, it is used even where config.json says that the
-        head is the embedding: some leave out that it is not."""
+        """Implements Architecture.as_stored. A head (output matrix) that the checkpoint holds is used even if config.json says that
+        the embedding is the head, because some config files are wrong in that."""
         for prefix, of_head in _PREFIXES.items():
             if any(name.startswith(prefix) for name in names):
                 tied = shape.tie_word_embeddings and f"{of_head}{self.text.names.head}.weight" not in names
@@ -81,7 +82,7 @@ class Wrapper:
         return self.decoder_of(shape).predicting(shape, names)
 
     def decoder_of(self, shape: ModelShape) -> Decoder:
-        """Returns the decoder's description with its tensors' names in the checkpoint."""
+        """Returns the decoder's description with the names that a checkpoint of this shape gives its tensors."""
         return replace(self.text, names=_placed(self.text.names, shape.tensor_prefix))
 
 

@@ -13,15 +13,16 @@ from loader.formats.refused import Refused, not_served
 
 
 class Awq(NamedTuple):
-    """The settings of an AWQ checkpoint. group_inputs: number of inputs that share a scale, or WHOLE_ROW. symmetric: all zero
-    points are 8."""
+    """The settings of an AWQ checkpoint. group_inputs: number of inputs that share a scale; 0 (WHOLE_ROW): all inputs of an output.
+    symmetric: all zero points are 8."""
 
     group_inputs: int
     symmetric: bool
 
 
 def read(config: Mapping[str, Any]) -> Awq | Refused | None:
-    """Returns the settings in a `quantization_config`, or a refusal; None if the configuration is not about AWQ."""
+    """Returns the AWQ settings in a `quantization_config`; a Refused for a setting that is not served; None if the configuration is
+    not about AWQ."""
     if config.get("quant_method") != "awq":
         return None
     if (refused := refused_setting(config)) is not None:

@@ -30,7 +30,9 @@ def _num_groups(settings: Awq | Gptq, num_inputs: int) -> int:
 
 
 def parts_by_input(settings: Awq | Gptq, name: str, dims: Dims, words: Int4Tensor, zeros: Relayout) -> Int4Tensors:
-    """Returns the tensors of a matrix with these words, without the tensor that gives the groups of its inputs."""
+    """Returns the tensors of an AWQ or GPTQ matrix: the given words, and the scales and zero points that belong to them. The tensor
+    that tells the group of each input (GPTQ's g_idx) is not included. name, dims: the matrix's name and its shape [outputs,
+    inputs]. words: the tensor with the four-bit weights. zeros: how zero points are rearranged."""
     num_outputs, groups = dims[0], _num_groups(settings, dims[1])
     of_inputs = Along(0, settings.group_inputs) if settings.group_inputs else None
     stored = StoredTensor(BY_INPUT.of(name, BY_INPUT.scales), (groups, num_outputs))
@@ -47,8 +49,9 @@ def format_by_input(
     parts_of: Callable[[TensorGroup, str, tuple[int, ...]], Int4Tensors],
     ordered: bool = False,
 ) -> WeightFormat:
-    """Returns the format of checkpoints with these settings. read: reads settings from a `quantization_config`. parts_of(group,
-    name, shape): returns the tensors of a matrix. ordered: inputs that share a scale may lie apart."""
+    """Returns the weight format of AWQ or GPTQ checkpoints with these settings. name, title, ordered: as WeightFormat's name, title
+    and reorders; ordered means that inputs that share a scale may lie apart. read: reads settings from a `quantization_config`.
+    parts_of(group, name, shape): returns the tensors of a matrix."""
 
     def stored(group: TensorGroup) -> list[StoredTensor]:
         found = [parts_of(group, *matrix) for matrix in group.tensors]

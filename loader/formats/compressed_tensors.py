@@ -15,8 +15,10 @@ FoundT = TypeVar("FoundT")
 def read_groups(
     config: Mapping[str, Any], form: str, read: Callable[[str, Mapping[str, Any]], FoundT | Refused]
 ) -> FoundT | Refused | None:
-    """Returns the result of read(key, weights) for the groups' settings of weights, which must be the same for every group; None if
-    not all groups have the format `form`."""
+    """Reads the groups of settings in a `quantization_config` that compressed-tensors wrote. form: the format that all groups must
+    have; the result is None if one has another, or if there are no groups. read(key, weights): reads one group's settings of
+    weights. Returns what `read` returns, which must be the same for every group, or a Refused for the first setting that is not
+    served."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return None
@@ -40,8 +42,9 @@ def read_groups(
 
 
 def first_other(key: str, weights: Mapping[str, Any], served: Mapping[str, object]) -> Refused | None:
-    """Returns a refusal of the first setting whose value is not the one that is served; None if there is none. key: the key of the
-    settings; "": they are the whole configuration. served: setting -> the only value that is served."""
+    """Returns a refusal of the first setting whose value is not the served one; None if all have it. key: the key under which the
+    settings lie, for messages; "": they are the whole configuration. weights: the settings. served: setting -> the only value that
+    is served."""
     for name, value in served.items():
         if weights.get(name) != value:
             return not_served(f"{key}.{name}" if key else name, weights.get(name), str(value))

@@ -25,8 +25,8 @@ _BLOCK_TEXTS = (_BLOCKS, f"{BLOCK}x{BLOCK}")
 
 
 class Fp8Scales(NamedTuple):
-    """How a matrix's scales are stored. suffix: appended to the matrix's name. unit: what one scale belongs to: the MATRIX, each
-    OUTPUT, or EACH_BLOCK."""
+    """How a checkpoint stores the scales of its FP8 matrices. suffix: appended to a matrix's name. unit: what one scale belongs to:
+    the whole matrix (MATRIX), each output (OUTPUT), or each block of 128 x 128 weights (EACH_BLOCK)."""
 
     suffix: str
     unit: str

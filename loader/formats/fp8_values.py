@@ -14,7 +14,7 @@ _NAN = 0x7F  # code of NaN without the sign bit
 
 
 def nan_at(codes: npt.NDArray[np.uint8]) -> int:
-    """Returns the index of the first code that stands for NaN, or -1."""
+    """Returns the index of the first FP8 code (float8_e4m3fn) that stands for NaN, or -1 if there is none."""
     magnitudes = np.empty(min(_AT_ONCE, len(codes)), np.uint8)
     for begin in range(0, len(codes), _AT_ONCE):
         some = codes[begin : begin + _AT_ONCE]
@@ -25,9 +25,10 @@ def nan_at(codes: npt.NDArray[np.uint8]) -> int:
 
 
 def fill_scales(stored: Tensor, repeats: int, held: Tensor, inverse: bool = False, kept: Cut | None = None) -> None:
-    """Writes stored scales [S, G] (float32, bfloat16 or float16) to held [N * G] float32: each row `repeats` times, the last as
-    often as there is room. inverse: writes the inverses of the scales. kept: the part of these numbers that is written; None: all.
-    Raises ValueError for scales that are NaN or infinite, and for divisors whose inverse float32 cannot represent."""
+    """Writes stored scales [S, G] (float32, bfloat16 or float16) to held [N * G] float32, so that each of N rows of a matrix has
+    its own: each stored row is written `repeats` times, the last as often as there is room. inverse: writes the inverses of the
+    scales. kept: the part of the numbers [N, G] that is written; None: all. Raises ValueError for scales that are NaN or infinite,
+    and for divisors whose inverse float32 cannot represent."""
     wide = stored.float()
     if inverse:
         wide = wide.reciprocal()

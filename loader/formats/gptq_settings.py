@@ -18,9 +18,9 @@ V1, V2 = "gptq", "gptq_v2"
 
 
 class Gptq(NamedTuple):
-    """The settings of a GPTQ checkpoint. group_inputs: number of inputs that share a scale, or WHOLE_ROW. symmetric: all zero
-    points are 8. is_v2: zero points are stored unchanged, else minus 1. ordered: inputs that share a scale may lie apart
-    (desc_act)."""
+    """The settings of a GPTQ checkpoint. group_inputs: number of inputs that share a scale; 0 (WHOLE_ROW): all inputs of an output.
+    symmetric: all zero points are 8. is_v2: zero points are stored unchanged, else minus 1. ordered: inputs that share a scale may
+    lie apart (desc_act)."""
 
     group_inputs: int
     symmetric: bool
@@ -29,7 +29,8 @@ class Gptq(NamedTuple):
 
 
 def read(config: Mapping[str, Any]) -> Gptq | Refused | None:
-    """Returns the settings in a `quantization_config`, or a refusal; None if the configuration is not about GPTQ."""
+    """Returns the GPTQ settings in a `quantization_config`; a Refused for a setting that is not served; None if the configuration
+    is not about GPTQ."""
     if config.get("quant_method") != "gptq":
         return None
     if (refused := refused_setting(config)) is not None:
@@ -49,7 +50,8 @@ def read(config: Mapping[str, Any]) -> Gptq | Refused | None:
 
 
 def refused_setting(config: Mapping[str, Any]) -> Refused | None:
-    """Returns a refusal of the first setting that is not served, among the settings that AWQ has, too; None if there is none."""
+    """Returns a refusal of the first setting of a `quantization_config` of GPTQ or AWQ that is not served, among those that both
+    have; None if there is none."""
     if config.get("bits") != 4:
         return not_served("bits", config.get("bits"), "4")
     if config.get("group_size") not in GROUPS:

@@ -24,7 +24,9 @@ REARRANGED = "rearranged"  # WeightFormat.held_as of formats whose tensors canno
 
 
 class Names(NamedTuple):
-    """The suffixes of a matrix's name, without `.weight`, in the names of its tensors."""
+    """The names of the tensors in which a producer stores an INT4 matrix: suffixes that follow the matrix's name without `.weight`.
+    words: the four-bit weights. scales, zeros: scales and zero points. order: the group of each input; "": there is no such
+    tensor."""
 
     words: str
     scales: str
@@ -32,7 +34,7 @@ class Names(NamedTuple):
     order: str = ""
 
     def of(self, matrix: str, part: str) -> str:
-        """Returns the name of a matrix's tensor. matrix: the matrix's name with `.weight`. part: the tensor's suffix."""
+        """Returns the name of one of a matrix's tensors. matrix: the matrix's name with `.weight`. part: the tensor's suffix."""
         return matrix.removesuffix(".weight") + part
 
 
@@ -41,8 +43,9 @@ BY_INPUT = Names(".qweight", ".scales", ".qzeros", ".g_idx")  # names of AWQ and
 
 
 class Int4Tensor(NamedTuple):
-    """A stored tensor of a matrix. held_as: its dtype in memory. item_bytes: the size of its elements in memory, unless it is
-    rearranged. axes: where the matrix's outputs and inputs lie in the tensor. relayout: as in WeightSlot."""
+    """One of the stored tensors of an INT4 matrix. held_as: its dtype in memory. axes: where the matrix's outputs and inputs lie in
+    the tensor. item_bytes: the size of its elements in memory, unless it is rearranged. relayout: how its numbers are rearranged;
+    None: they are held in the stored order."""
 
     tensor: StoredTensor
     held_as: str
@@ -51,12 +54,13 @@ class Int4Tensor(NamedTuple):
     relayout: Relayout | None = None
 
     def held_bytes(self, shape: Dims) -> int:
-        """Returns the bytes in memory of a part of the tensor."""
+        """Returns the bytes that a part of the tensor takes in memory. shape: the part's shape as it is stored."""
         return math.prod(shape) * self.item_bytes if self.relayout is None else self.relayout.held_bytes(shape)
 
 
 class Int4Tensors(NamedTuple):
-    """The tensors of one matrix."""
+    """The stored tensors of one INT4 matrix. words: the four-bit weights. zeros: None: all zero points are 8. order: the group of
+    each input; None: the checkpoint has no such tensor."""
 
     words: Int4Tensor
     scales: Int4Tensor
@@ -71,10 +75,11 @@ def rearranged(tensor: StoredTensor, held_as: str, axes: Axes, relayout: Relayou
 def place(
     parts_of: Callable[[str, tuple[int, ...]], Int4Tensors], group_inputs: int, is_joint: bool, group: TensorGroup, space: Space
 ) -> tuple[list[WeightSlot], int]:
-    """Lays out a group of matrices. parts_of(name, dims): returns the tensors of one matrix. group_inputs: number of inputs that
-    share a scale; 0: all. is_joint: the inputs are put in order once all matrices have been read. Raises CheckpointError for a
-    matrix that does not consist of whole groups, or whose zero points do not fill their words; and for a part of a matrix that
-    begins or ends within a group or a word, or that has some of the inputs of a matrix whose inputs are reordered."""
+    """Lays out a group of INT4 matrices in memory; returns the slots and the first free byte after them. parts_of(name, dims):
+    returns the tensors of one matrix. group_inputs: number of inputs that share a scale; 0: all. is_joint: the inputs are put in
+    order once all matrices have been read. Raises CheckpointError for a matrix that does not consist of whole groups, or whose zero
+    points do not fill their words; and for a part of a matrix that begins or ends within a group or a word, or that has some of the
+    inputs of a matrix whose inputs are reordered."""
     step = group_inputs or STEP
     slots: list[WeightSlot] = []
     end = space.begin_bytes
@@ -110,7 +115,8 @@ def place(
 
 
 def check(group_inputs: int, fields: Fields, shape: ModelShape) -> None:
-    """Raises UnsupportedModel for a model whose widths are not made of whole groups."""
+    """Raises UnsupportedModel for a model whose widths are not multiples of the group size. group_inputs: number of inputs that
+    share a scale; 0: all, and the widths must be multiples of STEP. fields: config.json."""
     refuse_stacked_experts(fields, shape)
     widths = [("hidden_size", shape.hidden_size)]
     if shape.experts is not None:

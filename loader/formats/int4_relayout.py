@@ -36,8 +36,8 @@ _SWAPS = ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F))
 
 
 def part_of(held: Tensor, relayout: Relayout, first: int, num_rows: int) -> Tensor:
-    """Returns the part of `held` that num_rows stored rows from index `first` on belong to. held: the place of the whole tensor
-    (Relayout.held_shape)."""
+    """Returns the part of a rearranged tensor's memory that some of its stored rows fill, as a view. held: the memory of the whole
+    tensor (Relayout.held_shape). first, num_rows: index of the first of these rows, and their number."""
     if held.dim() < 2:
         return held
     if relayout.turned:
@@ -46,9 +46,9 @@ def part_of(held: Tensor, relayout: Relayout, first: int, num_rows: int) -> Tens
 
 
 def rearrange(relayout: Relayout, stored: Tensor, first: int, group_inputs: int, part: Tensor, at_once: int) -> None:
-    """Writes stored rows [R, C], or elements [R], of a tensor to their part of memory (part_of). first: the index of the first row
-    in the whole tensor. group_inputs: inputs that share a scale. at_once: number of elements that are rearranged at a time. Raises
-    ValueError for numbers that cannot be held."""
+    """Writes stored rows [R, C], or elements [R], of a tensor to their part of memory, or only checks them. first: the index of the
+    first row in the whole tensor. group_inputs: inputs that share a scale. part: the memory of these rows (part_of). at_once:
+    number of elements that are rearranged at a time. Raises ValueError for numbers that cannot be held."""
     if relayout == GROUPS_IN_ORDER:
         _check_order(stored, first, group_inputs)
     elif relayout == INPUT_ORDER:
@@ -76,7 +76,7 @@ def _gptq_words(stored: Tensor, held: Tensor) -> None:
 
 
 def _awq_words(stored: Tensor, held: Tensor) -> None:
-    """Writes words [8 R, C] of eight outputs each as words [8 C, R] of eight inputs each."""
+    """Writes AWQ's words [8 R, C] of eight outputs each as words [8 C, R] of eight inputs each, which kernels read."""
     words = stored.unflatten(0, (-1, 2, 2, 2)).clone()  # [R, 2, 2, 2, C]
     for axis, (bits, mask) in enumerate(_SWAPS, 1):  # swaps the four bits of input i, place p with those of input p, place i
         low, high = words.unbind(axis)
@@ -92,8 +92,8 @@ def _scales(stored: Tensor, held: Tensor) -> None:
 
 
 def _zeros(order: tuple[int, ...], added: int, turned: bool) -> Callable[[Tensor, Tensor], None]:
-    """Returns a function that writes words [R, C] of eight outputs each to held [8 C, R] uint8, or [8 R, C] if not turned. order:
-    the output that the n-th four bits belong to. added: number that is added to each zero point."""
+    """Returns a function that unpacks zero points: it writes words [R, C] of eight outputs each to held [8 C, R] uint8, or [8 R, C]
+    if not turned. order: the output that the n-th four bits belong to. added: number that is added to each zero point."""
 
     def write(stored: Tensor, held: Tensor) -> None:
         to = held.unflatten(0, (-1, IN_WORD))

@@ -17,15 +17,16 @@ _ORDERS = (None, False, "weight", "static")  # orders in which inputs were quant
 
 
 class Int4(NamedTuple):
-    """The settings of an INT4 checkpoint. group_inputs: number of inputs that share a scale, one of GROUPS or WHOLE_ROW. symmetric:
-    there are no zero points."""
+    """The settings of an INT4 checkpoint of compressed-tensors. group_inputs: number of inputs that share a scale, one of GROUPS; 0
+    (WHOLE_ROW): all inputs of an output. symmetric: there are no zero points."""
 
     group_inputs: int
     symmetric: bool
 
 
 def read(config: Mapping[str, Any]) -> Int4 | Refused | None:
-    """Returns the settings in a `quantization_config`, or a refusal; None if the configuration is not about INT4."""
+    """Returns the INT4 settings in a `quantization_config`; a Refused for a setting that is not served; None if the configuration
+    is not about INT4 as compressed-tensors writes it."""
     if config.get("quant_method") != "compressed-tensors":
         return None
     return read_groups(config, "pack-quantized", _group)

@@ -18,8 +18,8 @@ _METHODS = {"modelopt": (FP8, FP8_BY_OUTPUT, NVFP4, NVFP4_WEIGHTS), "modelopt_fp
 
 
 def algorithm_of(config: Mapping[str, Any]) -> str | Refused | None:
-    """Returns the algorithm that a `quantization_config` names, or a refusal if it is not served; None if ModelOpt did not write
-    the configuration."""
+    """Returns the quantisation algorithm that ModelOpt's `quantization_config` names, such as "NVFP4"; a Refused if it is not
+    served; None if ModelOpt did not write the configuration."""
     served = _METHODS.get(str(config.get("quant_method")))
     if served is None:
         return None
@@ -31,7 +31,8 @@ def algorithm_of(config: Mapping[str, Any]) -> str | Refused | None:
 
 def quant_config(text: bytes) -> Fields:
     """Returns hf_quant_config.json as an object whose key QUANT_CONFIG_KEY holds the equivalent of a `quantization_config`. The key
-    is missing if no matrix is quantised, as in checkpoints in which only the KV is. Raises CheckpointError."""
+    is missing if no matrix is quantised, as in checkpoints in which only the KV is. text: the file's content. Raises
+    CheckpointError if it is not valid."""
     fields = json_fields(text, QUANT_CONFIG_NAME)
     own = fields.mapping(QUANT_CONFIG_KEY)
     if own is None:

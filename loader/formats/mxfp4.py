@@ -33,7 +33,8 @@ def _recognises(config: Mapping[str, Any]) -> bool:
 
 
 def _check(fields: Fields, shape: ModelShape) -> None:
-    """Raises UnsupportedModel for a model whose experts are not stacked, or whose inputs are not divided into whole groups."""
+    """Raises UnsupportedModel for a model whose experts are not stacked as gpt-oss's are, or whose widths are no multiples of 32,
+    the numbers that share a scale."""
     if shape.experts is None or shape.experts.stack != ALTERNATING:
         raise fields.unsupported("quantization_config", f"{shape.architecture} is not served in MXFP4")
     for key, width in (("hidden_size", shape.hidden_size), ("intermediate_size", shape.experts.intermediate_size)):
@@ -42,7 +43,7 @@ def _check(fields: Fields, shape: ModelShape) -> None:
 
 
 def is_stack(group: TensorGroup) -> bool:
-    """Returns whether the group has the matrices of all experts of a layer; only these are in MXFP4."""
+    """Returns whether a group of tensors has the matrices of all experts of a layer in one tensor; only these are in MXFP4."""
     return group.may_be_quantized and len(group.tensors[0][1]) == 3
 
 

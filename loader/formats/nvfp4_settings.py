@@ -19,8 +19,9 @@ _NUMBERS: dict[str, object] = {"num_bits": 4, "type": "float", "group_size": GRO
 
 
 class Nvfp4(NamedTuple):
-    """The suffixes of a matrix's name, without `.weight`, in the names of its tensors. whole: suffix of the scale of the whole
-    matrix. divides: whether that scale divides the other scales, else it multiplies them."""
+    """The names of the tensors in which a producer stores an NVFP4 matrix: suffixes that follow the matrix's name without
+    `.weight`. numbers: the four-bit numbers. scales: the scales of groups of inputs. whole: the scale of the whole matrix. divides:
+    whether that scale divides the other scales; else it multiplies them."""
 
     numbers: str
     scales: str
@@ -28,7 +29,7 @@ class Nvfp4(NamedTuple):
     divides: bool
 
     def of(self, matrix: str, part: str) -> str:
-        """Returns the name of a matrix's tensor. matrix: the matrix's name with `.weight`. part: the tensor's suffix."""
+        """Returns the name of one of a matrix's tensors. matrix: the matrix's name with `.weight`. part: the tensor's suffix."""
         return matrix.removesuffix(".weight") + part
 
 
@@ -37,7 +38,8 @@ COMPRESSED = Nvfp4(".weight_packed", ".weight_scale", ".weight_global_scale", di
 
 
 def read(config: Mapping[str, Any]) -> Nvfp4 | Refused | None:
-    """Returns the settings in a `quantization_config`, or a refusal; None if the configuration is not about NVFP4."""
+    """Returns the names of an NVFP4 checkpoint's tensors, which follow from its `quantization_config`; a Refused for a setting that
+    is not served; None if the configuration is not about NVFP4."""
     if config.get("quant_method") == "compressed-tensors":
         return read_groups(config, "nvfp4-pack-quantized", _compressed_group)
     algorithm = modelopt.algorithm_of(config)
@@ -52,7 +54,8 @@ def _compressed_group(key: str, weights: Mapping[str, Any]) -> Nvfp4 | Refused:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Nvfp4 | Refused:
-    """Reads both forms of ModelOpt: hf_quant_config.json has only `group_size`, config.json also groups of modules."""
+    """Checks the settings of NVFP4 in ModelOpt's configuration, and returns the names of its tensors, or a refusal. Either form is
+    read: hf_quant_config.json has only `group_size`, config.json also groups of modules."""
     if config.get("group_size") is not None and (refused := first_other("", config, {"group_size": GROUP})) is not None:
         return refused
     groups = config.get("config_groups") or {}

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 
 class Refused(NamedTuple):
-    """A setting that is not served. key: its key within `quantization_config`."""
+    """A setting of a `quantization_config` that is not served. key: its key within the configuration. why: the reason, for
+    messages."""
 
     key: str
     why: str
@@ -18,12 +19,12 @@ def not_served(key: str, value: object, served: str) -> Refused:
 
 
 def refusal_of(read: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns key and words of the refusal that read(config) returns; None if it does not refuse (implements
-    WeightFormat.refuses)."""
+    """Implements WeightFormat.refuses by a function that reads settings: returns key and reason if read(config) returns a Refused,
+    else None."""
     found = read(config)
     return found if isinstance(found, Refused) else None
 
 
 def is_read_as(read: Callable[[Mapping[str, Any]], object], settings: object, config: Mapping[str, Any]) -> bool:
-    """Returns whether read(config) returns these settings (implements WeightFormat.recognises)."""
+    """Implements WeightFormat.recognises by a function that reads settings: returns whether read(config) returns these settings."""
     return read(config) == settings

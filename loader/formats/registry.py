@@ -30,18 +30,20 @@ def asked_format(quantize: str | None) -> WeightFormat:
 
 
 def held_format(shape: ModelShape, quantize: str | None) -> WeightFormat:
-    """Returns the format in which a model is held: its checkpoint's own, or the one that the setting asks for."""
+    """Returns the weight format in which a model is held in memory: its checkpoint's own if that is quantised, else the one that
+    the setting `quantize` asks for. Raises ValueError if there is no such format."""
     return stored_format(shape) if shape.stored_format else asked_format(quantize)
 
 
 def stored_format(shape: ModelShape) -> WeightFormat:
-    """Returns the format of a model's checkpoint."""
+    """Returns the weight format of a model's checkpoint; PLAIN if it is not quantised."""
     return FORMATS[shape.stored_format]
 
 
 def recognised_format(fields: Fields, key: str = CONFIG_KEY) -> str:
-    """Returns the name of the format in which matrices are stored by the configuration; "": plain. key: the key of the object that
-    describes the format. Raises UnsupportedModel."""
+    """Returns the name of the weight format in which a checkpoint stores its matrices by its configuration; "": plain. fields: the
+    object that holds the description of the format under `key`. Raises UnsupportedModel for a format or a setting that is not
+    served."""
     config = fields.values.get(key)
     if config is None or config == {}:
         return PLAIN.name

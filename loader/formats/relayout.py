@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 
 class Relayout(NamedTuple):
-    """One way to rearrange a stored tensor. name: what the numbers are. rows: number of stored rows that become one column in
-    memory; 0: the whole tensor is rearranged at once. spread: number of outputs whose numbers a stored element contains.
-    item_bytes: the size of an element in memory; 0: nothing is held, and the numbers are only checked. turned: whether stored rows
-    become columns."""
+    """One way to rearrange the numbers of a stored tensor for memory. name: what the numbers are. rows: number of stored rows that
+    become one column in memory; 0: the whole tensor is rearranged at once. spread: number of outputs whose numbers a stored element
+    contains. item_bytes: the size of an element in memory; 0: nothing is held, and the numbers are only checked. turned: whether
+    stored rows become columns."""
 
     name: str
     rows: int = 1

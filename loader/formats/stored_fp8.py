@@ -41,7 +41,8 @@ _TITLES = {
 
 
 def _groups(unit: str, num_inputs: int) -> int:
-    """Returns how many scales a row of a matrix has in memory."""
+    """Returns how many scales a row of an FP8 matrix has in memory: one, or one for each 128 inputs if scales are stored for
+    blocks. unit: what a stored scale belongs to: MATRIX, OUTPUT or EACH_BLOCK."""
     return -(-num_inputs // BLOCK) if unit == EACH_BLOCK else 1
 
 
@@ -59,8 +60,9 @@ def _stored(scales: Fp8Scales, group: TensorGroup) -> list[StoredTensor]:
 
 
 def _kept(unit: str, name: str, matrix: Matrix) -> Cut | None:
-    """Returns WeightSlot.kept of the scales of a matrix. Its outputs may be cut within a block; several devices then have the
-    block's scales. Raises CheckpointError if its inputs are cut within a block."""
+    """Returns which part of the scales of a matrix a device's share holds (WeightSlot.kept); None: all. The matrix's outputs may be
+    cut within a block; several devices then have the block's scales. Raises CheckpointError if its inputs are cut within a
+    block."""
     held = matrix.whole_dims[0], _groups(unit, matrix.whole_dims[1])
     return stored_part(name, held, _HELD[unit], matrix.cut).cut
 

@@ -30,7 +30,8 @@ EACH_OUTPUT: Axes = (Along(0), None)
 
 
 class Matrix(NamedTuple):
-    """A matrix of a group. dims: dimensions of the part that is held. cut: which part that is; None: the whole matrix."""
+    """A matrix of a group, or a device's part of it. dims: dimensions of what is held. cut: which part of the matrix that is; None:
+    the whole matrix."""
 
     name: str
     dims: Dims
@@ -43,7 +44,7 @@ class Matrix(NamedTuple):
 
 
 class StoredPart(NamedTuple):
-    """A part of a stored tensor. cut: which part it is; None: the whole tensor."""
+    """A part of a stored tensor. shape: the part's shape. cut: which part it is; None: the whole tensor."""
 
     shape: Dims
     cut: Cut | None
@@ -59,8 +60,9 @@ def matrices_of(group: TensorGroup) -> Iterator[Matrix]:
 
 
 def stored_part(name: str, shape: Dims, axes: Axes, cut: Cut | None) -> StoredPart:
-    """Returns the part of a stored tensor that belongs to a part of its matrix. shape: shape of the whole tensor. cut: the cut of
-    the matrix. Raises CheckpointError for a cut between numbers that are stored in one element, or that share a scale."""
+    """Returns the part of a stored tensor that belongs to a part of its matrix. name, shape: those of the whole tensor. axes: where
+    the matrix's axes lie in the tensor. cut: the cut of the matrix; None: the whole matrix. Raises CheckpointError for a cut
+    between numbers that are stored in one element, or that share a scale."""
     if cut is None or (along := axes[cut.axis]) is None:
         return StoredPart(shape, None)
     for begin, end in cut.ranges:

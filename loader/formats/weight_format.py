@@ -74,9 +74,10 @@ class WeightSlot(NamedTuple):
 
 
 class Space(NamedTuple):
-    """The free space for the next group of tensors. offset_bytes: the first free byte of the weight range. item_bytes: the size of
-    an element of the model's dtype. block_offset: the distance from a block's boundary at which the group begins in its file; -1:
-    it does not matter. stage: see WeightSlot. stored_dtype: the dtype in config.json."""
+    """The free space of the weight range in which a format lays out the next group of tensors. offset_bytes: the first free byte.
+    item_bytes: the size of an element of the model's dtype. block_offset: the distance from a block's boundary at which the group
+    begins in its file; -1: it does not matter. stage: the part of a forward pass that first needs the group (WeightSlot.stage).
+    stored_dtype: the dtype in config.json."""
 
     offset_bytes: int
     item_bytes: int
@@ -97,7 +98,8 @@ def _as_they_are(group: TensorGroup) -> list[StoredTensor]:
 
 
 def refuse_stacked_experts(fields: Fields, shape: ModelShape) -> None:
-    """Raises UnsupportedModel for experts whose plain matrices are stacked with alternating rows of gate and up."""
+    """Raises UnsupportedModel for a model whose family stacks all experts of a layer in one tensor with alternating rows of gate
+    and up: such experts are served in MXFP4 only."""
     if shape.experts is not None and shape.experts.stack == ALTERNATING:
         message = f"{shape.architecture} is served with experts in MXFP4 only, as quant_method mxfp4 says"
         raise fields.unsupported("quantization_config", message)
