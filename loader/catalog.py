@@ -260,8 +260,8 @@ def _named_adapter(name: str, path: str, previous: Checkpoint | None) -> Checkpo
 
 
 def _identities_above(root: Path) -> set[tuple[int, int]]:
-    """Returns (device, inode) of the models folder and of all folders above it. A link to one of them would list its models
-    again, and again below that."""
+    """Returns (device, inode) of the models folder `root` and of all folders above it. A link that leads to one of them must not be
+    followed: the scan would find the models folder again below itself."""
     found = set()
     for folder in (root.resolve(), *root.resolve().parents):
         try:
@@ -302,8 +302,8 @@ def _snapshot(folder: Path) -> Path | None:
 
 
 def scan_one(path: str | Path, name: str | None = None) -> Checkpoint:
-    """Returns the checkpoint in this folder, whatever the folder contains. name: the checkpoint's name, by default the folder's.
-    Raises OSError if it is not a readable folder."""
+    """Returns the checkpoint in this folder, complete or not; if its files are no model's, the checkpoint says what is missing or
+    wrong. name: the checkpoint's name, by default the folder's. Raises OSError if it is not a readable folder."""
     folder = Path(path)
     files = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and _is_file(entry)]
     return _scan_folder(folder, name or folder.name, files, None)
@@ -563,8 +563,8 @@ def check_counts(shape: ModelShape, num_tensors: int) -> None:
 
 
 def check_parameters(shape: ModelShape, headers: Mapping[str, Header]) -> None:
-    """Raises CheckpointError, which names file and tensor, unless the files hold every parameter in its shape and no other
-    tensors but those that the model ignores."""
+    """Raises CheckpointError, which names file and tensor, unless the files hold every parameter of the model with its shape and a
+    supported dtype, and no other tensors but those that the model ignores. headers: file name -> header."""
     tensors = [tensor for header in headers.values() for tensor in header.tensors]
     what = f"{shape.architecture} with this config.json"
     check_tensors(layout.stored_tensors(shape), tensors, partial(layout.is_ignored_tensor, shape), what, ", ".join(headers))

@@ -58,7 +58,7 @@ class Fields:
         return value
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """Returns a list of `length` positive numbers. Raises CheckpointError for anything else."""
+        """Returns the list of `length` positive numbers under a key. Raises CheckpointError for any other value."""
         values = self.values.get(key)
         if not isinstance(values, list) or len(values) != length:
             raise self.fail(key, f"not a list of {length} numbers")
@@ -84,7 +84,8 @@ class Fields:
         return value
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Returns the token ids of a key, whose value is one id, a list of ids, or null (no ids)."""
+        """Returns the token ids under a key, without repetitions. The value is one id, a list of ids, or null (no ids); others
+        raise CheckpointError."""
         value = self.values.get(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if len(values) > MAX_IDS:
@@ -103,7 +104,8 @@ class Fields:
 
 
 def json_fields(text: bytes, file: str) -> Fields:
-    """Parses a JSON object. Raises CheckpointError if `text` is not one."""
+    """Parses a configuration file that holds a JSON object. file: its name, for errors. Raises CheckpointError if `text` is not
+    one."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -51,13 +51,14 @@ def direct_alignment(fd: int) -> Alignment:
 
 
 def open_direct(fd: int) -> int:
-    """Returns another descriptor of the same file, for reads past the page cache. It is the same file even if its name belongs to
-    another file by now. Raises OSError."""
+    """Returns another descriptor of an open file, for reads that bypass the page cache (O_DIRECT). It is the same file even if the
+    file's name belongs to another one by now. Raises OSError, also if the file system does not support direct reads."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
 
 def is_cached(fd: int, begin: int, end: int) -> bool:
-    """Returns whether the page cache holds at least half of bytes [begin, end). From a half on, a buffered read is faster."""
+    """Returns whether the page cache holds at least half of a file's bytes [begin, end), from which on a buffered read is faster
+    than a direct one."""
     pages = _cached_pages(fd, begin, end - begin)
     if pages is not None:
         return 2 * pages * os.sysconf("SC_PAGE_SIZE") >= end - begin

@@ -32,9 +32,9 @@ PACKED_BYTES = 2 * frame.frame_bytes(frame.FRAME_VALUES, frame.FRAME_VALUES)
 
 
 def gpu_work_space_bytes(shape: ModelShape, dtype: str, max_num_batched_tokens: int, max_sequences: int) -> int:
-    """Returns an upper bound of the bytes that one step allocates besides weights and KV; 0 for encoders, which GPUs do not serve.
-    Memory that a loaded model keeps between steps (block tables, graphs) is not included: it comes from the memory that the default
-    budget leaves free."""
+    """Returns an upper bound of the bytes that one step allocates on a GPU besides weights and KV; 0 for encoders, which GPUs do
+    not serve. max_num_batched_tokens, max_sequences: most tokens and sequences of a step. Memory that a loaded model keeps between
+    steps (block tables, graphs) is not included: it comes from the memory that the default budget leaves free."""
     if shape.is_encoder:
         return 0
     tokens, item, hidden = max(max_num_batched_tokens, max_sequences), ITEM_BYTES[dtype], shape.hidden_size

@@ -22,8 +22,8 @@ def repo_name(folder_name: str) -> str | None:
 
 
 def snapshot(folder: Path) -> Path | None:
-    """Returns the snapshot folder of the commit that `refs/main` names, else of the most recently written one; None if there is
-    no snapshot. Raises OSError."""
+    """Returns the folder of a cached repository that holds the model: the snapshot of the commit that `refs/main` names, else the
+    most recently written snapshot; None if there is none. folder: the repository's `models--org--name`. Raises OSError."""
     snapshots = folder / "snapshots"
     try:
         commit = read_regular(folder / "refs" / "main", MAX_REF_BYTES).decode("ascii").strip()

@@ -40,7 +40,8 @@ class KVGroupSpec:
 
     @property
     def reach(self) -> int:
-        """How far back a query attends, in the kernels' form: window_tokens, or -window_tokens in a chunked group."""
+        """How far back a query attends, as kernels take it: window_tokens (0: to all tokens), or -window_tokens in a chunked
+        group."""
         return -self.window_tokens if self.kind == "chunked" else self.window_tokens
 
 
@@ -62,8 +63,8 @@ def kv_head_bytes(head_dim: int, kv_dtype: str) -> int:
 
 
 def kv_token_dims(shape: ModelShape, layer: int) -> tuple[int, int, int]:
-    """Returns the dimensions of a token's KV in one layer: 2 (keys and values), number of KV heads, and their size; for latents 1,
-    1 and the latent's size. They are the same for all layers of a group."""
+    """Returns the dimensions of a token's KV in one layer: (2 for keys and values, number of KV heads, size of a head); for latent
+    attention (1, 1, size of the latent). They are the same for all layers of a KV group."""
     if shape.latent is not None and not (shape.eagle is not None and layer == shape.num_layers):
         return 1, 1, shape.latent.token_values
     heads = shape.heads_of(layer)
@@ -83,7 +84,7 @@ def state_bytes(shape: ModelShape) -> int:
 
 
 def is_bounded(shape: ModelShape) -> bool:
-    """Returns whether some layers do not keep KV of every token of a sequence."""
+    """Returns whether some layers keep KV of only a window of a sequence's tokens, or a state instead of KV."""
     return any(shape.layer_windows) or shape.delta is not None
 
 

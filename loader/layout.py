@@ -48,15 +48,16 @@ def as_stored(shape: ModelShape, names: Collection[str]) -> ModelShape:
 
 
 def predicting(shape: ModelShape, names: Collection[str] | None) -> ModelShape | None:
-    """Returns the shape with the model's predictor, if a checkpoint whose tensors have these names holds one that can draft tokens
-    (loader/architectures/predictor.py); otherwise None. names: None if they are not known; then config.json decides."""
+    """Returns the shape with the model's predictor, the layer that predicts one token further (loader/architectures/predictor.py),
+    if the checkpoint holds one that can draft tokens; otherwise None. names: names of the checkpoint's tensors; None: they are not
+    known, and config.json decides."""
     family = architecture_of(shape)
     return family.predicting(shape, names) if isinstance(family, Decoder | Wrapper) else None
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Returns name -> shape of every parameter, whatever format the checkpoint stores it in. For a split shape these are the
-    share's parameters, as in all functions here except stored_tensors."""
+    """Returns name -> shape of every parameter, whatever format the checkpoint stores it in. For the shape of a device's share
+    these are the share's parameters with the shapes of their parts."""
     return dict(item for _, group in _groups(shape) for item in group.tensors)
 
 
@@ -66,7 +67,7 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def stored_tensors(shape: ModelShape) -> list[StoredTensor]:
-    """Returns every tensor that the checkpoint must contain; also for a split shape these are whole tensors."""
+    """Returns every tensor that the checkpoint must contain, in full size even if `shape` is that of a device's share."""
     own, shape = stored_format(shape), whole(shape)
     return [tensor for at, group in _groups(shape) for tensor in format_of(shape, at, group, own).stored(group)]
 
@@ -132,7 +133,7 @@ def format_by_name(shape: ModelShape, names: Collection[str]) -> str:
 
 
 def is_ignored_tensor(shape: ModelShape, name: str) -> bool:
-    """Returns whether a checkpoint may contain this tensor in addition to stored_tensors. It is not read."""
+    """Returns whether a checkpoint may contain the tensor of this name although the model does not need it; it is not read then."""
     if shape.eagle is not None and name.startswith(eagle.PREFIX):
         return eagle.ignores(name)
     return architecture_of(shape).ignores(shape, name) or stored_format(shape).ignores(name)

@@ -24,7 +24,8 @@ class SigmoidShape:
 
 @dataclass(slots=True, frozen=True)
 class TemperatureShape:
-    """How queries grow with their position p: by 1 + scale * ln(1 + floor((p + 1) / tokens)) (reference.temperature_of)."""
+    """How queries are scaled by their position p: they are multiplied by 1 + scale * ln(1 + floor((p + 1) / tokens))
+    (reference.temperature_of)."""
 
     scale: float
     tokens: int
@@ -105,7 +106,7 @@ class LatentShape:
 
     @property
     def token_values(self) -> int:
-        """How many numbers a layer keeps for a token."""
+        """How many numbers a layer's KV has for one token."""
         return self.rank + self.rope_dim
 
 
@@ -124,16 +125,16 @@ class DeltaShape:
 
     @property
     def conv_width(self) -> int:
-        """How many columns the queries, keys and values of a token have together."""
+        """How many numbers the queries, keys and values of one token have together, over which the convolution runs."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def with_key_heads(self, num: int) -> DeltaShape:
-        """Returns the sizes with `num` key heads, each of which serves as many value heads as here."""
+        """Returns the sizes with `num` key heads, each of which serves the same number of value heads as before."""
         return replace(self, num_key_heads=num, num_value_heads=self.num_value_heads * num // self.num_key_heads)
 
     @property
     def state_values(self) -> int:
-        """How many numbers one layer keeps of a sequence."""
+        """How many numbers the state of one sequence has in one layer."""
         return self.num_value_heads * self.key_dim * self.value_dim + (self.conv_tokens - 1) * self.conv_width
 
 
@@ -188,7 +189,7 @@ class Division(NamedTuple):
 
 
 class DeviceShare(NamedTuple):
-    """One device's share of a divided model: number `rank` of the division's shares."""
+    """One device's share of a divided model. rank: number of the device, from 0. division: how the model is divided."""
 
     rank: int
     division: Division
@@ -358,7 +359,7 @@ class ModelShape:
         return next(one for one in reversed(range(self.num_writing_layers)) if windows[one] == windows[layer])
 
     def _reads(self, layer: int) -> bool:
-        """Returns whether a layer reads the keys and values of another one."""
+        """Returns whether a layer reads the keys and values of an earlier layer instead of making its own."""
         return self.num_writing_layers <= layer < self.num_layers
 
     def inner_size_of(self, layer: int) -> int:
@@ -381,7 +382,7 @@ class ModelShape:
 
     @property
     def widest_key(self) -> int:
-        """The size of a token's keys, or values, in the layer where they are largest."""
+        """The size of one token's keys in the layer where it is largest; values have the same size."""
         return max(heads.num_kv_heads * heads.head_dim for heads in self.kinds_of_heads)
 
     @property

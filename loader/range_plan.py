@@ -127,18 +127,18 @@ class Read:
 
     @property
     def num_bytes(self) -> int:
-        """The number of parameters' bytes in the read, as they are stored in the file. The rest of the read is only there to fill
+        """The number of bytes of parameters in the read, as they are stored in the file. All other bytes are only there to fill
         blocks."""
         return sum(segment.end - segment.begin for segment in self.segments)
 
     @property
     def needed_bytes(self) -> int:
-        """Returns the bytes from `begin` to the end of the last segment, which is the least a read must return."""
+        """The number of bytes from `begin` to the end of the last segment, which is the least that the read must return."""
         return self.segments[-1].end - self.begin
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Returns all ranges [begin, end) of the weight range that the read fills. Ranges that touch are joined."""
+        """All ranges [begin, end) of the weight range that the read fills, in bytes. Ranges that touch are joined."""
         return joined(place for segment in self.segments for place in segment.places)
 
 

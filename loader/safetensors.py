@@ -50,9 +50,9 @@ DTYPE_BYTES = {
 
 @dataclass(slots=True, frozen=True)
 class TensorRef:
-    """A tensor's place in its file. file: name inside the checkpoint's folder. offset_bytes: from the start of the file.
-    num_bytes: its length in the file. record: its description in a packed file, else None; dtype and shape are then those of
-    the unpacked tensor."""
+    """A tensor's place in its file. file: the file's name inside the checkpoint's folder. offset_bytes: from the start of the file.
+    num_bytes: the tensor's length in the file. record: its description in a packed file, else None; dtype and shape are then those
+    of the unpacked tensor."""
 
     file: str
     name: str
@@ -213,8 +213,8 @@ def parse_index(text: bytes) -> dict[str, str]:
 
 
 def check_index(weight_map: dict[str, str], headers: dict[str, Header]) -> None:
-    """Checks that the index and the files agree on which file each tensor is in. Raises CheckpointError, which names file and
-    tensor."""
+    """Checks that the index and the files agree on which file each tensor is in. weight_map: tensor name -> file name. headers:
+    file name -> header. Raises CheckpointError, which names file and tensor."""
     where = {tensor.name: file for file, header in headers.items() for tensor in header.tensors}
     for tensor, file in weight_map.items():
         actual = where.get(tensor)

@@ -44,13 +44,13 @@ class Fence(Protocol):
 class WeightSink(Protocol):
     """The destination of a load's weights. Several reader threads use it at once, each with spans of its own.
 
-    memory: the weight range, if reads may write into it directly. None: everything goes through slots."""
+    memory: the weight range, if reads may write into it directly; None: everything goes through staging slots."""
 
     memory: memoryview | None
 
     def prepare(self, begin_bytes: int, end_bytes: int) -> None:
-        """Announces that this part of the range is about to be filled. The sink makes the system provide memory for it if there is
-        none yet."""
+        """Announces that bytes [begin_bytes, end_bytes) of the weight range are about to be filled. The sink makes the system
+        provide memory for them if there is none yet."""
         ...
 
     def store(self, span: Span, staged: memoryview) -> None:
@@ -59,8 +59,9 @@ class WeightSink(Protocol):
         ...
 
     def decode(self, segment: Segment, staged: memoryview) -> bool:
-        """Starts decoding a packed frame, whose checksum has been verified, to its place, with the same rules as `store`. Returns
-        False if the host must decode it instead. Raises FrameError."""
+        """Starts decoding a packed frame, whose checksum has been verified, to its place. segment: the frame. staged: its bytes,
+        which must not change until a fence taken afterwards is passed. Returns False if the host must decode it instead. Raises
+        FrameError."""
         ...
 
     def fence(self) -> Fence | None:

@@ -32,8 +32,8 @@ SETTING = "parallel"  # the setting that asks for a division
 
 
 def split(shape: ModelShape, rank: int, division: Division) -> ModelShape:
-    """Returns the shape of one share of a model, that of device number `rank` of a division. Raises UnsupportedModel for a model
-    that cannot be divided in this way."""
+    """Returns the shape of one device's share of a model. rank: number of the device. division: how the model is divided. Raises
+    UnsupportedModel for a model that cannot be divided in this way, and ValueError for a rank that is not below division.size."""
     if not 0 <= rank < division.size:
         raise ValueError(f"rank {rank} is not below the number of devices {division.size}")
     if why := refusal(shape, division):
@@ -225,7 +225,8 @@ def _unserved_kind(shape: ModelShape) -> str:
 
 
 def format_of(shape: ModelShape, at: int, group: TensorGroup, weight_format: WeightFormat) -> WeightFormat:
-    """Returns the format of a group of tensors in a model held in `weight_format`. at: the group's index in the model."""
+    """Returns the format in which a group of tensors is held: weight_format, or PLAIN if the group is never quantised or the
+    checkpoint stores it plain. at: the group's index in the whole model."""
     return weight_format if group.may_be_quantized and at not in shape.plain_groups else PLAIN
 
 
@@ -327,7 +328,7 @@ def _own_experts(group: TensorGroup, share: SplitShape) -> TensorGroup:
 
 
 def _along(axis: int, group: TensorGroup, number: int, num_parts: int) -> TensorGroup:
-    """Returns part `number` of num_parts of each tensor of a group, cut along an axis."""
+    """Returns part `number` of num_parts of each tensor of a group, cut along this axis of the tensors."""
     joined = group.joined or [(dims[axis],) for _, dims in group.tensors]
     kinds = [(dims, lengths) for (_, dims), lengths in zip(group.tensors, joined, strict=True)]  # few, of many experts' tensors
     cut_of = {kind: _cut_of(kind[0], axis, kind[1], group.unit, number, num_parts) for kind in set(kinds)}

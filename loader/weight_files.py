@@ -35,8 +35,8 @@ class FileInfo:
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """Returns the names of a folder's weight files, sorted, and the index that names them (None: there is only one file). Raises
-    CheckpointError, OSError."""
+    """Returns the names of a folder's weight files, sorted, and the index that lists them, tensor name -> file name. None: there is
+    no index, and the only file is model.safetensors, which may be missing. Raises CheckpointError, OSError."""
     if (folder / INDEX_NAME).exists():
         weight_map = read_index(folder)
         return sorted(set(weight_map.values())), weight_map

@@ -154,9 +154,10 @@ def stream_weights(
     decoder: Decoder = NUMPY_DECODER,
 ) -> ReadReport:
     """Reads a checkpoint's weights into the sink's weight range, which is laid out by layout.weight_layout. Bytes that cannot be
-    read straight into place pass through slots of `ring`. weight_format: how matrices are held; they are converted as they
-    arrive. decoder: decodes packed files. progress(bytes done, all bytes) and cancelled() are called by the calling thread
-    between reads. landed(places) is called by it or by a reader thread when these places of the weight range have been filled.
+    read straight into place pass through slots of `ring`. weight_format: how matrices are held; they are converted as they arrive.
+    decoder: decodes packed files. progress(bytes done, all bytes) and cancelled(), which returns whether to stop, are called by the
+    calling thread between reads. landed(places) is called by it or by a reader thread when the ranges `places` of the weight range
+    have been filled.
 
     Reads begin in the order of the plan and end in any order. When this function returns or raises, no copy to a device is under
     way. Raises CheckpointError, which names file, tensor and offset; CheckpointChanged; ReadCancelled; RuntimeError if the device
@@ -228,7 +229,8 @@ class _Readers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the threads. Gives slots back until the last thread has ended, because one may be waiting for a slot."""
+        """Ends the threads and waits for them. Meanwhile gives the slots of finished reads back to the ring, because a thread may
+        be waiting for a slot."""
         self._stopped, leave_s = True, time.monotonic() + LEAVE_AFTER_S
         while self._alive:
             try:
@@ -277,8 +279,8 @@ class _Readers:
         return True
 
     def next_done(self, cancelled: Callable[[], bool]) -> Fetched:
-        """Waits until any read has ended, including its copies, and returns it. If reads failed, raises the error of the first of
-        them in the plan. Raises ReadCancelled."""
+        """Waits until any read has ended, including its copies to a device, and returns its result. If reads failed, raises the
+        error of the first of them in the plan. Raises ReadCancelled if cancelled() returns True meanwhile."""
         item = self._next(cancelled)
         while isinstance(item, Fetching):
             self._alive.discard(item)

@@ -43,7 +43,7 @@ def staged_tokens(max_sequences: int, max_num_batched_tokens: int) -> int:
 
 
 def handed_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
-    """Returns the bytes of the states that a step of num_tokens tokens passes from stage to stage: a residual and an update to
+    """Returns the bytes that a step of num_tokens tokens passes from one pipeline stage to the next: the residual and an update to
     it."""
     return aligned(2 * num_tokens * shape.hidden_size * ITEM_BYTES[dtype])
 
@@ -57,8 +57,8 @@ def logits_rows(shape: ModelShape, dtype: str, max_sequences: int) -> int:
 
 
 def logits_values(shape: ModelShape) -> int:
-    """Returns how many numbers the logits of one row take: in a share of a model its own logits and those gathered from all
-    shares."""
+    """Returns how many numbers the logits of one sampling row take: the whole vocabulary, and in a share of a model the share's own
+    logits besides."""
     own = shape.vocab_size // shape.split.size if shape.split is not None else 0
     return shape.vocab_size + own
 
@@ -166,11 +166,11 @@ def work_space_bytes(
     max_model_len: int | None = None,
     weight_format: WeightFormat = PLAIN,
 ) -> int:
-    """Returns an upper bound of the memory that one step allocates besides weights and KV (activations of one layer, or the
-    logits being sampled), plus what recorded steps keep between steps.
+    """Returns an upper bound of the memory in bytes that one step on a `cpu` device allocates besides weights and KV (activations
+    of one layer, or the logits being sampled), plus what recorded steps keep between steps.
 
-    max_model_len: the longest context; the reference implementation gathers its keys and values for one row of a prompt at a
-    time. Default: the checkpoint's length."""
+    max_model_len: the longest context, whose keys and values the reference implementation gathers for one row of a prompt at a
+    time; None: the checkpoint's length."""
     context = min(max_model_len or shape.max_position_embeddings, shape.max_position_embeddings)
     if shape.is_encoder:
         return _encoder_work_space_bytes(shape, dtype, max_num_batched_tokens, context)

@@ -173,11 +173,12 @@ def _check_tensors(down: TensorRef, up: TensorRef, rank: int, key: str) -> None:
 
 
 class _PerModule:
-    """A number that the config gives for all modules (under key), and for some modules by name (under pattern_key).
+    """A number, the rank or alpha, that an adapter's config gives for all modules (under key) and for some modules by name (under
+    pattern_key).
 
-    PEFT reads such a name as a regular expression for the end of a module's name, which begins at the name's beginning or after a
-    dot. PEFT and trainers write only plain names. Other expressions are refused, since Python may take any time to match an
-    expression from a file."""
+    PEFT reads such a name as a regular expression for the end of a module's full name, starting at the beginning of the full name
+    or after a dot. PEFT and trainers write only plain names. Other expressions are refused with UnsupportedModel, since Python may
+    take any time to match an expression from a file."""
 
     def __init__(self, fields: Fields, key: str, pattern_key: str) -> None:
         self._key, self._pattern_key = key, pattern_key
@@ -191,7 +192,8 @@ class _PerModule:
             self._special.setdefault(name, (place, each, self._read(given, each)))
 
     def of(self, module: str) -> tuple[float, str]:
-        """Returns the module's number, and the key of the config that gives it. If several names fit, the first one counts."""
+        """Returns the number for a module, and the key of the config that gives it. module: the module's full name. If several
+        names in the config fit it, the first one counts."""
         parts = module.split(".")
         names = [f"^{module}", *(".".join(parts[at:]) for at in range(len(parts)))]
         found = min((self._special[name] for name in names if name in self._special), default=None)

@@ -40,11 +40,11 @@ class AdapterPlace:
     parts: tuple[AdapterModule | None, ...]
 
     def down_at(self, part: int) -> int:
-        """Returns where the part's rows of down [r, inputs] begin, in elements from the adapter's first byte."""
+        """Returns where the matrix "down" [r, inputs] of a part begins, in elements from the adapter's first byte."""
         return self.offset + part * self.rank * self.inputs
 
     def up_at(self, part: int) -> int:
-        """Returns where the part's up [r, outputs[part]] begins, in elements from the adapter's first byte."""
+        """Returns where the matrix "up" [r, outputs[part]] of a part begins, in elements from the adapter's first byte."""
         return self.offset + self.rank * (len(self.parts) * self.inputs + sum(self.outputs[:part]))
 
     @property
@@ -54,8 +54,8 @@ class AdapterPlace:
 
 @dataclass(slots=True, frozen=True)
 class AdapterLayout:
-    """The layout of an adapter in memory. places: one for each product, by ascending matrix number. num_bytes: bytes in all, a
-    multiple of ALIGN_BYTES."""
+    """The layout of an adapter's matrices in memory. places: one for each product of the base that the adapter changes, by
+    ascending matrix number. num_bytes: bytes in all, a multiple of ALIGN_BYTES."""
 
     places: tuple[AdapterPlace, ...]
     num_bytes: int

@@ -16,8 +16,8 @@ _Product = tuple[str, tuple[str, ...]]
 
 
 class AdaptedMatrix(NamedTuple):
-    """Matrices that one product reads together: the tensors prefix + name + ".weight" for all names. outputs: number of rows of
-    each matrix. inputs: number of columns, the same for all."""
+    """One or more matrices of a model that one product reads together, and that an adapter may change: the tensors prefix + name +
+    ".weight" for all names. outputs: number of rows of each matrix. inputs: number of columns, the same for all."""
 
     prefix: str
     names: tuple[str, ...]

@@ -8,8 +8,9 @@ MAX_CUT_SIZES = 4096
 
 
 def cut_sizes(fields: Fields, hidden_size: int) -> tuple[tuple[int, ...], bool]:
-    """Returns the sizes that `matryoshka_dimensions` lists, ascending, and whether any size is allowed, because only
-    `is_matryoshka` is set. Raises CheckpointError, which names the key."""
+    """Returns the sizes to which a model's vectors may be cut, ascending, as `matryoshka_dimensions` lists them, and whether they
+    may be cut to any size, because only `is_matryoshka` is set. Raises CheckpointError, which names the key, for a list that is not
+    valid."""
     if not fields.has("matryoshka_dimensions"):
         return (), fields.boolean("is_matryoshka")
     sizes = fields.values["matryoshka_dimensions"]

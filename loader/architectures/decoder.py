@@ -238,8 +238,9 @@ class Decoder:
         return groups + of_predictor
 
     def ignores(self, shape: ModelShape, name: str) -> bool:
-        """Implements Architecture.ignores: stored rotary frequencies, a stored head of a model that makes vectors or uses its
-        embedding as its head, and layers behind the last one that predict further tokens."""
+        """Implements Architecture.ignores. Ignored are stored rotary frequencies, a stored head of a model that makes vectors or
+        uses its embedding as its head, the layers after the last one that predict further tokens, and matrices of keys and values
+        that no layer uses."""
         names = self.decoder_of(shape).names
         behind = range(shape.num_layers, shape.num_layers + shape.num_predicting_layers)
         if any(name.startswith(names.layer.format(layer)) for layer in behind):
@@ -263,8 +264,9 @@ class Decoder:
         return replace(shape, experts=self.experts.as_stored(shape.experts, names))
 
     def predicting(self, shape: ModelShape, names: Collection[str] | None) -> ModelShape | None:
-        """Returns the shape with the model's predictor (predictor.py), if a checkpoint whose tensors have these names holds one
-        that can draft tokens; otherwise None. names: None if they are not known; then config.json decides."""
+        """Returns the shape with the model's predictor, the layer that predicts one token further
+        (loader/architectures/predictor.py), if the checkpoint holds one that can draft tokens; otherwise None. names: names of the
+        checkpoint's tensors; None: they are not known, and config.json decides."""
         plain = not shape.num_predicting_layers or shape.pooling or shape.delta is not None or any(shape.layer_windows)
         if plain or not predictor.holds_predictor(self.decoder_of(shape).names.layer.format(shape.num_layers), names):
             return None
@@ -276,7 +278,8 @@ class Decoder:
         return replace(self, names=_bare(self.names)) if shape.bare_names else self
 
     def _is_of_unmade_kv(self, shape: ModelShape, name: str) -> bool:
-        """Returns whether a tensor is for keys or values of a layer that reads those of another layer instead."""
+        """Returns whether the tensor of this name makes keys or values in a layer that reads those of an earlier layer instead, so
+        that it is not needed."""
         names, parts = self.decoder_of(shape).names, (*self.names.queries_keys_values[1:], self.names.key_norm)
         reading = range(shape.num_writing_layers, shape.num_layers)
         return name.startswith(tuple(f"{names.layer.format(layer)}{part}." for layer in reading for part in parts if part))
@@ -316,7 +319,8 @@ class Decoder:
         return [one_tensor(f"{name}.{part}", width) for name in names if name for part in ("weight", "bias")]
 
     def _groups_before_mlp_of_delta(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the tensor groups that a layer of the delta rule has before those of its MLP."""
+        """Returns the tensor groups that a layer of the gated delta rule has before those of its MLP; [] in a family without such
+        layers. Names lack the layer's prefix."""
         if self.deltas is None or shape.delta is None:
             return []
         names, hidden = self.names, shape.hidden_size
@@ -324,7 +328,7 @@ class Decoder:
         return [*self._norms(hidden, names.attention_norm), *own, *self._norms(hidden, names.attended_norm, names.mlp_norm)]
 
     def _input_groups(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the tensor groups of additional layer inputs that are shared by all layers."""
+        """Returns the tensor groups, shared by all layers, that make the additional inputs of layers; [] if layers have none."""
         names, inputs = self.names, shape.layer_inputs
         if inputs is None:
             return []
@@ -336,7 +340,8 @@ class Decoder:
         ]
 
     def _groups_at_the_end(self, shape: ModelShape) -> list[TensorGroup]:
-        """Returns the tensor groups at the end of a layer: those of its additional input, and its scalar."""
+        """Returns the last tensor groups of a layer: those for its additional input, and the factor of the residual; [] in a family
+        without either. Names lack the layer's prefix."""
         names, groups = self.names, []
         if (inputs := shape.layer_inputs) is not None:
             groups += _projections((names.input_gate,), (inputs.width,), shape.hidden_size, False)
@@ -394,7 +399,7 @@ class Decoder:
         return inputs
 
     def _unrotated(self, fields: Fields, sliding: list[bool]) -> frozenset[int]:
-        """Returns the layers without rotary embedding. sliding: for each layer, whether it has a window."""
+        """Returns the numbers of the layers without rotary embedding. sliding: for each layer, whether it has a window."""
         rotated = [True] * len(sliding)
         if self.rope.only_windows:
             rotated = sliding
@@ -462,7 +467,7 @@ def _projections(
 
 
 def _temperature(fields: Fields) -> TemperatureShape | None:
-    """Returns how queries are scaled with their position; None if they are not."""
+    """Returns how queries are scaled with their position, by config.json; None: they are not. Raises CheckpointError."""
     key = "attn_temperature_tuning"
     asked = fields.values.get(key, True)
     if not isinstance(asked, bool | int):

@@ -66,8 +66,8 @@ class Deltas:
         )
 
     def tensor_groups(self, delta: DeltaShape, hidden: int) -> list[TensorGroup]:
-        """Returns the groups of one layer, with names that lack the layer's prefix. Devices divide the key heads, each with the
-        value heads that it serves."""
+        """Returns the tensor groups of one layer of the gated delta rule, with names that lack the layer's prefix. hidden: the
+        model's width. Devices divide the key heads, each with the value heads that it serves."""
         names, values, heads = self.names, delta.num_value_heads * delta.value_dim, delta.num_value_heads
         keys = delta.num_key_heads * delta.key_dim
         convolved = (keys, keys, values)  # queries, keys, values
@@ -100,7 +100,7 @@ class Deltas:
 
 
 def _matrices(names: tuple[str, ...], outputs: tuple[Dims, ...], inputs: int) -> TensorGroup:
-    """Returns the group of matrices that one product reads, divided by rows. outputs: for each tensor, the numbers of rows of the
-    matrices that it holds."""
+    """Returns the group of matrices that one product reads, to be divided among devices by rows. outputs: for each named tensor,
+    the numbers of rows of the matrices that it holds. inputs: number of columns."""
     pairs = tuple((f"{name}.weight", (sum(rows), inputs)) for name, rows in zip(names, outputs, strict=True))
     return TensorGroup(pairs, divided=ROWS, joined=outputs)

@@ -41,8 +41,9 @@ class EagleHead:
     verifier: str
 
     def fitted(self, shape: ModelShape, file: str) -> EagleShape:
-        """Returns the head's shape as a part of a model with this shape. file: the head's config.json. Raises CheckpointError,
-        which names the key, if head and model do not belong together."""
+        """Returns the head's shape as a part of the model with this shape, with the layers that it reads and the model's width
+        filled in. file: path of the head's config.json, for errors. Raises CheckpointError, which names the key, if head and model
+        do not belong together."""
         fields = Fields({}, file)
         num_layers, own = shape.num_layers, self.shape
         if own.layer.vocab_size != shape.vocab_size:

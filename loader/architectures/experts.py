@@ -25,13 +25,13 @@ _CHOSEN_KEY, _CHOSEN_KEYS = "num_experts_per_tok", ("num_experts_per_tok", "expe
 
 @dataclass(slots=True, frozen=True)
 class ExpertNames:
-    """Names of the tensors of a layer's experts, without `.weight`. As in TensorNames, they follow the layer's prefix.
+    """Names of the tensors of a layer's experts, without `.weight`. They follow the layer's prefix.
 
     expert: prefix of the names gate_up and down of each expert; {} is its number. shared: the same prefix for the shared expert;
     "": there is none. shared_gate: the vector that weighs the shared expert's output for each token; "": its weight is 1.
     correction: the complete name of the numbers that are added to the scores when experts are chosen, in families with the sigmoid
-    rule. stacked_gate_up, stacked_down: the complete names if the checkpoint holds the matrices of all experts as one tensor; "":
-    it does not. Their biases have the same names with `_bias`."""
+    rule; "": there are none. stacked_gate_up, stacked_down: the complete names if the checkpoint holds the matrices of all experts
+    as one tensor; "": it does not. Their biases have the same names with `_bias`."""
 
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}."
@@ -60,7 +60,7 @@ class ExpertNames:
 @dataclass(slots=True, frozen=True)
 class BesideNames:
     """Names of the additional tensors of a layer whose experts are beside its MLP (engine/layers/beside_experts.py), without
-    `.weight`, except router_scale and expert_scale, which are complete names. As in TensorNames, they follow the layer's prefix.
+    `.weight`, except router_scale and expert_scale, which are complete names. They follow the layer's prefix.
 
     router_scale: factors of the router's normalised input. expert_scale: factor of each expert's weight. norm: norm of the experts'
     input. mlp_output_norm, output_norm: norms of the outputs of the MLP and of the experts."""
@@ -175,8 +175,9 @@ class Experts:
         )
 
     def tensor_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
-        """Returns the groups of one layer, with names that lack the layer's prefix. All experts' gate and up lie in one block
-        [experts, 2 * intermediate, hidden], all their down in another [experts, hidden, intermediate]."""
+        """Returns the tensor groups of one layer's experts and router, with names that lack the layer's prefix. hidden: the model's
+        width. All experts' gate and up lie in one block [experts, 2 * intermediate, hidden], all their down in another [experts,
+        hidden, intermediate]."""
         if experts.stack == ALTERNATING:
             return self._stacked_groups(experts, hidden)
         names, num, shared = self.names, experts.num_experts, experts.shared_size
@@ -244,7 +245,8 @@ class Experts:
         return [own, TensorGroup(((self.names.correction, (num_experts,)),), held_as="float32")]
 
     def _stacked_groups(self, experts: ExpertShape, hidden: int) -> list[TensorGroup]:
-        """Returns the groups of a layer whose experts' matrices are one tensor. Rows of gate and up alternate."""
+        """Returns the tensor groups of one layer if all experts' matrices are one tensor, in which rows of gate and up alternate.
+        hidden: the model's width."""
         names, num, inner = self.names, experts.num_experts, experts.intermediate_size
         groups = [_matrices((names.router,), ((num, hidden),))]
         if self.has_biases:
@@ -260,7 +262,8 @@ class Experts:
 
 
 def _same_of(fields: Fields, keys: tuple[str, str], default: int | None, at_most: int) -> int:
-    """Returns a number that either of two keys may give. Raises CheckpointError if they contradict each other."""
+    """Returns a whole number that config.json may have under either of two keys. default: the number if it has neither; None: it
+    must have one. Raises CheckpointError if the number is missing or out of range, or if the keys contradict each other."""
     given = {key: fields.integer(key, at_most=at_most) for key in keys if fields.has(key)}
     if len(set(given.values())) > 1:
         raise fields.fail(keys[0], f"{given[keys[0]]} contradicts {keys[1]} {given[keys[1]]}")

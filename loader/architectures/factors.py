@@ -9,7 +9,8 @@ from loader.config_fields import Fields
 
 @dataclass(slots=True, frozen=True)
 class Factors:
-    """Keys of config.json; "": the family has no such factor. A key that config.json leaves out stands for 1.
+    """The keys of config.json under which a family has factors of its computation; "": the family has no such factor. A factor that
+    config.json leaves out is 1.
 
     embeddings: factor of the embeddings. branches: factor of the outputs of attention and MLP. scores: factor of attention's
     scores, in place of the one that follows from the heads' size. logits: factor of the logits, with default logits_default.

@@ -70,8 +70,9 @@ class Latents:
         return fields.boolean(self.interleaved_key, True) if self.interleaved_key else True
 
     def tensor_groups(self, latent: LatentShape, num_heads: int, hidden: int, has_bias: bool) -> list[TensorGroup]:
-        """Returns the groups of one layer's attention, with names that lack the layer's prefix. Devices divide the matrices that
-        belong to heads. Each device has the other matrices whole, and computes and keeps the latents of all tokens."""
+        """Returns the tensor groups of one layer's attention, with names that lack the layer's prefix. hidden: the model's width.
+        Devices divide the matrices that belong to heads. Each device has all other matrices whole, and computes and keeps the
+        latents of all tokens."""
         names, rank = self.names, latent.query_rank
         of_query, of_key_value = latent.plain_dim + latent.rope_dim, latent.plain_dim + latent.value_dim
         widths = (rank, latent.token_values) if rank else (latent.token_values,)

@@ -66,7 +66,7 @@ _HEADLESS = {f"{one.name.removesuffix(_HEADED)}Model": one for one in _DESCRIPTI
 
 
 def architecture_of(shape: ModelShape) -> Architecture:
-    """Returns the family's description of a model whose config.json was parsed."""
+    """Returns the description of the family to which a model of this shape belongs."""
     return ARCHITECTURES[shape.architecture]
 
 

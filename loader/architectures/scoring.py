@@ -11,8 +11,8 @@ _ACTIVATIONS = {"torch.nn.modules.activation.Sigmoid": SIGMOID, "torch.nn.module
 
 
 def scoring_of(fields: Fields) -> str:
-    """Returns the function that turns a score into a relevance: SIGMOID, also if config.json names none, or IDENTITY. Raises
-    UnsupportedModel, which names the key, for a model with several outputs and for other activations."""
+    """Returns the function that turns a cross-encoder's score into a relevance: SIGMOID (also if config.json names none) or
+    IDENTITY. Raises UnsupportedModel, which names the key, for a model with several outputs and for other activations."""
     _check_one_output(fields)
     holder, key = fields.mapping("sentence_transformers"), "activation_fn"
     if holder is None or not holder.has(key):

@@ -77,8 +77,9 @@ class Wrapper:
         return self.text.as_stored(shape, names)
 
     def predicting(self, shape: ModelShape, names: Collection[str] | None) -> ModelShape | None:
-        """Returns the shape with the model's predictor (predictor.py), if a checkpoint whose tensors have these names holds one
-        that can draft tokens; otherwise None. names: None if they are not known; then config.json decides."""
+        """Returns the shape with the model's predictor, the layer that predicts one token further
+        (loader/architectures/predictor.py), if the checkpoint holds one that can draft tokens; otherwise None. names: names of the
+        checkpoint's tensors; None: they are not known, and config.json decides."""
         return self.decoder_of(shape).predicting(shape, names)
 
     def decoder_of(self, shape: ModelShape) -> Decoder:

@@ -139,8 +139,8 @@ def order_of(groups: Tensor, group_inputs: int) -> Tensor:
 
 
 def order_inputs(packed: Tensor, order: Tensor, at_once: int) -> None:
-    """Reorders the inputs of weights packed [N, K / 2] uint8, two a byte, in place, about at_once weights at a time. order [K]:
-    input indices."""
+    """Reorders the inputs of four-bit weights packed [N, K / 2] uint8, two a byte, in place, about at_once weights at a time. order
+    [K]: for each new place, the index of the input that goes there."""
     places, step = order.long(), max(1, at_once // len(order))
     for some in packed.split(step):
         codes = torch.stack((some & 15, some >> 4), dim=-1).flatten(1)[:, places]

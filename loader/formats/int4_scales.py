@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def narrow_scales(stored: Tensor, held: Tensor) -> None:
-    """Writes stored scales (float32, bfloat16 or float16) to held (bfloat16 or float16). Raises ValueError for scales that are NaN
-    or infinite, or that held's dtype cannot represent exactly."""
+    """Writes stored scales (float32, bfloat16 or float16) to `held` (bfloat16 or float16, same shape). Raises ValueError for scales
+    that are NaN or infinite, or that the dtype of `held` cannot represent exactly."""
     if not bool(torch.isfinite(stored).all()):
         raise ValueError("holds NaN or an infinity: no scale")
     held.copy_(stored)

@@ -13,8 +13,8 @@ LARGEST = 127
 
 
 def quantize_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Writes rows [N, K] (float32, bfloat16 or float16) as values [N, K] int8 and scales [N] float32. Raises ValueError for rows
-    that are not finite."""
+    """Rounds rows [N, K] (float32, bfloat16 or float16) to int8 with one scale for each row, so that values times scale give the
+    rows back. values [N, K] int8, scales [N] float32: written. Raises ValueError for rows that are not finite."""
     num_rows, width = rows.shape
     at_once = max(1, ELEMENTS // width)
     wide = torch.empty(min(at_once, num_rows), width)

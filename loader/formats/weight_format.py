@@ -34,18 +34,18 @@ class StoredTensor(NamedTuple):
 
 class WeightSlot(NamedTuple):
     """The place of one parameter. name and shape: as in the checkpoint. offset_bytes, num_bytes: its place in the model's weight
-    range. scales_at_bytes: where the scales of a matrix begin that the load quantises; -1: the parameter is not such a matrix.
-    stage: the part of a forward pass that first needs it: 0 before the layers, n + 1 for layer n, the highest number after the
-    layers. held_as: the dtype in memory, if it is the stored one or one that numbers are converted to; "": the model's dtype, or
-    int8 if the load quantises. group_inputs: for an FP8, INT4 or NVFP4 matrix, and for the tensor with the groups of its inputs,
-    how many inputs of a row share a scale; 0: the parameter is none of these. repeats: for scales of FP8 and NVFP4 matrices, how
-    many rows of memory each stored row fills (the last row as many as are left); 0: the parameter is not such scales. relayout: how
-    its numbers are rearranged; None: they are held in the stored order. joint: a name shared by parameters that are in place only
-    once all of them are, because the inputs of their weights are reordered then; "": there are none. inverse: for repeated scales,
-    whether their inverses are held. cut: for a split model, which part of the stored tensor the parameter is; `shape` is then the
-    part's; None: the whole tensor. kept: for repeated scales of which only a part is held (`shape` is then the whole tensor's),
-    which part of the numbers that the whole tensor would fill, with a row for each output and a column for each group of inputs;
-    None: all."""
+    range. scales_at_bytes: for a quantised matrix, where its scales begin in the weight range (for NVFP4, those of its whole
+    group); -1: the parameter has no such scales. stage: the part of a forward pass that first needs it: 0 before the layers, n + 1
+    for layer n, the highest number after the layers. held_as: the dtype in memory, if it is the stored one or one that numbers are
+    converted to; "": the model's dtype, or int8 if the load quantises. group_inputs: for an FP8, INT4 or NVFP4 matrix, and for the
+    tensor with the groups of its inputs, how many inputs of a row share a scale; 0: the parameter is none of these. repeats: for
+    scales of FP8 and NVFP4 matrices, how many rows of memory each stored row fills (the last row as many as are left); 0: the
+    parameter is not such scales. relayout: how its numbers are rearranged; None: they are held in the stored order. joint: a name
+    shared by parameters that are in place only once all of them are, because the inputs of their weights are reordered then; "":
+    there are none. inverse: for repeated scales, whether their inverses are held. cut: for a split model, which part of the stored
+    tensor the parameter is; `shape` is then the part's; None: the whole tensor. kept: for repeated scales of which only a part is
+    held (`shape` is then the whole tensor's), which part of the numbers that the whole tensor would fill, with a row for each
+    output and a column for each group of inputs; None: all."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,7 +87,8 @@ class Space(NamedTuple):
 
     @property
     def begin_bytes(self) -> int:
-        """The offset at which a group must begin so that it may be read straight into place."""
+        """The offset at which the group must begin: at the same distance from a block's boundary as in its file, so that it may be
+        read straight into place, or at a multiple of 64 if that does not matter."""
         offset = self.offset_bytes
         return aligned(offset) if self.block_offset < 0 else offset + (self.block_offset - offset) % BLOCK_BYTES
 
