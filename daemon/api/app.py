@@ -63,14 +63,14 @@ def make_app(
     adapters: AdapterPort | None = None,
     background: BackgroundRuns | None = None,
 ) -> web.Application:
-    """Returns the application. It must be served through `make_runner`, because without that runner's settings a client's
-    disconnect is not noticed. access: by default no keys, and only this machine's host names. serves: whether an endpoint is served
-    here. feed: the feed of the status page; None: there is no page. answered: called for each answer with the endpoint's name (""
-    for an unknown path) and the status. stored: the stored responses, which later ones may follow; by default none. quotas: the
-    tenants' use of their limits, shared by all listeners. audit: the audit log; off by default. tracer: returns the tracer, None
-    while tracing is off. upstreams: the model names that other servers answer; None: there are none. adapters: loads LoRA adapters;
-    None: they cannot be loaded over HTTP. background: background responses in progress, with `stored` for the finished ones; by
-    default there are none."""
+    """Returns the aiohttp application of the HTTP API. It must be served through `make_runner`, because without that runner's
+    settings a client's disconnect is not noticed. access: by default no keys, and only this machine's host names. serves: tells
+    whether this listener serves an endpoint. feed: the feed of the status page; None: there is no page. answered: called for each
+    answer with the endpoint's name ("" for an unknown path) and the status. stored: the store of finished /v1/responses answers,
+    which later requests may continue; by default it keeps none. quotas: the tenants' use of their limits, shared by all listeners.
+    audit: the audit log; off by default. tracer: returns the tracer, None while tracing is off. upstreams: the model names that
+    other servers answer; None: there are none. adapters: loads LoRA adapters; None: they cannot be loaded over HTTP. background:
+    background responses in progress, with `stored` for the finished ones; by default there are none."""
     stored = stored or ResponseStore(0)
     context = ApiContext(
         requests=requests,
@@ -103,7 +103,8 @@ def make_app(
 
 
 def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **options: Any) -> Runner:
-    """Returns the runner that serves the application. With handler_cancellation a disconnect cancels the handler, which cancels the
+    """Returns the aiohttp runner that serves the application. shutdown_timeout_s: how long a shutdown waits for open requests, in
+    seconds. options: further arguments of Runner. With handler_cancellation a disconnect cancels the handler, which cancels the
     request; without auto_decompress compressed bodies are refused, never inflated."""
     return Runner(
         app,
@@ -118,8 +119,8 @@ def make_runner(app: web.Application, shutdown_timeout_s: float = 30.0, **option
 
 
 def _not_malformed_http(record: logging.LogRecord) -> bool:
-    """Keeps tracebacks of malformed HTTP out of the log: aiohttp logs one for every incomplete body, so anybody could fill the
-    log."""
+    """A filter of the HTTP log: returns False for the record of a malformed request, and logs one debug line in its place. aiohttp
+    logs a traceback for every incomplete body, so anybody could fill the log."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
         return True
@@ -131,7 +132,8 @@ http_log.addFilter(_not_malformed_http)
 
 
 def _expect(request: web.Request) -> None:
-    """Answers `Expect: 100-continue`. Any other expectation is ignored, as HTTP allows."""
+    """Sends the interim response `100 Continue` to a client that waits for it (the header `Expect: 100-continue`). Any other
+    expectation is ignored, as HTTP allows."""
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -224,12 +226,14 @@ async def _answer_errors(request: web.Request, context: ApiContext, tracer: Call
 
 
 def _is_recorded(request: web.Request, endpoint: Endpoint | None) -> bool:
-    """Returns whether the request is logged and traced."""
+    """Returns whether a request is logged and traced: only a POST to an endpoint that reads a body is. endpoint: None for an
+    unknown path."""
     return endpoint is not None and endpoint.body is not None and request.method == "POST"
 
 
 def _progress(request: web.Request) -> Progress:
-    """Returns the state of a request, which has just arrived at this daemon or was taken over from an earlier one."""
+    """Returns the new Progress of a request and makes it its connection's `in_progress`. If the connection was taken over from an
+    earlier daemon, the Progress holds the request's state there."""
     connection = request.protocol
     name = request_id(request.headers.get("X-Request-Id"))
     if not isinstance(connection, Connection):
@@ -245,7 +249,9 @@ def _error(error: HearthError, endpoint: Endpoint | None) -> web.Response:
 async def _handle(
     request: web.Request, context: ApiContext, target: router.Target | None, progress: Progress, key: Key | None
 ) -> web.StreamResponse:
-    """Calls the endpoint. key: None for a request without a key where keys are set; see Call.stranger."""
+    """Passes a request to its endpoint, or to another server that answers for its model, and returns the response. target: the
+    endpoint of the path; None for an unknown path. key: None for a request without a key where keys are set; see Call.stranger.
+    Raises HearthError: 404 for a path that is unknown or not served here, and what the endpoint raises."""
     if target is None or not context.serves(target.endpoint):
         raw_path = request.rel_url.raw_path[:256]
         near = router.nearest(raw_path)

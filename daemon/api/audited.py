@@ -1,4 +1,4 @@
-"""Writes audit log entries for refusals of the HTTP API, for operators' commands, and for requests if those are configured."""
+"""Writes entries of the audit log: refusals by the HTTP API, operators' commands and, if the settings ask for it, all requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _OVER_LIMIT = ("rate_limit_exceeded", "request_over_limit")
 def refused(
     audit: AuditLog, error: HearthError, request: web.Request, request_id: str, endpoint: str, scope: RequestScope | None
 ) -> None:
-    """Writes an entry if a key was refused, or a request because of a tenant's limit; other errors are not written. endpoint: ""
-    for an unknown path. scope: None if the request was refused before it had a tenant."""
+    """Writes an audit log entry if `error` refused a key, or a request that exceeds a tenant's limit; other errors are not written.
+    endpoint: "" for an unknown path. scope: None if the request was refused before it had a tenant."""
     about = {"address": request.remote, "endpoint": endpoint, "request_id": request_id, "message": error.message}
     if scope is None and error.status in (401, 403):
         audit.write_refusal(error.code, "key_refused", error.code, **error.details, **about)
@@ -31,7 +31,9 @@ def refused(
 
 @contextmanager
 def command(audit: AuditLog, call: Call, name: str, model: str, options: Mapping[str, object] | None = None) -> Iterator[None]:
-    """Returns a context manager that writes how the operator's command inside it ended. name: the command's name in `hearth`."""
+    """Returns a context manager for an operator's command: it writes one audit log entry with the result of the code inside it
+    ("ok", an error's code, "cancelled" or "internal"), and lets exceptions pass. name: the command's name in `hearth`. model: the
+    model or adapter that it changes. options: the command's further arguments."""
     result, message = "internal", None
     try:
         yield
@@ -50,7 +52,8 @@ def command(audit: AuditLog, call: Call, name: str, model: str, options: Mapping
 
 
 def request(audit: AuditLog, request: web.Request, request_id: str, endpoint: str, status: int, scope: RequestScope) -> None:
-    """Writes an entry for a request that has ended. status: the HTTP status; 499 if the client had gone."""
+    """Writes an audit log entry for a request that has ended. endpoint: its name. status: the HTTP status; 499 if the client had
+    gone."""
     audit.write(
         "request",
         "ok" if status < 400 else str(status),

@@ -2,9 +2,9 @@
 daemon.
 
 Their request is read a second time, on a connection without a client (daemon/http/no_client.py), and from there handled like any
-other. Everything needed to continue it (its bytes, its nonce, the tokens so far) is in memory that the FD store keeps, and is
-written as the tokens arrive. The next daemon reads the request again, starts with those tokens, and so generates the same events
-with the same numbers, whether this daemon was restarted or killed.
+other. Everything needed to continue it (its bytes, its nonce, the tokens so far) is written, as the tokens arrive, to memory that
+the service manager keeps open for the next daemon (its FD store). The next daemon reads the request again, starts with those
+tokens, and so generates the same events with the same numbers, whether this daemon was restarted or killed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _json = msgspec.json.encode
 
 
 class _Begun(Struct, frozen=True):
-    """The kept state of a background response, besides its tokens. received: the request's bytes. model: name and fingerprint.
-    shown: the response's JSON when it was accepted. is_streamed: whether its events may be fetched. max_tokens: the limit of the
+    """The state of a background response that is kept for the next daemon, besides its tokens. received: the bytes of the HTTP
+    request. nonce: the source of its random values. created: Unix time in seconds. model: name and fingerprint. shown: the
+    response's JSON when it was accepted. is_streamed: whether its events may be fetched. max_tokens: the most tokens of the
     reply."""
 
     public_id: str
@@ -58,13 +59,13 @@ _decoder = msgspec.msgpack.Decoder(_Begun)
 
 
 class Run:
-    """A background response in progress. Its handler, which finds it as Progress.run, reports to it, and so does the renderer of
-    the response.
+    """A background response in progress. The handler of its request, which finds it as Progress.run, and the renderer of the
+    response report to it.
 
-    accepted: done when the request was submitted, or holds the request's error. events: the events so far, indexed by
-    sequence_number; empty unless the response may be fetched as a stream. is_over: whether nothing will be added. is_held: whether
-    it is over because the next daemon continues it. failing: renders the end of a failed response, and reports it by result().
-    snapshot: renders the response as it is now."""
+    accepted: a future that is done when the request was submitted, or holds the error that refused it. events: the events so far,
+    indexed by sequence_number; empty unless the response may be fetched as a stream. is_over: whether nothing will be added.
+    is_held: whether it is over only in this daemon, because the next one continues it. failing: renders the last events of a failed
+    response and reports the response by result(). snapshot: renders the response so far as JSON."""
 
     def __init__(self, runs: BackgroundRuns, tenant: str, public_id: str, is_streamed: bool) -> None:
         self._runs, self.tenant, self.public_id, self.is_streamed = runs, tenant, public_id, is_streamed
@@ -81,14 +82,17 @@ class Run:
         self._client = NoClient(self, self._gone)
 
     def serve(self, server: ConnectionServer, received: bytes, request: RequestSoFar) -> None:
-        """Lets the server answer the request. received: the request's bytes."""
+        """Starts the handling of the request by `server`, on a connection without a client. received: the bytes of the HTTP
+        request. request: its random values, and its tokens if an earlier daemon has begun it."""
         self._received, self._request = received, request
         self._client.serve(server, received, request)
 
     # ---- reported by the handler
 
     def begin(self, generation: Generation) -> None:
-        """Keeps the request, which is about to be submitted, and from now on each token. Raises NotNow."""
+        """Keeps the request, which is about to be submitted, for the next daemon, and from then on each of its tokens. generation:
+        the request's only sequence; its sink is replaced by one that also keeps the tokens. Raises NotNow if the request cannot be
+        kept."""
         assert self.snapshot is not None
         if self._place is None:
             self._shown = self.snapshot()
@@ -104,16 +108,17 @@ class Run:
         generation.sink = _Noting(self, generation, generation.sink)
 
     def accept(self) -> None:
-        """Records that the request was submitted."""
+        """Marks `accepted` as done, because the request was submitted."""
         if not self.accepted.done():
             self.accepted.set_result(None)
 
     def connect(self) -> Channel:
-        """Returns the channel through which the events are written."""
+        """Returns a channel for the renderer of the response: what is written to it becomes events of this run."""
         return Channel(_Events(self), _EVER_READY, b"", chunked=False)
 
     def write(self, data: bytes) -> None:
-        """Adds events; `data` holds whole events."""
+        """Adds events to the response, unless the run is over, and ends the run if result() was called before. data: one or more
+        whole server-sent events."""
         if self.is_over:
             return
         if self.is_streamed:
@@ -123,11 +128,13 @@ class Run:
         self._wake()
 
     def result(self, response: StoredResponse) -> None:
-        """Records the finished response; the events that are written next are the last ones."""
+        """Records the finished response. The next call of write() brings its last events; then the run ends and the response is
+        stored."""
         self._result = response
 
     def fail(self, error: HearthError) -> None:
-        """Ends the run with an error, unless it is over."""
+        """Ends the run with an error, unless it is over: `accepted` gets the error if the request was not accepted yet, otherwise
+        the response gets the status `failed` and an event that says so."""
         if self.is_over:
             return
         if not self.accepted.done():
@@ -143,7 +150,7 @@ class Run:
     # ---- asked by other requests
 
     def shown(self) -> bytes:
-        """Returns the response's JSON as it is now."""
+        """Returns the JSON of the response so far."""
         return self.snapshot() if self.snapshot is not None else self._shown
 
     async def wait(self) -> None:
@@ -151,7 +158,8 @@ class Run:
         await self._news.wait()
 
     def cancel(self) -> None:
-        """Ends the run at its client's request."""
+        """Ends the run because the client asks for it, and aborts its request. A response that was accepted is stored with the
+        status `cancelled`."""
         if self.is_over:
             return
         if self.accepted.done():
@@ -163,7 +171,7 @@ class Run:
     # ---- over a restart
 
     def hold(self) -> None:
-        """Stops the run in this daemon, because the next one continues it."""
+        """Stops the run in this daemon without an end of the response, because the next daemon continues it."""
         self.is_over = self.is_held = True
         connection = self._client.get_protocol() if not self._client.is_closing() else None
         if isinstance(connection, Connection):
@@ -180,7 +188,8 @@ class Run:
         self.serve(server, begun.received, RequestSoFar(begun.nonce, begun.created, False, True, begun.model, [sequence]))
 
     def note(self, at: int, ids: Sequence[int], num_cached: int) -> None:
-        """Keeps tokens of the reply. at: the number of tokens before them."""
+        """Keeps tokens of the reply for the next daemon. at: the number of the reply's tokens before `ids`. num_cached: the
+        prompt's tokens that were in the prefix cache."""
         if self._place is None or self.is_over:
             return
         words = array("I", [token_id + 1 for token_id in ids])
@@ -220,18 +229,19 @@ class Run:
 
 
 def event(name: str, number: int, /, **fields: object) -> bytes:
-    """Returns a server-sent event of a response. number: its sequence_number."""
+    """Returns a server-sent event of the Responses API. name: its type. number: its sequence_number. fields: its further JSON
+    fields."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _json({"type": name, **fields, "sequence_number": number}))
 
 
 def as_failure(error: HearthError) -> dict[str, str]:
-    """Returns an error in the form of a failed response."""
+    """Returns the `error` object of a failed response, {"code", "message"}."""
     return {"code": "rate_limit_exceeded" if error.status == 429 else "server_error", "message": error.message}
 
 
 class BackgroundRuns:
-    """All background responses in progress. stored: the store of finished responses. records: the records of an earlier daemon, for
-    go_on(); None: they end with this daemon."""
+    """All background responses in progress. stored: the store of finished responses. records: the memory in which they are kept for
+    the next daemon, with those of an earlier daemon, which go_on() continues; None: they end with this daemon."""
 
     def __init__(self, stored: ResponseStore, records: KeptRecords | None = None) -> None:
         self._stored = stored
@@ -239,8 +249,9 @@ class BackgroundRuns:
         self._by_id: dict[tuple[str, str], Run] = {}
 
     def begin(self, connection: Connection, request: RequestSoFar, tenant: str, public_id: str, is_streamed: bool) -> Run:
-        """Begins a run of the request that the connection is answering, whose body was read. request: the state from which its
-        random values are drawn."""
+        """Returns the run of a background response, whose request the connection has just received; it is begun unless an earlier
+        daemon has. request: the state from which its random values are drawn. public_id: the response's id. is_streamed: whether
+        its events may be fetched."""
         run = self._by_id.get((tenant, public_id))
         if run is None:  # otherwise the run began before a restart, which the client's connection survived
             run = self._by_id[tenant, public_id] = Run(self, tenant, public_id, is_streamed)
@@ -256,7 +267,8 @@ class BackgroundRuns:
             run.hold()
 
     def go_on(self, server: ConnectionServer) -> int:
-        """Continues the runs of an earlier daemon, and returns their number."""
+        """Continues the runs that an earlier daemon has kept in `records`. server: handles their requests. Returns the number of
+        runs in progress."""
         for place in self.records:
             try:
                 begun = _decoder.decode(self.records.read(place))
@@ -275,7 +287,8 @@ class BackgroundRuns:
         return self.records.add(msgspec.msgpack.encode(begun), _WORD_BYTES * (1 + begun.max_tokens))
 
     def store(self, response: StoredResponse, events: bytes) -> None:
-        """Stores a finished response with its events, or without them if there is only room for that."""
+        """Stores a finished response together with its events, or alone if the store has no room for both. events: whole
+        server-sent events, joined."""
         with_events = msgspec.structs.replace(response, events=events)
         if not self._stored.add(with_events) and not self._stored.add(response):
             log.warning("%s is larger than stored_responses_bytes, so it is lost", response.public_id)
@@ -285,13 +298,13 @@ class BackgroundRuns:
 
 
 def split_events(packed: bytes) -> list[bytes]:
-    """Splits a text of whole events into single ones."""
+    """Splits joined server-sent events into a list of single events, each with the empty line at its end."""
     return [one + _EVENT_END for one in packed.split(_EVENT_END)[:-1]]
 
 
 class _Noting:
-    """The TokenSink of a run. It passes tokens on one at a time, so that the events are the same when the next daemon passes the
-    kept tokens on."""
+    """The TokenSink that keeps a run's tokens for the next daemon and passes them on to the sink of the answer. It passes on one
+    token at a time, so that the answer has the same events when the next daemon passes the kept tokens on."""
 
     __slots__ = ("_at", "_generation", "_run", "_sink")
 
@@ -314,7 +327,8 @@ class _Noting:
 
 
 class _Events(asyncio.WriteTransport):
-    """The transport through which a run receives its events."""
+    """An asyncio transport in place of a client's connection: bytes that are written to it become events of a run, and abort()
+    cancels the run."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -328,7 +342,8 @@ class _Events(asyncio.WriteTransport):
 
 
 class _EverReady:
-    """Stands for a connection whose client always reads fast enough."""
+    """Stands for the protocol of a connection, which a channel asks whether writing is paused: a run has no client that reads too
+    slowly."""
 
     writing_paused = False
 

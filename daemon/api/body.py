@@ -16,7 +16,8 @@ async def read_body(
     request: web.Request, max_bytes: int, timeout_s: float, more_types: Sequence[str] = (), read: bytearray | None = None
 ) -> bytes:
     """Returns a request's body. more_types: values of Content-Type that are accepted besides those of JSON. read: receives the
-    bytes of a body that arrives in pieces. Raises BadRequest: 408, 411, 413, 415 or 400."""
+    bytes of a body that arrives in pieces. Raises BadRequest: 408 if it is not complete after timeout_s seconds, 413 if it is
+    longer than max_bytes, 415 for an unsupported type, charset or compression, 400 if it is empty or breaks off."""
     content_type = request.content_type
     # a missing Content-Type, which aiohttp reports as octet-stream, is accepted
     is_json = content_type in _JSON_TYPES or content_type.endswith("+json")
@@ -55,7 +56,8 @@ async def read_body(
 
 
 async def _come(request: web.Request, max_bytes: int, timeout_s: float, body: bytearray) -> bytes:
-    """Reads a body that is still arriving, adds its bytes to `body`, and returns all of it. Raises TimeoutError."""
+    """Reads a body that is still arriving, appends its bytes to `body`, and returns all of it. Raises TimeoutError after timeout_s
+    seconds, and BadRequest (413) beyond max_bytes."""
     async with asyncio.timeout(timeout_s):
         while chunk := await request.content.readany():
             body += chunk

@@ -1,5 +1,5 @@
-"""Reads a request's body into its two parts, the small one for the daemon and the long one for the text worker, and finds its
-model."""
+"""Reads and parses a request's body into two parts, a small one for the daemon and a long one for the text worker, and looks up the
+model that the request names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INLINE_BYTES = 128 << 10
 
 
 async def read_data(call: Call, body: Body[HeadT]) -> bytes:
-    """Returns the body's bytes; later calls return the same bytes. Raises HearthError."""
+    """Returns the bytes of the request's body. The first call reads them; later calls return the same bytes. Raises HearthError."""
     context = call.context
     if call.data is None:
         call.progress.body = arrived = bytearray()
@@ -24,8 +24,9 @@ async def read_data(call: Call, body: Body[HeadT]) -> bytes:
 
 
 async def read_parts(call: Call, body: Body[HeadT]) -> tuple[HeadT, bytes, ModelEntry]:
-    """Parses a body and returns its small part, its long part and its model. A short body is parsed here, a long one, which would
-    block the event loop, in a text worker. A model in the path takes precedence over the body's. Raises HearthError."""
+    """Reads and parses a request's body. Returns its small part, its long part and the model that it names. A short body is parsed
+    here, a long one, which would block the event loop, in a text worker. A model named in the path (/m/MODEL) takes precedence over
+    the body's. Raises HearthError."""
     context = call.context
     data = await read_data(call, body)
     if len(data) <= INLINE_BYTES:

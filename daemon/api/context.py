@@ -18,8 +18,8 @@ from daemon.upstreams.upstreams import Upstreams
 
 
 class _NoSender:
-    """The sender of a request without a tenant, which comes from a stranger. Strangers are served only endpoints that count
-    nothing."""
+    """Stands for the sender of a request without a tenant, which comes from a stranger. Its methods raise AssertionError: strangers
+    are served only endpoints that charge no tokens."""
 
     def charge(self, num_prompt_tokens: int, field: str) -> None:
         raise AssertionError("charged without a tenant")
@@ -54,8 +54,8 @@ class ApiContext:
     adapters: AdapterPort | None = None  # None: adapters cannot be loaded over HTTP
 
     def scoped(self, models: ModelPort, requests: RequestPort, sender: SenderPort, more_headers: Mapping[str, str]) -> ApiContext:
-        """Returns the context of one request. All fields are listed here, because dataclasses.replace() takes longer than all
-        checks of a request together."""
+        """Returns a copy of this context for one request. more_headers: the headers of its answer. All fields are listed here,
+        because dataclasses.replace() takes longer than all checks of a request together."""
         return ApiContext(
             requests, models, self.text, self.health, self.settings, self.clock, self.max_body_bytes,
             self.stored, self.background, self.access, self.serves, self.page, more_headers, self.answered,

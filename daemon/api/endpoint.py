@@ -40,13 +40,13 @@ class FieldTable(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Body(Generic[HeadT]):
-    """How a request's body is read.
+    """How the body of an endpoint's requests is read.
 
-    parse: takes the JSON; returns the small part, which the daemon needs, and the long part, which only the text worker decodes.
-    Raises BadRequest naming the field. It must be a module's top-level function, because text workers, which parse long bodies,
-    import it by name. head: the small part's type. default_tag: a suffix that the endpoint's clients add to a model's name; if no
-    model has that name, it is tried without the suffix. more_types: values of Content-Type that its clients send besides those of
-    JSON."""
+    parse: takes the body's JSON; returns the small part, which the daemon needs, and the long part, which only the text worker
+    decodes. Raises BadRequest naming the field. It must be a module's top-level function, because text workers, which parse long
+    bodies, import it by name. head: the small part's type. default_tag: a suffix that the endpoint's clients add to a model's name;
+    if no model has that name, it is tried without the suffix. more_types: values of Content-Type that its clients send besides
+    those of JSON."""
 
     parse: Callable[[bytes], tuple[HeadT, bytes]]
     head: type[HeadT]
@@ -60,11 +60,11 @@ class Body(Generic[HeadT]):
 
     @property
     def reader(self) -> str:
-        """The address of the parsing function, MODULE:NAME, for jobs.ParseBody."""
+        """The parsing function as MODULE:NAME, by which a text worker finds it (jobs.ParseBody)."""
         return f"{self.parse.__module__}:{self.parse.__qualname__}"
 
     def unpack(self, head: bytes) -> HeadT:
-        """Returns the small part that a text worker has parsed and packed."""
+        """Decodes the small part of a body that a text worker has parsed. head: the msgpack that the worker sent."""
         return self._decoder.decode(head)
 
 
@@ -107,8 +107,8 @@ class Endpoint:
 @dataclass(slots=True)
 class Call:
     """One request at an endpoint. scope: the model of /m/MODEL/…; None: the path names none. path_id: the text in place of {id} in
-    the path. stranger: whether keys are set and the request has none. tenant: the sender's name, "" without keys. key: the first
-    digits of the key's hash, or ""."""
+    the path. stranger: whether the request has no key although keys are set. tenant: the sender's name, "" without keys. key: the
+    first digits of the key's hash, or ""."""
 
     request: web.Request
     context: ApiContext

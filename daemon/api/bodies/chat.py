@@ -72,14 +72,16 @@ _decoder = msgspec.json.Decoder(ChatBody)
 
 
 def parse(body: bytes) -> tuple[Head, bytes]:
-    """Returns the fields that the daemon needs, and the messages. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs, and the messages as msgpack for the text worker. Raises BadRequest
+    (400) naming the field."""
     fields: ChatBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     return head_of_chat(fields)
 
 
 def head_of_chat(fields: ChatBody) -> tuple[Head, bytes]:
-    """Returns the two parts of a decoded body. Raises BadRequest naming the field."""
+    """Checks a decoded body. Returns its two parts: the fields that the daemon needs, and the messages as msgpack for the text
+    worker. Raises BadRequest naming the field."""
     tools, shown = tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     messages = pack_messages(fields.messages)
     options: dict[str, Any] = {
@@ -115,7 +117,8 @@ def _prediction(given: Prediction | None) -> str:
 
 
 def _logprobs(fields: ChatBody) -> int:
-    """Returns the number of alternatives to each token that are asked for; -1: no log-probabilities."""
+    """Returns how many alternatives the log-probabilities of each token include, 0 for only the token itself; -1 if no
+    log-probabilities are asked for. Raises BadRequest for top_logprobs without logprobs."""
     if fields.logprobs:
         return fields.top_logprobs or 0
     if fields.top_logprobs:
@@ -124,8 +127,8 @@ def _logprobs(fields: ChatBody) -> int:
 
 
 def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
-    """Returns the template's variables: reasoning_effort, and chat_template_kwargs, which may override it. The effort "none" also
-    sets enable_thinking, a variable of Qwen's and GLM's templates, to false."""
+    """Returns the variables that the request sets for the chat template: reasoning_effort, and chat_template_kwargs, which may
+    override it. The effort "none" also sets enable_thinking, a variable of Qwen's and GLM's templates, to false."""
     kwargs: dict[str, Any] = {}
     if fields.reasoning_effort is not None:
         if fields.reasoning_effort not in REASONING_EFFORTS:
@@ -137,7 +140,8 @@ def _template_kwargs(fields: ChatBody) -> dict[str, Any]:
 
 
 def _continues(fields: ChatBody) -> str:
-    """Returns which part of the last message the reply continues, CONTINUES_ANSWER or CONTINUES_REASONING; "" for a new message."""
+    """Returns which part of the last message the reply continues: CONTINUES_ANSWER, CONTINUES_REASONING, or "" if the reply is a
+    new message. Raises BadRequest if the last message is none that can be continued."""
     if not fields.continue_final_message:
         return ""
     if fields.add_generation_prompt:

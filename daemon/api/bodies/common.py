@@ -1,8 +1,9 @@
-"""The fields that the bodies of chats, completions and responses share, and their small part, which the daemon itself needs.
+"""The request fields that chats, completions and responses share, and `Head`, the part of a parsed body that the daemon itself
+needs.
 
 A body is parsed into two parts: the small one (`Head`, every scalar field) and the prompt as msgpack, which only the text worker
-decodes. That is done on the event loop for bodies up to body_parts.INLINE_BYTES and in a text worker for longer ones (measured: the
-most expensive 128 KiB, 26,000 token ids, take 2 ms; tiny messages or parts 1 ms).
+decodes. Bodies are parsed on the event loop if they have at most body_parts.INLINE_BYTES, and in a text worker if they are longer
+(measured: the most expensive 128 KiB, 26,000 token ids, take 2 ms; tiny messages or parts 1 ms).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class StreamOptions(Struct):
 
 
 class Sampling(UnsupportedFields):
-    """The fields of chats, completions and responses alike. Ranges are part of the types, so that errors name the field."""
+    """The request fields that chats, completions and responses have in common. The allowed ranges are part of the types, so that
+    the decoder checks them and its errors name the field."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -73,7 +75,7 @@ SAMPLING_MEANINGS = {
 
 
 class Common(Sampling):
-    """The fields that only chats and completions share."""
+    """The request fields that chats and completions share, beyond those that responses have as well (Sampling)."""
 
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
@@ -124,7 +126,8 @@ MEANINGS = {
 
 
 class Head(Struct, array_like=True):
-    """The small part of a body, which the daemon itself needs."""
+    """The part of a parsed body that the daemon itself needs: all checked fields but the prompt. None: the request leaves the field
+    out."""
 
     model: str | None
     temperature: float | None
@@ -166,7 +169,9 @@ def head_of(
     echo: bool = False,
     tools: ToolRequest | None = None,
 ) -> Head:
-    """Checks the shared fields and returns the small part. logprobs: see Outputs. Raises BadRequest naming the field."""
+    """Checks the fields that chats and completions share, and returns the body's Head. logprobs: the number of alternatives to each
+    token, -1 for no log-probabilities. echo: whether the answer begins with the prompt. The other arguments are the fields of Head.
+    Raises BadRequest naming the field."""
     if fields.model is not None:
         check_text(fields.model, "model")
     min_tokens = fields.min_tokens or 0
@@ -207,7 +212,8 @@ def head_of(
 
 
 def checked_stops(stops: list[str], field: str = "stop") -> list[str]:
-    """Returns the stop strings after checking them. field: named in errors. Raises BadRequest."""
+    """Returns `stops` unchanged. Raises BadRequest if there are more than 16 of them, or if one is empty or longer than 1,024
+    characters. field: the body's field, for the error."""
     if len(stops) > MAX_STOPS:
         raise invalid(field, f"{field}: {len(stops)} strings are more than the {MAX_STOPS} one request may name")
     for each in stops:

@@ -41,14 +41,16 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 
 
 def parse(body: bytes) -> tuple[Head, bytes]:
-    """Returns the fields that the daemon needs, and the prompts. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs, and the prompts as msgpack for the text worker. Raises BadRequest
+    (400) naming the field."""
     fields: CompletionBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     return head_of_completion(fields)
 
 
 def head_of_completion(fields: CompletionBody) -> tuple[Head, bytes]:
-    """Returns the two parts of a decoded body. Raises BadRequest naming the field."""
+    """Checks a decoded body. Returns its two parts: the fields that the daemon needs, and the prompts as msgpack for the text
+    worker. Raises BadRequest naming the field."""
     kind, packed, num_prompts = prompts(bytes(fields.prompt))
     head = head_of(
         fields,
@@ -63,7 +65,8 @@ def head_of_completion(fields: CompletionBody) -> tuple[Head, bytes]:
 
 
 def _logprobs(fields: CompletionBody) -> int:
-    """Returns the number of alternatives to each token that are asked for; -1: no log-probabilities."""
+    """Returns how many alternatives the log-probabilities of each token include, 0 for only the token itself; -1 if no
+    log-probabilities are asked for. Raises BadRequest for `true`, which names no number."""
     if fields.logprobs is True:
         raise invalid("logprobs", f"logprobs must be a number of alternatives from 0 to {MAX_TOP_LOGPROBS}")
     return -1 if fields.logprobs is None or fields.logprobs is False else fields.logprobs

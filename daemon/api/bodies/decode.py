@@ -17,7 +17,8 @@ _PATH = re.compile(r" - at `(?:key in )?\$(.*)`$")
 
 
 def decode(decoder: msgspec.json.Decoder[Any], data: bytes, base: str) -> Any:
-    """Returns the decoded value. base: the field whose value `data` is, "" for a whole body. Raises BadRequest (400)."""
+    """Returns JSON from a client, decoded and checked by `decoder`. Whole numbers may be written as floats (5.0). base: the body's
+    field whose value `data` is, "" for a whole body. Raises BadRequest (400), which names the field if the JSON is valid."""
     try:
         return _decode(decoder, data)
     except msgspec.ValidationError as error:
@@ -47,8 +48,8 @@ def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
 
 
 def integers_plain(data: bytes) -> bytes:
-    """Returns the same JSON with whole numbers written as integers: 5.0 and 5e0 become 5. JSON does not distinguish them but the
-    decoder does, and some clients' languages have only one kind of number."""
+    """Returns the same JSON with whole numbers written as integers: 5.0 and 5e0 become 5. JSON does not distinguish them, but the
+    decoder does, and clients written in languages with only one kind of number may send either."""
     parts = _STRING.split(data)
     for at in range(0, len(parts), 2):  # the parts outside of strings
         if b"." in parts[at]:
@@ -67,7 +68,8 @@ def invalid(param: str | None, message: str) -> BadRequest:
 
 
 def needed_text(value: str | None, param: str) -> str:
-    """Returns a required text. Raises BadRequest (400) if it is missing, or if check_text refuses it."""
+    """Returns `value`, a text that the request must contain. param: the field, for errors. Raises BadRequest (400) if it is None or
+    contains a NUL character."""
     if value is None:
         raise invalid(param, f"{param} is missing")
     check_text(value, param)
@@ -75,6 +77,7 @@ def needed_text(value: str | None, param: str) -> str:
 
 
 def check_text(text: str, param: str) -> None:
-    """Raises BadRequest (400) if `text` contains characters that tokenizers or logs cannot handle."""
+    """Raises BadRequest (400) if `text` contains a NUL character, which tokenizers and logs cannot handle. param: the field, for
+    the error."""
     if "\0" in text:
         raise invalid(param, f"{param} holds a NUL character")

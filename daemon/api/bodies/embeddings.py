@@ -24,7 +24,8 @@ class EmbeddingsBody(Struct):
 
 
 class EmbeddingsHead(Struct, array_like=True):
-    """The small part of a body. kind: "text" or "ids"."""
+    """The part of a parsed body that the daemon itself needs: all fields but the input. kind: whether the input is texts ("text")
+    or token ids ("ids"). base64: whether vectors are sent as base64, not as numbers."""
 
     model: str | None
     kind: str
@@ -49,7 +50,8 @@ _decoder = msgspec.json.Decoder(EmbeddingsBody)
 
 
 def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
-    """Returns the fields that the daemon needs, and the input as `prompts` packs it. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs, and the input as msgpack (see `prompts`). Raises BadRequest (400)
+    naming the field."""
     fields: EmbeddingsBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     kind, packed, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)

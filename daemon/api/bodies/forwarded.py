@@ -19,7 +19,7 @@ def fields_of(body: bytes) -> dict[str, Raw] | None:
 
 
 def text_of(fields: dict[str, Raw], name: str) -> str | None:
-    """Returns a field that holds a text; None if it is missing or holds something else."""
+    """Returns the value of a field whose value is a text; None if it is missing or holds something else."""
     value = _value(fields, name)
     return value if isinstance(value, str) else None
 
@@ -34,7 +34,7 @@ def whole_number(fields: dict[str, Raw], name: str) -> int | None:
 
 
 def asks_for_usage(fields: dict[str, Raw]) -> bool:
-    """Returns whether the client asks for the usage in a stream's last event."""
+    """Returns whether the client asks for the token usage in the last event of a stream (stream_options.include_usage)."""
     options = _options(fields)
     return options is not None and is_true(options, "include_usage")
 
@@ -50,7 +50,8 @@ def renamed(fields: dict[str, Raw], model: str, with_usage: bool) -> bytes:
 
 
 def _options(fields: dict[str, Raw]) -> dict[str, Raw] | None:
-    """Returns the fields of `stream_options`; None if it is not an object, which the other server has to refuse."""
+    """Returns the fields of `stream_options`, name -> JSON; {} if it is missing or null, None if it is not an object (the other
+    server has to refuse that)."""
     raw = fields.get("stream_options")
     return {} if raw is None or bytes(raw) == b"null" else fields_of(bytes(raw))
 

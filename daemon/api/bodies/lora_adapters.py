@@ -35,7 +35,8 @@ UNLOAD_MEANINGS = {
 
 
 class AdapterHead(Struct, array_like=True):
-    """The fields of a body. model: the adapter's name. path: "" in a body that unloads it."""
+    """The fields of a body that loads or unloads an adapter. model: the adapter's name. path: the folder of its files, "" in a body
+    that unloads it. in_place: whether it may replace a loaded adapter of that name."""
 
     model: str | None
     path: str = ""
@@ -47,13 +48,15 @@ _unload = msgspec.json.Decoder(UnloadAdapterBody)
 
 
 def parse_load(body: bytes) -> tuple[AdapterHead, bytes]:
-    """Returns the body's fields, and b"" as there is no long part. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns its fields, and b"", because nothing is left for a text worker. Raises BadRequest (400) naming the
+    field."""
     fields: LoadAdapterBody = decode(_load, body, "")
     refuse_unsupported(fields)
     return AdapterHead(fields.lora_name, fields.lora_path, fields.load_inplace), b""
 
 
 def parse_unload(body: bytes) -> tuple[AdapterHead, bytes]:
-    """Returns the body's fields, and b"" as there is no long part. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns its fields, and b"", because nothing is left for a text worker. Raises BadRequest (400) naming the
+    field."""
     fields: UnloadAdapterBody = decode(_unload, body, "")
     return AdapterHead(fields.lora_name), b""

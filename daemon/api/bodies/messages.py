@@ -51,7 +51,8 @@ def hold_calls(messages: list[Message]) -> bool:
 
 
 def next_call_number(messages: list[Message]) -> int:
-    """Returns the number of the next call, for dialects that number a conversation's calls."""
+    """Returns the number that the conversation's next tool call gets, counted from 0, for models whose call ids contain such a
+    number."""
     numbers = CallNumbers()
     for message in messages:
         for call in message.tool_calls or ():
@@ -60,8 +61,8 @@ def next_call_number(messages: list[Message]) -> int:
 
 
 def pack_messages(messages: list[Message]) -> bytes:
-    """Returns the messages as templates expect them, packed as msgpack: each content is one string. Raises BadRequest naming the
-    field."""
+    """Checks messages and returns them as msgpack, in the form that chat templates expect: each content is one string. Raises
+    BadRequest naming the field."""
     plain: list[dict[str, Any]] = []
     for at, message in enumerate(messages):
         where = f"messages[{at}]"
@@ -82,7 +83,8 @@ def pack_messages(messages: list[Message]) -> bytes:
 
 
 def content_of(message: Message, where: str) -> str | None:
-    """Returns the message's text; for an assistant's message without text, its refusal. Raises BadRequest naming the field."""
+    """Returns the message's text, with its parts joined; for an assistant's message without text, its refusal; None if it has
+    neither. where: the message's path in the body, for errors. Raises BadRequest naming the field."""
     if message.refusal is not None:
         if message.role != "assistant":
             raise invalid(f"{where}.refusal", f"{where}.refusal: only messages of the assistant may have one")
@@ -94,7 +96,8 @@ def content_of(message: Message, where: str) -> str | None:
 
 
 def joined(parts: list[ContentPart], role: str, where: str) -> str:
-    """Returns the joined texts of a message's parts. where: the message's path, for errors. Raises BadRequest naming the part."""
+    """Returns the texts of a message's parts joined by line breaks, or, if there are none, its refusals. role: the message's role;
+    only the assistant may have refusals. where: the message's path, for errors. Raises BadRequest naming the part."""
     texts, refusals = [], []
     for at, part in enumerate(parts):
         part_where = f"{where}.content[{at}]"

@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API, converted to a chat's."""
+"""The bodies of /v1/messages and /v1/messages/count_tokens (Anthropic's Messages API), converted to the body of a chat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_MESSAGES = 100_000
 
 
 class Block(Struct):
-    """A content block of any type; the type determines which fields are required."""
+    """A block of a message's content, of any type; `type` determines which other fields are required."""
 
     type: str
     text: str | None = None
@@ -66,7 +66,7 @@ class OutputConfig(Struct):
 
 
 class TokenCountBody(Struct, kw_only=True):
-    """The fields that make up the prompt."""
+    """The body of /v1/messages/count_tokens: the fields of a message request that make up the prompt."""
 
     model: str | None = None
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -116,7 +116,8 @@ _json = msgspec.json.encode
 
 
 def parse(body: bytes) -> tuple[Head, bytes]:
-    """Returns the fields that the daemon needs, and the messages. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs, as a chat's, and the messages as msgpack for the text worker. Raises
+    BadRequest (400) naming the field."""
     fields: MessagesBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     as_chat = _chat(fields)
@@ -127,7 +128,8 @@ def parse(body: bytes) -> tuple[Head, bytes]:
 
 
 def parse_count(body: bytes) -> tuple[Head, bytes]:
-    """Returns the fields that the daemon needs, and the messages. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs, as a chat's, and the messages as msgpack for the text worker. Raises
+    BadRequest (400) naming the field."""
     fields: TokenCountBody = decode(_count_decoder, body, "")
     refuse_unsupported(fields)
     return chat.head_of_chat(_chat(fields))
@@ -164,7 +166,8 @@ def _system(system: str | list[Block] | None) -> list[Message]:
 
 
 def _text(content: str | list[Block], where: str) -> str | list[ContentPart]:
-    """Returns text or text blocks, checked. Raises BadRequest for blocks of other types."""
+    """Returns a content in a chat's form: a text unchanged, text blocks as content parts. where: the content's path, for errors.
+    Raises BadRequest for blocks of other types."""
     if isinstance(content, str):
         check_text(content, where)
         return content
@@ -178,7 +181,8 @@ def _part(block: Block, where: str) -> ContentPart:
 
 
 def _user(turn: Turn, where: str) -> list[Message]:
-    """Returns the messages of a user's turn: tool results as messages of their own, and the text between and after them."""
+    """Converts a user's turn to messages of a chat: each tool result becomes a message of the role `tool`, each text block one of
+    the role `user`, in their order. where: the turn's path, for errors."""
     if isinstance(turn.content, str):
         check_text(turn.content, f"{where}.content")
         return [Message("user", [ContentPart("text", turn.content)])]
@@ -214,7 +218,8 @@ def _assistant(turn: Turn, where: str) -> Message:
 
 
 def _merged(messages: list[Message]) -> list[Message]:
-    """Joins neighbouring messages of the user, which Anthropic's API allows and many templates refuse."""
+    """Returns the messages with neighbouring ones of the user joined into one: Anthropic's API allows several in a row, and many
+    templates refuse them."""
     merged: list[Message] = []
     for message in messages:
         before = merged[-1] if merged else None
@@ -231,7 +236,8 @@ def _parts(message: Message) -> list[ContentPart]:
 
 
 def _tools(tools: list[Tool]) -> Raw:
-    """Returns the tools in a chat's form."""
+    """Returns the tools as the JSON of a chat's `tools`, empty if there are none. Raises BadRequest for a tool that Anthropic's own
+    servers would run."""
     shown = []
     for at, tool in enumerate(tools):
         if tool.type not in (None, "custom"):

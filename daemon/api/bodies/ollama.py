@@ -56,7 +56,7 @@ class Options(Struct):
 
 
 class OllamaBody(Struct, kw_only=True):
-    """The shared fields. An empty text in `format` means no format."""
+    """The request fields that /api/chat and /api/generate share. An empty text in `format` means no format."""
 
     model: str | None = None
     stream: bool | None = None
@@ -108,7 +108,8 @@ def refuse_unserved(fields: OllamaBody) -> None:
 
 
 def shared_fields(fields: OllamaBody) -> dict[str, Any]:
-    """Returns the equivalent fields of a chat's or a completion's body. Raises BadRequest naming the field."""
+    """Converts the fields that /api/chat and /api/generate share. Returns arguments for ChatBody or CompletionBody, by name. Raises
+    BadRequest naming the field."""
     options = fields.options or Options()
     num = options.num_predict
     return {
@@ -129,21 +130,23 @@ def shared_fields(fields: OllamaBody) -> dict[str, Any]:
 
 
 def head_of_load(fields: OllamaBody) -> tuple[Head, bytes]:
-    """Returns the two parts of a body without a prompt: Ollama's clients send it to load a model or, with a keep_alive of 0, to
-    unload it. Raises BadRequest naming the field."""
+    """Returns the two parts of a body without a prompt, which Ollama's clients send to load a model or, with a keep_alive of 0, to
+    unload it: a Head whose prompt_kind is LOAD or UNLOAD, and an empty list of messages. Raises BadRequest naming the field."""
     head, messages = with_keep_alive(chat.head_of_chat(chat.ChatBody(messages=[], **shared_fields(fields))), fields.keep_alive)
     head.prompt_kind = UNLOAD if head.keep_alive_s == 0 else LOAD
     return head, messages
 
 
 def with_keep_alive(parts: tuple[Head, bytes], keep_alive: float | str | None) -> tuple[Head, bytes]:
-    """Returns the two parts of a body with keep_alive set in the head. Raises BadRequest naming the field."""
+    """Sets `keep_alive_s` in the head of a parsed body and returns both of its parts. parts: the head and the long part.
+    keep_alive: the body's field. Raises BadRequest naming the field."""
     parts[0].keep_alive_s = keep_alive_s(keep_alive)
     return parts
 
 
 def keep_alive_s(value: float | str | None) -> float | None:
-    """Returns the field's value in seconds, inf for ever, None if it was left out. Raises BadRequest naming the field."""
+    """Returns the field keep_alive in seconds; inf for a negative value, which means for ever; None if it was left out. value:
+    seconds, or a text such as "10m". Raises BadRequest naming the field."""
     try:
         return None if value is None else parse_duration_s(value)
     except ValueError as error:
@@ -151,7 +154,8 @@ def keep_alive_s(value: float | str | None) -> float | None:
 
 
 def template_fields(think: bool | str | None) -> dict[str, Any]:
-    """Returns the fields of a chat's body that tell the template how much the model should think."""
+    """Converts Ollama's field `think`. Returns arguments for ChatBody, by name, that tell the chat template whether, and how much,
+    the model should think."""
     if think is None:
         return {}
     if isinstance(think, bool):

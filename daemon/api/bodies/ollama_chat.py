@@ -1,4 +1,4 @@
-"""The body of Ollama's /api/chat, converted to a chat's."""
+"""The body of Ollama's /api/chat, converted to the body of a chat."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ _json = msgspec.json.encode
 
 
 def parse(body: bytes) -> tuple[Head, bytes]:
-    """Returns the fields that the daemon needs, and the messages. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs, as a chat's, and the messages as msgpack for the text worker. Raises
+    BadRequest (400) naming the field."""
     fields: OllamaChatBody = decode(_decoder, body, "")
     refuse_unserved(fields)
     if not fields.messages:
@@ -78,7 +79,8 @@ def parse(body: bytes) -> tuple[Head, bytes]:
 
 
 def _messages(turns: list[Turn]) -> list[Message]:
-    """Returns a chat's messages. Calls without an id get one. Results are assigned to calls by the tools' names and the order."""
+    """Converts Ollama's messages to those of a chat. A tool call without an id gets one. A tool result without an id gets that of
+    the earliest unanswered call of its tool. Raises BadRequest naming the field."""
     messages: list[Message] = []
     open_calls: list[Called] = []  # calls whose results have not come yet
     num_calls = 0
@@ -104,8 +106,8 @@ def _messages(turns: list[Turn]) -> list[Message]:
 
 
 def _answered(open_calls: list[Called], tool_name: str | None) -> str | None:
-    """Removes the call to which a result belongs from the list, and returns its id; None if there is none. It is the first call of
-    the named tool, or the first of all if the result names no tool."""
+    """Finds the call that a tool result without an id answers: the first open call of the tool `tool_name`, or the first of all if
+    that is None. Removes it from `open_calls` and returns its id; None if there is no such call."""
     for call in open_calls:
         if tool_name in (None, call.function.name):
             open_calls.remove(call)

@@ -1,4 +1,4 @@
-"""The body of Ollama's /api/embed, converted to that of /v1/embeddings."""
+"""The body of Ollama's /api/embed, converted to the body of /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _decoder = msgspec.json.Decoder(OllamaEmbedBody)
 
 
 def parse(body: bytes) -> tuple[EmbeddingsHead, bytes]:
-    """Returns the fields that the daemon needs, and the texts as `prompts` packs them. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs, as those of /v1/embeddings, and the texts as msgpack (see
+    `prompts`). Raises BadRequest (400) naming the field."""
     fields: OllamaEmbedBody = decode(_decoder, body, "")
     kind, packed, _ = prompts(bytes(fields.input), "input", MAX_INPUTS)
     if kind != "text":

@@ -1,4 +1,5 @@
-"""The body of Ollama's /api/generate, converted to a chat's, or to a completion's if no template is wanted."""
+"""The body of Ollama's /api/generate, converted to the body of a chat, or of a completion if `raw` or `suffix` asks for an answer
+without a chat template."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ _decoder = msgspec.json.Decoder(OllamaGenerateBody)
 
 
 def parse(body: bytes) -> tuple[Head, bytes]:
-    """Returns the fields that the daemon needs, and the messages or the prompt. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs, and the messages or the prompt as msgpack for the text worker.
+    Raises BadRequest (400) naming the field."""
     fields: OllamaGenerateBody = decode(_decoder, body, "")
     refuse_unserved(fields)
     prompt, system = fields.prompt or "", fields.system or ""

@@ -27,7 +27,8 @@ _decoder = msgspec.json.Decoder(OllamaShowBody)
 
 
 def parse(body: bytes) -> tuple[ShowHead, bytes]:
-    """Returns the body's fields, and b"" as there is no long part. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns the name of the model, and b"", because nothing is left for a text worker. Raises BadRequest (400)
+    naming the field."""
     fields: OllamaShowBody = decode(_decoder, body, "")
     name = fields.model or fields.name
     check_text(name or "", "model")

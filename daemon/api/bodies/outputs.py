@@ -16,7 +16,8 @@ MAX_BIASED_TOKENS = 1024
 
 
 class Outputs(Struct, array_like=True, frozen=True):
-    """The settings of a request's outputs. None: the model's own default applies."""
+    """A request's settings for its answers: their number, penalties, log-probabilities, and limits on the sampled tokens. None: the
+    model's default applies."""
 
     n: int = 1
     presence_penalty: float = 0.0
@@ -32,13 +33,14 @@ class Outputs(Struct, array_like=True, frozen=True):
 
     @property
     def echoed_logprobs(self) -> int:
-        """The number of alternatives to each token of an echoed prompt; -1: its log-probabilities are not wanted."""
+        """The number of alternatives to each token of an echoed prompt; -1 if no prompt is echoed, or without log-probabilities."""
         return self.logprobs if self.echo else -1
 
 
 def outputs_of(fields: Any, logprobs: int, echo: bool = False) -> Outputs:
-    """Returns the settings of a request. fields: a body with Common's fields. logprobs: see Outputs. Raises BadRequest naming the
-    field."""
+    """Checks and returns a request's settings for its answers. fields: a body with Common's fields. logprobs: the number of
+    alternatives to each token, -1 for no log-probabilities. echo: whether the answer begins with the prompt. Raises BadRequest
+    naming the field."""
     n = fields.n or 1
     if fields.best_of and fields.best_of != n:
         raise BadRequest(

@@ -24,8 +24,9 @@ _pack = msgspec.msgpack.encode
 
 
 def prompts(raw: bytes, field: str = "prompt", most: int = MAX_PROMPTS) -> tuple[str, bytes, int]:
-    """Returns the kind of the prompts, the prompts packed as msgpack, and their number. The kind is "text" for a list of strings,
-    "ids" for a list of int32 arrays. most: the largest number that is allowed. Raises BadRequest."""
+    """Parses the prompts or inputs of a request. Returns their kind, the prompts packed as msgpack, and their number. The kind is
+    "text" for a list of strings, "ids" for a list of int32 arrays. raw: the JSON of the body's field. field: its name, for errors.
+    most: the largest number that is allowed. Raises BadRequest."""
     data = raw.lstrip(b" \t\r\n")
     if data[:1] == b'"':
         texts: list[str] = [decode(msgspec.json.Decoder(str), data, field)]
@@ -51,14 +52,16 @@ def prompts(raw: bytes, field: str = "prompt", most: int = MAX_PROMPTS) -> tuple
 
 
 def checked_keep_last(value: int | None) -> int:
-    """Returns truncate_prompt_tokens, 0 if it is not given. Raises BadRequest."""
+    """Returns the value of truncate_prompt_tokens (-1: as many tokens as fit), or 0 if the field is not given. Raises BadRequest
+    for a 0 in the request."""
     if value == 0:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: expected an `int` >= 1, or -1")
     return value or 0
 
 
 def num_kept(keep_last: int, room: int, model: ModelEntry) -> int:
-    """Returns how many tokens of a prompt to keep, 0 for all. room: the number of tokens that fit the model. Raises BadRequest."""
+    """Returns how many of a prompt's last tokens to keep, 0 for all. keep_last: the number that the request allows, -1 for as many
+    as fit, 0 for all. room: the number of tokens that fit the model. Raises BadRequest if keep_last is more than max_model_len."""
     if keep_last > model.max_model_len:
         limit = f"{keep_last} is more than max_model_len {model.max_model_len} of {model.name}"
         raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens: {limit}")
@@ -66,8 +69,8 @@ def num_kept(keep_last: int, room: int, model: ModelEntry) -> int:
 
 
 def _pack_ids(batch: list[list[int]]) -> bytes:
-    """Packs each prompt's ids as int32, so that the daemon can count and check the ids of a long prompt before it makes a list of
-    them."""
+    """Returns the prompts as msgpack, the ids of each as the bytes of an int32 array. So the daemon can count and check the ids of
+    a long prompt before it makes a list of them."""
     return _pack([array("i", ids).tobytes() for ids in batch])
 
 

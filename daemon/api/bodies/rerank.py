@@ -33,9 +33,9 @@ class RerankBody(Struct):
 
 
 class PairsHead(Struct, array_like=True):
-    """The small part of a body that asks for scores of pairs. keep: the number of tokens of a pair to keep, -1: as many as fit, 0:
-    all. keep_second: the number of tokens of its second text to keep, 0: all. fields: the body's fields that hold the first and the
-    second texts."""
+    """The part of a parsed body that the daemon itself needs, for scores of pairs of texts. keep: the most tokens of a pair, -1: as
+    many as fit, 0: all. keep_second: the most tokens of a pair's second text, 0: all. fields: the names of the body's fields with
+    the first and the second texts."""
 
     model: str | None
     fields: tuple[str, str]
@@ -65,8 +65,8 @@ _decoder = msgspec.json.Decoder(RerankBody)
 
 
 def parse(body: bytes) -> tuple[PairsHead, bytes]:
-    """Returns the fields that the daemon needs, and the texts packed for TextPort.encode_pairs. Raises BadRequest (400) naming the
-    field."""
+    """Parses a body. Returns the fields that the daemon needs, and the texts packed for TextPort.encode_pairs. Raises BadRequest
+    (400) naming the field."""
     fields: RerankBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     query, documents = _text(fields.query), [_text(each) for each in fields.documents]
@@ -85,8 +85,8 @@ def parse(body: bytes) -> tuple[PairsHead, bytes]:
 
 
 def pack_pairs(firsts: list[str], seconds: list[str], names: tuple[str, str]) -> bytes:
-    """Returns the texts of pairs packed for TextPort.encode_pairs. names: the fields that hold the texts. Raises BadRequest
-    (400)."""
+    """Returns the texts of pairs packed for TextPort.encode_pairs. names: the body's fields that hold `firsts` and `seconds`.
+    Raises BadRequest (400) naming the field if it has no texts, too many, or one with a NUL character."""
     for name, texts in zip(names, (firsts, seconds), strict=True):
         if not texts:
             raise invalid(name, f"{name} is empty")

@@ -32,7 +32,8 @@ Choices = Annotated[list[str], Meta(min_length=1, max_length=4096)]
 
 
 class JsonSchema(Struct):
-    """A JSON schema. In OpenAI's API the model sees `name`, `description` and `strict`; here every answer follows the schema."""
+    """The object `json_schema` of a response_format. Only `schema` is used: the model does not see the name and the description,
+    and every answer follows the schema, even without `strict`."""
 
     schema: Raw = Raw()
     name: str | None = None
@@ -60,13 +61,14 @@ _choices = msgspec.json.Decoder(Choices)
 
 
 def following(schema: Raw) -> Raw:
-    """Returns the response_format for an answer that follows a JSON schema."""
+    """Returns the JSON of a response_format that makes an answer follow the schema."""
     return Raw(msgspec.json.encode({"type": "json_schema", "json_schema": {"schema": schema}}))
 
 
 def grammar_of(fields: Any) -> tuple[str, str]:
-    """Returns the field that is used, and `KIND:TEXT` as in SamplingParams.grammar; ("", "") if none is. fields: a request body
-    with all of GRAMMAR_FIELDS as Raw. Raises BadRequest naming the field."""
+    """Returns the path of the body's field that constrains the answer, and the constraint as `KIND:TEXT` (see
+    SamplingParams.grammar); ("", "") if there is none. fields: a request body with all of GRAMMAR_FIELDS as Raw. Raises BadRequest
+    naming the field."""
     asked = ("", "")
     for name in GRAMMAR_FIELDS:
         data = bytes(getattr(fields, name))
@@ -134,8 +136,9 @@ def _structured_outputs(data: bytes) -> tuple[str, str]:
 
 
 def _schema(field: str, data: bytes, kind: str = "json_schema") -> str:
-    """Returns `KIND:` and a schema, which is given as JSON or as a string of JSON. Its text stays unchanged, because the order of
-    its properties is the order in the answer."""
+    """Returns a JSON schema as `KIND:SCHEMA`. data: the schema as JSON, or as a JSON string that contains it. Its text stays
+    unchanged, because the answer has its properties in the order of the schema. field: for errors. Raises BadRequest if it is no
+    object."""
     text = decode(_text, data, field) if data[:1] == b'"' else data.decode()
     if not text.lstrip(" \t\r\n").startswith("{"):
         raise invalid(field, f"{field} must be a JSON object")

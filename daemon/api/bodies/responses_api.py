@@ -1,4 +1,4 @@
-"""The body of /v1/responses, OpenAI's Responses API, converted to a chat's."""
+"""The body of /v1/responses (OpenAI's Responses API), converted to the body of a chat."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tool(Struct):
 
 
 class ToolChoice(Struct):
-    """The tool_choice: a function by its name, or a list of the tools that may be called."""
+    """The object form of tool_choice: the name of the function that must be called, or the list of the tools that may be called."""
 
     type: str
     name: str | None = None
@@ -141,8 +141,9 @@ MEANINGS = {
 
 
 class ResponsesHead(Head, array_like=True):
-    """The small part of a body. background: whether the response is generated without a waiting client. num_instructions: 1 if the
-    first message contains the instructions, else 0. shown: the fields that the response repeats, as JSON."""
+    """The part of a parsed body that the daemon itself needs. background: whether the response is generated without a waiting
+    client. num_instructions: 1 if the first message contains the instructions, else 0. shown: JSON of the request's fields that the
+    response repeats."""
 
     previous: str = ""  # previous_response_id; "" for none
     store: bool = True
@@ -156,7 +157,8 @@ _json = msgspec.json.encode
 
 
 def parse(body: bytes) -> tuple[ResponsesHead, bytes]:
-    """Returns the fields that the daemon needs, and the messages. Raises BadRequest (400) naming the field."""
+    """Parses a body. Returns the fields that the daemon needs, and the messages as msgpack for the text worker. Raises BadRequest
+    (400) naming the field."""
     fields: ResponsesBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     if _TEXT_LOGPROBS in (fields.include or []):
@@ -204,7 +206,7 @@ def _template_variables(given: dict[str, Any] | None, verbosity: str | None) -> 
 
 
 def _offered(fields: ResponsesBody) -> tuple[list[Tool], Raw]:
-    """Returns the tools that may be called, and the tool_choice in a chat's form. Raises BadRequest naming the field."""
+    """Returns the tools that the model may call, and tool_choice in the form of a chat's. Raises BadRequest naming the field."""
     tools = fields.tools or []
     for at, tool in enumerate(tools):
         _check_tool(tool, f"tools[{at}]")
@@ -239,7 +241,7 @@ def _check_tool(tool: Tool, where: str) -> None:
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    """Returns a function in a chat's form."""
+    """Returns a tool as an object of a chat's `tools`."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -261,7 +263,7 @@ def _response_format(wanted: TextFormat | None) -> Raw:
 
 
 def _shown(fields: ResponsesBody) -> bytes:
-    """Returns the fields of a body that its response repeats, with defaults for those that were left out."""
+    """Returns the JSON of the request's fields that the response repeats, with defaults for those that were left out."""
     choice, reasoning, text = fields.tool_choice, fields.reasoning or Reasoning(), fields.text or TextConfig()
     return _json(
         {

@@ -1,4 +1,4 @@
-"""The `input` of /v1/responses, converted to a chat's messages."""
+"""The field `input` of /v1/responses, converted to the messages of a chat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 class ItemPart(Struct):
-    """A part of a message, of a function's output or of reasoning; the type determines which field is required."""
+    """A part of a message, of a function's output or of reasoning; `type` determines which other field is required."""
 
     type: str = "input_text"
     text: str | None = None
@@ -21,7 +21,7 @@ class ItemPart(Struct):
 
 
 class Item(Struct):
-    """An item of any type; the type determines which fields are required."""
+    """An item of the `input` list, of any type; `type` determines which other fields are required."""
 
     type: str | None = None  # None: the item is a message
     role: str | None = None
@@ -34,8 +34,8 @@ class Item(Struct):
 
 
 def chat_messages(given: str | list[Item]) -> list[Message]:
-    """Returns the messages of a chat. Consecutive reasoning, text and calls of the assistant become one message. Raises BadRequest
-    naming the field."""
+    """Converts the field `input` to messages of a chat. Consecutive reasoning, text and calls of the assistant become one message.
+    Raises BadRequest naming the field."""
     if isinstance(given, str):
         check_text(given, "input")
         return [Message("user", given)]
@@ -67,7 +67,8 @@ def chat_messages(given: str | list[Item]) -> list[Message]:
 
 
 def _begins_another(turn: Message, kind: str) -> bool:
-    """Returns whether an assistant's item starts a new message, because it cannot belong to the current one."""
+    """Returns whether an item of the assistant starts a new message, because it cannot follow what the current message has. turn:
+    the current message. kind: the item's type."""
     return kind != "function_call" and (turn.tool_calls is not None or turn.content is not None)
 
 
@@ -93,7 +94,8 @@ def _message(item: Item, where: str) -> Message:
 
 
 def _text(content: str | list[ItemPart] | None, where: str, kinds: tuple[str, ...] = _TEXTS) -> str:
-    """Returns a text, or text parts joined by line breaks. Raises BadRequest naming the field."""
+    """Returns a text, or the texts of its parts joined by line breaks. where: the field's path, for errors. kinds: the types of
+    parts that are allowed, besides refusals. Raises BadRequest naming the field."""
     if content is None:
         raise invalid(where, f"{where} is missing")
     if isinstance(content, str):

@@ -42,8 +42,8 @@ _decoder = msgspec.json.Decoder(ScoreBody)
 
 
 def parse(body: bytes) -> tuple[PairsHead, bytes]:
-    """Returns the fields that the daemon needs, and the texts packed for TextPort.encode_pairs. Raises BadRequest (400) naming the
-    field."""
+    """Parses a body. Returns the fields that the daemon needs, and the texts packed for TextPort.encode_pairs. Raises BadRequest
+    (400) naming the field."""
     fields: ScoreBody = decode(_decoder, body, "")
     refuse_unsupported(fields)
     given = [[name for name in names if getattr(fields, name) is not None] for names in _NAMES]

@@ -1,4 +1,4 @@
-"""The sizes of allowed_token_ids and bad_words, which limit the tokens of an answer."""
+"""The largest sizes of the request fields allowed_token_ids and bad_words, and the check of bad_words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ MAX_BAD_WORDS, MAX_WORD_CHARS = 256, 128
 
 
 def checked_words(words: list[str]) -> list[str]:
-    """Returns the texts of `bad_words`. Raises BadRequest naming a text that is empty, too long or contains NUL."""
+    """Returns the texts of `bad_words` unchanged. Raises BadRequest naming a text that is empty, longer than 128 characters, or
+    contains NUL."""
     for at, word in enumerate(words):
         field = f"bad_words[{at}]"
         if not word:

@@ -15,7 +15,8 @@ from daemon.errors import BadRequest
 
 
 class TokenizeBody(Struct):
-    """The fields that chats and completions do not have. All other fields are parsed as those of a chat or a completion."""
+    """The fields of /tokenize that are read here. All others are parsed as those of a chat (if there are messages) or of a
+    completion."""
 
     model: str | None = None
     prompt: str | None = None
@@ -43,8 +44,8 @@ DETOKENIZE_MEANINGS = {
 
 
 class TextHead(Struct, array_like=True):
-    """The small part of a TokenizeBody or DetokenizeBody, which the daemon needs; only the text worker decodes the text. kind,
-    options: passed on to TextPort.tokenize; kind is "ids" for a DetokenizeBody."""
+    """The part of a parsed /tokenize or /detokenize body that the daemon itself needs; only the text worker decodes the text. kind:
+    "messages", "text" or, for /detokenize, "ids". options: an argument of TextPort.tokenize, {} for /detokenize."""
 
     model: str | None
     kind: str
@@ -56,7 +57,8 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
 def parse_tokenize(body: bytes) -> tuple[TextHead, bytes]:
-    """Returns the fields that the daemon needs, and the prompt or the messages. Raises BadRequest (400) naming the field."""
+    """Parses a body of /tokenize. Returns the fields that the daemon needs, and the prompt or the messages as msgpack for the text
+    worker. Raises BadRequest (400) naming the field."""
     fields: TokenizeBody = decode(_tokenize, body, "")
     messages = bytes(fields.messages)
     if messages in (b"", b"null"):
@@ -76,6 +78,7 @@ def parse_tokenize(body: bytes) -> tuple[TextHead, bytes]:
 
 
 def parse_detokenize(body: bytes) -> tuple[TextHead, bytes]:
-    """Returns the fields that the daemon needs, and the ids as int32. Raises BadRequest (400) naming the field."""
+    """Parses a body of /detokenize. Returns the fields that the daemon needs, and the token ids as the bytes of an int32 array.
+    Raises BadRequest (400) naming the field."""
     fields: DetokenizeBody = decode(_detokenize, body, "")
     return TextHead(fields.model, "ids", {}), array("i", fields.tokens).tobytes()

@@ -34,8 +34,8 @@ class NamedChoice(Struct):
 
 
 class ToolRequest(Struct, array_like=True):
-    """The parts of a request's tools that the daemon needs. A request without tools, or with tool_choice "none", has None
-    instead."""
+    """The facts about a request's tools that the daemon needs; the lists are in the order of the tools. A request without tools, or
+    with tool_choice "none", has None instead of this object."""
 
     choice: str  # AUTO | REQUIRED | NAMED
     parallel: bool
@@ -55,8 +55,8 @@ _named = msgspec.json.Decoder(NamedChoice)
 
 
 def tool_request(tools: Raw, tool_choice: Raw, parallel: bool | None) -> tuple[ToolRequest | None, bytes]:
-    """Returns the request's tools, and the JSON of the tools that the template shows, unchanged, b"" for none. Raises BadRequest
-    naming the field."""
+    """Parses the tool fields of a chat. Returns the facts about the tools (None if there are none, or if none may be called), and
+    the JSON of `tools` for the chat template (b"" in these cases). Raises BadRequest naming the field."""
     data = bytes(tools)
     offered: list[Tool] = [] if data in (b"", b"null") else decode(_tools, data, "tools")
     names: list[str] = []

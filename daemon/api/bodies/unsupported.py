@@ -1,7 +1,7 @@
-"""Handles fields that other servers know and this one does not serve.
+"""Refuses request fields that other servers serve and this one does not.
 
-A value that would change the answer is refused by name, never ignored. A body type declares each such field with the values that
-ask for nothing: `name: Annotated[Raw, neutral("false")] = Raw()`.
+A field whose value would change the answer is refused by its name, never ignored. A body type declares each such field with the
+values that ask for nothing: `name: Annotated[Raw, neutral("false")] = Raw()`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _MAX_NEUTRAL_BYTES = 256  # the limit for a value's JSON, blanks included; longe
 
 
 def neutral(*values: str) -> Meta:
-    """Marks a Raw field as not served. values: the JSON values that ask for nothing, as null and a missing field do. They are given
-    as JSON because in Python 1 equals True, so that typing would merge the two annotations."""
+    """Returns the annotation that marks a Raw field of a body as not served. values: the JSON values that ask for nothing and are
+    accepted, besides null. They are JSON texts, because 1 and True are equal in Python, so typing would take two annotations that
+    differ only in them for the same one."""
     return Meta(extra={"neutral": values})
 
 
 class UnsupportedFields(Struct):
-    """The unserved fields of chats, completions and responses alike."""
+    """The fields that chats, completions and responses accept only with values that ask for nothing."""
 
     functions: Annotated[Raw, neutral("[]")] = Raw()
     function_call: Annotated[Raw, neutral('"none"')] = Raw()
@@ -48,7 +49,7 @@ class UnsupportedFields(Struct):
 
 @cache
 def neutral_values(body: type[Struct]) -> dict[str, tuple[str, ...]]:
-    """Returns the unserved fields of a body type, each with the JSON values that ask for nothing, except null."""
+    """Returns the fields of a body type that are not served, name -> the JSON values besides null that ask for nothing."""
     found = {}
     for name, kind in get_type_hints(body, include_extras=True).items():
         for note in get_args(kind):
@@ -70,7 +71,7 @@ def refuse_unsupported(fields: Struct, within: str = "") -> None:
 
 
 def _no_calls(fields: Any) -> bool:
-    """Returns whether functions may not be called, so that omitting them changes nothing."""
+    """Returns whether function_call is "none": the model may not call functions, so ignoring `functions` changes nothing."""
     return bytes(fields.function_call) == b'"none"'
 
 
@@ -82,5 +83,5 @@ def _decoded(name: str, data: bytes) -> object:
 
 
 def _same(value: object, other: object) -> bool:
-    """Compares values and their types, because 1 == True in Python, but not in JSON."""
+    """Returns whether two decoded JSON values are equal. It tells 1 from true, which are equal in Python."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
