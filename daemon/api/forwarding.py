@@ -1,8 +1,8 @@
 """Forwards requests for models that another server answers (`upstream`): the body is sent there with the model's name replaced, and
 the answer is passed back as it arrives.
 
-Nothing else of the client's request is forwarded, above all not its key, except X-Request-Id, traceparent, tracestate, and Via,
-which reveals circles.
+Nothing else of the client's request is forwarded, above all not its key, except X-Request-Id, traceparent, tracestate, and Via, by
+which a server recognizes a request that it has forwarded itself.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ async def answer_elsewhere(call: Call, upstreams: Upstreams, path: str) -> web.S
 
 
 class _Sink:
-    """Ends the exchange with the other server when the request times out, or the node stops. Implements TokenSink."""
+    """The TokenSink of a request that another server answers. It gets no tokens: failed(), called when the request times out or the
+    node stops, ends the exchange with that server."""
 
     def __init__(self, limit: asyncio.Timeout) -> None:
         self.error: HearthError | None = None
@@ -79,7 +80,7 @@ class _Sink:
 
 
 class _Forwarded:
-    """One request that another server answers."""
+    """One request that another server answers: sends it there, passes the answer back, and charges its tokens to the tenant."""
 
     def __init__(
         self, call: Call, upstreams: Upstreams, upstream: Upstream, model: ModelEntry, fields: dict[str, msgspec.Raw], path: str
@@ -105,7 +106,8 @@ class _Forwarded:
         self._response: web.StreamResponse | None = None  # the response, once its head was sent
 
     async def answer(self) -> web.StreamResponse:
-        """Returns the whole answer, or a stream after its last byte was sent. Raises HearthError before the first byte."""
+        """Sends the request and returns the answer: a whole one, or a stream after its last byte was sent. Raises HearthError
+        before the first byte."""
         requests = self._call.context.requests
         self._call.context.sender.charge(0, "model")
         requests.forward(self._generation)
@@ -123,7 +125,9 @@ class _Forwarded:
             requests.forwarded(self._generation, outcome)
 
     async def _answer_in_time(self) -> tuple[web.StreamResponse, str]:
-        """Returns the answer and the request's outcome. An error after the first byte becomes the stream's last event."""
+        """Waits for a place among the other server's requests, and then for its answer. Returns the answer and the request's
+        outcome ("failed", "cancelled" or as reported by that server). An error after the first byte becomes the stream's last
+        event."""
         try:
             async with self._limit:
                 tenant = self._call.tenant
@@ -211,8 +215,8 @@ class _Forwarded:
         return response, "failed" if made.has_failed else made.outcome
 
     async def _next(self, answer: aiohttp.ClientResponse) -> bytes | None:
-        """Returns the next bytes of the answer, b"" at its end, or None if the server was silent for so long that the client should
-        get a comment."""
+        """Returns the next bytes of the answer, b"" at its end, or None if the server was silent for so long (sse_comment_every_s)
+        that the client should get a comment."""
         try:
             async with asyncio.timeout(self._call.context.settings.sse_comment_every_s):
                 return await answer.content.readany()
@@ -246,8 +250,8 @@ class _ClientGone(Exception):
 
 @contextlib.contextmanager
 def _client_may_go() -> Iterator[None]:
-    """Distinguishes a client that is gone from a server that is gone, because both raise ConnectionError: an error in this context
-    is the client's."""
+    """Returns a context manager for writes to the client: a ConnectionError inside it becomes _ClientGone. Outside it, a
+    ConnectionError means that the other server is gone."""
     try:
         yield
     except ConnectionError:

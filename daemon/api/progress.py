@@ -18,14 +18,15 @@ _FINISH = {"": FINISH_NONE, "stop": FINISH_STOP, "length": FINISH_LENGTH}
 
 
 class Progress:
-    """The state of one request. All its random values follow from its nonce. So the next daemon, which reads the request again with
+    """The state of one request. All its random values follow from a nonce, so the next daemon, which reads the request again with
     the same nonce, draws the same seeds and ids.
 
     request_id: as in X-Request-Id. created: Unix time in seconds. before: the request's state in an earlier daemon; None: it is
-    new. began_ns: as in RequestSoFar. body: see InProgress. starts_over: whether its sequences can only be started again, not
-    continued. is_charged: returns whether the request was counted against its tenant's limits. is_handed_over: see InProgress.
+    new. began_ns: when its trace began, Unix time in nanoseconds, 0 without one. body: the part of its body that was read so far; a
+    bytearray while more is expected. starts_over: whether its sequences can only be started again, not continued. is_charged:
+    returns whether the request was counted against its tenant's limits. is_handed_over: whether the next daemon continues it.
     takes_over: whether this daemon continues an answer of which the client already has the beginning. run: the background response
-    that the request makes; None: a client waits."""
+    that this request generates; None: a client waits for the answer."""
 
     __slots__ = (
         "_nonce", "before", "began_ns", "body", "created", "generations", "group", "is_charged", "is_handed_over", "request_id",
@@ -44,7 +45,7 @@ class Progress:
         self.is_charged: Callable[[], bool] = bool
 
     def drawn(self, what: str) -> bytes:
-        """Returns 32 pseudo-random bytes, which depend only on the request's nonce and on `what`."""
+        """Returns 32 pseudo-random bytes, which depend only on the request's nonce and on `what`, the name of their purpose."""
         return hashlib.blake2b(what.encode(), digest_size=32, key=self._nonce).digest()
 
     def seed(self, prompt: int) -> int:
@@ -52,8 +53,8 @@ class Progress:
         return int.from_bytes(self.drawn(f"seed/{prompt}")[:8], "little") >> 1
 
     def drawn_from(self) -> RequestSoFar:
-        """Returns a state with which the request, when it is read again, draws the same values, but of which nothing is done
-        yet."""
+        """Returns the request's nonce and creation time as a RequestSoFar without any output: a request that is read again with it
+        draws the same random values and starts from the beginning."""
         return RequestSoFar(self._nonce, self.created)
 
     # ---- for the next daemon
@@ -80,12 +81,13 @@ class Progress:
 
     @property
     def is_open(self) -> bool:
-        """Returns whether the client already has the beginning of the answer."""
+        """Returns whether the client has already received the beginning of the answer, from an earlier daemon."""
         return self.before is not None and self.before.is_open
 
     def resume(self) -> None:
-        """Gives the sequences, whose sinks are set, the tokens that an earlier daemon has generated for them. Sequences that have
-        ended get an outcome and must not be submitted. Raises HearthError if the name leads to another model now."""
+        """Gives the sinks of the sequences the tokens that an earlier daemon has generated for them; does nothing for a new
+        request. Sequences that have ended get an outcome and must not be submitted. Raises HearthError if the model's name leads to
+        another model than before."""
         before = self.before
         if before is None or not before.sequences:
             return
@@ -103,7 +105,8 @@ def _so_far(generation: Generation) -> SequenceSoFar:
 
 
 def _resume(generation: Generation, before: SequenceSoFar) -> None:
-    """Gives the tokens to the sink one by one, so that it counts as many events as before: nearly all tokens came one by one."""
+    """Restores a sequence from its state in an earlier daemon. Its sink gets the tokens one by one, so that it makes as many events
+    as before: nearly all tokens came one by one."""
     generation.output, generation.num_cached = list(before.output), before.num_cached
     generation.num_resumed, generation.was_accepted = len(before.output), True
     if before.output:

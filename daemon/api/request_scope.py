@@ -31,8 +31,9 @@ ASKED_CHARACTERS = 128  # the most characters of a client's model name that are 
 
 
 class RequestScope:
-    """ModelPort, RequestPort and SenderPort of one request. key: the sender's key. headers: the answer's headers; those that tell
-    what is left of the tenant's limits are added to them. trace: None while tracing is off. started_s: monotonic seconds."""
+    """The ModelPort, RequestPort and SenderPort of one request, with the rights and limits of its tenant. key: the sender's key.
+    headers: the answer's headers; those that tell what is left of the tenant's limits are added to them. trace: None while tracing
+    is off. started_s: when the request arrived, in monotonic seconds."""
 
     __slots__ = (
         "_charge",
@@ -63,7 +64,8 @@ class RequestScope:
         limit_headers: Callable[[Standing, float], Mapping[str, str]],
         is_charged_before: bool = False,
     ) -> None:
-        """limit_headers: as in Endpoint. is_charged_before: whether an earlier daemon has counted the request against its tenant's
+        """Makes the scope of a request that has just been admitted. limit_headers: returns the headers that tell what is left of
+        the limits, as in Endpoint. is_charged_before: whether an earlier daemon has counted the request against its tenant's
         limits."""
         self._is_charged_before = is_charged_before
         self.key, self.tenant, self._models, self._requests = key, key.tenant, models, requests
@@ -114,7 +116,8 @@ class RequestScope:
         self._expectation_over()
 
     def expect(self, model: ModelEntry, tenant: str = "") -> Expectation:
-        """Returns the dispatcher's expectation, or an empty one for a tenant that is over its limits."""
+        """Announces a request to the dispatcher while its prompt is tokenized, and returns the Expectation; an empty one, without
+        the announcement, if the tenant is over its limits. tenant: ignored."""
         self._expectation_over()
         may_be_over = self.tenant.limits.any and not self._is_charged_before
         if may_be_over and self._quotas.is_over(self.tenant, moment.now()):
@@ -172,7 +175,8 @@ class RequestScope:
         return self._charge is not None or self._is_charged_before
 
     def close(self) -> None:
-        """Counts the tokens that the request has used against the tenant's limits. It must be called at the request's end."""
+        """Counts the tokens that the request has generated against the tenant's limits, and gives back those of prompts that never
+        reached an engine. It must be called at the request's end."""
         self._expectation_over()
         if self._charge is not None:
             charge, self._charge = self._charge, None
@@ -196,7 +200,7 @@ class RequestScope:
     # ---- the record
 
     def counted(self) -> dict[str, object]:
-        """Returns the fields of the audit log's entry for a request that has ended."""
+        """Returns the model, the tokens and the duration of a request that has ended, as fields of its audit log entry."""
         return {
             "model": self.model,
             **({"adapter": self.adapter} if self.adapter else {}),
@@ -206,7 +210,7 @@ class RequestScope:
         }
 
     def ended(self, request_id: str, endpoint: str, status: int) -> None:
-        """Writes the request's line in the log, the only one. status: the HTTP status; 499 if the client had gone."""
+        """Writes the request's only line in the log. endpoint: its name. status: the HTTP status; 499 if the client had gone."""
         if not log.isEnabledFor(logging.INFO):
             return
         now = time.monotonic()
@@ -228,12 +232,14 @@ class RequestScope:
 
 
 def _is_unused(generation: Generation) -> bool:
-    """Returns whether the sequence never reached an engine. A prompt of several sequences counts with the first one."""
+    """Returns whether the prompt tokens of this sequence were charged but never used, because it did not reach an engine. Of
+    several sequences of one prompt only the first one counts."""
     return not generation.submitted_s and not generation.output and not generation.is_copy
 
 
 def _of_generations(generations: Sequence[Generation], started_s: float) -> dict[str, object]:
-    """Returns the log fields of a request's sequences. Counts are sums over all of them, times are the first one's."""
+    """Returns the log fields of a request's sequences: sums of their token counts, and the times of the first one. started_s: when
+    the request arrived, in monotonic seconds."""
     first = generations[0]
     record: dict[str, object] = {
         "cause": f"req-{first.request_id}",

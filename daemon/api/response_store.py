@@ -1,5 +1,5 @@
-"""Stores the responses of /v1/responses, so that later requests can follow them by previous_response_id, and background responses
-can be fetched. They survive a restart."""
+"""Stores the responses of /v1/responses, so that later requests can continue their conversation by previous_response_id, and
+background responses can be fetched. They survive a restart."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _pack = msgspec.msgpack.encode
 
 
 class StoredResponse(Struct, frozen=True):
-    """One response. messages: the input and the answer of its own turn, packed like a chat's messages, without instructions; b"" if
-    the response has failed or was cancelled, so that no other can follow it. shown: the response's JSON. previous: the id of the
-    response that it follows, or "". next_call: the number of the conversation's next call, for dialects that count calls.
-    background: whether it was generated without a waiting client. events: the events of its stream, if it may be fetched as a
-    stream."""
+    """One stored response. messages: the input and the answer of its own turn, packed like a chat's messages, without instructions;
+    b"" if the response has failed or was cancelled, so that no other can follow it. shown: the response's JSON. previous: the id of
+    the response that it follows, or "". has_calls: whether the conversation contains tool calls. next_call: the number of its next
+    call, for models that number the calls of a conversation. background: whether it was generated without a waiting client. events:
+    the events of its stream, if it may be fetched as a stream."""
 
     public_id: str
     tenant: str
@@ -43,7 +43,8 @@ _decoder = msgspec.msgpack.Decoder(StoredResponse)
 
 
 class _Kept(NamedTuple):
-    """The place of a stored response, and the fields that are needed most often. num_bytes: the memory that it takes."""
+    """The index entry of a stored response. previous: the id of the response that it follows, or "". place: where its record is.
+    num_bytes: the memory that it takes."""
 
     tenant: str
     public_id: str
@@ -60,7 +61,8 @@ class ResponseStore:
     it."""
 
     def __init__(self, max_bytes: int, records: KeptRecords | None = None) -> None:
-        """records: the responses that an earlier daemon stored; None: there are none."""
+        """Makes a store, with the responses that an earlier daemon has left. records: the memory that holds the responses; None: a
+        new one, which ends with this daemon. max_bytes: 0: nothing is stored."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._records = records if records is not None else KeptRecords()
@@ -103,11 +105,12 @@ class ResponseStore:
         return public_id in self._of_tenant.get(tenant, {})
 
     def get(self, tenant: str, public_id: str) -> StoredResponse:
-        """Returns a stored response. Raises BadRequest (404)."""
+        """Returns a stored response. Raises BadRequest (404) if it is not stored."""
         return self._read(self._find(tenant, public_id))
 
     def delete(self, tenant: str, public_id: str) -> None:
-        """Removes a response; those that follow it cannot be followed any more. Raises BadRequest (404)."""
+        """Removes a response. Conversations that contain it cannot be continued any more. Raises BadRequest (404) if it is not
+        stored."""
         self._find(tenant, public_id)
         self._forget(tenant, public_id)
 
@@ -163,8 +166,8 @@ class ResponseStore:
 
 
 def with_conversation(messages: bytes, num_first: int, before: list[StoredResponse], max_bytes: int) -> bytes:
-    """Returns a request's packed messages with a conversation's messages inserted after the first `num_first`. Raises BadRequest if
-    the result is longer than `max_bytes`."""
+    """Returns a request's packed messages with a conversation's messages inserted after its first `num_first` messages. before: the
+    responses of the conversation, the oldest first. Raises BadRequest if the result is longer than `max_bytes`."""
     num_bytes = len(messages) + sum(len(each.messages) for each in before)
     if num_bytes > max_bytes:
         message = f"previous_response_id: the conversation has {num_bytes} bytes, more than max_body_bytes ({max_bytes})"
@@ -177,5 +180,5 @@ def with_conversation(messages: bytes, num_first: int, before: list[StoredRespon
 
 
 def without_first(messages: bytes, num_first: int) -> list[Raw]:
-    """Returns packed messages as a list, without the first `num_first`."""
+    """Unpacks messages, and returns them without the first `num_first`."""
     return _messages.decode(messages)[num_first:]

@@ -24,7 +24,8 @@ _SCOPED = re.compile(rf"/m/(?P<model>.+?)(?P<rest>{'|'.join(_SCOPED_RESTS)})/?",
 
 
 class Target(NamedTuple):
-    """The endpoint of a path. scope, path_id: see Call."""
+    """The endpoint of a path. scope: the model of /m/MODEL/…; None: the path names none. path_id: the text in place of {id} in the
+    endpoint's path; None: it has no {id}."""
 
     endpoint: Endpoint
     scope: str | None
@@ -32,7 +33,8 @@ class Target(NamedTuple):
 
 
 def target(raw_path: str) -> Target | None:
-    """Returns the target of a path, None for an unknown path. `raw_path` is still percent-encoded."""
+    """Returns the endpoint of a path, and the model and id in the path; None for an unknown path. `raw_path` is still
+    percent-encoded."""
     scope = None
     if match := _SCOPED.fullmatch(raw_path):
         scope, raw_path = _unquote(match["model"]), match["rest"]

@@ -22,7 +22,8 @@ _WITHOUT_TEXT = ("embeddings", "rerank", "score")
 
 
 def begin(tracer: Tracer, request: web.Request, progress: Progress, scope: RequestScope) -> None:
-    """Begins the trace of a request, or continues one that an earlier daemon has begun."""
+    """Begins the trace of a request, or continues the one that an earlier daemon has begun, and adds the trace's header to the
+    answer's headers. The trace is `scope.trace`."""
     headers, before = request.headers, progress.before
     trace = scope.trace = tracer.begin(
         headers.getall("traceparent", ()),
@@ -39,8 +40,8 @@ def begin(tracer: Tracer, request: web.Request, progress: Progress, scope: Reque
 def end(
     tracer: Tracer, request: web.Request, progress: Progress, scope: RequestScope, endpoint: Endpoint, status: int, code: str
 ) -> None:
-    """Ends the trace of a request. status: the HTTP status; 499 if the client had gone. code: the code of the error that was
-    answered, or ""."""
+    """Ends the trace of a request, or hands it over if the next daemon continues the request. status: the HTTP status; 499 if the
+    client had gone. code: the code of the error that was answered, or ""."""
     trace = scope.trace
     if trace is None or not trace.is_sampled:
         return
@@ -74,7 +75,7 @@ def _http(request: web.Request, endpoint: Endpoint, status: int) -> dict[str, Va
 
 
 def _model(scope: RequestScope, endpoint: Endpoint) -> tuple[str, dict[str, Value]]:
-    """Returns the span's name, and its attributes about the model and its work."""
+    """Returns the name of a request's span, and the span's attributes about the model, the sequences and their tokens."""
     if not endpoint.operation:
         return f"POST {endpoint.paths[0]}", {"hearth.model": scope.model, **_adapter(scope)} if scope.model else {}
     attributes: dict[str, Value] = {"gen_ai.operation.name": endpoint.operation, "gen_ai.provider.name": "hearthd"}

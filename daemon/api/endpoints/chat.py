@@ -22,7 +22,7 @@ COMMON_FIELDS = FieldTable("Chat and completions", common.Common, common.MEANING
 
 
 def _whole(finished: Finished) -> dict[str, Any]:
-    """Returns a chat.completion with one choice for each sequence."""
+    """Returns the answer to a request without streaming: a chat.completion with one choice for each sequence."""
     head, choices = finished.head, []
     for at, collector in enumerate(finished.collectors):
         if finished.replies:

@@ -19,7 +19,7 @@ from daemon.api.generation.usage import usage_of
 
 
 def _whole(finished: Finished) -> dict[str, Any]:
-    """Returns a text_completion with one choice for each sequence."""
+    """Returns the answer to a request without streaming: a text_completion with one choice for each sequence."""
     head, choices = finished.head, []
     for at, collector in enumerate(finished.collectors):
         choice: dict[str, Any] = {

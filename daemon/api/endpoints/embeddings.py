@@ -38,8 +38,9 @@ _packed_ids = msgspec.msgpack.Decoder(list[bytes])
 
 @dataclass(slots=True, frozen=True)
 class Embedded:
-    """The embeddings of a request's texts, each as float32 numbers, little-endian. num_tokens: the tokens of all texts together.
-    first: the sequence of the first text, for the times at which it was queued and begun."""
+    """The embeddings of a request's texts. vectors: for each text the bytes of its embedding, little-endian float32, in the model's
+    full size. num_dimensions: the size to which the request wants them cut. num_tokens: the tokens of all texts together. first:
+    the sequence of the first text, for the times at which it was queued and begun."""
 
     vectors: list[bytes]
     num_dimensions: int
@@ -57,7 +58,7 @@ async def _handle(call: Call) -> web.Response:
 
 
 async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, model: ModelEntry) -> Embedded:
-    """Computes the embeddings that a body asks for. head, packed: the two parts of the body. Raises HearthError."""
+    """Computes the embeddings of a request's texts. head, packed: the two parts of its body. Raises HearthError."""
     context = call.context
     size = model.embedding_size
     if not size:
@@ -93,8 +94,8 @@ async def embedded(call: Call, head: embeddings.EmbeddingsHead, packed: bytes, m
 
 
 async def in_pieces(call: Call, texts: Sequence[T], made: Callable[[T, TokenSink], Generation]) -> list[Generation]:
-    """Submits the sequences of one request, AT_ONCE at a time, and returns them when all have ended. made: makes a text's sequence
-    with the given sink. Raises HearthError; then none of the sequences remains in the queue."""
+    """Submits one sequence for each text of a request, AT_ONCE at a time, and returns the sequences when all have ended. made:
+    makes the sequence of a text, with the given sink. Raises HearthError; then none of the sequences remains in the queue."""
     requests = call.context.requests
     generations: list[Generation] = []
     try:
@@ -115,7 +116,8 @@ async def in_pieces(call: Call, texts: Sequence[T], made: Callable[[T, TokenSink
 
 
 async def in_turns(told: Embedded, shown: Callable[[bytes], msgspec.Raw]) -> list[msgspec.Raw]:
-    """Returns the vectors, cut to the requested size and each rendered by `shown`. The event loop may do other work in between."""
+    """Returns the vectors of a request, in order, each cut to the requested size and rendered by `shown`. The event loop may do
+    other work in between."""
     found: list[msgspec.Raw] = []
     written = 0
     for vector in told.vectors:
@@ -141,7 +143,7 @@ def _check(texts: Sequence[array[int]], model: ModelEntry) -> None:
 
 
 def cut(vector: bytes, num_dimensions: int) -> bytes:
-    """Returns the first num_dimensions numbers of an embedding (float32), scaled to length 1 again."""
+    """Returns the first num_dimensions numbers of an embedding, scaled to length 1 again. vector: float32 numbers."""
     first = array("f", vector[: 4 * num_dimensions])
     length = math.sqrt(sum(map(mul, first, first)))
     return array("f", [each / length for each in first]).tobytes() if length else first.tobytes()
@@ -158,12 +160,13 @@ def _shown(vector: bytes, as_base64: bool) -> msgspec.Raw:
 
 
 def as_numbers(vector: bytes) -> msgspec.Raw:
-    """Returns the embedding as JSON, ready to be copied into the answer."""
+    """Returns an embedding as a JSON list of numbers, ready to be copied into the answer. vector: float32 numbers."""
     return msgspec.Raw(msgspec.json.encode(array("f", vector).tolist()))
 
 
 class Waiting:
-    """The TokenSink of several texts of one request. `done` is set at the end of the last text, or at the first error."""
+    """The TokenSink that several sequences of one request share. done: a future that ends with the last sequence, or with the first
+    error."""
 
     def __init__(self, num_texts: int) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

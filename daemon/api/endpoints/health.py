@@ -1,4 +1,4 @@
-"""Health, for load balancers and supervisors. Strangers get yes or no, and nothing of the node's inside."""
+"""The health endpoints, for load balancers and supervisors. Requests without a key, where keys are set, get only the status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ async def _ready(call: Call) -> web.Response:
 
 
 def _limit_s(asked: str) -> float:
-    """Returns how many seconds a probe may take. Raises BadRequest."""
+    """Returns the query parameter `probe`: how many seconds the probe of the engines may take, above 0 and at most 60. Raises
+    BadRequest for any other text."""
     if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,3})?", asked) or not 0 < float(asked) <= MOST_PROBE_S:
         message = f"probe: {asked[:32]!r} is no number of seconds above 0 and up to {MOST_PROBE_S}"
         raise BadRequest("invalid_request", message, param="probe")

@@ -1,6 +1,6 @@
-"""POST /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API.
+"""The endpoints /v1/messages and /v1/messages/count_tokens of Anthropic's Messages API.
 
-Source: https://platform.claude.com/docs/en/api/messages, with its streaming events and error types.
+Source: https://platform.claude.com/docs/en/api/messages, and its pages about streaming events and error types.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _CONTENT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 
 
 def _error_body(error: HearthError) -> dict[str, Any]:
-    """Returns Anthropic's error object. It renames a tool's schema, because the body was checked as a chat's."""
+    """Returns Anthropic's error object. Its message names fields as Anthropic's API does, because the body was converted to a
+    chat's before it was checked."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.renamed(_NAMES)["message"]}}
 
@@ -58,7 +59,8 @@ def _usage(answer: AnswerHead, num_tokens: int) -> dict[str, int]:
 
 
 def _stop(answer: AnswerHead, reason: str, num_tokens: int) -> dict[str, str | None]:
-    """Returns the fields stop_reason and stop_sequence. reason: OpenAI's finish_reason."""
+    """Returns the fields stop_reason and stop_sequence of a message. reason: OpenAI's finish_reason. num_tokens: the tokens of the
+    reply."""
     (generation,), (text,) = answer.generations, answer.texts
     if reason == TOOL_CALLS:
         kind = "tool_use"
@@ -148,7 +150,8 @@ class _Events:
         return begin + self._delta_head(b"%b_delta" % kind.encode(), kind.encode()) + escape(piece.text) + b'"}}\n\n'
 
     def _started(self, kind: str, block: dict[str, Any]) -> bytes:
-        """Returns the events that end the open block and begin a new one."""
+        """Ends the open content block, if any, and begins a new one; returns the events for both. kind: the new block's type.
+        block: its JSON object, still without content."""
         before = self._ended()
         self._block, self._open = self._block + 1, kind
         return before + _event("content_block_start", index=self._block, content_block=block)

@@ -32,7 +32,8 @@ async def _one(call: Call) -> web.Response:
 
 
 def _find(models: ModelPort, name: str) -> ModelEntry:
-    """Returns a listed model, even if a request for it would be refused now."""
+    """Returns the model with this name, even if it is listed and a request for it would be refused now. Raises HearthError if it is
+    neither listed nor another name of a model that can serve."""
     for entry in models.entries():
         if entry.own_name == name:
             return entry
@@ -40,7 +41,8 @@ def _find(models: ModelPort, name: str) -> ModelEntry:
 
 
 def _model_object(call: Call, entry: ModelEntry, further_names: Sequence[str]) -> dict[str, object]:
-    """Returns OpenAI's object for a model. further_names: entries of the table of names that lead to this model."""
+    """Returns the object that describes a model in OpenAI's list of models. further_names: names in the settings' table [names]
+    that lead to this model."""
     told: dict[str, object] = {
         "id": entry.own_name,
         "object": "model",

@@ -41,7 +41,7 @@ _NAMES = (("response_format.json_schema.schema", "format"), ("response_format", 
 
 
 def error_body(error: HearthError) -> dict[str, str | None]:
-    """Returns Ollama's error object, which names the fields of these bodies."""
+    """Returns Ollama's error object. Its message names fields as Ollama's bodies do."""
     return {"error": error.renamed(_NAMES)["message"]}
 
 
@@ -54,8 +54,8 @@ def nanoseconds(seconds: float) -> int:
 
 
 def durations(started_s: float, generation: Generation) -> dict[str, int]:
-    """Returns total_duration and, if the sequence reached an engine, load_duration, in nanoseconds until now. started_s: when the
-    request arrived, in monotonic seconds."""
+    """Returns Ollama's durations in nanoseconds: total_duration, since the request arrived, and load_duration, the wait until its
+    sequence went to an engine (missing if it did not). started_s: when the request arrived, in monotonic seconds."""
     told = {"total_duration": nanoseconds(time.monotonic() - started_s)}
     if generation.submitted_s:
         told["load_duration"] = nanoseconds(generation.submitted_s - generation.arrived_s)
@@ -64,7 +64,8 @@ def durations(started_s: float, generation: Generation) -> dict[str, int]:
 
 @dataclass(slots=True, frozen=True)
 class _Shape:
-    """The place of the answer in an object. opening: JSON before the text. closing: JSON after the text and its sibling fields."""
+    """The JSON around the reply in an object of an answer, which differs between /api/chat and /api/generate. opening: the JSON
+    before the text. closing: the JSON after the text and its sibling fields."""
 
     opening: bytes
     closing: bytes
@@ -75,7 +76,8 @@ _RESPONSE = _Shape(b',"response":', b"")
 
 
 class _Lines:
-    """Renders an answer, as a whole or as one line for each piece. Implements answer_format.StreamFormat and PieceFrames."""
+    """Renders an answer in Ollama's form: as one JSON object, or as a stream with one line for each piece. Implements
+    answer_format.StreamFormat and PieceFrames."""
 
     first = b""
 
@@ -96,7 +98,8 @@ class _Lines:
         return self
 
     def render(self, piece: Piece, num_tokens: int) -> bytes:
-        """Returns a line, or b"" while a call is not complete."""
+        """Returns the line for a piece of the reply; b"" for a piece of a tool call, which is sent as a whole with its last
+        piece."""
         if piece.kind == CALL:
             self._name, self._arguments = piece.text, []
             return b""
@@ -115,8 +118,8 @@ class _Lines:
         return self.finished(b'""', reason, num_tokens) + b"\n"
 
     def finished(self, said: bytes, reason: str, num_tokens: int) -> bytes:
-        """Returns the object that ends the answer. said: JSON of the text and its sibling fields. reason: OpenAI's
-        finish_reason."""
+        """Returns the JSON object that ends the answer, with its counts and durations. said: JSON of the text and its sibling
+        fields, without braces. reason: OpenAI's finish_reason. num_tokens: the tokens of the reply."""
         generation = self._generation
         told: dict[str, Any] = {
             "done": True,
@@ -131,7 +134,8 @@ class _Lines:
         return self.told(said, told)
 
     def told(self, said: bytes, fields: Mapping[str, object]) -> bytes:
-        """Returns an object of the answer. said: JSON of the text and its sibling fields. fields: the object's further fields."""
+        """Returns one JSON object of the answer. said: JSON of the text and its sibling fields, without braces. fields: the fields
+        after those of the reply."""
         return self._opening + said + self._closing + b"," + _json(fields)[1:]
 
     def tail(self, num_tokens: int) -> bytes:
@@ -142,7 +146,8 @@ class _Lines:
 
 
 def _calls(calls: list[tuple[str, str]]) -> bytes:
-    """Returns the JSON of an empty text and the field with these calls. calls: (name, arguments as JSON) of each."""
+    """Returns JSON for `said` (see _Lines.told): an empty text and the field tool_calls. calls: (name, arguments as JSON) of each
+    call."""
     shown = [{"function": {"name": name, "arguments": Raw(arguments.encode())}} for name, arguments in calls]
     return b'"","tool_calls":' + _json(shown)
 
@@ -162,7 +167,8 @@ def _whole(make: Callable[[AnswerHead], _Lines], finished: Finished) -> Raw:
 
 
 def _format(shape: _Shape, prompt_field: str, started_s: float, takes_replies_apart: bool = True) -> AnswerFormat:
-    """Returns the format of one request's answer. started_s: when the request arrived, in monotonic seconds."""
+    """Returns the format in which a request is answered. shape: the JSON around the reply. prompt_field: the field that holds the
+    prompt, for errors. started_s: when the request arrived, in monotonic seconds."""
     make = partial(_Lines, shape, started_s)
     return AnswerFormat(
         id_prefix=_ID_PREFIX,
@@ -181,7 +187,8 @@ def _format(shape: _Shape, prompt_field: str, started_s: float, takes_replies_ap
 
 
 def body_of(parse: Callable[[bytes], tuple[HeadT, bytes]], head: type[HeadT], tables: tuple[FieldTable, ...]) -> Body[HeadT]:
-    """Returns the Body for a body that Ollama's clients send. The arguments are as in Body."""
+    """Returns the Body for requests of Ollama's clients, which may add `:latest` to a model's name and send the Content-Type of
+    `curl -d`. The arguments are as in Body."""
     return Body(parse, head, tables, default_tag=_LATEST, more_types=(_CURLS_TYPE,))
 
 
@@ -197,9 +204,9 @@ _GENERATE_BODY = body_of(ollama_generate.parse, common.Head, (_SHARED_FIELDS, _O
 
 
 async def _moved(call: Call, shape: _Shape, head: common.Head, model: ModelEntry, started_s: float) -> web.Response:
-    """Answers a request that only loads or evicts the model. For a load, the answer comes when the model is in memory; for an
-    eviction at once, and the model leaves when it is idle. The load is caused by a sequence of one token, whose output is
-    dropped."""
+    """Answers a request without a prompt, which only loads or evicts the model. For a load, the answer comes when the model is in
+    memory; for an eviction at once, and the model leaves when it is idle. The load is caused by a sequence of one token, whose
+    output is dropped."""
     if not model.generates_text:
         raise BadRequest("wrong_task", f"{model.name} {model.does} and generates no text", param="model")
     waiting, public_id = Waiting(1), _ID_PREFIX + call.request_id
@@ -220,7 +227,7 @@ async def _moved(call: Call, shape: _Shape, head: common.Head, model: ModelEntry
 
 
 def _said(generation: Generation, shape: _Shape, head: common.Head, told: Mapping[str, object]) -> web.Response:
-    """Returns an answer with an empty text. told: the object's further fields."""
+    """Returns the response to a request without a prompt: an answer with an empty text. told: further fields of its JSON object."""
     lines = _Lines(shape, 0.0, AnswerHead(generation.public_id, int(time.time()), generation.model.own_name, [generation]))
     return web.Response(body=lines.told(b'""', told) + b"\n", content_type=_NDJSON if head.stream else "application/json")
 

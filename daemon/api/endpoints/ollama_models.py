@@ -1,4 +1,5 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: Ollama's endpoints about itself and its models."""
+"""GET /api/tags, /api/ps and /api/version, POST /api/show: Ollama's endpoints for the list of models, the loaded models, the
+version, and the facts about one model."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def _details(entry: ModelEntry) -> dict[str, object]:
 
 
 def _count(num: int) -> str | None:
-    """Returns a number of parameters in Ollama's form: 7.6B, 137M."""
+    """Returns a number of parameters in Ollama's form, such as 7.6B or 137M; None for 0, which means unknown."""
     if not num:
         return None
     return f"{num / 1e9:.1f}B" if num >= 1e9 else f"{num / 1e6:.0f}M" if num >= 1e6 else f"{num / 1e3:.0f}K"
@@ -89,7 +90,7 @@ async def _ps(call: Call) -> web.Response:
 
 
 def _expires(leaves: float) -> str:
-    """Returns a time in Ollama's form. leaves: Unix seconds, or inf."""
+    """Returns the time at which a model leaves memory, in Ollama's form. leaves: Unix seconds, or inf if no time is set."""
     return NEVER if leaves == inf else rfc3339(int(leaves))
 
 

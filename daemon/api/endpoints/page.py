@@ -27,7 +27,8 @@ def _feed(call: Call) -> PageFeed:
 
 
 async def _page(call: Call) -> web.Response:
-    """Serves the page even to strangers: it shows nothing about the node until it has a key, for which it asks."""
+    """Answers with the status page, or with 304 if the client has it already. Strangers get it, too: it shows nothing about the
+    node until the viewer has entered a key."""
     _feed(call)
     if call.request.headers.get("If-None-Match", "") == document.HEADERS["ETag"]:
         return web.Response(status=304, headers=document.HEADERS)
@@ -35,7 +36,8 @@ async def _page(call: Call) -> web.Response:
 
 
 async def _events(call: Call) -> web.StreamResponse:
-    """Sends the page's events, and returns when the client goes or the daemon stops. Raises HearthError before the first byte."""
+    """Sends the events of the status page, and returns when the client has left or the daemon stops. Raises HearthError before the
+    first byte."""
     feed, transport = _feed(call), call.request.transport
     if transport is None:
         raise ConnectionResetError

@@ -28,7 +28,8 @@ _packed_texts = msgspec.msgpack.Decoder(tuple[list[str], list[str]])
 
 @dataclass(slots=True, frozen=True)
 class Scored:
-    """The relevance of each pair, and the tokens of all pairs together."""
+    """The result of scoring pairs of texts. relevance: one number for each pair, in order. num_tokens: the tokens of all pairs
+    together."""
 
     relevance: list[float]
     num_tokens: int
@@ -51,8 +52,8 @@ async def _handle(call: Call) -> web.Response:
 
 
 async def scored(call: Call, head: rerank.PairsHead, packed: bytes, model: ModelEntry, id_prefix: str) -> Scored:
-    """Computes the scores that a body asks for. head, packed: the two parts of the body. id_prefix: the prefix of the answer's id.
-    Raises HearthError."""
+    """Computes the relevance of each pair of texts of a request. head, packed: the two parts of its body. id_prefix: the prefix of
+    the answer's id. Raises HearthError."""
     context = call.context
     if not model.scoring:
         raise BadRequest("wrong_task", f"{model.name} {model.does}; it scores no documents", param="model")

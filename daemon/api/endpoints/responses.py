@@ -1,6 +1,6 @@
-"""POST /v1/responses, OpenAI's Responses API, and GET and DELETE of stored responses.
+"""The endpoints of OpenAI's Responses API: POST /v1/responses, and GET, DELETE and cancel of stored or background responses.
 
-Source: https://platform.openai.com/docs/api-reference/responses, with its streaming events.
+Source: https://platform.openai.com/docs/api-reference/responses, and its pages about streaming events.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ _NAMES = (
 
 
 def _error_body(error: HearthError) -> dict[str, Any]:
-    """Returns OpenAI's error object, which names the fields of this body."""
+    """Returns OpenAI's error object. It names fields as the body of /v1/responses does."""
     return {"error": error.body()["error"] | error.renamed(_NAMES)}
 
 
 @dataclass(slots=True, frozen=True)
 class _Kind:
-    """A kind of output item: the prefix of its id, the type of its content part or "", the prefix of its events' names."""
+    """A kind of output item. prefix: of the item's id. part: the type of its content part, "" for a call, which has none. events:
+    the beginning of the names of its events."""
 
     prefix: str
     part: str
@@ -70,10 +71,12 @@ _KIND_OF = {CONTENT: _MESSAGE, BROKEN: _MESSAGE, REASONING: _THOUGHT}
 
 
 class _Response:
-    """Makes a response from a reply's pieces, and renders it as events. Implements answer_format.StreamFormat and PieceFrames.
+    """Builds a response of the Responses API from the pieces of a reply, and renders it as events. Implements
+    answer_format.StreamFormat and PieceFrames.
 
-    A response that is not streamed equals the content of the last event. keep: called with the finished response as JSON and its
-    output, which is None if the response has failed. run: the background run that receives the events, or None."""
+    An answer without streaming is the response that the last event would contain. keep: called with the finished response as JSON,
+    and its output items, or None in their place if the response has failed. run: the background run that receives the events, or
+    None."""
 
     first = b""  # empty: the first events are sent with the first item, or at the end
 
@@ -127,7 +130,8 @@ class _Response:
         return self._begun(kind, {"type": "message", "role": "assistant", "content": []})
 
     def _begun(self, kind: _Kind, item: dict[str, Any]) -> bytes:
-        """Returns the events that end the open item, if any, as incomplete if it is a call, and begin a new one."""
+        """Begins an output item, and returns the events for it, after those that end the open item, if any (as incomplete if it is
+        a call). item: the new item's fields besides its id and status."""
         before = self._opening() + self._ended(_INCOMPLETE if self._kind is _CALL else _COMPLETED)
         at = len(self._output)
         item_id = f"{kind.prefix}_{self._known.public_id.removeprefix(_PREFIX)}_{at}"
@@ -154,7 +158,7 @@ class _Response:
         return before + escape(text) + after % number
 
     def _ended(self, status: str) -> bytes:
-        """Returns the events that end the open item, if one is open."""
+        """Ends the open item, and returns the events for it; b"" if no item is open. status: the status that the item gets."""
         kind, self._kind = self._kind, None
         if kind is None:
             return b""
@@ -182,7 +186,8 @@ class _Response:
         return self._event("response.incomplete" if self._reason == "length" else "response.completed", response=response)
 
     def finished(self, num_tokens: int) -> Raw:
-        """Stores the response after finish(), and returns it."""
+        """Returns the JSON of the finished response and stores it through `keep`. Called after finish(). num_tokens: the tokens of
+        the reply."""
         cut = self._reason == "length"
         told = {
             "completed_at": None if cut else int(time.time()),
@@ -201,7 +206,7 @@ class _Response:
         return ended + self._event("response.failed", response=Raw(response))
 
     def _opening(self) -> bytes:
-        """Returns the events that begin the response; b"" after the first call."""
+        """Returns the events that begin the response; b"" in all calls but the first."""
         if self._has_begun:
             return b""
         self._has_begun = True
@@ -252,7 +257,7 @@ class _Response:
 
 
 def _content(kind: _Kind, text: str) -> dict[str, Any]:
-    """Returns the fields of an item that contain its text."""
+    """Returns the fields of an output item that contain its text: `content`, or for a call `arguments`."""
     return {"content": [_part(kind, text)]} if kind.part else {"arguments": text}
 
 
@@ -262,7 +267,8 @@ def _part(kind: _Kind, text: str) -> dict[str, Any]:
 
 
 def _whole(make: Callable[[AnswerHead], _Response], finished: Finished) -> object:
-    """Returns the response. Broken calls become text."""
+    """Returns the answer to a request without streaming, the JSON of its response. Calls that could not be parsed become text.
+    make: makes the renderer of the response."""
     (parsed,), (collector,) = finished.replies, finished.collectors
     response = make(finished.head)
     call_ids = iter(parsed.call_ids)
@@ -285,7 +291,7 @@ def _without_broken_calls(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _format(make: Callable[[AnswerHead], _Response]) -> AnswerFormat:
-    """Returns the answer format for one request."""
+    """Returns the format in which one request is answered. make: makes the renderer of its response."""
     return AnswerFormat(
         id_prefix=_PREFIX,
         prompt_field="input",
@@ -349,8 +355,8 @@ async def _handle(call: Call) -> web.StreamResponse:
 
 
 async def _in_background(call: Call, head: ResponsesHead, public_id: str) -> web.StreamResponse:
-    """Starts a background response. Answers with the response's state once its request is accepted, or with its events as they
-    come."""
+    """Starts a background response, and answers once its request is accepted: with the response's state, or, if it is streamed,
+    with its events as they come. public_id: the response's id. Raises HearthError if the request is refused."""
     context, connection = call.context, call.request.protocol
     assert isinstance(connection, Connection)
     if not context.stored.max_bytes:
@@ -367,7 +373,8 @@ async def _in_background(call: Call, head: ResponsesHead, public_id: str) -> web
 
 
 def _said(output: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the assistant's output as a chat's message. A call that was cut short is left out."""
+    """Returns the output items of a response as one assistant's message of a chat, for the requests that follow it. A call that was
+    cut short is left out."""
     texts, thoughts, calls = [], [], []
     for item in output:
         if item["type"] == "message":
@@ -386,7 +393,8 @@ def _said(output: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _kept(call: Call) -> web.StreamResponse:
-    """Shows a response that is stored or in progress, or deletes it."""
+    """Answers GET and DELETE of a response that is stored or in progress: shows it as JSON, sends its events, or deletes it. Raises
+    BadRequest, 404 for an unknown id."""
     assert call.path_id is not None
     store, run = call.context.stored, call.context.background.find(call.tenant, call.path_id)
     if call.request.method == "DELETE":
@@ -405,8 +413,8 @@ async def _kept(call: Call) -> web.StreamResponse:
 
 
 def _events_after(query: Mapping[str, str]) -> int | None:
-    """Returns the sequence_number after which events are wanted, -1 for all events; None if the client does not ask for events.
-    Raises BadRequest."""
+    """Reads the query of a GET. Returns the sequence_number after which events are wanted, -1 for all events; None if the client
+    does not ask for events. Raises BadRequest."""
     stream, after = query.get("stream", "false"), query.get("starting_after", "-1")
     if stream not in ("true", "false"):
         raise BadRequest("invalid_request", f"stream: {stream[:32]!r} is neither true nor false", param="stream")
@@ -419,7 +427,8 @@ def _events_after(query: Mapping[str, str]) -> int | None:
 
 
 async def _cancel(call: Call) -> web.Response:
-    """Cancels a background response."""
+    """Cancels a background response and returns it; one that has ended is returned unchanged. Raises BadRequest: 404 for an unknown
+    id, 400 for a response that was not generated in the background."""
     assert call.path_id is not None
     run = call.context.background.find(call.tenant, call.path_id)
     if run is not None:

@@ -1,4 +1,5 @@
-"""POST /tokenize and /detokenize. The text worker writes the long parts of the answers as JSON; here they are only joined."""
+"""POST /tokenize and /detokenize. The text worker writes the ids and texts of an answer as JSON; these endpoints only insert
+them."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 @dataclass(slots=True, frozen=True)
 class AnswerHead:
-    """The facts about an answer that are known when its sequences are submitted. texts: the text of each sequence. created: Unix
-    time in seconds. include_usage, continuous_usage: whether a streamed answer has the usage at its end, and in each chunk."""
+    """The facts about an answer that are known when its sequences are submitted. public_id: the answer's id. texts: the Text of
+    each sequence, which turns its tokens into text. created: Unix time in seconds. include_usage, continuous_usage: whether a
+    streamed answer has the usage at its end, and in each chunk."""
 
     public_id: str
     created: int
@@ -33,8 +34,9 @@ class AnswerHead:
 
 @dataclass(slots=True, frozen=True)
 class Finished:
-    """All sequences of an answer that is not streamed; they have ended. logprobs: JSON for each sequence. replies: the parsed
-    replies; empty: the text is the reply. prompt_logprobs: JSON for each sequence, or empty."""
+    """The results of a request without streaming, all of whose sequences have ended. collectors: the text and finish reason of each
+    sequence. logprobs: JSON for each sequence. replies: the parsed reply of each sequence; empty if replies are not parsed.
+    prompt_logprobs: JSON for each sequence, or empty."""
 
     head: AnswerHead
     collectors: Sequence[Collector]
@@ -48,33 +50,35 @@ class Finished:
 
 
 class StreamFormat(GroupEnd, Protocol):
-    """Renders a streamed answer."""
+    """Renders a streamed answer: makes the bytes of its events from the text or the pieces of each sequence."""
 
     def frames(self, index: int) -> Frames:
-        """Returns the constant parts of the frames of a sequence whose text is the reply."""
+        """Returns the constant parts of the events of a sequence that is sent as plain text, not in pieces. index: the sequence's
+        index in the answer."""
         ...
 
     def continued(self, index: int) -> Frames:
-        """Returns the constant parts of frames for a sequence that pieces() has rendered so far and whose remaining text is
-        plain."""
+        """Returns the constant parts of the events for the rest of a sequence, which is plain text, after its beginning was sent in
+        pieces."""
         ...
 
     def pieces(self, index: int, new_call_id: Callable[[Piece], str]) -> PieceFrames:
-        """Returns the renderer of a sequence's pieces: text, reasoning, tool calls."""
+        """Returns the renderer of a sequence whose reply is parsed into pieces: text, reasoning, tool calls. new_call_id: makes the
+        id of a call from its CALL piece."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class AnswerFormat:
-    """An endpoint's form of answers, and its options for the shared code.
+    """The form of an endpoint's answers, and its options for the code that all text endpoints share.
 
     id_prefix: the prefix of an answer's id. prompt_field: the body's field that holds the prompt, for error messages.
-    default_max_tokens: None: the rest of the context. takes_replies_apart: whether tool calls and reasoning are fields of their
-    own. shows_end_token: whether the token that ended the text has log-probabilities, too. one_prompt_report: whether an answer
-    reports on its prompt once, not with each choice. bounds_max_tokens: whether a max_tokens that exceeds the rest of the context
-    is reduced, not refused. repeats_text: whether the last events repeat the text, so that a stream renders all of it through
-    pieces(). content_type: the type of a stream. comment: bytes that clients skip, sent while a stream is silent; empty: there are
-    no comments."""
+    default_max_tokens: None: the rest of the context. takes_replies_apart: whether replies are parsed, so that tool calls and
+    reasoning are fields of their own. shows_end_token: whether the token that ended the text has log-probabilities, too.
+    one_prompt_report: whether an answer reports on its prompt once, not with each choice. bounds_max_tokens: whether a max_tokens
+    that exceeds the rest of the context is reduced, not refused. repeats_text: whether the last events repeat the text, so that a
+    stream renders all of it through pieces(). content_type: the type of a stream. comment: bytes that clients skip, sent while a
+    stream is silent; empty: there are no comments."""
 
     id_prefix: str
     prompt_field: str

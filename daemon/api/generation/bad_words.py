@@ -12,8 +12,8 @@ from daemon.text.port import TextPort
 
 
 async def bad_word_ids(text: TextPort, model: ModelEntry, words: Sequence[str]) -> list[list[int]]:
-    """Returns the token ids of each word, both at the beginning of a text and after a space; leading blanks of a word are ignored.
-    Raises BadRequest for a word without tokens, and what TextPort.encode raises."""
+    """Returns the token ids of each word, once as at the beginning of a text and once as after a space, without duplicates; leading
+    blanks of a word are ignored. Raises BadRequest for a word without tokens, and the errors of TextPort.encode."""
     if not words:
         return []
     bare = [word.lstrip(" ") or word for word in words]

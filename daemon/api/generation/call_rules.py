@@ -1,4 +1,4 @@
-"""The grammar rules (Lark, as llguidance reads it) of a call in dialects whose arguments are not a JSON object."""
+"""The grammar rules (Lark, as llguidance reads it) of a tool call, for models that do not write the arguments as a JSON object."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from daemon.text.tool_parsers.registry import LLAMA4_PYTHONIC
 def call_rules(
     dialect: str, at: int, name: str, schema: Mapping[str, Any], options: Mapping[str, Any], special: Mapping[str, str]
 ) -> list[str]:
-    """Returns the rules of a call of the tool `at`, from its name to its end; the first rule is `tool_{at}`. schema: the schema of
-    the tool's parameters, without notes. options: llguidance's options for values that are JSON. special: tag -> the tag's form in
-    a grammar, for tags that are special tokens. Raises Inexpressible."""
+    """Returns the rules of a call of the tool with the index `at`, from its name to its end; the first rule is `tool_{at}`.
+    dialect: how the model writes calls. schema: the JSON schema of the tool's parameters, without descriptions. options:
+    llguidance's options for values that are JSON. special: tag -> its form in a grammar, for tags that are special tokens. Raises
+    Inexpressible for a schema that cannot be enforced."""
     if dialect == LLAMA4_PYTHONIC:
         return python_call_grammar.function_rules(at, name, schema, options)
     return text_call_grammar.function_rules(text_call_grammar.FORMS[dialect], at, name, schema, options, special)
 
 
 def inexpressible(dialect: str, schemas: Sequence[str]) -> tuple[int, str] | None:
-    """Returns the first tool whose schema cannot be enforced for calls in this dialect, and the path of the keyword that is the
-    reason; None if there is none. schemas: the result of argument_schemas."""
+    """Returns the index of the first tool whose schema cannot be enforced for calls in this dialect, and the path of the keyword in
+    the schema that is the reason; None if all can be. schemas: the result of argument_schemas."""
     for at, schema in enumerate(schemas):
         try:
             call_rules(dialect, at, "", json.loads(schema), {}, {})

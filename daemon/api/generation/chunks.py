@@ -22,9 +22,9 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(slots=True, frozen=True)
 class ChunkFormat:
-    """The differences between chunks of chats and of completions. object: the value of that field. opening, closing: JSON of a
-    choice before and after its text. first: JSON of the choice in the chunk before the first text; empty: there is no such chunk.
-    last: JSON of the choice in the chunk with the finish_reason."""
+    """The parts of a streamed chunk that differ between chats and completions. object: the value of the chunk's field `object`.
+    opening, closing: JSON of a choice before and after its text. first: JSON of the choice in the chunk before the first text;
+    empty: there is no such chunk. last: JSON of the choice in the chunk with the finish_reason."""
 
     object: str
     opening: bytes
@@ -52,8 +52,9 @@ class Chunks:
         )
 
     def tail_of_chunk(self, num_tokens: int | None = None) -> bytes:
-        """Returns the part of a chunk after the choice. OpenAI sends `"usage": null` with every chunk before the one that has the
-        usage."""
+        """Returns the end of a chunk, after the choice. It contains the usage if the client wants it in each chunk and num_tokens
+        is given; else `"usage":null` if the client wants the usage at the end, as in OpenAI's streams. num_tokens: the tokens
+        generated so far."""
         if num_tokens is not None and self.answer.continuous_usage:
             return b'],"usage":%b}\n\n' % self._usage(num_tokens)
         return b'],"usage":null}\n\n' if self.answer.include_usage else b"]}\n\n"
@@ -62,8 +63,8 @@ class Chunks:
         return _json(usage_of(self.answer.generations, num_tokens))
 
     def rest_of_choice(self, index: int, reason: bytes = NULL) -> bytes:
-        """Returns the part of a choice after the delta or the text, with the log-probabilities of the tokens since the last
-        chunk."""
+        """Returns the end of a choice, after the delta or the text, with the log-probabilities of the tokens since the last chunk.
+        reason: the finish_reason as JSON."""
         logprobs = logprobs_json(self.answer.generations[index].logprobs, self.format.logprobs)
         return b',"logprobs":%b,"finish_reason":%b}' % (logprobs, reason)
 

@@ -27,7 +27,7 @@ _DESCRIBING = frozenset([*_OWN, *_MAPS, *_OPENERS, "required", "minProperties"])
 
 
 class _UnknownPlace(Exception):
-    """Raised for a reference that cannot be resolved by a pointer into this schema."""
+    """Raised for a reference that cannot be resolved here: it is no JSON pointer into this schema, or it stands below an `$id`."""
 
 
 def close(schema: Schema) -> None:
@@ -42,8 +42,8 @@ def close(schema: Schema) -> None:
 
 
 def _sole_objects(root: Schema) -> list[Schema]:
-    """Returns the objects to close. Each schema is visited at most twice: as the only schema of its value, and as one of
-    several."""
+    """Returns the object schemas to close, which are the only schema of their value. Each schema is visited at most twice: as the
+    only schema of its value, and as one of several."""
     sole: dict[int, Schema] = {}
     shared: set[int] = set()
     seen: set[tuple[int, bool]] = set()
@@ -84,7 +84,8 @@ def _is_closable(node: Schema, forms: list[str]) -> bool:
 
 
 def _only_requires(node: Schema, key: str) -> bool:
-    """Returns whether the branches only choose which of the properties that are declared beside them are required ("a or b")."""
+    """Returns whether the branches of node[key] (anyOf or allOf) only choose which of the properties that `node` declares are
+    required ("a or b")."""
     branches = node[key]
     return (
         key in ("anyOf", "allOf")
@@ -95,7 +96,8 @@ def _only_requires(node: Schema, key: str) -> bool:
 
 
 def _is_choice(node: Schema, key: str, root: Schema) -> bool:
-    """Returns whether exactly one branch describes each value, so that closing one branch does not affect the others."""
+    """Returns whether exactly one branch of node[key] describes each value, so that closing one branch does not affect the others.
+    root: the schema in which references are resolved."""
     branches = node[key]
     if key == "$ref":
         return True
@@ -107,7 +109,8 @@ def _is_choice(node: Schema, key: str, root: Schema) -> bool:
 
 
 def _told_apart(branches: list[Any]) -> bool:
-    """Returns whether no value fits two branches, because their types differ, or the constant of a required property."""
+    """Returns whether no value fits two of the branches: their types differ, and all branches for objects require a property for
+    which each has another constant."""
     kinds = [each.get("type") if isinstance(each, dict) else None for each in branches]
     if not all(isinstance(kind, str) for kind in kinds) or {"integer", "number"} <= set(kinds):
         return False
@@ -123,7 +126,7 @@ def _told_apart(branches: list[Any]) -> bool:
 
 
 def _constants(schema: Schema) -> dict[str, str]:
-    """Returns the required properties that have one constant text, name -> text."""
+    """Returns the required properties whose value must be one given text, name -> text."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict) or not isinstance(required, list):
         return {}
@@ -151,7 +154,7 @@ def _same_value(node: Schema, root: Schema) -> Iterator[Any]:
 
 
 def _own_values(node: Schema) -> Iterator[Any]:
-    """Yields the schemas of a value's properties and items."""
+    """Yields the schemas inside `node` that describe the properties and items of its value, not the value itself."""
     for key in _MAPS:
         if isinstance(node.get(key), dict):
             yield from node[key].values()
@@ -164,7 +167,8 @@ def _own_values(node: Schema) -> Iterator[Any]:
 
 
 def _referred(node: Any, root: Schema) -> Any:
-    """Returns the referenced schema, if the given schema consists only of a reference; otherwise the given schema."""
+    """Returns the target of the reference if `node` consists only of a `$ref`; otherwise `node`. root: the schema that references
+    point into."""
     return _target(node["$ref"], root) if isinstance(node, dict) and node.keys() == {"$ref"} else node
 
 

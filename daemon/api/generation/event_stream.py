@@ -1,5 +1,5 @@
-"""The HTTP response of a streamed answer. A StreamGroup writes its bytes: the head together with the first event, and the end
-together with the last one.
+"""The HTTP response of a streamed answer. A StreamGroup, not aiohttp, writes its bytes: the head together with the first event, and
+the end together with the last one.
 
 This saves two system calls: aiohttp's StreamResponse makes one for the head and one for the end.
 """
@@ -34,7 +34,8 @@ class EventStream(web.StreamResponse):
     whether the connection stays open."""
 
     def __init__(self, request: web.Request, request_id: str, more_headers: Mapping[str, str], content_type: str) -> None:
-        """request_id, more_headers: already checked to contain no line breaks."""
+        """Makes the response to `request`. request_id, more_headers: values of headers, already checked to contain no line breaks.
+        content_type: the type of the stream."""
         super().__init__()
         self._request, self._request_id, self._more_headers = request, request_id, more_headers
         self._content_type = content_type

@@ -39,8 +39,8 @@ UNPACKED_AT_ONCE = 1 << 15  # token ids converted to Python objects at a time: a
 
 
 async def generate(call: Call, body: Body[Head], form: AnswerFormat) -> web.StreamResponse:
-    """Answers a request for text, streamed or whole. body, form: the endpoint's body type and answer format. Raises HearthError
-    before the first byte."""
+    """Reads the body of a request for text and answers it, streamed or whole. body, form: the endpoint's body type and answer
+    format. Raises HearthError before the first byte."""
     head, prompt, model = await read_parts(call, body)
     return await answer(call, head, prompt, model, form, form.id_prefix + call.request_id)
 
@@ -48,8 +48,8 @@ async def generate(call: Call, body: Body[Head], form: AnswerFormat) -> web.Stre
 async def answer(
     call: Call, head: Head, prompt: bytes, model: ModelEntry, form: AnswerFormat, public_id: str
 ) -> web.StreamResponse:
-    """Answers a request whose body was read. head, prompt: the two parts of the body. public_id: the answer's id. Raises
-    HearthError before the first byte."""
+    """Answers a request for text whose body was read. head, prompt: the two parts of the body. form: the endpoint's answer format.
+    public_id: the answer's id. Raises HearthError before the first byte."""
     context = call.context
     if not model.generates_text:
         raise BadRequest("wrong_task", f"{model.name} {model.does} and generates no text", param="model")
@@ -91,7 +91,8 @@ async def _generations(
     public_id: str,
     bad_words: list[list[int]],
 ) -> list[Generation]:
-    """Returns the n sequences of the first prompt, those of the second, and so on. Their sinks are not set yet."""
+    """Returns the sequences of a request: the n sequences of its first prompt, then those of the second, and so on. Their sinks are
+    not set yet. prompts: the token ids of each prompt. bad_words: the result of bad_word_ids. Raises BadRequest."""
     num_each = head.outputs.n
     check_n(num_each, len(prompts), model)
     check_size(head.outputs, sum(map(len, prompts)), form.one_prompt_report)
@@ -124,8 +125,9 @@ async def _generations(
 
 
 async def _unpack(ids: array[int], vocab_size: int | None, field: str) -> list[int]:
-    """Returns an accepted prompt's ids as a list of Python objects, converted piece by piece. vocab_size: the ids are checked
-    against it; None: they come from the tokenizer and need no check. Raises BadRequest."""
+    """Returns a prompt's token ids as a list, converted piece by piece so that the event loop can do other work. vocab_size: the
+    ids must be below it; None: they come from the tokenizer and need no check. field: the prompt's field, for errors. Raises
+    BadRequest."""
     prompt: list[int] = []
     for start in range(0, len(ids), UNPACKED_AT_ONCE):
         piece = ids[start : start + UNPACKED_AT_ONCE].tolist()
@@ -142,7 +144,8 @@ async def _unpack(ids: array[int], vocab_size: int | None, field: str) -> list[i
 
 
 async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt: bytes, field: str) -> list[array[int]]:
-    """Returns the token ids of each prompt. field: the body's field that holds the prompt. Raises HearthError."""
+    """Tokenizes the prompts of a request, if they are not token ids already, and truncates them as it asks. prompt: the long part
+    of the body. field: the body's field that holds the prompt. Returns the ids of each prompt. Raises HearthError."""
     keep = num_kept(head.keep_last, model.max_model_len - (head.max_tokens or 1), model)
     if head.prompt_kind == "ids":
         unpacked = []
@@ -167,7 +170,7 @@ async def _prompt_ids(context: ApiContext, model: ModelEntry, head: Head, prompt
 
 @dataclass(slots=True, frozen=True)
 class _Request:
-    """A request whose sequences are ready to be submitted. reply: how replies are parsed; None: the text is the reply."""
+    """A request whose sequences are ready to be submitted. reply: how replies are parsed; None: the plain text is the reply."""
 
     call: Call
     form: AnswerFormat
@@ -198,7 +201,7 @@ class _Request:
             generation.outcome = "stop"  # it has ended in an earlier daemon
 
     async def whole(self, model: ModelEntry) -> web.Response:
-        """Returns the answer when all sequences have ended."""
+        """Submits the sequences, and returns the answer when all have ended. Raises HearthError if one is refused or fails."""
         generations, form = self.answer.generations, self.form
         group = CollectorGroup(self._cancel)
         for at, text in enumerate(self.answer.texts):
@@ -223,8 +226,9 @@ class _Request:
         return json_response(form.whole(Finished(self.answer, group.collectors, logprobs, replies, of_prompts)))
 
     def _begin(self, group: StreamGroup | None) -> None:
-        """Submits the sequences, after repeating the tokens that an earlier daemon generated for them. group: the group of a
-        streamed answer. Raises HearthError while the answer has not begun; a later error becomes a part of the answer."""
+        """Submits the sequences; after a restart, first gives their sinks the tokens that the earlier daemon generated. group: the
+        group of a streamed answer, None for one without streaming. Raises HearthError while the answer has not begun; a later error
+        becomes a part of the answer."""
         progress = self.call.progress
         progress.generations, progress.group = self.answer.generations, group
         progress.starts_over = any(isinstance(each.sink, PromptFirst) for each in progress.generations)
@@ -248,7 +252,8 @@ class _Request:
         return Stream(group, index, table, stream_format.continued(index), self.answer.texts[index])
 
     async def stream(self, table: TokenTable) -> web.StreamResponse:
-        """Returns the response when its last byte was written, or the client is gone. Raises HearthError before the first byte."""
+        """Submits the sequences and sends their text as it comes. Returns the response when its last byte was written, or the
+        client is gone. table: the model's token table. Raises HearthError before the first byte."""
         call, context, generations = self.call, self.call.context, self.answer.generations
         stream_format = self.form.stream(self.answer)
         run = call.progress.run
@@ -289,7 +294,8 @@ class _Request:
 
 
 class _NoSink:
-    """The sink of a sequence until its own sink is made."""
+    """The sink of a sequence until its own sink is made. Each call raises AssertionError, because a sequence without a sink must
+    not be submitted."""
 
     def tokens(self, ids: Sequence[int], finish: int) -> None:
         raise AssertionError("submitted without a sink")

@@ -1,6 +1,5 @@
-"""The grammar (Lark, as llguidance reads it) of a reply in Harmony, for forced or strict tools, or for an answer that follows a
-grammar. It fixes the headers; messages on the analysis channel are free text.
-"""
+"""The grammar (Lark, as llguidance reads it) of a reply in Harmony (the format of gpt-oss), for forced or strict tools, or for an
+answer that follows a grammar. It fixes the headers of messages; the content of messages on the analysis channel is free text."""
 
 from __future__ import annotations
 
@@ -31,9 +30,9 @@ _UNESCAPED = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 class HarmonyGrammar:
-    """Writes the grammars of one request. marks: token id -> the character for this special token; without marks the grammar
-    contains the characters themselves, which is good enough to check it. begun: whether the prompt ends with the beginning of a
-    header. in_answer: whether the prompt ends inside an answer, which the reply continues."""
+    """Writes the grammars of one request's replies. marks: token id -> the character that stands for this special token; {}: the
+    grammar contains the characters, which is good enough to check it. begun: whether the prompt ends with the beginning of a
+    message's header. in_answer: whether the prompt ends inside an answer, which the reply continues."""
 
     def __init__(self, marks: Mapping[int, str], begun: bool, in_answer: bool) -> None:
         special = {mark: f"<[{token_id}]>" for token_id, mark in marks.items()}
@@ -49,7 +48,7 @@ class HarmonyGrammar:
         ]
 
     def answer(self, grammar: str) -> str:
-        """Returns the grammar of a reply whose answer follows `grammar`, which is as in SamplingParams.grammar."""
+        """Returns the grammar of a reply whose answer must follow `grammar`. Both are in the form of SamplingParams.grammar."""
         if self._in_answer:
             return grammar
         kind, _, text = grammar.partition(":")
@@ -62,8 +61,8 @@ class HarmonyGrammar:
         return self._lark(f"start: {self._opening}think* final", self._final("answer"), body)
 
     def tools(self, tools: ToolRequest, schemas: Sequence[str], answer: str) -> str:
-        """Returns the grammar of a reply with tools. schemas: the result of argument_schemas. answer: a JSON schema for the answer,
-        "" for any text. The format allows one call per reply."""
+        """Returns the grammar of a reply that may, or must, call a tool; the format allows one call per reply. schemas: the result
+        of argument_schemas. answer: a JSON schema for a reply that is no call, "" for any text."""
         chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
         rules = [f'call: {self._channel} "{COMMENTARY} to={FUNCTIONS}" tool', "tool: " + " | ".join(f"tool_{at}" for at in chosen)]
         for at in chosen:
@@ -86,7 +85,8 @@ class HarmonyGrammar:
 
 
 def check_marks(marks: Mapping[int, str], field: str, model: str) -> None:
-    """Raises BadRequest if the tokenizer lacks a special token of the format. field: the request's field that needs a grammar."""
+    """Raises BadRequest if the model's tokenizer lacks a special token that Harmony needs. marks: token id -> the character that
+    stands for the token. field: the request's field that needs a grammar."""
     lacking = [name for name, mark in MARKS.items() if mark in _NEEDED and mark not in marks.values()]
     if lacking:
         raise invalid(

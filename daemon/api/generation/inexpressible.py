@@ -1,4 +1,4 @@
-"""The limits of schemas for calls whose arguments are not a JSON object."""
+"""Checks whether a JSON schema can be enforced for tool calls whose arguments are not a JSON object."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ _OF_PARAMETERS = frozenset({"type", "properties", "required", "additionalPropert
 
 
 class Inexpressible(Exception):
-    """Raised for a schema that cannot be enforced for a call in such a dialect. The message is the path of the keyword that is the
-    reason."""
+    """Raised for a schema that no grammar can enforce for calls whose arguments are not a JSON object. The message is the path of
+    the keyword in the schema that is the reason."""
 
 
 def check_parameters(schema: Mapping[str, Any]) -> None:
-    """Raises Inexpressible if the schema of all parameters has a keyword that does more than declare the parameters."""
+    """Raises Inexpressible if a tool's schema has a keyword at its top level that does more than declare the parameters. schema:
+    the JSON schema of all parameters."""
     for key in schema:
         if key not in _OF_PARAMETERS:
             raise Inexpressible(key)

@@ -17,8 +17,8 @@ RENDERED_AT_ONCE = 2048  # numbers rendered before the event loop may do other w
 
 
 def logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
-    """Returns the `logprobs` of a choice for the tokens in the trail, null if there are none. new: ChatLogprobs or
-    CompletionLogprobs."""
+    """Returns the JSON of a choice's `logprobs` for the tokens that have come since the last call, null if there are none. trail:
+    collects the tokens' log-probabilities; None: they are not wanted. new: ChatLogprobs or CompletionLogprobs."""
     entries = trail.take() if trail is not None else []
     if trail is None or not (entries or trail.rendering is not None):
         return NULL
@@ -28,22 +28,22 @@ def logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rend
 
 
 def render_more(trail: LogprobTrail) -> None:
-    """Renders the tokens in a completion's trail ahead of time, except the last one, whose text may still grow by the rest of a
-    character."""
+    """Renders ahead of time the log-probabilities that a completion's trail has collected. The last token is left out, because its
+    text may grow by the rest of a character."""
     rendering = _rendering(trail, CompletionLogprobs)
     rendering.add(trail.take(but=1))
     trail.rendering = rendering
 
 
 def _rendering(trail: LogprobTrail, new: Callable[[LogprobTrail], Rendering]) -> Rendering:
-    """Returns the rendering that was begun ahead of time, or a new one."""
+    """Returns the rendering that render_more has begun for this trail, and takes it from the trail; if there is none, a new one."""
     ahead, trail.rendering = trail.rendering, None
     return ahead or new(trail)
 
 
 async def whole_logprobs_json(trail: LogprobTrail | None, new: Callable[[LogprobTrail], Rendering]) -> bytes:
-    """Returns the same as logprobs_json, for a whole answer. It renders piece by piece and lets the event loop run in between,
-    because an answer may include a long prompt."""
+    """Returns the `logprobs` of a choice of an answer without streaming, as logprobs_json does. It renders piece by piece and lets
+    the event loop run in between, because the trail may hold a long prompt."""
     if trail is None:
         return NULL
     rendering = _rendering(trail, new)
@@ -92,9 +92,10 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Renders a completion's four lists. top_logprobs is null if no alternatives were asked for; otherwise each position includes
-    the chosen token. A token whose bytes are not UTF-8 is named `bytes:` and hexadecimal escapes. A token without text, or with the
-    same text as another token of the position, is named `token_id:N`, as in vLLM."""
+    """Renders the log-probabilities of a completion: the lists text_offset, token_logprobs, tokens and top_logprobs. The last is
+    null if no alternatives were asked for; otherwise each position includes the chosen token. A token whose bytes are not UTF-8 is
+    named `bytes:` and hexadecimal escapes. A token without text, or with the same text as another token of the position, is named
+    `token_id:N`, as in vLLM."""
 
     def __init__(self, trail: LogprobTrail) -> None:
         self._table, self._num_top = trail.table, trail.num_top
@@ -129,8 +130,8 @@ class CompletionLogprobs:
         return b'{"text_offset":[%b],"token_logprobs":[%b],"tokens":[%b],"top_logprobs":%b}' % lists
 
     def _alternatives(self, entry: TokenEntry, logprob: float) -> dict[str, float]:
-        """Returns the log-probabilities of the alternatives by distinct names. The chosen token keeps its text, because clients
-        look it up by that."""
+        """Returns the alternatives at one position with their log-probabilities, by distinct names. The chosen token is always
+        named by its text, because clients look it up by that."""
         named: dict[str, float] = {}
         owners = {self._key(entry.token_id): entry.token_id}
         for token_id, value in zip(entry.top_ids, entry.top, strict=True):

@@ -1,4 +1,5 @@
-"""The deltas of a chat with tools or reasoning, as server-sent events. Everything but their text is rendered once per stream."""
+"""Renders the deltas of a streamed chat with tools or reasoning as server-sent events. Everything in an event but its text is
+rendered only once per stream."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from daemon.text.tool_parsers.pieces import ARGUMENTS, CALL, CALL_END, REASONING
 
 
 class Chunks(Protocol):
-    """The parts of a streamed answer's chunks that PieceFrames puts together."""
+    """The methods of generation/chunks.py's Chunks that PieceFrames needs: they return the parts of a chunk around the delta."""
 
     @property
     def head(self) -> bytes: ...
@@ -26,7 +27,8 @@ class Chunks(Protocol):
 
 
 class PieceFrames:
-    """Renders the pieces of one sequence of a chat as chunks. new_call_id: makes the id of a tool call from its CALL piece."""
+    """Renders the pieces of one sequence of a chat as chunks in OpenAI's form. index: the sequence's index in the answer.
+    new_call_id: makes the id of a tool call from its CALL piece."""
 
     __slots__ = ("_chunks", "_end", "_head", "_index", "_new_call_id", "first")
 

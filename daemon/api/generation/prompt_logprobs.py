@@ -1,4 +1,4 @@
-"""Implements prompt_logprobs of chats and completions, in vLLM's form."""
+"""The field prompt_logprobs of chats and completions, in vLLM's form: its limit and its rendering."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _json = msgspec.json.encode
 
 
 def prompt_trail(outputs: Outputs) -> PromptTrail | None:
-    """Returns the trail that collects the log-probabilities of a prompt, for its first sequence; None if they were not asked
-    for."""
+    """Returns an object that collects the log-probabilities of a prompt, for the first of the prompt's sequences; None if the
+    request does not ask for them."""
     return PromptTrail(outputs.prompt_logprobs) if outputs.prompt_logprobs >= 0 else None
 
 
 def check_size(outputs: Outputs, num_tokens: int, one_report: bool) -> None:
-    """Raises BadRequest for an answer that would not fit in memory. num_tokens: the tokens of all prompts. one_report: see
-    AnswerFormat.one_prompt_report."""
+    """Raises BadRequest if the log-probabilities of the prompts would make the answer too large for memory. num_tokens: the tokens
+    of all prompts. one_report: whether the answer contains them once, not with each choice."""
     num_copies = 1 if one_report else outputs.n
     num = num_tokens * (1 + outputs.prompt_logprobs) * num_copies
     if outputs.prompt_logprobs >= 0 and num > MAX_NUMBERS:
@@ -42,7 +42,8 @@ def check_size(outputs: Outputs, num_tokens: int, one_report: bool) -> None:
 
 
 async def prompt_logprobs_json(text: TextPort, model: ModelEntry, generations: Sequence[Generation]) -> list[bytes]:
-    """Returns the JSON for each generation; [] if none was asked for. The event loop runs other work in between."""
+    """Returns the JSON of the prompt's log-probabilities for each sequence; [] if the request does not ask for them. The event loop
+    runs other work in between."""
     rendered: list[bytes] = []
     for generation in generations:
         if generation.prompt_logprobs is not None:
@@ -53,8 +54,8 @@ async def prompt_logprobs_json(text: TextPort, model: ModelEntry, generations: S
 
 
 async def _rendered(trail: PromptTrail, prompt: Sequence[int], table: TokenTable) -> bytes:
-    """Returns a JSON list with null for the first token and, for each other token, an object by token ids in which the token itself
-    is first."""
+    """Returns the log-probabilities of a prompt as a JSON list: null for the first token, and for each other token an object with
+    an entry for the token itself and then for its alternatives, by token id."""
     if len(trail) != len(prompt) - 1:
         raise RuntimeError(f"log-probabilities of {len(trail)} prompt tokens are there, of {len(prompt)} tokens in all")
     tokens_at_once = 1 + RENDERED_AT_ONCE // (1 + trail.num_top)

@@ -21,8 +21,9 @@ _NARROWING = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "not", "if",
 
 
 def function_rules(at: int, name: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Returns the rules of a call of the tool `at`, from its name to its end; the first rule is `tool_{at}`. schema: the schema of
-    the tool's parameters, without notes. options: llguidance's options. Raises Inexpressible."""
+    """Returns the rules of a call of the tool with the index `at`, from its name to its end; the first rule is `tool_{at}`. schema:
+    the JSON schema of the tool's parameters, without descriptions. options: llguidance's options for JSON. Raises Inexpressible for
+    a schema that cannot be enforced."""
     check_parameters(schema)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     for key, each in properties.items():
@@ -48,7 +49,8 @@ def function_rules(at: int, name: str, schema: Mapping[str, Any], options: Mappi
 
 
 def _value(rule: str, schema: Any, root: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Returns the rule of an argument's value. root: the schema in which references are looked up."""
+    """Returns the rule for the value of an argument. rule: the rule's name. schema: the JSON schema of the value. root: the schema
+    that its references point into. options: llguidance's options for JSON."""
     (kind, *others) = types_of(schema, root)
     if not others and kind in _PYTHON and isinstance(schema, dict) and not _NARROWING & schema.keys():
         return [f"{rule}: {_PYTHON[kind]}"]

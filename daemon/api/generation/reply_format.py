@@ -50,8 +50,9 @@ PROMPT_END_TOKENS = 16  # enough for <think> and new lines, even if they are sev
 
 
 class ParsedReply(NamedTuple):
-    """A parsed reply. call_ids: one id for each call. reason: OpenAI's finish_reason. has_reasoning: whether reasoning was searched
-    for, found or not. pieces: the parts in the order of the text. reasoning_end: the index in the text after the reasoning."""
+    """A parsed reply. call_ids: one id for each call. reason: OpenAI's finish_reason. has_reasoning: whether the reply was searched
+    for reasoning, found or not. pieces: its parts in the order of the text. reasoning_end: the index in the text at which the
+    reasoning ends."""
 
     reply: Reply
     call_ids: list[str]
@@ -86,7 +87,8 @@ class ReplyFormat:
     end_ids: tuple[int, ...] = ()  # token ids that end a reply, in addition to those that the checkpoint names
 
     def parser(self, generation: Generation) -> ReplyParser:
-        """Returns a parser for one reply."""
+        """Returns a parser for the reply of one sequence. The end of the sequence's prompt tells it whether the reply begins inside
+        the reasoning."""
         if self.is_harmony:
             end = decode(self.table, generation.prompt[-PROMPT_END_TOKENS:])
             reading = harmony.HarmonyParser(self.names, self.dialect != NONE, self.reasoning, end, self.in_answer)
@@ -100,7 +102,8 @@ class ReplyFormat:
         return ReplyParser(tools, splitter, self.one_call)
 
     async def parsed(self, generation: Generation, collector: Collector, drawn: Callable[[str], bytes]) -> ParsedReply:
-        """Parses a reply. collector: has the whole text. drawn: see Progress."""
+        """Parses the reply of a sequence that has ended. collector: has its whole text. drawn: Progress.drawn, from which the ids
+        of calls are made."""
         parser, pieces, text, reason = self.parser(generation), [], "".join(collector.parts), collector.reason
         for start in range(0, len(text), READ_AT_ONCE):
             pieces += parser.add(text[start : start + READ_AT_ONCE])
@@ -117,7 +120,8 @@ class ReplyFormat:
         return ParsedReply(reply, list(ids.values()), finish_reason(reason, parser.num_calls), self.reasoning, pieces, end)
 
     def call_ids(self, drawn: Callable[[str], bytes], index: int) -> Callable[[Piece], str]:
-        """Returns a function that makes the ids of a sequence's calls, in order, each from its CALL piece. drawn: see Progress."""
+        """Returns a function that makes the ids of a sequence's calls, in order, each from the call's CALL piece. drawn:
+        Progress.drawn, the source of random ids. index: the sequence's index in the answer."""
         if self.dialect == KIMI_K2:
             counted = CallNumbers(self.next_call)
             return lambda piece: counted.id_of(piece.text, piece.call_id)
@@ -126,13 +130,13 @@ class ReplyFormat:
 
 
 def plain_format(table: TokenTable) -> ReplyFormat:
-    """Returns the format of replies without calls and reasoning, whose whole text is of one kind."""
+    """Returns the format of replies without calls and reasoning, whose whole text is content."""
     return ReplyFormat(table=table, dialect=NONE, names=(), schemas=(), one_call=False, reasoning=False, grammar="")
 
 
 async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table: TokenTable) -> ReplyFormat | None:
-    """Returns how replies are parsed, or None if the text is the reply. Raises BadRequest if the model's calls cannot be parsed, or
-    the tools' schemas cannot be enforced."""
+    """Returns how the replies of a request are parsed, or None if they are not, because the plain text is the reply. Raises
+    BadRequest if the model's calls cannot be parsed, or the tools' schemas cannot be enforced."""
     tools = head.tools
     facts = await context.text.facts(model)
     own, reasons = model.tool_parser or facts.tool_parser, model.reasoning_parser or facts.reasoning_parser
@@ -169,8 +173,9 @@ async def reply_format(context: ApiContext, head: Head, model: ModelEntry, table
 
 
 def _held_dialect(dialect: str, tools: ToolRequest) -> str:
-    """Returns the dialect of a reply, for a model whose arguments are not a JSON object. If calls are forced and the model's
-    dialect cannot enforce the schemas, that is hearthd's own dialect. Raises BadRequest if strict calls cannot be enforced."""
+    """Returns the dialect in which the reply's calls are written, for a model whose dialect has no JSON object for the arguments.
+    It is the model's own one if the schemas need not, or can, be enforced in it; otherwise hearthd's own (GENERIC) if a call is
+    forced. Raises BadRequest if a strict tool's schema cannot be enforced and the call is not forced."""
     if tools.choice == AUTO and True not in tools.strict:
         return dialect
     found = inexpressible(dialect, argument_schemas(tools))
@@ -189,7 +194,9 @@ def _held_dialect(dialect: str, tools: ToolRequest) -> str:
 async def _harmony_format(
     context: ApiContext, head: Head, model: ModelEntry, table: TokenTable, marks: Mapping[int, str], reasoning: bool
 ) -> ReplyFormat:
-    """Returns how replies in Harmony are parsed. Raises BadRequest if the tools' schemas or the grammar cannot be enforced."""
+    """Returns how replies in Harmony (the format of gpt-oss) are parsed. marks: token id -> the character that stands for the
+    special token. reasoning: whether to look for reasoning. Raises BadRequest if the tools' schemas or the grammar cannot be
+    enforced."""
     tools, in_answer = head.tools, bool(head.options["continue_final_message"])
     begun = bool(head.options["add_generation_prompt"])
     grammar = ""
@@ -229,8 +236,9 @@ async def _grammar(
     markers: Mapping[int, str],
     write: Callable[[Mapping[int, str], Sequence[str], str], str],
 ) -> str:
-    """Returns the grammar that the reply must follow; "" if the tools require none. markers: token id -> text, of special tokens
-    that the grammar uses. write: makes the grammar from markers, schemas of arguments, and a schema of the answer or ""."""
+    """Returns the grammar that the reply must follow; "" if the tools require none. markers: token id -> text, of the special
+    tokens in it. write: makes the grammar from markers, schemas of arguments, and a schema of the answer or "". Raises BadRequest
+    if it is invalid or too long."""
     answer = head.grammar
     if tools.choice == AUTO and True not in tools.strict and not answer:
         return ""

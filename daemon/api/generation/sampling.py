@@ -17,7 +17,8 @@ from engine.protocol import SamplingParams
 
 
 def max_tokens_for(head: Head, model: ModelEntry, form: AnswerFormat, prompt_tokens: int) -> int:
-    """Returns the most tokens that a sequence may generate. Raises BadRequest context_length_exceeded with the computation."""
+    """Returns the most tokens that a sequence may generate: the request's limit, or a default, within what the context leaves.
+    prompt_tokens: the length of its prompt. Raises BadRequest context_length_exceeded with the computation."""
     left = model.max_model_len - prompt_tokens
     prompt_field = form.prompt_field
     if left < 1:
@@ -45,8 +46,8 @@ def max_tokens_for(head: Head, model: ModelEntry, form: AnswerFormat, prompt_tok
 def sampling_params(
     head: Head, model: ModelEntry, form: AnswerFormat, prompt_tokens: int, bad_words: list[list[int]], seed: int
 ) -> SamplingParams:
-    """Returns the settings of a prompt's first sequence. bad_words: the token ids from bad_word_ids. seed: used if the request has
-    no seed. Raises BadRequest naming the field."""
+    """Returns the sampling settings of a prompt's first sequence. prompt_tokens: the length of the prompt. bad_words: the token ids
+    from bad_word_ids. seed: used if the request has no seed. Raises BadRequest naming the field."""
     max_tokens = max_tokens_for(head, model, form, prompt_tokens)
     if head.min_tokens > max_tokens:
         raise BadRequest(
@@ -88,15 +89,16 @@ def sampling_params(
 
 
 def check_ids(field: str, token_ids: Iterable[int], model: ModelEntry) -> None:
-    """Raises BadRequest naming the first id that the model does not have."""
+    """Raises BadRequest naming the first of the token ids that is outside the model's vocabulary. field: the request's field that
+    holds them."""
     for token_id in token_ids:
         if token_id >= model.vocab_size:
             raise invalid(field, f"{field}: {token_id} is outside the vocabulary of {model.vocab_size} tokens")
 
 
 def check_n(n: int, num_prompts: int, model: ModelEntry) -> None:
-    """Raises BadRequest for more sequences than a request may have: as many as it may have prompts, or as many as the model runs at
-    once, if that is more. Sequences that do not run at once wait for places, and find their prompt in the prefix cache."""
+    """Raises BadRequest if a request has more sequences (n for each prompt) than allowed: MAX_PROMPTS, or as many as the model runs
+    at once, if that is more. Sequences that do not run at once wait for places, and find their prompt in the prefix cache."""
     most = max(MAX_PROMPTS, model.max_sequences)
     if n * num_prompts > most:
         prompts = f" for {num_prompts} prompts" if num_prompts > 1 else ""
@@ -104,8 +106,9 @@ def check_n(n: int, num_prompts: int, model: ModelEntry) -> None:
 
 
 def nth(params: SamplingParams, number: int, echoed_logprobs: int = -1) -> SamplingParams:
-    """Returns the settings of the sequence `number` of a prompt's n sequences. The first has the request's seed. The others have
-    seeds derived from it, and report the prompt's log-probabilities only if they show them themselves (echoed_logprobs)."""
+    """Returns the sampling settings of one of a prompt's n sequences. params: those of the first. number: the sequence's number,
+    from 0. Sequences after the first have seeds derived from its seed, and report log-probabilities of the prompt only for an echo.
+    echoed_logprobs: the alternatives to each echoed token, -1 for none."""
     if number == 0:
         return params
     digest = hashlib.blake2b(f"{params.seed}/{number}".encode(), digest_size=8).digest()

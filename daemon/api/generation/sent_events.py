@@ -15,7 +15,8 @@ from daemon.streams.stream_parts import SSE_COMMENT
 
 
 class EventSource(Protocol):
-    """The events of a response, indexed by sequence_number. is_held: whether the next daemon continues them."""
+    """The events of a background response, in progress or finished. events: those so far, indexed by sequence_number. is_over:
+    whether no more will come. is_held: whether they are over only in this daemon, because the next one continues the response."""
 
     events: list[bytes]
     is_streamed: bool
@@ -28,7 +29,8 @@ class EventSource(Protocol):
 
 
 class Ended:
-    """The events of a finished response. packed: the events in their stored form; b"": the response was not streamed."""
+    """The EventSource of a finished response. packed: its events, joined, as they are stored; b"" if the response was not
+    streamed."""
 
     is_over, is_held = True, False
 
@@ -41,8 +43,9 @@ class Ended:
 
 
 async def send_events(call: Call, source: EventSource, begin: int) -> web.StreamResponse:
-    """Sends all events from the number `begin` on. A client may have seen more events than there are, because of a restart; it gets
-    the last event, which tells how the response has ended."""
+    """Answers a request for a background response's events: sends all from the sequence_number `begin` on, and returns the response
+    at the end. A client may have seen more events than there are, because of a restart; it gets the last event, which tells how the
+    response has ended."""
     response = event_response(call.request_id, call.context.more_headers, EVENT_STREAM)
     await response.prepare(call.request)
     try:
@@ -57,8 +60,8 @@ async def send_events(call: Call, source: EventSource, begin: int) -> web.Stream
 
 
 async def _send(call: Call, response: web.StreamResponse, source: EventSource, begin: int) -> bool:
-    """Sends the events as send_events describes, and returns whether all were sent. Raises TimeoutError if the client does not
-    read."""
+    """Sends the events as send_events describes, and returns whether the response's last event was sent (False if the next daemon
+    continues it). Raises TimeoutError if the client does not read."""
     settings, at = call.context.settings, begin
     while True:
         waiting = source.events[at:]
@@ -77,6 +80,6 @@ async def _send(call: Call, response: web.StreamResponse, source: EventSource, b
 
 
 async def _write(response: web.StreamResponse, data: bytes, limit_s: float) -> None:
-    """Writes to a client that may read slowly, for at most limit_s. Raises TimeoutError."""
+    """Writes to a client that may read slowly, for at most limit_s seconds. Raises TimeoutError."""
     async with asyncio.timeout(limit_s):
         await response.write(data)

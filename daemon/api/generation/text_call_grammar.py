@@ -22,9 +22,10 @@ _MOST_LENGTH = 4096  # the longest string length in a schema that a grammar can 
 
 @dataclass(frozen=True, slots=True)
 class TextForm:
-    """The texts that a dialect writes around names and values. name: before and after the function's name. key: before and after a
-    parameter's name, up to its value. before_end, end_value, after_value: after a value; end_value is the tag that ends it. end: at
-    the end of a call. barred: a character that a parameter's name must not contain, besides a line break."""
+    """The texts that a model's dialect writes around the names and values of a call. name: before and after the function's name.
+    key: before and after a parameter's name, up to its value. before_end, end_value, after_value: after a value; end_value is the
+    tag that ends it. end: at the end of a call. barred: a character that a parameter's name must not contain, besides a line
+    break."""
 
     name: tuple[str, str]
     key: tuple[str, str]
@@ -69,9 +70,9 @@ FORMS: Mapping[str, TextForm] = {
 def function_rules(
     form: TextForm, at: int, name: str, schema: Mapping[str, Any], options: Mapping[str, Any], special: Mapping[str, str]
 ) -> list[str]:
-    """Returns the rules of a call of the tool `at`, from its name to its end; the first rule is `tool_{at}`. schema: the schema of
-    the tool's parameters, without notes. options: llguidance's options for values that are JSON. special: tag -> the tag's form in
-    a grammar, for tags that are special tokens. Raises Inexpressible."""
+    """Returns the rules of a call of the tool with the index `at`, from its name to its end; the first rule is `tool_{at}`. schema:
+    the JSON schema of the tool's parameters, without descriptions. options: llguidance's options for values that are JSON. special:
+    tag -> its form in a grammar, for tags that are special tokens. Raises Inexpressible for a schema that cannot be enforced."""
     return _Rules(form, schema, options, special).of_function(at, name)
 
 
@@ -101,7 +102,8 @@ class _Rules:
         return [f"tool_{at}: {self._written(name.join(form.name))} {' '.join(parameters)} {self._written(form.end)}", *rules]
 
     def _value(self, rule: str, path: str, schema: Any) -> list[str]:
-        """Returns the rules of a parameter's value and of the tag that ends it. schema: the value's schema."""
+        """Returns the rules for a parameter's value and the tag that ends it. rule: the name of the first rule. path: the value's
+        path in the tool's schema, for errors. schema: the value's schema. Raises Inexpressible."""
         form, root = self._form, self._schema
         end = self._written(form.before_end + form.end_value + form.after_value)
         types = types_of(schema, root)
@@ -134,8 +136,8 @@ class _Rules:
         return self._text(rule, least, most)
 
     def _text(self, rule: str, least: int, most: int | None) -> list[str]:
-        """Returns the rules of a text and of the tag that ends it. least, most: the limits of its length in characters; None: no
-        upper limit."""
+        """Returns the rules for a value that is any text, and for the tag that ends it. rule: the name of the first rule. least,
+        most: the limits of its length in characters; None: no upper limit."""
         form, text = self._form, f"TEXT_{rule.upper()}"
         times = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
         # the parser ends the value at the first tag, even if the tag is spelled out and not a special token

@@ -18,8 +18,8 @@ _strings = msgspec.msgpack.Decoder(list[str])
 
 
 def written_prompts(head: Head, prompt: bytes) -> list[str] | None:
-    """Returns the prompts as the client wrote them, if they were text and are echoed in full; otherwise None. `prompt`: the prompts
-    as packed by the body's parse()."""
+    """Returns the prompts as the client wrote them, if they are texts that the answer echoes in full; otherwise None. `prompt`: the
+    prompts as packed by the body's parse()."""
     return _strings.decode(prompt) if head.outputs.echo and head.prompt_kind == "text" and not head.keep_last else None
 
 
@@ -32,8 +32,9 @@ def texts_of(
     shows_end_token: bool,
     harmony_marks: Mapping[int, str],
 ) -> list[Text]:
-    """Returns one Text for each generation, in order. If log-probabilities are wanted, it also sets the generations' trails.
-    written: the result of written_prompts. shows_end_token: see AnswerFormat. harmony_marks: see ReplyFormat."""
+    """Returns one Text for each sequence, in order, which turns its tokens into the answer's text. It also sets the sequences'
+    trails if log-probabilities are wanted. table: the token table by which ids become text. written: the result of written_prompts.
+    shows_end_token: see AnswerFormat. harmony_marks: see ReplyFormat."""
     end_ids = frozenset(head.stop_token_ids) if head.ignore_eos else frozenset((*model.eos_token_ids, *head.stop_token_ids))
     outputs = head.outputs
     if outputs.logprobs < 0 and not outputs.echo:

@@ -1,5 +1,5 @@
-"""Finds the dialect in which a model writes calls: its own, or, for forced calls of a model with an unknown dialect, hearthd's
-own."""
+"""Finds the dialect (the syntax of tool calls) of a reply: the model's own, or hearthd's own if that is not known and a call is
+forced."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from daemon.text.tool_parsers.registry import GENERIC, NONE
 
 
 async def own_dialect(context: ApiContext, model: ModelEntry) -> str:
-    """Returns the model's configured dialect, or else the one that its template shows; NONE if that is not known."""
+    """Returns the dialect in which the model writes tool calls: the configured one, or else the one that its chat template shows;
+    NONE if that is not known."""
     return model.tool_parser or (await context.text.facts(model)).tool_parser
 
 
 async def reply_dialect(context: ApiContext, model: ModelEntry, tools: ToolRequest) -> str:
-    """Returns the dialect of a reply. Raises BadRequest if the model may choose whether to call and its dialect is not known."""
+    """Returns the dialect in which a reply's tool calls are written: the model's own, or hearthd's own (GENERIC) if that is not
+    known and a call is forced. Raises BadRequest if it is not known and the model may choose whether to call."""
     dialect = await own_dialect(context, model)
     if dialect != NONE:
         return dialect
@@ -34,6 +36,7 @@ async def reply_dialect(context: ApiContext, model: ModelEntry, tools: ToolReque
 
 
 async def allow_plain_calls(context: ApiContext, model: ModelEntry, options: dict[str, Any]) -> None:
-    """Sets `plain_calls` in a chat's options if the model may have to see tools or calls as plain text. options: Head.options."""
+    """Sets options["plain_calls"] for a request with forced calls, or with calls in its messages: whether the prompt may show tools
+    and calls as plain text, because the model's dialect is not known. options: Head.options."""
     if options["forced"] or options["history_calls"]:
         options["plain_calls"] = await own_dialect(context, model) == NONE

@@ -42,8 +42,9 @@ SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,40}",
 
 
 def argument_schemas(tools: ToolRequest) -> list[str]:
-    """Returns the JSON schema of each tool's arguments. If calls are forced or the tool is strict, that is the tool's schema,
-    written compactly and without undeclared properties; otherwise it allows any object. Raises BadRequest."""
+    """Returns the JSON schema of each tool's arguments, as text. If calls are forced or the tool is strict, that is the tool's
+    schema, for JSON without blanks and closed against undeclared properties; otherwise it allows any object. Raises BadRequest
+    naming the tool."""
     schemas = []
     for at, (data, strict) in enumerate(zip(tools.schemas, tools.strict, strict=True)):
         if not strict and tools.choice == AUTO:
@@ -62,9 +63,9 @@ def argument_schemas(tools: ToolRequest) -> list[str]:
 
 
 def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, markers: Mapping[int, str], answer: str = "") -> str:
-    """Returns a grammar in the form of SamplingParams.grammar. schemas: the result of argument_schemas. markers: token id -> text,
-    of markers that are special tokens. answer: a JSON schema for a reply that is no call (not for the dialects in
-    WITHOUT_MARKER)."""
+    """Returns the grammar of a reply with tools, in the form of SamplingParams.grammar. schemas: the result of argument_schemas.
+    dialect: how the model writes calls. markers: token id -> text, of the dialect's markers that are special tokens. answer: a JSON
+    schema for a reply that is no call, "" for none (always for the dialects in WITHOUT_MARKER)."""
     special = {text: f"<[{token_id}]>" for token_id, text in markers.items()}  # to llguidance a special token is not text
     chosen = [at for at, name in enumerate(tools.names) if tools.choice != NAMED or name == tools.name]
     newer = named_call.ARGS in special
@@ -131,7 +132,8 @@ def tool_grammar(tools: ToolRequest, schemas: Sequence[str], dialect: str, marke
 
 
 def _in_deepseek(name: str, arguments: str, dialect: str, special: Mapping[str, str]) -> str:
-    """Returns the right side of the rule for a call. arguments: the name of the arguments' rule."""
+    """Returns the right side of the rule for a call in DeepSeek's syntax. name: the tool. arguments: the name of the rule for the
+    arguments. special: marker -> its form in the grammar, for markers that are special tokens."""
     begin, separator, end = (_marker(text, special) for text in (deepseek.BEGIN, deepseek.SEPARATOR, deepseek.END))
     if dialect == DEEPSEEK_V31:
         return f"{begin} {json.dumps(name)} {separator} {arguments} {end}"
@@ -140,15 +142,15 @@ def _in_deepseek(name: str, arguments: str, dialect: str, special: Mapping[str, 
 
 
 def _in_kimi_k2(name: str, arguments: str, special: Mapping[str, str]) -> str:
-    """Returns the right side of the rule for a call. arguments: the name of the arguments' rule. The model chooses the number in
-    the call's id, because it counts the calls."""
+    """Returns the right side of the rule for a call in Kimi K2's syntax. name: the tool. arguments: the name of the rule for the
+    arguments. The model chooses the number in the call's id, because it counts the calls."""
     begin, separator, end = (_marker(text, special) for text in (kimi_k2.BEGIN, kimi_k2.ARGUMENTS, kimi_k2.END))
     return f"{begin} {json.dumps(f'{PREFIX}{name}:')} /[0-9]{{1,4}}/ {separator} {arguments} {end}"
 
 
 def _bare(schema: Any) -> Any:
-    """Returns the schema without descriptions and other notes, which would only make the grammar long. Inside values that a text
-    must equal nothing is removed."""
+    """Returns a JSON schema without descriptions, titles and comments, which would only make the grammar long. Values of const,
+    enum, default and examples stay unchanged."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, dict):
@@ -161,7 +163,8 @@ def _bare(schema: Any) -> Any:
 
 
 def with_options(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
-    """Returns the schema as JSON with these options for llguidance, which replace any that a client has set."""
+    """Returns the schema as JSON text with these options for llguidance, in place of any that a client has written into the
+    schema."""
     return json.dumps({"x-guidance": options} | schema | {"x-guidance": options}, ensure_ascii=False)
 
 
@@ -174,8 +177,9 @@ def _some(separator: str, many: bool) -> str:
 
 
 def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str], barred: str) -> list[str]:
-    """Returns the rules of replies that may consist of text, calls or both. Reasoning may come first, even if its markers are
-    special tokens. barred: a text that must not occur outside of calls, besides the marker."""
+    """Returns the rules, with `start`, of replies that may consist of text, calls or both. Reasoning may come first, even if its
+    markers are special tokens. marker: begins a call, "" if calls have none. calls: the right side of the rule for one or more
+    calls. barred: a text that must not occur outside of calls either; "" for none."""
     think, rules = _thinking(special)
     if not marker:
         # a reply that begins with a brace is a call; after the tag, a special token, a call may follow any text
@@ -195,7 +199,7 @@ def _with_text(marker: str, calls: str, many: bool, special: Mapping[str, str], 
 
 def _with_llama4_text(calls: str, special: Mapping[str, str]) -> list[str]:
     """Returns the rules of Llama 4's replies that may consist of text or calls. A bracket begins a call at the beginning of the
-    reply and after a marker, so text must not begin with one."""
+    reply and after a marker, so text must not begin with one. calls: the right side of the rule for one or more calls."""
     think, rules = _thinking(special)
     bars = "".join(f" & ~/(?s:.*){_escaped(marker)}(?s:.*)/" for marker in (llama4.START, llama4.END))
     rules.append(rf"TEXT: /\s*[^\[{{\s](?s:.*)/{bars}")
@@ -206,7 +210,7 @@ def _with_llama4_text(calls: str, special: Mapping[str, str]) -> list[str]:
 
 
 def _thinking(special: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Returns the symbol for the reasoning before a reply, and its rules; empty if the reasoning's markers are not special
+    """Returns the symbol for reasoning before a reply, and its rules; ("", []) if the model's reasoning markers are not special
     tokens."""
     if reasoning.OPEN not in special or reasoning.CLOSE not in special:
         return "", []

@@ -17,7 +17,8 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def usage_of(generations: Sequence[Generation], completion_tokens: int) -> dict[str, object]:
-    """Returns a request's usage. A prompt of n sequences counts once, and sharing it among these is no cache hit."""
+    """Returns the `usage` object of a request. The tokens of a prompt with n sequences count once, and its n - 1 other sequences do
+    not count as cache hits. completion_tokens: the tokens of all sequences."""
     prompts = [each for each in generations if not each.is_copy]
     told = usage(sum(len(each.prompt) for each in prompts), completion_tokens, sum(each.num_cached for each in prompts))
     if any(each.prediction for each in generations):  # others may or may not get drafts, which must not change the answer's form
