@@ -126,8 +126,7 @@ class _Forwarded:
 
     async def _answer_in_time(self) -> tuple[web.StreamResponse, str]:
         """Waits for a place among the other server's requests, and then for its answer. Returns the answer and the request's
-        outcome ("failed", "cancelled" or as reported by that server). An error after the first byte becomes the stream's last
-        event."""
+        outcome ("stop", "length", "failed" or "cancelled"). An error after the first byte becomes the stream's last event."""
         try:
             async with self._limit:
                 tenant = self._call.tenant

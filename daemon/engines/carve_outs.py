@@ -1,8 +1,9 @@
-"""Sets a part of a device's budget aside for each isolated model, before anything is placed.
+"""Sets a part of a device's memory budget aside for each isolated model (its carve-out), before any model is loaded.
 
-All other code treats a carve-out as a device: it has its own account, lease and engine process, and only one model may live there.
-It stays for the life of the daemon, even while its model is not loaded. An engine takes its device's memory once and returns none
-of it to the driver (docs/design/processes.md), so other models could not use the memory of an isolated model that was evicted.
+All other code treats a carve-out as a device: it has its own account of memory, its own lease and engine process, and only one
+model may live there. It stays for the life of the daemon, even while its model is not loaded. An engine takes its device's memory
+once and returns none of it to the driver (docs/design/processes.md), so other models could not use the memory of an isolated model
+that was evicted.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from scheduler.node.ledger import size_of
 
 @dataclass(slots=True, frozen=True)
 class Division:
-    """The result of dividing the devices. devices: the node's devices, each with its remaining budget and followed by its
-    carve-outs. problems: an isolated model without a carve-out -> the reason; such a model is not served."""
+    """The result of `divide`. devices: the node's devices, each with what is left of its budget, followed by its carve-outs.
+    problems: an isolated model without a carve-out -> the reason; such a model is not served."""
 
     devices: list[DeviceBudget]
     problems: dict[str, str]
 
 
 def isolated_models(config: NodeConfig) -> dict[str, ModelConfig]:
-    """Returns the settings of the models that get a carve-out, by name."""
+    """Returns the settings of the models that get a carve-out (the key `isolate`), by the model's name."""
     return {name: settings for name, settings in sorted(config.models.items()) if settings.isolate}
 
 
 def divide(
     config: NodeConfig, devices: Sequence[DeviceBudget], state: NodeState, checkpoints: Mapping[str, Checkpoint]
 ) -> Division:
-    """Divides the devices' budgets between shared use and carve-outs. checkpoints: the content of the models folder, needed only if
-    a model is isolated."""
+    """Divides the devices' memory budgets between shared use and carve-outs for isolated models. state: what operators have set,
+    such as pinned models. checkpoints: the content of the models folder, by name; needed only if a model is isolated."""
     isolated = isolated_models(config)
     if not isolated:
         return Division(list(devices), {})
@@ -65,12 +66,13 @@ def divide(
 
 
 class _CannotCarve(Exception):
-    """Raised when nothing can be set aside for a model. The message is shown to the operator unchanged."""
+    """Raised when no carve-out can be set aside for a model. The message, which names the reason, is shown to the operator
+    unchanged."""
 
 
 def _wanted_bytes(config: NodeConfig, name: str, settings: ModelConfig, found: Registered | None) -> int:
-    """Returns the bytes to set aside for the model, in whole chunks. Raises _CannotCarve if neither its settings nor its files
-    determine them."""
+    """Returns the size of a model's carve-out in bytes, in whole chunks: the setting isolate_bytes, or what the model takes. found:
+    the model's record, None if its folder is missing. Raises _CannotCarve if neither settings nor files determine the size."""
     chunk_bytes = int(config.chunk_bytes)
     if settings.isolate_bytes is not None:
         return -(-parse_bytes(settings.isolate_bytes) // chunk_bytes) * chunk_bytes
@@ -90,8 +92,9 @@ def _allowed(devices: Sequence[DeviceBudget], settings: ModelConfig, found: Regi
 
 
 def _choose(config: NodeConfig, name: str, allowed: Sequence[DeviceBudget], left: dict[str, int], num_bytes: int) -> DeviceBudget:
-    """Returns the allowed device with the most memory left among those that would keep MIN_CHUNKS chunks. Raises _CannotCarve if
-    there is none."""
+    """Returns the device for a carve-out: the allowed one with the most memory left, among those that would keep MIN_CHUNKS chunks
+    after it. left: device -> bytes of its budget that are left. num_bytes: the carve-out's size. Raises _CannotCarve if there is
+    none."""
     least = MIN_CHUNKS * int(config.chunk_bytes)
     roomy = [device for device in allowed if left[device.name] - num_bytes - _context_bytes(device) >= least]
     if not roomy:
@@ -104,5 +107,6 @@ def _choose(config: NodeConfig, name: str, allowed: Sequence[DeviceBudget], left
 
 
 def _context_bytes(device: DeviceBudget) -> int:
-    """Returns the bytes of a GPU, outside its budget, that one more process takes; 0 for a cpu device."""
+    """Returns the bytes of GPU memory, outside of any budget, that one more engine process takes on the device; 0 for a cpu
+    device."""
     return CUDA_LEFT_BYTES if device.uuid else 0

@@ -37,8 +37,8 @@ class EngineEvents:
     def __init__(
         self, dispatcher: Dispatcher, budgets: Mapping[str, int], kernels: Kernels, regions: Regions | None = None
     ) -> None:
-        """budgets: device -> budget_bytes. kernels: receives the engines' reports on compiling kernels. regions: the exchange
-        memory of split models; None if no model can be split over devices."""
+        """budgets: device -> the bytes of its budget. kernels: receives the engines' reports on compiling kernels. regions: the
+        exchange memory of split models; None if no model can be split over devices."""
         self._kernels = kernels
         self.groups = Groups(dispatcher.send, dispatcher.lease_of, dispatcher.config.block_tokens, regions, self._answered)
         dispatcher.groups = self.groups
@@ -94,8 +94,8 @@ class EngineEvents:
             self._answered(devices, answer)
 
     def _trace_engine_down(self, tracer: Tracer, device: str, lost: set[str], now: float, reason: str) -> None:
-        """Tells the traces of a device's loads and requests that its engine has ended. lost: the models of which the device held a
-        share."""
+        """Records the end of a device's engine in the traces of the loads and requests that it had. lost: the split models of which
+        the device held a share. now: monotonic seconds."""
         for load in tracer.loads_lost(device, now, reason):
             self._dispatcher.tell_load(load)
         for generation in self._open.by_id.values():
@@ -139,8 +139,8 @@ class EngineEvents:
             self.probes.answered(device, message)
 
     def _answered(self, device: str, message: Answer) -> None:
-        """Handles an answer about a placement, from one engine or from all engines of a split model together. device: the device's
-        name, or the joined names of all devices."""
+        """Handles an engine's answer about a load or an eviction, from one engine or from all engines of a split model together.
+        device: the device's name, or the joined names of all devices."""
         match message:
             case protocol.LoadProgress():
                 self._load_progress(device, message)
@@ -330,7 +330,8 @@ class EngineEvents:
             self._dispatcher.release_aborts()
 
     def _mixed_rows(self, message: protocol.TokensOut) -> None:
-        """Delivers the tokens of a step in which a sequence has several tokens or ends."""
+        """Passes the tokens of a step on to the sinks of their sequences, if a sequence has several tokens or ends in this step;
+        other steps take a faster way in _tokens_out."""
         start = 0
         num_rows = len(message.request_ids)
         counts = message.counts or (1,) * num_rows
@@ -424,9 +425,9 @@ def _of_load(message: protocol.LoadDone) -> dict[str, Value]:
 
 
 def _error(failed: protocol.RequestFailed, generation: Generation) -> HearthError:
-    """Returns the error for a request that failed in the engine. Three failures that only the engine can find are the client's
-    fault: a grammar that the vocabulary cannot follow, word and token lists that leave no token, and an adapter with broken files.
-    All others are the server's."""
+    """Returns the error that answers a request that failed in the engine. Three failures that only the engine can find are the
+    client's fault: a grammar that the vocabulary cannot follow, word and token lists that leave no token, and an adapter with
+    broken files. All others are the server's."""
     if failed.code == "unsupported_grammar":
         kind = generation.params.grammar.partition(":")[0]
         field = {"regex": "regex", "lark": "grammar"}.get(kind, "response_format")

@@ -1,4 +1,4 @@
-"""A running engine process as the daemon sees it, however it was started."""
+"""A running engine process as the daemon sees it, whether it was started with exec or forked by the fork server."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class EngineProcess(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes the daemon's descriptors of a process that has ended."""
+        """Closes the daemon's descriptors for the process, which must have ended."""
         ...
 
 
 class Spawned:
-    """An engine process that was started with exec. descriptors: the descriptors that its arguments name, which it inherits.
-    variables: environment variables to set. Raises OSError if it cannot be started."""
+    """An EngineProcess that is started with exec. arguments: those of `python -m engine`. descriptors: the file descriptors that
+    they name, which the process inherits. variables: environment variables to set. Raises OSError if it cannot be started."""
 
     def __init__(self, arguments: Sequence[str], descriptors: Sequence[int], variables: dict[str, str]) -> None:
         # its own process group, because Ctrl-C in a terminal is for the daemon, which drains first
@@ -64,6 +64,6 @@ class Spawned:
 
 
 def kill(pidfd: int) -> None:
-    """Kills a process, which may have ended already."""
+    """Sends SIGKILL to a process; does nothing if it has ended already. pidfd: a descriptor of the process."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""Checks all engines every few seconds and kills those that hang. Such a death is then handled like any other death of an
-engine."""
+"""Checks all engines every few seconds and kills those that hang. Their death is then handled like that of an engine that
+crashed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EngineRounds:
             self._timer = None
 
     def problem(self, device: str) -> str:
-        """Returns a problem text if the engine has given no sign of life for long, otherwise ""."""
+        """Returns a text for operators if the device's engine has given no sign of life for suspiciously long, or "" if it has."""
         worker = self._workers[device]
         pulse = worker.pulse()
         return "" if pulse is None else self._watch.problem(device, time.monotonic(), worker.pid, pulse, self._stall_s())

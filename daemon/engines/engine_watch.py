@@ -1,8 +1,8 @@
 """Decides whether engines hang, from the sign of life that each engine's loop leaves in shared memory (engine/loop/pulse.py).
 
 It reads no clock and does no I/O. The limit between two signs of life is `stall_s` seconds, or during a step eight times the step's
-usual duration, if that is longer. Work of unknown length gets ten times `stall_s`: a step of a size seen fewer than three times,
-which may compile kernels, or the capture of a step.
+usual duration, if that is longer. The limit is ten times `stall_s` for work whose duration is unknown: a step of a size that was
+seen fewer than three times, which may compile kernels, or the capture of a step as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SUSPECT, SUSPECT_S = 1 / 3, BEAT_EVERY_S + 3.0  # silence is suspect after this 
 
 @dataclass(slots=True, frozen=True)
 class Silence:
-    """How long an engine has given no sign of life, its limit, and what the engine was doing."""
+    """How long an engine has given no sign of life (silent_s), the limit for that (limit_s), both in seconds, and what the engine
+    was doing, in words."""
 
     silent_s: float
     limit_s: float
@@ -40,9 +41,9 @@ class Silence:
 
 
 def silence(pulse: Pulse, since_s: float, now: float, stall_s: float) -> Silence:
-    """Returns how long the engine has been silent, compared with its limit. since_s: silence before this time does not count.
-    stall_s: the limit between two signs of life. If the engine does two things at a time, the result is the one nearer to its
-    limit."""
+    """Returns how long the engine has been silent, and its limit. pulse: its last sign of life. since_s: silence before this time
+    does not count. stall_s: the usual limit in seconds. If the engine does two things at a time, the result is for the one that is
+    nearer to its limit."""
     silent_s = max(0.0, now - max(pulse.at_s, since_s))
     unknown_s = TIMES_UNKNOWN * stall_s
     if pulse.doing == Doing.STEP and pulse.expected_s:
@@ -64,7 +65,8 @@ def silence(pulse: Pulse, since_s: float, now: float, stall_s: float) -> Silence
 
 @dataclass(slots=True)
 class _Life:
-    """One engine process. since_s: silence before this time does not count. hangs: whether `look` has reported it as hanging."""
+    """One engine process, as EngineWatch knows it. since_s: silence before this time does not count. hangs: whether `look` has
+    already reported it as hanging."""
 
     pid: int
     since_s: float
@@ -72,16 +74,17 @@ class _Life:
 
 
 class EngineWatch:
-    """Checks all engines of a node for silence. due_s: when the next check is due. All times are those of time.monotonic()."""
+    """Finds the engines of a node that hang, by the time since their last sign of life. due_s: when `look` is to be called next.
+    All times are those of time.monotonic()."""
 
     def __init__(self, now: float) -> None:
         self.due_s = now + LOOK_EVERY_S
         self._lives: dict[str, _Life] = {}
 
     def look(self, now: float, pulses: Mapping[str, tuple[int, Pulse]], stall_s: float) -> dict[str, Silence]:
-        """Returns the engines that hang, each engine once, by device. pulses: device -> the process id and the last sign of life,
-        for engines that are up. stall_s: 0 turns the check off. If the call is much later than due_s, all silence starts anew,
-        because the signs of life may be as old as the daemon's own pause."""
+        """Returns the engines that hang and were not returned before, by device. pulses: device -> the process id and the last sign
+        of life, for engines that are up. stall_s: the usual limit in seconds; 0 turns the check off. If the call is much later than
+        due_s, all silence starts anew, because the signs of life may be as old as the daemon's own pause."""
         was_held = now - self.due_s > HELD_S
         self.due_s = now + LOOK_EVERY_S
         before, self._lives = self._lives, {}
@@ -106,7 +109,8 @@ class EngineWatch:
         return found
 
     def problem(self, device: str, now: float, pid: int, pulse: Pulse, stall_s: float) -> str:
-        """Returns a text for operators if this engine's silence is suspect, otherwise ""."""
+        """Returns a text for operators if the device's engine has been silent for suspiciously long, or "" if it has not. pid: the
+        engine's process id. pulse: its last sign of life. stall_s: 0 turns the check off."""
         life = self._lives.get(device)
         if life is None or life.pid != pid or stall_s <= 0:
             return ""

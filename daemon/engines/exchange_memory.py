@@ -1,8 +1,8 @@
 """The daemon's side of the exchange memory, through which the engines of a split model communicate (engine/exchange.py).
 
-The daemon owns the memory and the doorbells, so they outlive every engine. It numbers the engines, gives each group of devices a
-region for as long as a member may use it, and breaks the groups that have lost a member. A new daemon makes a new memory, because
-its engines are new as well.
+The daemon owns the memory and the doorbells (eventfds that wake an engine), so they outlive every engine. It numbers the engines,
+gives each group (the engines of one split model) a region of the memory for as long as a member may use it, and marks a group as
+broken when a member has ended. A new daemon makes a new memory, because its engines are new as well.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MOST_BYTES = 1 << 40  # address space for regions; memory is only used for pages
 
 
 class ExchangeMemory:
-    """The exchange memory of the engines of these devices, numbered in the order of `devices`. fd: the memory's descriptor.
-    doorbells: one eventfd for each engine, by its number. Raises OSError if they cannot be made."""
+    """The exchange memory for the engines of `devices`, numbered in the order of `devices`. fd: the memory's descriptor. doorbells:
+    one eventfd for each engine, by its number. Raises OSError if the memory or an eventfd cannot be made."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._numbers = {device: number for number, device in enumerate(devices)}
@@ -30,7 +30,7 @@ class ExchangeMemory:
         self._taken: dict[int, int] = {}  # offset of each region in use -> its end
 
     def close(self) -> None:
-        """Closes the daemon's descriptors. The memory is freed when the engines have closed theirs, too."""
+        """Closes the daemon's descriptors. The system frees the memory when the engines have closed theirs, too."""
         self._exchange.close()
         for fd in (self.fd, *self.doorbells):
             os.close(fd)
@@ -49,7 +49,8 @@ class ExchangeMemory:
         return told, [self.fd, *self.doorbells]
 
     def allocate(self, num_bytes: int) -> int:
-        """Returns the offset of a new region, whose memory is zero. Raises OSError if there is no room left."""
+        """Takes a region of num_bytes for a group and returns its offset in the memory; the region's bytes are zero. Raises OSError
+        if there is no room left."""
         offset = self._begin
         for begin, end in sorted(self._taken.items()):
             if begin - offset >= num_bytes:
@@ -62,7 +63,7 @@ class ExchangeMemory:
         return offset
 
     def free(self, offset: int) -> None:
-        """Frees a region that no engine uses any more."""
+        """Gives the region at `offset` back, because no engine uses it any more."""
         end = self._taken.pop(offset)
         self._exchange.clear(offset, end - offset)
 

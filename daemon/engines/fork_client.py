@@ -1,5 +1,5 @@
-"""The daemon's client of the fork server (engine/forks/server.py): starts the server, requests engines, and replaces the server if
-it has ended or hangs."""
+"""The daemon's client of the fork server, the process that forks the engines of cpu devices (engine/forks/server.py): starts the
+server, asks it for engines, and replaces it if it has ended or hangs."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ STOP_LIMIT_S = 2.0
 
 
 def threads_per_engine(config: NodeConfig, devices: Sequence[DeviceBudget]) -> int:
-    """Returns the configured number of threads, or else this process's cores divided by the number of cpu engines, those of
-    isolated models included."""
+    """Returns how many threads each engine of a cpu device gets: the configured number, or else the cores that this process may
+    use, divided by the number of such engines, those of isolated models included."""
     num_cpu = sum(device.name.startswith("cpu") for device in devices)
     return config.threads or max(1, len(os.sched_getaffinity(0)) // max(1, num_cpu))
 
 
 class ForkServer:
-    """Forks engines of cpu devices. runner, cache_dir: the node's settings. threads: the number for each engine.
+    """The client of one fork server, from which it gets the engines of cpu devices. runner, cache_dir: the node's settings.
+    threads: the number for each engine.
 
-    Every call runs in one thread of this object, because starting the server and its first answer take seconds."""
+    Calls to the server run in one thread of this object, because starting the server and waiting for its first answer take
+    seconds."""
 
     def __init__(self, runner: str, cache_dir: str, threads: int) -> None:
         self.threads = threads
@@ -52,8 +54,8 @@ class ForkServer:
 
     @classmethod
     def ahead(cls, config: NodeConfig, devices: Sequence[DeviceBudget]) -> ForkServer | None:
-        """Returns a server that is already being started, because importing torch takes the largest part of hearthd's start.
-        Returns None if the node has no cpu device."""
+        """Returns a ForkServer whose process is already starting, because importing torch takes the largest part of hearthd's
+        start. Returns None if the node has no cpu device."""
         if not any(device.name.startswith("cpu") for device in devices):
             return None
         made = cls(config.runner, config.cache_dir, threads_per_engine(config, devices))
@@ -62,7 +64,7 @@ class ForkServer:
         return made
 
     def give_up(self) -> None:
-        """Ends a server that was started ahead and has not been asked for an engine."""
+        """Ends a server that was started by ahead() and has not been asked for an engine. Does not wait for its end."""
         self._ended = True
         if self._process is not None:
             self._process.kill()
@@ -70,7 +72,8 @@ class ForkServer:
         self._thread.shutdown(wait=False)
 
     async def fork(self, name: str, arguments: Sequence[str], descriptors: Sequence[int]) -> EngineProcess:
-        """Returns a new engine. name: the process's name. descriptors: the descriptors that its arguments name. Raises OSError."""
+        """Returns a new engine process. name: the process's name. arguments: its command-line arguments. descriptors: the file
+        descriptors that they name, which it inherits. Raises OSError if the server cannot be reached or refuses."""
         own = [os.dup(descriptor) for descriptor in descriptors]  # the caller may be cancelled and close its descriptors
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._fork, name, arguments, descriptors, own)
 
@@ -103,7 +106,8 @@ class ForkServer:
         raise AssertionError("not reached")
 
     def _ask(self, request: ForkEngine, descriptors: Sequence[int]) -> EngineProcess:
-        """Sends a request and returns the engine. Raises _Gone if the server does not answer, OSError if it refuses."""
+        """Sends a request to the server and returns the engine that it has forked. descriptors: the file descriptors for the
+        engine. Raises _Gone if the server does not answer, OSError if it refuses."""
         assert self._control is not None
         ended, ended_end = os.pipe()
         stderr, stderr_end = os.pipe()
@@ -151,7 +155,8 @@ class ForkServer:
 
 
 def _reap(process: subprocess.Popen[bytes], pidfd: int) -> None:
-    """Waits for the server's end and takes its exit status at once, so that no zombie process remains."""
+    """Waits until the fork server's process ends, and then takes its exit status at once, so that no zombie process remains. pidfd:
+    a descriptor of the process, which is closed."""
     ended = select.poll()
     ended.register(pidfd, select.POLLIN)
     ended.poll()
@@ -160,11 +165,12 @@ def _reap(process: subprocess.Popen[bytes], pidfd: int) -> None:
 
 
 class _Gone(Exception):
-    """Raised if the server does not answer. The message continues a sentence that begins with the server's name."""
+    """Raised if the fork server does not answer. The message continues a sentence of which the server is the subject."""
 
 
 class _ForkedEngine:
-    """An EngineProcess that the fork server has forked. Only that server can tell how it ended."""
+    """An EngineProcess that the fork server has forked. It is the server's child, so only the server can tell how it ended.
+    ended_fd: a pipe through which it tells that."""
 
     def __init__(self, pid: int, pidfd: int, ended_fd: int, stderr_fd: int) -> None:
         self.pid, self.pidfd, self._ended_fd = pid, pidfd, ended_fd

@@ -1,8 +1,9 @@
 """Connects the node scheduler, which treats a model that is split over several devices as one placement, with the engines, each of
 which loads and evicts its own share.
 
-A Load becomes a LoadModel for each member, an Evict an EvictModel, and the members' answers become one answer. If one member fails
-to load, the others evict their shares before the failure is reported. A member that has died counts as having answered everything.
+The engines (members) of one split model are a group. A Load becomes a LoadModel for each member, an Evict an EvictModel, and the
+members' answers become one answer. If one member fails to load, the others evict their shares before the failure is reported. A
+member that has died is not waited for.
 
 No member may wait for another one that will not come: the group is marked as broken before any member is told to leave, and as soon
 as a member has died. Results of a broken group are never used: its requests run again.
@@ -32,7 +33,7 @@ CLOSED_KEPT = 256  # placements of closed groups that are remembered; later mess
 
 
 class Regions(Protocol):
-    """The functions of the exchange memory that this module uses (daemon/engines/exchange_memory.py)."""
+    """The methods of ExchangeMemory (daemon/engines/exchange_memory.py) that this module uses."""
 
     def number(self, device: str) -> int: ...
 
@@ -53,9 +54,10 @@ class _Phase(Enum):
 
 @dataclass(slots=True)
 class _Group:
-    """One placement of a split model. devices: by rank. holding: the members that may still use the group's region. leaving: the
-    members in `holding` that were told to evict their share and have not answered. failure: the first member that could not load,
-    and its message."""
+    """One placement of a split model. devices: its members, by rank. region_offset: where its region in the exchange memory begins.
+    holding: the members that may still use the group's region. leaving: the members in `holding` that were told to evict their
+    share and have not answered. loaded, progress: the last messages of members, by device. failure: the first member that could not
+    load, and its message."""
 
     placement_id: int
     model: str
@@ -70,15 +72,16 @@ class _Group:
 
     @property
     def name(self) -> str:
-        """The joined names of its devices, used where a placement on one device has that device's name."""
+        """The joined names of the group's devices. It identifies the placement where one device's name would do so for a model that
+        is not split."""
         return joined(self.devices)
 
 
 class Groups:
-    """All placements of split models. send: passes a message to a device's engine. lease_of: returns the last lease that was sent
-    to a device's engine. block_tokens: tokens in a KV block. regions: None if the node has no devices to split a model over. tell:
-    receives the joint answer of all members with the joined name of their devices, or a LoadFailed with the device that could not
-    load."""
+    """All placements of split models. send: passes a message to a device's engine. lease_of: returns the last lease, in chunks,
+    that was sent to a device's engine. block_tokens: tokens in a KV block. regions: None if the node has no devices to split a
+    model over. tell: receives (name of devices, answer): the joint answer of all members with the joined names of their devices, or
+    a LoadFailed with the name of the device that could not load."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class Groups:
         self._closed: deque[int] = deque(maxlen=CLOSED_KEPT)
 
     def knows(self, placement_id: int) -> bool:
-        """Returns whether the placement is, or was, one of a split model."""
+        """Returns whether the placement belongs to a split model, or did so until recently."""
         return placement_id in self._groups or placement_id in self._closed
 
     def models_on(self, device: str) -> set[str]:
@@ -104,8 +107,9 @@ class Groups:
     # ---- what the scheduler wants
 
     def load(self, action: actions.Load, message: LoadModel, form: GroupForm) -> None:
-        """Sends each member its LoadModel. message: the leader's message, without its group. Raises OSError if there is no exchange
-        memory, or no room in it."""
+        """Makes the group of a split model and sends each member its LoadModel. action: the scheduler's decision, with the lease of
+        each device. message: the message for one member, to which its lease and its place in the group are added. form: how the
+        model is divided. Raises OSError if there is no exchange memory, or no room in it."""
         if self._regions is None:
             raise OSError("this node has fewer than two cpu devices to split a model over")
         leases = action.leases
@@ -121,8 +125,9 @@ class Groups:
             self._send(device, msgspec.structs.replace(message, lease_chunks=lease_chunks, group=group))
 
     def evict(self, action: actions.Evict) -> None:
-        """Sends an EvictModel to each member that still holds a share. Reports Evicted when all have answered, or at once if none
-        holds a share. A failure to load that was not reported yet is dropped then."""
+        """Carries out the scheduler's decision to evict a split model: sends an EvictModel to each member that still holds a share,
+        and new leases to the other devices. Reports Evicted when all have answered, or at once if none holds a share. A failure to
+        load that was not reported yet is dropped."""
         leases = action.leases
         group = self._groups.get(action.placement_id)
         held = set() if group is None else group.holding
@@ -141,7 +146,8 @@ class Groups:
     # ---- what engines say
 
     def answer(self, device: str, message: Answer) -> None:
-        """Handles an engine's message about a placement of a split model. A message that comes too late is ignored."""
+        """Handles a message from a device's engine about its share of a split model, and reports to the scheduler what all members
+        together have reached. A message that comes too late is ignored."""
         group = self._groups.get(message.placement_id)
         if group is None or device not in group.holding:
             return
@@ -165,15 +171,16 @@ class Groups:
                 pass  # the placement's prompts wait until all shares are loaded
 
     def break_with(self, device: str) -> None:
-        """Breaks the groups of a device whose engine has ended, so that the other members stop waiting for it."""
+        """Marks the groups that include the device as broken, because its engine has ended, so that the other members stop waiting
+        for it."""
         for group in self._groups.values():
             if device in group.holding:
                 self._break(group)
 
     def engine_down(self, device: str) -> list[tuple[str, Answer]]:
-        """Counts a dead engine as having answered everything. Called before the scheduler hears of the death; returns the answers
-        (names of devices, message) that the scheduler is to be told after that. If it were told earlier, it would place the model
-        on the dead engine again."""
+        """Removes a dead engine from its groups, so that no answer of it is waited for. Called before the scheduler hears of the
+        death. Returns the answers (name of devices, message) that are complete by this; the scheduler must get them after it has
+        heard of the death, or it would place the model on the dead engine again."""
         self.break_with(device)
         answers = []
         for group in [group for group in self._groups.values() if device in group.holding]:
@@ -197,7 +204,8 @@ class Groups:
         self._close_if_empty(group)
 
     def _leave(self, group: _Group, leases: dict[str, int]) -> None:
-        """Tells all members that still hold a share to evict it. leases: new leases by device; other devices keep theirs."""
+        """Marks the group as broken and tells all members that still hold a share to evict it. leases: device -> its new lease in
+        chunks; devices that are missing keep theirs."""
         self._break(group)
         for device in group.devices:
             if device in group.holding and device not in group.leaving:
@@ -210,13 +218,13 @@ class Groups:
         group.leaving.discard(device)
 
     def _close_if_empty(self, group: _Group) -> None:
-        """Closes the group and reports its final answer, if no member is left that could use its region."""
+        """If no member can use the group's region any more, closes the group and reports its final answer to the scheduler."""
         if (answer := self._closed_with(group)) is not None:
             self._tell(*answer)
 
     def _closed_with(self, group: _Group) -> tuple[str, Answer] | None:
-        """Closes the group if no member is left that could use its region, and then returns the answer to report, if there is
-        one."""
+        """If no member can use the group's region any more, closes the group and returns the answer to report (name of devices,
+        message). Returns None if a member still can, or if there is nothing to report."""
         if group.holding:
             return None
         assert self._regions is not None
@@ -235,8 +243,9 @@ class Groups:
 
 
 def _sum_of_progress(group: _Group) -> LoadProgress:
-    """Returns the progress of all members together. While a member waits for its kernels (bytes_total 0), the result has
-    bytes_total 0. A member without a report is assumed to have as much to load as the largest other one."""
+    """Returns the load's progress over all members: the sums of their bytes. While a member waits for its kernels (bytes_total 0),
+    the result has bytes_total 0. A member that has not reported yet is assumed to have as many bytes to load as the largest one of
+    the others."""
     told = list(group.progress.values())
     if not all(one.bytes_total for one in told):
         return LoadProgress(group.placement_id, 0, 0)
@@ -246,7 +255,8 @@ def _sum_of_progress(group: _Group) -> LoadProgress:
 
 
 def _joined_load(group: _Group) -> LoadDone:
-    """Returns one LoadDone for all members: the longest of their times, and the sum of the bytes read."""
+    """Returns one LoadDone for the whole group: the longest of the members' durations, and the sum of the bytes that they have
+    read."""
     parts = [group.loaded[device] for device in group.devices]
     return LoadDone(
         group.placement_id,

@@ -22,8 +22,8 @@ FORMAT = Format(version=1, reads_from=1, readable_from=1)
 
 
 class _Copy(msgspec.Struct, array_like=True):
-    """One copy in host memory. layout: see Registry.layout_id. index: the engine's account of saved KV; b"" for a copy of
-    weights."""
+    """A copy of weights, or saved KV, in host memory. layout: see Registry.layout_id. slots: the slots that hold it. num_tokens:
+    the tokens of saved KV. index: the engine's account of saved KV; b"" for a copy of weights."""
 
     model: str
     layout: str
@@ -54,7 +54,7 @@ _decoder = msgspec.msgpack.Decoder(_Decoded)
 
 
 class HostCopies(Protocol):
-    """The part of the node scheduler that manages host memory."""
+    """The methods of the node scheduler that tell which copies are in host memory; host_revision changes whenever they do."""
 
     @property
     def host_revision(self) -> int: ...
@@ -63,7 +63,8 @@ class HostCopies(Protocol):
 
 
 class HostAccount:
-    """Writes the account, and reads the one that an earlier daemon left. layout_of: see Registry.layout_id."""
+    """Keeps the account of host memory up to date, and reads the one that an earlier daemon left. account: where it is kept.
+    slot_bytes: the size of a slot. copies: the scheduler, which knows what each slot holds. layout_of: see Registry.layout_id."""
 
     def __init__(self, account: Account, slot_bytes: int, copies: HostCopies, layout_of: Callable[[str], str]) -> None:
         self._account, self._slot_bytes, self._copies, self._layout_of = account, slot_bytes, copies, layout_of
@@ -71,7 +72,8 @@ class HostAccount:
         self._encoded: dict[int, tuple[HostCopy, msgspec.Raw]] = {}  # by id() of the copy: an index may have megabytes
 
     def found(self) -> list[tuple[str, HostCopy]]:
-        """Returns the copies that an earlier daemon has left, for models whose weights still have the same layout."""
+        """Returns the copies that an earlier daemon has left, as (model, copy), for models whose weights still have the same
+        layout; [] if another version of hearthd, or another slot size, has filled the memory."""
         data = self._account.read()
         if not data:
             return []
@@ -85,7 +87,8 @@ class HostAccount:
         return [(one.model, _host_copy(one)) for one in content.copies if one.layout and one.layout == self._layout_of(one.model)]
 
     def look(self) -> None:
-        """Writes the account if it has changed. Called after each event that the scheduler has handled."""
+        """Writes the account if host memory has changed. Called after each event that the scheduler has handled, before its
+        decisions are carried out."""
         if self._copies.host_revision != self._revision:
             self._revision = self._copies.host_revision
             try:

@@ -1,7 +1,7 @@
 """The host tier's memory: one memfd owned by the daemon, so that its content outlives every engine and a restart of the daemon.
 
 Engines get its descriptor when they are spawned. It is sealed against shrinking and growing, so no process can take pages away from
-another. A page takes memory once it is written. The node scheduler decides what each slot holds.
+another. A page of it takes memory only once it is written. The node scheduler decides what each slot holds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class HostMemory:
-    """Host memory of `num_slots` slots of `slot_bytes` each. fd: -1 if there are no slots. Raises OSError if it cannot be made.
+    """The memory of `num_slots` slots of `slot_bytes` each. fd: its descriptor, -1 if there are no slots. Raises OSError if it
+    cannot be made.
 
-    With a service manager, the memory and the account of what its slots hold are in the FD store. account: None without a service
-    manager; empty if the memory is new, as when the stored one has another size."""
+    With a service manager, the memory and the account of what its slots hold are in the FD store. account: where that account is
+    kept; None without a service manager. It is empty if the memory is new, also because the stored memory had another size."""
 
     def __init__(self, num_slots: int, slot_bytes: int, store: FdStore | None = None) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
@@ -43,7 +44,8 @@ class HostMemory:
                 store.put(STORED_AS, self.fd)
 
     def close(self) -> None:
-        """Closes the daemon's descriptors. The memory is freed when the engines and the service manager have closed theirs, too."""
+        """Closes the daemon's descriptors. The system frees the memory when the engines and the service manager have closed theirs,
+        too."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -60,7 +62,7 @@ def _make(num_bytes: int) -> int:
 
 
 def _fits(fd: int, num_bytes: int) -> bool:
-    """Returns whether the descriptor is sealed memory of this size."""
+    """Returns whether the descriptor is memory of this size that is sealed as the host tier's must be."""
     try:
         return os.fstat(fd).st_size == num_bytes and fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS
     except OSError:

@@ -1,4 +1,4 @@
-"""Keeps one device's memory in the service manager's FD store for the next daemon, with the account of the weights in it.
+"""Keeps one device's memory in the service manager's FD store for the next daemon, with an account of which weights are in it.
 
 The memory may consist of thousands of descriptors (on CUDA one per chunk), so the store holds them in a socket
 (daemon/process/queued_descriptors.py).
@@ -42,7 +42,8 @@ _decoder = msgspec.msgpack.Decoder(_Content)
 
 
 class KeptDevice:
-    """The stored memory of one device. layout_of: see Registry.layout_id. Raises OSError if the account cannot be made."""
+    """The memory of one device in the FD store, and the account of the weights in it. layout_of: see Registry.layout_id. Raises
+    OSError if the account cannot be made."""
 
     def __init__(self, store: FdStore, device: str, layout_of: Callable[[str], str]) -> None:
         self._store, self._device, self._layout_of = store, device, layout_of
@@ -52,7 +53,8 @@ class KeptDevice:
         self._found = found
 
     def take(self) -> handles.Received | None:
-        """Returns the memory that an earlier daemon left, or None. Its descriptors remain in the store, too."""
+        """Returns the descriptors of the memory that an earlier daemon left, or None if there is none. They also remain in the
+        store."""
         if self._found is None:
             return None
         fd, self._found = self._found, None
@@ -67,7 +69,8 @@ class KeptDevice:
         return received
 
     def weights(self) -> dict[str, protocol.WeightsHeld]:
-        """Returns the weights in the stored memory by model, for models whose weights still have the same layout."""
+        """Reads the account: returns the weights in the stored memory, by model, for models whose weights still have the same
+        layout."""
         try:
             content = _decoder.decode(self._account.read())
         except (msgspec.DecodeError, OSError):
@@ -78,7 +81,8 @@ class KeptDevice:
         return {one.held.model: one.held for one in good}
 
     def hold(self, fds: Sequence[int], num_chunks: int, chunk_bytes: int) -> None:
-        """Stores duplicates of the memory's descriptors."""
+        """Puts duplicates of the memory's descriptors into the store; logs a warning if they cannot be stored. num_chunks,
+        chunk_bytes: the memory's size."""
         try:
             with queue_of(fds, num_chunks, chunk_bytes) as queue:
                 self._store.put(self._name, queue.fileno())
@@ -87,7 +91,8 @@ class KeptDevice:
             log.warning(text, len(fds), error, extra=fields(device=self._device))
 
     def note(self, weights: dict[str, protocol.WeightsHeld]) -> None:
-        """Writes the account of the weights in the memory."""
+        """Replaces the account of the weights in the memory. If it cannot be written, the memory is removed from the store, because
+        the previous account may be wrong."""
         told = [_Weights(self._layout_of(model), held) for model, held in weights.items()]
         try:
             self._account.write(_encoder.encode(_Content(FORMAT.version, self._device, told, FORMAT.readable_from)))
@@ -96,7 +101,7 @@ class KeptDevice:
             self.drop()
 
     def drop(self) -> None:
-        """Removes the device's memory from the store."""
+        """Removes the device's memory from the store, and empties the account of its weights."""
         self._store.remove(self._name)
         with contextlib.suppress(OSError):
             self._account.write(b"")

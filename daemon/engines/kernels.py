@@ -1,4 +1,4 @@
-"""Reports on devices whose kernels are still being compiled. Until that is done, their models are slower, or a load does not
+"""Knows on which devices kernels are still being compiled. Until that is done, the models there are slower, or a load does not
 end."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ if TYPE_CHECKING:  # `hearth` uses only `sentence`
 
 
 class Kernels:
-    """The last report of each device's engine on compiling kernels."""
+    """The last report on compiling kernels from the engine of each device. ring: receives an event when a compilation begins or
+    ends."""
 
     def __init__(self, ring: EventRing) -> None:
         self._ring = ring
@@ -30,7 +31,8 @@ class Kernels:
         self._told.pop(device, None)
 
     def row(self, device: str) -> dict[str, Any] | None:
-        """Returns the progress of the device's compilation for status output, or None if nothing is being compiled."""
+        """Returns the progress of compiling the device's kernels, as fields of the status output, or None if nothing is being
+        compiled."""
         told = self._told.get(device)
         if told is None or not told.kind:
             return None
@@ -43,7 +45,8 @@ class Kernels:
         return "" if told is None else told.problem
 
     def sentence(self) -> str:
-        """Returns a sentence for each device whose kernels are being compiled, to follow another sentence; "" if there is none."""
+        """Returns one sentence for each device whose kernels are being compiled, joined, for the end of a message; "" if there is
+        none."""
         rows = ((device, self.row(device)) for device in self._told)
         return " ".join(f"{sentence(device, row)}." for device, row in rows if row is not None)
 

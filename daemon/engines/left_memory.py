@@ -2,12 +2,12 @@
 the memory outlives the daemon, too (daemon/engines/kept_device.py).
 
 The daemon holds the memory's file descriptors and the engine's account of which weights are where. The next engine gets both. It
-maps the weights where they are and uses them if their checksum is still the same. As soon as the daemon tells an engine to load or
+maps the weights where they are and uses those whose checksum is still the same. As soon as the daemon tells an engine to load or
 evict a model, that model is removed from the account, so a half-written model is never offered. The next engine may overwrite
 everything else in the memory, KV included.
 
 While the daemon holds the descriptors, the memory stays allocated: the device's driver counts it as used, although no engine uses
-it. So the memory is freed in all cases in which a new engine might not want it: see `ended`.
+it. So the memory is freed whenever a new engine might not use it: see `ended`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ EARLY_S, MAX_EARLY = 60.0, 2  # a request kills its engine at most twice (max_cr
 
 
 class LeftMemory:
-    """Holds one device's memory between two engines. is_host: whether it is the system's own memory, so that other programs lack it
-    while it is held.
+    """Holds one device's memory between two engines. is_host: whether it is main memory, which other programs lack while it is
+    held.
 
     kept: stores the memory for the next daemon, too; None: the memory ends with this daemon.
 
@@ -48,8 +48,8 @@ class LeftMemory:
         return list(self._weights) if self._handles else []
 
     def take_up(self) -> None:
-        """Takes over the memory that an earlier daemon left, with the weights of models that are known already and still have the
-        same layout. Called once, before an engine asks for memory."""
+        """Takes over the memory that an earlier daemon left, if it holds weights of models that are known already and still have
+        the same layout; otherwise frees it. Called once, before an engine asks for memory."""
         received = self._kept.take() if self._kept is not None else None
         if self._kept is None or received is None:
             return
@@ -64,7 +64,8 @@ class LeftMemory:
         log.info(text, num_bytes / 2**30, ", ".join(self.models), extra=fields(device=self._device))
 
     def exchange(self, sock: socket.socket) -> None:
-        """Answers one engine's request for memory. If the engine makes memory of its own, receives its descriptors. Returns at the
+        """Answers one engine's request for memory: sends the descriptors that are held and the account of the weights, or, if
+        nothing fits, receives those of the memory that the engine makes. sock: the connection to the engine. Returns at the
         engine's death at the latest."""
         with sock:
             try:
@@ -85,8 +86,8 @@ class LeftMemory:
                 log.debug("no memory is held for %s: %s", self._device, error)
 
     def sent(self, message: protocol.Message) -> None:
-        """Handles a message that is sent to the engine: a model that is about to be loaded or evicted is removed from the
-        account."""
+        """Called for each message that is sent to the engine: a model that it loads or evicts is removed from the account of the
+        weights."""
         if isinstance(message, protocol.LoadModel):
             self._placed[message.model] = message.placement_id
         elif isinstance(message, protocol.EvictModel):
@@ -97,8 +98,9 @@ class LeftMemory:
             self._note()
 
     def told(self, held: protocol.WeightsHeld) -> None:
-        """Records the engine's account of a loaded model's weights. It is ignored if the model was told to leave meanwhile. Weights
-        of an earlier engine in the same chunks are removed from the account, because they were overwritten."""
+        """Records where the engine has put a loaded model's weights. The report is ignored if the model was evicted, or loaded
+        again, meanwhile. Weights of an earlier engine in the same chunks are removed from the account, because they were
+        overwritten."""
         if self._placed.get(held.model) == held.placement_id:
             chunks = set(held.chunks)
             self._weights = {name: other for name, other in self._weights.items() if chunks.isdisjoint(other.chunks)}
@@ -108,10 +110,10 @@ class LeftMemory:
     def ended(self, came_up: bool, lasted_s: float, distrusted: bool, kernel_killed: bool) -> None:
         """Decides, when an engine has ended, whether its device memory is kept for the next engine.
 
-        It is freed in three cases. The memory might make the next engine fail, too: this engine did not come up, or it and the one
-        before it ended early with the same memory. The device itself is faulty (distrusted). The kernel killed the engine for lack
-        of the memory that is held here (kernel_killed; only for host memory). lasted_s: seconds from the engine's start to its
-        end."""
+        It is freed if it holds no weights, and in three other cases. The memory might make the next engine fail, too: this engine
+        did not come up, or it and the one before it ended early with the same memory. The device itself is faulty (distrusted). The
+        kernel killed the engine for lack of the memory that is held here (kernel_killed; only for host memory). lasted_s: seconds
+        from the engine's start to its end."""
         self._placed.clear()
         self._num_early = self._num_early + 1 if self._adopted and lasted_s < EARLY_S else 0
         if distrusted:
@@ -130,7 +132,8 @@ class LeftMemory:
             log.info(text, num_bytes / 2**30, ", ".join(self.models), extra=fields(device=self._device))
 
     def let_go(self, why: str) -> None:
-        """Frees the memory with everything in it. why: the reason for the log; "" if nothing is lost."""
+        """Closes the memory's descriptors, which frees it, and forgets the weights in it. why: the reason, for the log; "": nothing
+        is logged."""
         if why and self.models:
             log.warning("weights on the device are given up: %s", why, extra=fields(device=self._device))
         if self._kept is not None and self._handles:
@@ -139,6 +142,7 @@ class LeftMemory:
         self._handles, self._weights, self._num_early = [], {}, 0
 
     def _note(self) -> None:
-        """Stores which weights are still in the memory, before anything is written to it."""
+        """Stores for the next daemon which weights are still in the memory. Called before a message makes the engine overwrite
+        anything in it."""
         if self._kept is not None:
             self._kept.note(self._weights)

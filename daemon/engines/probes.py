@@ -1,4 +1,5 @@
-"""Probes: asks engines for a token that is known beforehand and waits for their answers, for `/readyz?probe=SECONDS`."""
+"""Probes of engines, for `/readyz?probe=SECONDS`: asks engines for a token that is known beforehand, and measures how long their
+answers take."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ FRESH_S = 1.0  # an answer counts for this long, so that any number of clients c
 
 @dataclass(slots=True)
 class _Probe:
-    """One question to one engine. answer: gets the milliseconds from question to answer, None if the engine has ended."""
+    """One probe of one engine. asked_s: when it was sent, in monotonic seconds. answer: a future that gets the milliseconds until
+    the engine's answer, or None if the engine has ended."""
 
     number: int
     asked_s: float
@@ -23,8 +25,8 @@ class _Probe:
 
 
 class Probes:
-    """The probes of a node's engines, on the event loop. An engine has at most one at a time: who asks meanwhile waits for the same
-    answer. send: passes a message to a device's engine."""
+    """The probes of a node's engines, on the event loop. An engine has at most one at a time: requests that come meanwhile, or up
+    to FRESH_S seconds after it was sent, get the same answer. send: passes a message to a device's engine."""
 
     def __init__(self, send: Callable[[str, protocol.Message], None]) -> None:
         self._send = send
@@ -32,7 +34,8 @@ class Probes:
         self._latest: dict[str, _Probe] = {}
 
     async def ask(self, devices: Iterable[str], limit_s: float) -> Mapping[str, float | None]:
-        """Returns how many milliseconds each device's engine took to answer, None for those that have not within limit_s."""
+        """Returns how many milliseconds each device's engine took to answer, by device; None for engines that have not answered
+        within limit_s seconds."""
         probes = {device: self._probe(device) for device in devices}
         if probes:
             await asyncio.wait([probe.answer for probe in probes.values()], timeout=limit_s)
@@ -44,7 +47,7 @@ class Probes:
             probe.answer.set_result(round((time.monotonic() - probe.asked_s) * 1e3, 3))
 
     def engine_down(self, device: str) -> None:
-        """Ends the waiting for an engine that answers no more."""
+        """Ends the waiting for the answer of an engine that has ended."""
         probe = self._latest.pop(device, None)
         if probe is not None and not probe.answer.done():
             probe.answer.set_result(None)

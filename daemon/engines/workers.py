@@ -1,5 +1,5 @@
 """Runs one engine process per device or carve-out: spawns it, supervises it, and restarts it with back-off when it ends. Its end is
-reported together with the requests of the step in which it died.
+reported together with the requests that were in its last, unfinished step.
 
 An engine ends when its socketpair is closed, so it cannot outlive the daemon, however the daemon ends.
 """
@@ -46,12 +46,13 @@ log = logging.getLogger("hearthd.engine")
 
 
 class WorkerEvents(Protocol):
-    """Receives the events of all engines, always on the event loop."""
+    """Receives what happens to the engines of all devices; its methods are always called on the event loop."""
 
     def engine_up(self, device: str, message: protocol.EngineReady) -> None: ...
 
     def engine_ended(self, device: str) -> None:
-        """Called when the process has just ended. Messages from it may still be read; engine_down follows."""
+        """Called when the device's engine process has just ended. Its last messages may still arrive; then engine_down is
+        called."""
         ...
 
     def engine_down(self, device: str, running: tuple[int, ...], reason: str) -> None: ...
@@ -61,7 +62,8 @@ class WorkerEvents(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class EngineSpec:
-    """The configuration of one engine, the same at each start."""
+    """The configuration of one engine, which is the same whenever its process is started. kernels: the kernels that its models
+    need. host_tier_slots: the slots of the host tier."""
 
     device: DeviceBudget
     work_space_bytes: int
@@ -94,9 +96,9 @@ class EngineSpec:
 
 
 class EngineWorker:
-    """One device's engine process, started again each time it ends.
+    """Runs the engine process of one device, and starts it again each time it ends.
 
-    spec: returns the engine's configuration; called late, while the process imports its libraries. host_tier_fd: the host tier's
+    spec: returns the engine's configuration; called only while the process imports its libraries. host_tier_fd: the host tier's
     memfd, -1 if there is none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device. no_memory: takes the engine's
     error and returns one line that explains why the device lacks the memory; called in a thread. left: keeps the device's memory
     between two engines; None if an engine's memory ends with it. exchange: the exchange memory for split models, or None. forks:
@@ -141,7 +143,7 @@ class EngineWorker:
         self._task = self._tasks.start(f"looking after the engine of {self.device}", self._live)
 
     def configure(self) -> None:
-        """Allows Configure to be sent to the engine, because the size of the work space is now known."""
+        """Lets the engine get its configuration (the message Configure). Called when the size of the work space is known."""
         self._configurable.set()
 
     def pulse(self) -> Pulse | None:
@@ -155,13 +157,14 @@ class EngineWorker:
             self._channel.send(message)
 
     def restart(self, reason: str, distrust_memory: bool = False) -> None:
-        """Kills the process; the usual handling of its death starts a new one. distrust_memory: whether the device's memory must
-        not be reused."""
+        """Kills the engine process; as after any death, a new one is started. reason: is reported as the cause of the death.
+        distrust_memory: whether the new process must not reuse the device's memory."""
         self._kill_reason, self._distrusted = reason, distrust_memory
         self._kill()
 
     async def stop(self) -> None:
-        """Sends Shutdown and closes the socketpair, then sends SIGKILL if the engine has not ended within STOP_LIMIT_S."""
+        """Ends the engine for good: sends Shutdown and closes the socketpair, then sends SIGKILL if the process has not ended
+        within STOP_LIMIT_S seconds."""
         self._stopping = True
         process, channel = self._process, self._channel
         if channel is not None:
@@ -211,8 +214,8 @@ class EngineWorker:
             back_off_s = min(MAX_BACK_OFF_S, 2 * back_off_s)
 
     async def _one_life(self) -> tuple[str, tuple[int, ...]]:
-        """Runs one engine from spawn to death. Returns why it ended and the requests of the step in which it died. Raises OSError
-        if it cannot be spawned."""
+        """Runs one engine process from its start to its death. Returns why it ended, and the ids of the requests in its last,
+        unfinished step. Raises OSError if it cannot be started."""
         loop = asyncio.get_running_loop()
         self._came_up = self._distrusted = False
         ours, theirs = socket.socketpair()
@@ -332,7 +335,8 @@ class EngineWorker:
 
 
 class _Handover:
-    """The daemon's end of the socket over which an engine asks for the memory that the previous engine left."""
+    """The daemon's end of the socketpair over which an engine asks for the memory that the previous engine left. A thread answers
+    (LeftMemory.exchange). fd: the engine's end."""
 
     def __init__(self, left: LeftMemory, device: str) -> None:
         ours, self._theirs = socket.socketpair()
@@ -341,8 +345,7 @@ class _Handover:
         self._thread.start()
 
     def spawned(self) -> None:
-        """Closes the daemon's copy of the engine's end of the socket, after the engine was started with its own copy, or was not
-        started."""
+        """Closes the daemon's copy of the engine's end. Called when the engine has its own copy, or could not be started."""
         self._theirs.close()
 
     def join(self) -> None:
@@ -358,7 +361,8 @@ def _describe(code: int | None) -> str:
 
 
 class _Lines(asyncio.Protocol):
-    """Writes an engine's stderr to the log, line by line."""
+    """Writes the standard error of a device's engine to the log, line by line. A line that begins with the name of a level is
+    logged at that level."""
 
     def __init__(self, device: str) -> None:
         self._device = device
