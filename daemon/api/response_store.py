@@ -57,8 +57,8 @@ class ResponseStore:
     """Keeps responses in memory, up to `max_bytes`. Beyond that, the tenant with the most bytes loses its least recently used
     response.
 
-    A response that follows another always comes before it in this order, so a response is never lost before those that follow
-    it."""
+    Using a response counts as using all that it follows, the first of the conversation last. So a response is never lost before
+    those that follow it."""
 
     def __init__(self, max_bytes: int, records: KeptRecords | None = None) -> None:
         """Makes a store, with the responses that an earlier daemon has left. records: the memory that holds the responses; None: a

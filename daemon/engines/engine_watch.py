@@ -2,7 +2,7 @@
 
 It reads no clock and does no I/O. The limit between two signs of life is `stall_s` seconds, or during a step eight times the step's
 usual duration, if that is longer. The limit is ten times `stall_s` for work whose duration is unknown: a step of a size that was
-seen fewer than three times, which may compile kernels, or the capture of a step as a CUDA graph.
+seen fewer than three times, which may compile kernels, or the capture of steps for later replay.
 """
 
 from __future__ import annotations

@@ -98,11 +98,11 @@ class EngineSpec:
 class EngineWorker:
     """Runs the engine process of one device, and starts it again each time it ends.
 
-    spec: returns the engine's configuration; called only while the process imports its libraries. host_tier_fd: the host tier's
-    memfd, -1 if there is none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device. no_memory: takes the engine's
-    error and returns one line that explains why the device lacks the memory; called in a thread. left: keeps the device's memory
-    between two engines; None if an engine's memory ends with it. exchange: the exchange memory for split models, or None. forks:
-    the fork server that forks the engine; None: it is started with exec, as for cuda devices.
+    spec: returns the engine's configuration; called only after the process was started. host_tier_fd: the host tier's memfd, -1 if
+    there is none. gpu: UUID of the only GPU that the engine sees, "" for a cpu device. no_memory: takes the engine's error and
+    returns one line that explains why the device lacks the memory; called in a thread. left: keeps the device's memory between two
+    engines; None if an engine's memory ends with it. exchange: the exchange memory for split models, or None. forks: the fork
+    server that forks the engine; None: it is started with exec, as for cuda devices.
 
     problem: why no engine runs now, "" while one runs."""
 

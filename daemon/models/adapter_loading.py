@@ -1,7 +1,5 @@
-"""Checks for LoRA adapters that an operator loads by folder and name, and the refusals.
-
-Messages and `param` use the terms of POST /v1/load_lora_adapter.
-"""
+"""Checks the name and the folder of a LoRA adapter that an operator loads, and makes the errors for adapters that cannot be loaded
+or unloaded. Messages and `param` use the field names of POST /v1/load_lora_adapter."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+=~-]*(/[A-Za-z0-9_][A-Za-z0-9_.@+
 
 
 def check_name(name: str) -> None:
-    """Raises BadRequest if the text cannot be an adapter's name."""
+    """Raises BadRequest if `name` is not allowed as an adapter's name: parts of letters, digits and _ . @ + = ~ - with / between
+    them."""
     if len(name) > MAX_MATCHED or not _NAME.fullmatch(name):
         allowed = "letters, digits and _ . @ + = ~ - in parts with / between them, each beginning with a letter, a digit or _"
         message = f"lora_name: {name[:MAX_MATCHED]!r} is no name for an adapter: {allowed}; at most {MAX_MATCHED} characters"
@@ -25,14 +24,15 @@ def check_name(name: str) -> None:
 
 
 def check_path(path: str) -> None:
-    """Raises BadRequest if the text cannot be the path of a folder on this machine."""
+    """Raises BadRequest if `path` is not an absolute path; whether the folder exists is not checked."""
     if not path.startswith("/") or len(path) > MAX_PATH or not path.isprintable():
         message = f"lora_path: {path[:MAX_MATCHED]!r} is no absolute path of a folder on the machine of hearthd"
         raise BadRequest("invalid_request", message, param="lora_path")
 
 
 def load_refusal(record: AdapterRecord) -> HearthError | None:
-    """Returns why an adapter cannot be loaded, or None if its own files and its base's allow it to be served."""
+    """Returns the error with which the loading of an adapter is refused; None if its own files and its base allow it to be served.
+    record: the adapter, as registered for this purpose."""
     if record.served is not None:
         return None
     checkpoint, path = record.checkpoint, record.checkpoint.path
@@ -46,7 +46,8 @@ def load_refusal(record: AdapterRecord) -> HearthError | None:
 
 
 def unload_refusal(name: str, is_in_folder: bool) -> HearthError:
-    """Returns why an adapter that no operator has loaded cannot be unloaded. is_in_folder: whether it is in the models folder."""
+    """Returns the error for an attempt to unload an adapter that no operator has loaded. is_in_folder: whether it is in the models
+    folder."""
     if is_in_folder:
         message = (
             f"The adapter {name!r} lies in the models folder and is served as long as it is there; its memory is free for others "

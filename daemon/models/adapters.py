@@ -2,7 +2,8 @@
 adapter is a request for its base, and carries the adapter to the engine.
 
 An adapter's base is the model that its setting `base` names; else the model whose name or alias is base_model_name_or_path in its
-adapter_config.json; else the only model whose name ends in the same part; else the model in whose folder the adapter lies.
+adapter_config.json; else the only model whose name has the same last part (after the last /); else the model in whose folder the
+adapter lies.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ log = logging.getLogger("hearthd.models")
 
 @dataclass(slots=True, frozen=True)
 class AdapterRecord:
-    """What is known of an adapter's name. base: the base's name, "" while it is unknown. served: None while the adapter cannot be
-    served; then `problem` tells why, and is_incomplete whether this may pass without a change of its files, because files or the
-    base are missing. checked: the base's shape that the adapter was compared with, and the result of misfit. loaded_from: the
-    folder from which an operator has loaded it, "" if it was found in the models folder."""
+    """What is known of one LoRA adapter. base: the name of its base model, "" while that is unknown. served: None while the adapter
+    cannot be served; then `problem` tells why, and is_incomplete whether it may be served later, because only files or the base are
+    missing. checked: the base's shape that the adapter was compared with, and why it does not fit it, or ""; None: not compared.
+    loaded_from: the folder from which an operator has loaded it, "" if it was found in the models folder."""
 
     checkpoint: Checkpoint
     base: str = ""
@@ -53,7 +54,7 @@ class AdapterRecord:
         return "adapter" if self.served is not None else "incomplete" if self.is_incomplete else "refused"
 
     def describe(self) -> str:
-        """Returns the line that is logged when the adapter is registered."""
+        """Returns the text that is logged when the adapter is registered: its base and size, or why it cannot be served."""
         if self.served is None:
             return f"{self.name}: {self.state}: {self.problem}"
         return f"{self.name}: LoRA adapter of {self.base}, {self.about}"
@@ -68,7 +69,7 @@ class AdapterRecord:
         return f"rank {self.served.rank}, {matrices}, {format_bytes(self.served.num_bytes)} in its file"
 
     def lines(self) -> list[str]:
-        """Returns the lines about the adapter itself for `hearth why`."""
+        """Returns what `hearth why` prints about the adapter itself, line by line."""
         by = f"an operator has loaded it from {self.loaded_from}; `hearth unload {self.name}` ends that"
         loaded = [by] if self.loaded_from else []
         if self.served is None:
@@ -81,7 +82,7 @@ class AdapterRecord:
         ]
 
     def row(self) -> dict[str, Any]:
-        """Returns the adapter's row of `hearth models`, with the same keys as a model's row."""
+        """Returns the adapter's row for `hearth models`. It has the keys of a model's row, and some more."""
         return {
             "name": self.name,
             "kind": "adapter",
@@ -109,8 +110,9 @@ def register_adapters(
     before: Mapping[str, AdapterRecord],
     named: Mapping[str, str],
 ) -> dict[str, AdapterRecord]:
-    """Returns the adapters among the checkpoints by name. models: all registered models. before: the last result; records that have
-    not changed are taken from it. named: the folders of adapters that an operator has loaded, by name."""
+    """Finds the LoRA adapters among the checkpoints, and for each its base model and whether it can be served. Returns their
+    records by name. models: all registered models. before: the last result, whose objects are used again for adapters that have not
+    changed. named: the folders of adapters that an operator has loaded, by name."""
     names = _NamesOfBases(config, models, checkpoints)
     found = {}
     for name, checkpoint in checkpoints.items():
@@ -129,18 +131,18 @@ def register_adapters(
 
 
 def with_adapter(base: ModelEntry, adapter: ServedAdapter) -> ModelEntry:
-    """Returns the base's entry for requests to the adapter."""
+    """Returns the entry for requests to an adapter: its base model's entry with `adapter` set."""
     return replace(base, adapter=adapter)
 
 
 def foreign_settings(settings: ModelConfig) -> list[str]:
-    """Returns the keys of the settings that are set and that adapters do not have."""
+    """Returns the keys that `settings` sets and that have no effect on a LoRA adapter."""
     defaults = msgspec.structs.asdict(ModelConfig())
     return [key for key, default in defaults.items() if key not in ALLOWED_FOR_ADAPTERS and getattr(settings, key) != default]
 
 
 def base_setting_misfit(name: str, settings: ModelConfig) -> str:
-    """Returns why a model that is not an adapter is refused because of its setting `base`, or ""."""
+    """Returns why a model is refused that has the setting `base` and is no LoRA adapter; "" without that setting."""
     return f'models."{name}".base: is for LoRA adapters, and {name} is none' if settings.base is not None else ""
 
 
@@ -185,14 +187,15 @@ def _record(
 
 
 def _misfit(checkpoint: Checkpoint, adapter: Adapter, shape: ModelShape, known: AdapterRecord | None) -> str:
-    """Returns the result of misfit; the last result if nothing has changed, because a thousand adapters take half a second."""
+    """Returns why an adapter does not fit the shape of its base model, or "". If neither has changed, the result in `known` is used
+    again, because checking a thousand adapters takes half a second."""
     if known is not None and known.checkpoint is checkpoint and known.checked is not None and known.checked[0] is shape:
         return known.checked[1]
     return misfit(adapter, shape)
 
 
 class _NamesOfBases:
-    """Finds base models by their names, for one reading of the settings and one scan."""
+    """Finds the base models of adapters by their names and aliases; made anew for each scan."""
 
     def __init__(self, config: NodeConfig, models: Mapping[str, Registered], checkpoints: Mapping[str, Checkpoint]) -> None:
         self._models, self._settings, self._checkpoints = models, config.models, checkpoints
@@ -202,7 +205,8 @@ class _NamesOfBases:
             self._by_end.setdefault(_last_part(name), []).append(name)
 
     def base_of(self, name: str, adapter: Adapter, settings: ModelConfig) -> tuple[str, str]:
-        """Returns a tuple: the adapter's base and "", or the base and why it cannot be a base, or "" and why there is none."""
+        """Finds the base model of the adapter `name`. Returns its name and ""; or its name and why it cannot be a base; or "" and
+        why none is found. settings: those of the adapter."""
         setting = f'models."{name}".base'
         if settings.base is not None:
             found = self._named(settings.base)
@@ -227,7 +231,7 @@ class _NamesOfBases:
         return found, ""
 
     def _named(self, name: str) -> str:
-        """Returns the model with this name or alias; "" if there is none."""
+        """Returns the name of the model with this name or alias, also of one that another server answers; "" if there is none."""
         owner = self._by_alias.get(name, name)
         return owner if owner in self._models or self._upstream_of(owner) is not None else ""
 
@@ -237,5 +241,5 @@ class _NamesOfBases:
 
 
 def _last_part(name: str) -> str:
-    """Returns the last part of a model's name on the hub, or of a path."""
+    """Returns the part of a model's name, or of a path, after the last /."""
     return name.rstrip("/").rpartition("/")[2]

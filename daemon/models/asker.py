@@ -1,4 +1,4 @@
-"""The interface of a request's sender, as far as the choice of the model depends on it."""
+"""The sender of a request, as far as the choice of the model depends on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Asker(Protocol):
-    """The sender of a request; see Tenant in daemon/access/tenant.py."""
+    """The sender of a request, usually a tenant (daemon/access/tenant.py). name: the tenant's name, "" for the operator."""
 
     @property
     def name(self) -> str: ...
@@ -17,7 +17,7 @@ class Asker(Protocol):
 
 
 class _Operator:
-    """The operator as a sender: it may see every model, and as it is no tenant, its part of a queue is never full."""
+    """The operator as the sender of a request: it may use every model, and limits of tenants do not apply to it."""
 
     name = ""
 

@@ -1,4 +1,4 @@
-"""A registered model in the form that requests and loads use."""
+"""The facts about a registered model that requests and loads need."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.exchange import GroupForm
 
 @dataclass(slots=True, frozen=True)
 class ServedAdapter:
-    """A LoRA adapter that can be served. name: its path below the models folder. created: Unix seconds. rank: the largest rank of
-    its matrices. num_bytes: the size of its tensors in the file."""
+    """A LoRA adapter that can be served. name: by which requests name it. path: the folder of its files. created: Unix time in
+    seconds. rank: the largest rank of its matrices. num_bytes: the size of its tensors in the file."""
 
     name: str
     path: str
@@ -24,9 +24,9 @@ class ServedAdapter:
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A registered model in the form that requests use. Each name has one object, which the registry replaces when files or
-    settings change. The entry of an adapter is its base's with `adapter` set. The scheduler and all counters use `name`; clients
-    see own_name."""
+    """A registered model with the facts that requests need. Each model has one entry, which the registry replaces when files or
+    settings change. The entry of an adapter is a copy of its base model's entry with `adapter` set. The scheduler and all counters
+    use `name`; clients see `own_name`."""
 
     name: str
     path: str
@@ -58,7 +58,7 @@ class ModelEntry:
 
     @property
     def own_name(self) -> str:
-        """The name in lists and answers: the adapter's, or else the model's."""
+        """The name that clients see in lists and answers: the adapter's name if there is an adapter, otherwise the model's."""
         return self.name if self.adapter is None else self.adapter.name
 
     @property
@@ -67,7 +67,8 @@ class ModelEntry:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """The own name, and a text that changes when the files behind the answers change."""
+        """The name that clients see, and a text (fingerprint) that changes whenever the files from which answers are computed
+        change."""
         adapter = self.adapter
         return self.own_name, self.fingerprint if adapter is None else f"{self.fingerprint}+{adapter.fingerprint}"
 
@@ -77,14 +78,15 @@ class ModelEntry:
 
     @property
     def does(self) -> str:
-        """Words for the model's task, which follow its name in a refusal of another task."""
+        """What the model does, in words that follow its name in an error, such as "generates text" (used if a request asks for
+        another task)."""
         if self.scoring:
             return "is a cross-encoder: it scores documents for a query"
         return "makes embeddings" if self.embedding_size else "generates text"
 
     @property
     def task(self) -> str:
-        """The model's task, as in Submit.task."""
+        """What the model does: "generate", "embed" or "score" (see Submit.task)."""
         if self.scoring:
             return "score"
         return "embed" if self.embedding_size else "generate"

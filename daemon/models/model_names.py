@@ -1,5 +1,5 @@
 """Finds the model for the name in a request: a model's own name, an alias, BASE:ADAPTER, or an entry of the table `[names]`. LoRA
-adapters have names like models."""
+adapters have names and aliases of their own, like models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ log = logging.getLogger("hearthd.models")
 
 
 class ModelNames:
-    """All names of models, for one scan and one reading of the settings; the registry replaces the object as a whole."""
+    """All names by which requests can name models. The registry makes a new object after each scan and each change of the
+    settings."""
 
     def __init__(
         self,
@@ -28,10 +29,10 @@ class ModelNames:
         turned_away: Callable[[str, str], HearthError | None],
         adapters: Mapping[str, AdapterRecord] | None = None,
     ) -> None:
-        """models: the registered models and adapters. served: returns the entry of one, or why it cannot be served. turned_away:
-        (model, tenant) -> why a request would be refused now, or None; called only for targets of the table. adapters: the LoRA
-        adapters among `models`. Aliases and entries of the table that equal the name of a registered model have no effect, and are
-        logged."""
+        """models: the names of all registered models and adapters. served: returns the entry of a model, or the error why it cannot
+        be served. turned_away: (model, tenant) -> the error with which a request would be refused now, or None; asked only for
+        models that an entry of the table [names] leads to. adapters: the LoRA adapters among `models`. Aliases and entries that
+        equal the name of a registered model have no effect, which is logged."""
         self._models, self._with_settings = models, config.models.keys()
         self._served, self._turned_away = served, turned_away
         self._adapters = adapters or {}
@@ -77,7 +78,8 @@ class ModelNames:
         return (owner in self._models and asker.may_use(str(owner))) or self._table.entry(name) == name
 
     def further(self, listed: Collection[str]) -> Mapping[str, Sequence[str]]:
-        """Returns the names in the table that are not patterns, grouped by the first of each name's models that is in `listed`."""
+        """Returns the names in the table [names] that lead to models in `listed`, by model; patterns are left out. A name that
+        leads to several models is given to the first of them that is listed."""
         found: dict[str, list[str]] = {}
         for name in self._table.exact:
             owners = (self._owner(target) for target in self._table.names[name])
@@ -89,8 +91,8 @@ class ModelNames:
     # ---- for the operator
 
     def local(self, name: str) -> str:
-        """Returns the model with this name or alias, for a command. Raises HearthError: model_not_found, is_adapter for a LoRA
-        adapter, or not_local for a model that another server answers."""
+        """Returns the model of this node that an operator's command names, by its name or an alias. Raises HearthError:
+        model_not_found, is_adapter for a LoRA adapter, or not_local for a model that another server answers."""
         owner = self._owner(name)
         if owner is not None and owner in self._adapters:
             base = self._adapters[owner].base
@@ -112,19 +114,20 @@ class ModelNames:
         raise BadRequest("model_not_found", message, status=404, details={"model": name})
 
     def adapter(self, name: str) -> AdapterRecord | None:
-        """Returns the adapter with this name, alias or BASE:ADAPTER; None for all other names."""
+        """Returns the record of the LoRA adapter with this name, alias or BASE:ADAPTER; None if the name is that of no adapter."""
         owner = self._owner(name)
         return None if owner is None else self._adapters.get(owner)
 
     def lead(self, name: str) -> Lead | None:
-        """Returns the models to which the table leads a request, from a sender that may use all models; None if the name is a
-        model's or matches no entry."""
+        """Returns the models to which the table [names] leads a request for `name`, for a sender that may use all models; None if
+        the name is a model's own name or alias, or matches no entry."""
         entry = None if self._owner(name) is not None else self._table.entry(name)
         return None if entry is None else self._lead(entry, OPERATOR)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each entry of the table. leads_to: the model that requests get now, "" if none can serve them. hidden:
-        whether a model of the same name hides the entry. problem: why a target is skipped, or ""."""
+        """Returns one row for each entry of the table [names], for the operator. leads_to: the model that requests get now, "" if
+        none can serve them. hidden: whether a model with the same name hides the entry. targets: the models in the entry, each with
+        the `problem` for which it is skipped, or ""."""
         rows = []
         for name in self._table.names:
             lead = self._lead(name, OPERATOR)
@@ -136,7 +139,7 @@ class ModelNames:
         return rows
 
     def unknown_targets(self) -> dict[str, list[str]]:
-        """Returns the targets in the table that are not registered models, by entry."""
+        """Returns the targets in the table [names] that are no registered models, by the entry that names them."""
         found: dict[str, list[str]] = {}
         for name, targets in self._table.names.items():
             for target in targets:
@@ -145,8 +148,8 @@ class ModelNames:
         return found
 
     def _owner(self, name: str) -> str | None:
-        """Returns the model with this name or alias, even while it has settings but no folder; else the adapter for BASE:ADAPTER;
-        else None."""
+        """Returns the name of the model with this name or alias, even if it has settings but no folder; otherwise the adapter that
+        BASE:ADAPTER names; otherwise None."""
         owner = self._plain_owner(name)
         if owner is not None or not self._by_base or len(name) > MAX_MATCHED:
             return owner
@@ -160,8 +163,8 @@ class ModelNames:
         return name if name in self._models or name in self._with_settings else self._aliases.get(name)
 
     def _lead(self, entry: str, asker: Asker) -> Lead:
-        """Returns the models to which an entry leads, and which of them can serve. A target that `asker` may not use is treated as
-        unknown."""
+        """Returns the models to which an entry of the table [names] leads, each with its ModelEntry or the error why it cannot
+        serve now. A model that `asker` may not use is treated as unknown."""
         targets = []
         for target in self._table.names[entry]:
             owner = self._owner(target)
@@ -173,8 +176,8 @@ class ModelNames:
 
 
 def _by_base(adapters: Mapping[str, AdapterRecord]) -> dict[str, dict[str, str]]:
-    """Returns, for each base, its adapters by the text that may follow `BASE:`, which is the adapter's name, or the last part of
-    that name if it is unique."""
+    """Returns for each base model the adapters that BASE:ADAPTER may name, by the text after the colon. That text is the adapter's
+    name or, if no other adapter of the base has the same, the part of the name after its last /."""
     found: dict[str, dict[str, str]] = {}
     parts: dict[str, dict[str, list[str]]] = {}
     for name, record in adapters.items():

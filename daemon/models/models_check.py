@@ -13,8 +13,9 @@ from loader import catalog
 
 
 def check(config: NodeConfig, source: str) -> list[str]:
-    """Returns warnings about models that are named in the settings and do not exist (yet). Raises ConfigError for an alias or an
-    entry of the table of names that can never work because it is the name of an existing model. source: the settings file."""
+    """Returns warnings about models, heads and adapters' bases that the settings name and that do not exist (yet), or about a
+    models folder that cannot be read. Raises ConfigError for settings that can never work: names that are hidden by, or hide, an
+    existing model, and keys that do not fit the kind of model. source: the settings file, for messages."""
     try:
         found = catalog.scan(config.models_dir)
     except OSError as error:
@@ -52,8 +53,8 @@ def check(config: NodeConfig, source: str) -> list[str]:
 
 
 def _about_base(config: NodeConfig, source: str, adapter: str, base: str, found: Mapping[str, catalog.Checkpoint]) -> list[str]:
-    """Returns a warning if the base that an adapter's settings name does not exist (yet). Raises ConfigError if that name can never
-    be a base."""
+    """Checks the setting `base` of an adapter. Returns a list with a warning if there is no such model (yet), otherwise []. found:
+    the models folder's content, by name. Raises ConfigError if the model can never be a base."""
     where = f'models."{adapter}".base'
     owner = next((name for name, model in config.models.items() if base in model.aliases), base)
     settings = config.models.get(owner)
@@ -71,8 +72,8 @@ def _about_base(config: NodeConfig, source: str, adapter: str, base: str, found:
 
 
 def _about_names(config: NodeConfig, source: str, models: list[str]) -> list[str]:
-    """Returns warnings about entries of the table of names. models: the names of the models in the models folder. Raises
-    ConfigError."""
+    """Returns warnings about models that the table [names] leads to and that do not exist (yet). models: the names of the models in
+    the models folder. Raises ConfigError for an entry that has the name of one of these."""
     known = {*models, *config.models, *(alias for model in config.models.values() for alias in model.aliases)}
     warnings = []
     for name, targets in config.names.items():

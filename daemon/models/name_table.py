@@ -1,4 +1,5 @@
-"""The table `[names]` of the settings: which entry matches a name, and which of the entry's models can serve."""
+"""The table [names] of the settings, which leads requests for some names to other models: finds the entry for a name, and the first
+of its models that can serve."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ MAX_MATCHED = 256  # characters; longer names match no pattern, because the time
 
 
 class Target(NamedTuple):
-    """One model to which an entry leads. name: the model's name or an alias. entry: the model's entry if it can serve now; else
-    None, and `refusal` tells why."""
+    """A model to which an entry of the table leads. name: the model's name or an alias, as the table has it. entry: the ModelEntry
+    if it can serve now; otherwise None, and `refusal` is the error that says why."""
 
     name: str
     entry: ModelEntry | None
@@ -24,19 +25,20 @@ class Target(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """The models to which an entry of the table leads. entry: a name or a pattern. targets: in the table's order."""
+    """An entry of the table, with the state of the models to which it leads. entry: a name or a pattern. targets: the models, in
+    the entry's order."""
 
     entry: str
     targets: Sequence[Target]
 
     @property
     def chosen(self) -> ModelEntry | None:
-        """Returns the first model that can serve, or None."""
+        """Returns the first model that can serve now, or None if none can."""
         return next((target.entry for target in self.targets if target.entry is not None), None)
 
     def lines(self, name: str) -> list[str]:
-        """Returns the lines for `hearth why`: the entry that matches the name, the state of each of its models, and where requests
-        go."""
+        """Returns what `hearth why` prints about a name that matches this entry, line by line: the entry, why models are skipped,
+        and where requests go."""
         by = "is an entry" if name == self.entry else f"meets {self.entry!r}"
         found = [f"{name} {by} of the table [names], which leads to {', '.join(each.name for each in self.targets)}"]
         found += [f"{each.name} is skipped: {each.refusal.message}" for each in self.targets if each.refusal is not None]
@@ -47,10 +49,10 @@ class Lead(NamedTuple):
 
 
 class NameTable:
-    """The entries of the table, and the rule that selects the entry for a name."""
+    """The entries of the table [names], and the rule that selects the entry for a requested name."""
 
     def __init__(self, names: Mapping[str, Sequence[str]]) -> None:
-        """names: maps each name or pattern to the models it leads to."""
+        """Makes the table. names: each name or pattern (with * or ?) -> the models to which it leads."""
         self.names = names
         patterns = sorted(filter(is_pattern, names), key=_num_literals, reverse=True)  # a stable sort keeps the file's order
         # "[" is no wildcard here; without it, matching takes linear time for each "*", whatever name a client sends
@@ -58,11 +60,12 @@ class NameTable:
 
     @property
     def exact(self) -> list[str]:
-        """Returns the names that are not patterns, in the file's order."""
+        """Returns the names that are not patterns, in the order of the settings file."""
         return [name for name in self.names if not is_pattern(name)]
 
     def entry(self, name: str) -> str | None:
-        """Returns the entry for a name: the name itself, else the matching pattern with the most literal characters, else None."""
+        """Returns the entry for a requested name: the entry that equals it, or else the matching pattern with the most characters
+        that are no wildcards; None if there is neither."""
         if not self.names:
             return None
         if name in self.names and not is_pattern(name):
@@ -77,9 +80,10 @@ def _num_literals(pattern: str) -> int:
 
 
 def refusal_of(name: str, targets: Sequence[Target]) -> HearthError:
-    """Returns the error for a request whose name leads to no model that can serve it. It has the code and status of the first
-    temporary refusal (429 or 503), else of the first refusal, and its message lists all refusals. Models that do not exist, or that
-    the sender may not use, are left out; if no others remain, the name counts as unknown."""
+    """Returns the error for a request whose name leads only to models that cannot serve it. name: the requested name. targets: the
+    models. It has the code and status of the first temporary refusal (429 or 503), else of the first refusal, and its message lists
+    all refusals. Models that do not exist, or that the sender may not use, are left out; if no others remain, the name counts as
+    unknown."""
     told = [each.refusal for each in targets if each.refusal is not None and each.refusal.code != "model_not_found"]
     if not told:
         return no_model(name)

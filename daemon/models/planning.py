@@ -32,8 +32,8 @@ MOST_REASONS = 3  # the most reasons in one refusal why numbers of devices are n
 
 @dataclass(slots=True, frozen=True)
 class Plan:
-    """How a model is served. settings: the model's settings, with the division in place of "auto". shape: the checkpoint's shape.
-    fits: whether the devices hold the model when nothing else is on them."""
+    """How a model is served. settings: the model's settings, with a fixed division in place of "auto". shape: the checkpoint's
+    shape. facts: the scheduler's facts about it. fits: whether the devices hold the model when nothing else is on them."""
 
     settings: ModelConfig
     shape: ModelShape
@@ -44,7 +44,8 @@ class Plan:
     fits: bool
 
     def told(self, if_too_large: str) -> Plan:
-        """Returns the plan with an addition to the message with which it is refused if it does not fit."""
+        """Returns a copy of the plan. if_too_large: a text that is added to the error with which the model is refused if it does
+        not fit."""
         return replace(self, facts=replace(self.facts, if_too_large=if_too_large))
 
 
@@ -54,8 +55,9 @@ _Attempt = Callable[[ModelConfig], Plan | str]
 
 @dataclass(slots=True, frozen=True)
 class _Search:
-    """The result of trying numbers of devices. found: the plan for the fewest devices that hold the model, or None. If it is None,
-    `why` tells the reason, and `largest` is the plan for the most devices over which the model can be split, if there is one."""
+    """The result of trying to split a model over 2, 3 and more devices. found: the plan for the fewest devices that hold the model,
+    or None. In that case `why` tells the reason, and `largest` is the plan for the most devices over which the model can be split,
+    if there is one."""
 
     found: Plan | None = None
     why: str = ""
@@ -63,7 +65,8 @@ class _Search:
 
 
 class Planner:
-    """Plans models for the devices that `sizing` knows."""
+    """Makes the plan for each model: how it is served on the node's devices. sizing: knows the devices and computes the memory that
+    models take."""
 
     def __init__(self, sizing: Sizing) -> None:
         self._sizing = sizing
@@ -71,7 +74,8 @@ class Planner:
     def plan(
         self, config: NodeConfig, checkpoint: Checkpoint, settings: ModelConfig, heads: Mapping[str, Checkpoint]
     ) -> Plan | str:
-        """Returns how the model is served, or why it cannot be. heads: checkpoints of heads that may draft tokens for it."""
+        """Returns how the model is served, or why it cannot be. heads: EAGLE-3 heads in the models folder, which may draft tokens
+        for it, by name."""
 
         def attempt(settings: ModelConfig) -> Plan | str:
             return self._attempt(config, checkpoint, settings, heads)
@@ -86,9 +90,10 @@ class Planner:
         return plan
 
     def _whole_or_split(self, name: str, settings: ModelConfig, attempt: _Attempt) -> Plan | str:
-        """Returns the plan for the whole model on one device if it fits. Otherwise, with "auto", returns the plan for the fewest
-        devices that hold it, or a plan that does not fit and tells why. Without "auto", returns the plan for one device, with a
-        hint if "auto" would help."""
+        """Returns the plan for the whole model on one device if it fits there. If not, and `parallel` is "auto", returns the plan
+        for the fewest devices that hold the model, or, if there is none, a plan that does not fit, whose facts tell why. If
+        `parallel` is not "auto", returns the plan for one device, with a hint if "auto" would help. attempt: makes the plan for
+        fixed settings."""
         whole = attempt(msgspec.structs.replace(settings, parallel=None))
         if isinstance(whole, str) or whole.fits:
             return whole
@@ -101,8 +106,8 @@ class Planner:
         return search.found or (search.largest or whole).told(f'{key} = "{parallel.AUTO}" {search.why}')
 
     def _search(self, name: str, settings: ModelConfig, whole: Plan, attempt: _Attempt) -> _Search:
-        """Tries to split a model over two, three and more devices. whole: the plan for one device, which does not hold the
-        model."""
+        """Looks for the fewest devices over which the model can be split so that it fits. attempt: makes the plan for fixed
+        settings. whole: the plan for one device, which does not hold the model."""
         names = self._sizing.shared_names()
         roomy = parallel.fit_for_shares(settings, names)
         if len(roomy) < 2:
@@ -128,7 +133,8 @@ class Planner:
     def _attempt(
         self, config: NodeConfig, checkpoint: Checkpoint, settings: ModelConfig, heads: Mapping[str, Checkpoint]
     ) -> Plan | str:
-        """Returns how the model is served with settings that fix the number of devices, or why it cannot be served."""
+        """Returns the plan for settings that fix the number of devices, or why the model cannot be served with them. It drafts
+        without a predictor if it does not fit with one."""
         sizing, name, shape = self._sizing, checkpoint.name, checkpoint.shape
         misfit = base_setting_misfit(name, settings) or sizing.without_carve_out(name, settings)
         if parallel.num_ranks(settings) > 1 and checkpoint.is_packed_only:
@@ -159,8 +165,8 @@ def division_over(shape: ModelShape, num_devices: int) -> ParallelConfig:
 
 
 def _no_number(too_large: list[str], refused: Mapping[str, list[str]]) -> str:
-    """Returns why no number of devices holds a model. too_large: numbers of devices on which its shares do not fit. refused: reason
-    -> numbers of devices over which it cannot be split for that reason."""
+    """Returns in words why "auto" finds no number of devices for a model. too_large: the numbers of devices that are too few to
+    hold it. refused: reason -> the numbers of devices over which it cannot be split for that reason."""
     reasons = [f"over {_listed(numbers)}: {why}" for why, numbers in refused.items()]
     if further := [number for numbers in list(refused.values())[MOST_REASONS:] for number in numbers]:
         reasons[MOST_REASONS:] = [f"nor can it be split over {_listed(further)}"]

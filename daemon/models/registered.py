@@ -19,7 +19,8 @@ _WHOLE = Division(1)
 
 @dataclass(slots=True, frozen=True)
 class Registered:
-    """One model name. entry: None while the folder is not a usable model; then `problem` tells why."""
+    """What the registry knows of one model. facts: the scheduler's facts about it. entry: its facts for requests; None if it cannot
+    be served, and then `problem` tells why."""
 
     checkpoint: catalog.Checkpoint
     facts: events.ModelFacts
@@ -34,14 +35,15 @@ class Registered:
 
     @property
     def kernels(self) -> list[KernelSet]:
-        """The kernels that the model needs on a `cpu` device."""
+        """The kernels that the model needs on a `cpu` device; empty if it cannot be served."""
         if self.shape is None:
             return []
         return needed_kernels(self.shape, self.dtype, FORMATS[self.quantize], is_split=self.division.size > 1)
 
 
 def all_kernels(models: Sequence[Registered]) -> tuple[KernelSet, ...]:
-    """Returns the kernels that the models need, first those of the models' most common dtype."""
+    """Returns the kernels that the models need on `cpu` devices, each once, beginning with those of the dtype that most models
+    have."""
     num_models = Counter(model.dtype for model in models)
     by_dtype = sorted(models, key=lambda model: -num_models[model.dtype])
     return tuple(dict.fromkeys(kernel_set for model in by_dtype for kernel_set in model.kernels))

@@ -1,4 +1,5 @@
-"""Keeps the list of models: scans the models folder and tells the node scheduler how much memory each model takes.
+"""Keeps the list of models and LoRA adapters: scans the models folder and tells the node scheduler how much memory each model
+takes.
 
 Scanning runs in a separate process (daemon/scanning); the event loop only takes over the result. A model that is running keeps the
 files it was loaded from: when they change, the name is registered anew with a new fingerprint, for the next load.
@@ -45,7 +46,9 @@ Scan = Callable[[str, Mapping[str, catalog.Checkpoint], Mapping[str, str]], Awai
 async def scan_in_thread(
     models_dir: str, previous: Mapping[str, catalog.Checkpoint], named: Mapping[str, str]
 ) -> dict[str, catalog.Checkpoint]:
-    """Scans in a thread, for callers that trust the folders and can wait for them."""
+    """Scans the models folder, or only the folders of named adapters, in a thread, for callers that trust the files and can wait.
+    models_dir: "" for no models folder. previous: the last result. named: the folders of adapters by name. Returns the checkpoints
+    by name. Raises OSError if models_dir cannot be read."""
     if models_dir:
         return await asyncio.to_thread(catalog.scan, models_dir, previous, named)
     return catalog.merged(catalog.named_adapters(named, previous))
@@ -55,7 +58,7 @@ _NO_HEADS: Mapping[str, catalog.Checkpoint] = {}
 
 
 class Registry:
-    """All registered models; the ModelPort for the API."""
+    """All registered models and LoRA adapters. Implements ModelPort, the interface through which requests find them."""
 
     def __init__(
         self,
@@ -65,7 +68,8 @@ class Registry:
         without_carve_out: Mapping[str, str] | None = None,
         scan: Scan = scan_in_thread,
     ) -> None:
-        """without_carve_out: isolated model -> why nothing could be set aside for it."""
+        """Makes an empty registry, which rescan() fills. state: what operators have set, such as loaded adapters.
+        without_carve_out: isolated model -> why no memory could be set aside for it. scan: reads the models folder."""
         self.config, self._state, self._scan = config, state, scan
         self._sizing = Sizing(devices, state, without_carve_out or {})
         self._planner = Planner(self._sizing)
@@ -100,7 +104,8 @@ class Registry:
         return self.names.further({entry.own_name for entry in self._entries if asker.may_use(entry.own_name)})
 
     def _served(self, name: str) -> ModelEntry | HearthError:
-        """Returns the model's entry if its files and settings allow it to be served, else the error."""
+        """Returns the entry of the model or adapter with this name, or the error why its files or settings do not allow it to be
+        served."""
         if (elsewhere := self.upstreams.get(name)) is not None:
             return elsewhere
         if (adapter := self.adapters.get(name)) is not None:
@@ -113,7 +118,7 @@ class Registry:
         return self.refused(name) or found.entry
 
     def _served_adapter(self, adapter: AdapterRecord) -> ModelEntry | HearthError:
-        """Returns the base's entry with the adapter, or the error why the adapter or the base cannot be served."""
+        """Returns the entry for requests to the adapter, or the error why the adapter or its base model cannot be served."""
         if adapter.served is None:
             return _unserved(f"The adapter {adapter.name!r}", adapter.problem, adapter.is_incomplete)
         base = self._served(adapter.base)
@@ -122,7 +127,8 @@ class Registry:
     # ---- for the dispatcher and the operator
 
     def source(self, name: str) -> LoadSource | None:
-        """Returns the data for a load of the model or of a further replica; None if the model does not exist or is not usable."""
+        """Returns what a load needs to know about a model's files and settings. name: the model, or one of its further replicas.
+        None if the model does not exist or cannot be served."""
         found = self.models.get(model_of(name, self.models))
         if found is None or found.entry is None:
             return None
@@ -135,9 +141,9 @@ class Registry:
         return replace(source, form=GroupForm(found.division, num_groups, handed))
 
     def layout_id(self, name: str) -> str:
-        """Returns a text that must be equal, besides the files' fingerprint, for weights in memory to be usable for the model:
-        their layout, and the runner that filled them. "" if the model is unknown or not usable, or weights in memory are never
-        reused because it is split and its shares are read from the files."""
+        """Returns a text that identifies how the model's weights are laid out in memory, and by which runner. Weights that are
+        still in memory can be used again only if this text and the fingerprint of the files are the same. "" if the model is
+        unknown or cannot be served, or is split over devices, because shares are always read from the files."""
         name = model_of(name, self.models)
         found = self.models.get(name)
         if found is None or found.entry is None or found.shape is None or found.facts.is_split:
@@ -148,8 +154,9 @@ class Registry:
     # ---- scanning
 
     async def rescan(self, config: NodeConfig | None = None) -> list[events.Event]:
-        """Scans the folder again (with new settings, if given) and returns the events for the scheduler. Raises OSError if the
-        models folder cannot be read; nothing is changed then."""
+        """Scans the models folder again and registers what has changed. config: new settings; None: the present ones. Returns the
+        events that tell the scheduler of changed and removed models. Raises OSError if the models folder cannot be read; nothing is
+        changed then."""
         async with self._rescan_lock:
             config = config or self.config
             before, named = self.models, self._state.adapters
@@ -164,9 +171,9 @@ class Registry:
     # ---- adapters that an operator loads
 
     async def load_adapter(self, name: str, path: str, in_place: bool = False) -> AdapterRecord:
-        """Registers the adapter in a folder of this machine under a name, and adds it to the state's `adapters`, which the caller
-        saves. in_place: replaces an adapter that was loaded under the same name. Raises HearthError if it cannot be served; nothing
-        is changed then."""
+        """Serves the LoRA adapter in the folder `path` under a name, and adds it to the state's `adapters`; the caller saves the
+        state. in_place: whether it may replace an adapter that was loaded under the same name. Returns its record. Raises
+        HearthError if it cannot be served; nothing is changed then."""
         check_name(name)
         check_path(path)
         async with self._rescan_lock:
@@ -188,8 +195,8 @@ class Registry:
             return record
 
     async def unload_adapter(self, name: str) -> AdapterRecord | None:
-        """Reverses load_adapter; the caller saves the state. Returns the record as it was; None if no scan has examined the adapter
-        yet. Raises HearthError if no adapter was loaded under the name."""
+        """Stops serving an adapter that load_adapter() has added; the caller saves the state. Returns the record that the adapter
+        had; None if no scan has examined it yet. Raises HearthError if no adapter was loaded under the name."""
         async with self._rescan_lock:
             if name not in self._state.adapters:
                 raise unload_refusal(name, name in self.adapters)
@@ -200,18 +207,18 @@ class Registry:
             return record
 
     def replicas(self, name: str) -> list[str]:
-        """Returns the names by which the scheduler and the engines know the model: its own name, and those of its further
-        replicas."""
+        """Returns the names that the scheduler and the engines use for the model's copies: its own name for the first, and one for
+        each further replica."""
         found = self.models.get(name)
         return [name] if found is None else [name, *(one.name for one in found.replicas)]
 
     def is_replicated(self, name: str) -> bool:
-        """Returns whether the model may have several replicas."""
+        """Returns whether the settings and devices allow the model to have several replicas."""
         found = self.models.get(name)
         return found is not None and bool(found.replicas)
 
     def model_of(self, name: str) -> str:
-        """Returns the model if the name is one of a further replica, else the name itself."""
+        """Returns the name of the model. name: the model's name, or that of one of its further replicas."""
         return model_of(name, self.models)
 
     def was_loaded(self, name: str) -> bool:
@@ -219,7 +226,8 @@ class Registry:
         return name in self._state.adapters
 
     def _refuse_taken(self, name: str, in_place: bool) -> None:
-        """Raises HearthError if the name for a new adapter is already taken."""
+        """Raises HearthError if an adapter cannot be loaded under this name, because a model, adapter, alias or entry of [names]
+        has it. in_place: whether it may replace an adapter that an operator has loaded."""
         if self.was_loaded(name):
             if in_place:
                 return
@@ -287,8 +295,8 @@ class Registry:
     def register(
         self, config: NodeConfig, checkpoint: catalog.Checkpoint, heads: Mapping[str, catalog.Checkpoint] = _NO_HEADS
     ) -> Registered:
-        """Returns the record of a model, from its checkpoint and the settings. heads: checkpoints of heads that may draft tokens
-        for it."""
+        """Makes the record of a model from its checkpoint and the settings; it is not added to the registry. heads: EAGLE-3 heads
+        in the models folder, which may draft tokens for it, by name."""
         name = checkpoint.name
         settings = config.models.get(name, ModelConfig())
         plan = self._planner.plan(config, checkpoint, settings, heads)
@@ -355,14 +363,14 @@ class Registry:
         return changes
 
     def _name_all(self) -> None:
-        """Updates the names and the list of entries from what is registered."""
+        """Makes `names` and the list of entries anew, because the models, adapters or upstreams have changed."""
         self.names = self._names_now()
         entries = [registered.entry for registered in self.models.values() if registered.entry is not None]
         entries += [*self.upstreams.values(), *self._with_adapters.values()]
         self._entries = sorted(entries, key=lambda entry: entry.own_name)
 
     def _take_adapters(self, found: dict[str, AdapterRecord]) -> None:
-        """Replaces the adapters by those of a scan, and logs the changes."""
+        """Replaces the registered adapters by `found`, and logs those that have changed or are gone."""
         before, self.adapters, self._with_adapters = self.adapters, found, {}
         for name in before.keys() - found.keys():
             told = "the adapter is unloaded" if before[name].loaded_from else "the adapter's folder is gone"
@@ -393,8 +401,8 @@ class Registry:
         return ModelNames(self.config, names, self._served, lambda name, tenant: self.turned_away(name, tenant), self.adapters)
 
     def unknown_models(self) -> list[str]:
-        """Returns the models that are named in the settings and have no folder. It also logs them, because a name may be
-        misspelt."""
+        """Returns the models that the settings or the table [names] name and that do not exist, sorted. It also logs them, because
+        a name may be misspelt."""
         unknown = self.config.models.keys() - self.models.keys() - self.upstreams.keys() - self.adapters.keys()
         for name in sorted(unknown):
             log.warning('settings for models."%s": there is no model of that name (yet)', name)
@@ -404,7 +412,8 @@ class Registry:
         return sorted(unknown)
 
     def describe(self, name: str) -> str:
-        """Returns the line that is logged when the model is registered."""
+        """Returns the text that is logged when the model is registered: its dtype, lengths and memory, or why it cannot be
+        served."""
         found = self.models[name]
         if found.entry is None:
             return f"{name}: {'incomplete' if found.facts.incomplete else 'refused'}: {found.problem}"
@@ -429,8 +438,8 @@ class Registry:
 
 
 def _all_facts(models: Mapping[str, Registered]) -> dict[str, events.ModelFacts]:
-    """Returns the facts of all models and their further replicas by name, each model before its replicas. If a model has the name
-    that a replica would have, the replica does not exist."""
+    """Returns the scheduler's facts about all models and their further replicas, by name, each model before its replicas. A replica
+    whose name is that of a model is left out."""
     found = {}
     for name, registered in models.items():
         found[name] = registered.facts
@@ -439,7 +448,8 @@ def _all_facts(models: Mapping[str, Registered]) -> dict[str, events.ModelFacts]
 
 
 def _unserved(what: str, problem: str, is_incomplete: bool) -> HearthError:
-    """Returns the error for a request for a model or adapter that cannot be served. is_incomplete: whether this may pass."""
+    """Returns the error for a request for a model or adapter that cannot be served. what: its kind and name, for the message.
+    problem: the reason. is_incomplete: whether it may be served later, when missing files have arrived."""
     if is_incomplete:
         return NotNow("model_incomplete", f"{what} is not complete: {problem}", retry_after_s=10.0)
     return BadRequest("model_unusable", f"{what} cannot be served: {problem}", param="model")

@@ -1,6 +1,6 @@
 """Computes the memory of a model on the devices where it may live, from its files, its settings and its speculator.
 
-The settings given here fix the number of devices over which a model is split; planning.py replaces "auto" by numbers.
+Its functions expect settings that fix the number of devices over which a model is split; planning.py replaces "auto" by numbers.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ log = logging.getLogger("hearthd.models")
 
 
 class Sizing:
-    """Computes the memory that models take, and the devices where they may live. without_carve_out: isolated model -> why nothing
-    could be set aside for it."""
+    """Computes how much memory models take, and on which devices they may live. devices: the node's devices, with carve-outs.
+    state: what operators have set. without_carve_out: isolated model -> why no memory could be set aside for it."""
 
     def __init__(self, devices: Sequence[DeviceBudget], state: NodeState, without_carve_out: Mapping[str, str]) -> None:
         self._devices, self._state, self._without_carve_out = devices, state, without_carve_out
 
     def misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Returns why no device can run the model with these settings, or ""."""
+        """Returns why no device of the node can run the model with these settings, or "" if one can. Its size is not checked; see
+        fits()."""
         misfits = (self._parallel_misfit, self._encoder_misfit, self._kv_misfit, self._format_misfit)
         return next((why for misfit in misfits if (why := misfit(name, settings, shape))), "")
 
     def without_carve_out(self, name: str, settings: ModelConfig) -> str:
-        """Returns why nothing could be set aside for an isolated model, or ""."""
+        """Returns why no memory could be set aside for an isolated model; "" if it was, or if the model is not isolated."""
         return self._without_carve_out.get(name, "") if settings.isolate else ""
 
     def facts(
@@ -49,8 +50,8 @@ class Sizing:
         speculator: Speculator,
         dtype: str,
     ) -> events.ModelFacts:
-        """Returns the scheduler's facts about a model with its speculator. For a model that is split over devices, the bytes are
-        those of its largest share."""
+        """Returns the facts that the scheduler needs about a model, with the layers of its speculator. dtype: in which it is
+        computed. For a model that is split over devices, the bytes are those of its largest share."""
         name, ranks, shape = checkpoint.name, parallel.num_ranks(settings), speculator.shape
         weight_format = held_format(shape, settings.quantize)
         if ranks > 1:
@@ -83,9 +84,9 @@ class Sizing:
     def _with_all_kv(
         self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape
     ) -> events.ModelFacts:
-        """Returns the facts of a split model with its whole, fixed amount of KV. It is kv_floor_tokens if set; otherwise as much as
-        a quarter of the memory besides weights and work space holds, but at least one and at most max_sequences requests of
-        max_model_len."""
+        """Returns the facts of a model that is split over devices, with the KV that it gets for good: unlike other models' KV, that
+        of a split model does not grow. The number of tokens is kv_floor_tokens if set; otherwise what a quarter of the memory
+        besides weights and work space holds, but at least max_model_len and at most max_sequences times max_model_len."""
         num_tokens = facts.kv_floor_tokens
         if settings.kv_floor_tokens is None:
             budget_bytes, _ = self._budgets(facts.name, settings, shape)
@@ -102,8 +103,8 @@ class Sizing:
         return replace(facts, kv_floor_tokens=num_tokens, kv_reserved_bytes=kv_reserved_bytes)
 
     def fits(self, facts: events.ModelFacts, config: NodeConfig, settings: ModelConfig, shape: ModelShape) -> bool:
-        """Returns whether a device where the model may live (or as many devices as it is split over) holds the model when nothing
-        else is there."""
+        """Returns whether an empty device where the model may live, or as many of them as it is split over, has enough memory for
+        the model. facts: the model's."""
         chunk_bytes = int(config.chunk_bytes)
         size = size_of(facts, chunk_bytes)
         budget_bytes, _ = self._budgets(facts.name, settings, shape)
@@ -113,7 +114,7 @@ class Sizing:
         return {device.kind for device in self._allowed(name, settings, shape)}
 
     def num_replicas(self, name: str, settings: ModelConfig, shape: ModelShape, num_ranks: int) -> int:
-        """Returns how many replicas the model may have. num_ranks: the number of devices over which each replica is split."""
+        """Returns the most replicas that the model may have. num_ranks: the number of devices over which each replica is split."""
         return replicas.number(settings, len(self._allowed(name, settings, shape)), num_ranks)
 
     def shared_names(self) -> list[str]:
@@ -121,15 +122,17 @@ class Sizing:
         return [device.name for device in self._devices if not device.model]
 
     def largest_bytes(self, names: Sequence[str], number: int) -> int:
-        """Returns the sum of the budgets of the `number` largest of these devices."""
+        """Returns the sum of the budgets, in bytes, of the `number` largest of the devices `names`."""
         return sum(sorted((device.budget_bytes for device in self._devices if device.name in names), reverse=True)[:number])
 
     def computed_dtype(self, asked: str, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Returns loader.dtypes.computed_dtype for the devices where the model may live."""
+        """Returns the dtype in which the model is computed on the devices where it may live, by the rule of
+        loader.dtypes.computed_dtype. asked: the setting, such as "auto"."""
         return computed_dtype(asked, shape.dtype, self.kinds(name, settings, shape))
 
     def tell_of_dtype(self, asked: str, dtype: str, name: str, settings: ModelConfig, shape: ModelShape) -> None:
-        """Logs if a model loses precision or speed because of its dtype."""
+        """Logs if the model is slower, or not computed as it is stored, because of its dtype. asked: the setting. dtype: the dtype
+        in which it is computed."""
         kinds = self.kinds(name, settings, shape)
         if dtype != shape.dtype and asked == "auto":
             why = f"cpu devices have no kernels for {shape.dtype}; the key dtype decides otherwise"
@@ -138,8 +141,8 @@ class Sizing:
             log.warning("%s: dtype: float16 has no kernels on cpu devices and is several times slower there than bfloat16", name)
 
     def _budgets(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[int, int]:
-        """Returns two numbers of bytes that hold for each device, if the model is placed on as many of the largest devices as it is
-        split over: the smallest budget among these, and the same for budgets before carve-outs. (0, 0) if there are too few
+        """Returns the smallest budget, in bytes, among the largest devices where the model may live, taking as many devices as it
+        is split over; and the same number for the budgets as they were before carve-outs. (0, 0) if there are too few such
         devices."""
         allowed, at = self._allowed(name, settings, shape), parallel.num_ranks(settings) - 1
         if len(allowed) <= at:
@@ -148,8 +151,8 @@ class Sizing:
         return budgets[at], sorted((device.whole_bytes or device.budget_bytes for device in allowed), reverse=True)[at]
 
     def _allowed(self, name: str, settings: ModelConfig, shape: ModelShape) -> list[DeviceBudget]:
-        """Returns the devices where the model may live: only its carve-out if it has one, else the configured devices that are not
-        carve-outs and are of a kind that can run it."""
+        """Returns the devices where the model may live and that are of a kind that can run it: only its carve-out if it has one,
+        otherwise the configured devices (all, if none are configured) without carve-outs."""
         own = [device for device in self._devices if device.model == name]
         shared = [device for device in self._devices if not device.model]
         named = own or [device for device in shared if not settings.devices or device.name in settings.devices]
@@ -157,7 +160,7 @@ class Sizing:
         return [device for device in named if device.kind in kinds]
 
     def _named_devices(self, name: str, settings: ModelConfig, shape: ModelShape) -> tuple[str, ...]:
-        """Returns the value for ModelFacts.devices, where () means any device."""
+        """Returns the names of the devices where the scheduler may place the model; () means any device."""
         if len(_kinds(settings, shape)) < 2 or any(device.model for device in self._devices):
             return tuple(device.name for device in self._allowed(name, settings, shape)) or tuple(settings.devices)
         return tuple(settings.devices)
@@ -165,8 +168,8 @@ class Sizing:
     def _work_space_bytes(
         self, config: NodeConfig, name: str, settings: ModelConfig, shape: ModelShape, dtype: str, max_model_len: int
     ) -> int:
-        """Returns the work space by the rule for the kind of device where the model may live; the larger one if it may live on both
-        kinds."""
+        """Returns the bytes of work space that one step of the model needs. The rules for cpu and cuda devices differ; if the model
+        may live on both, the larger result counts."""
         batch, sequences = config.max_num_batched_tokens, settings.max_sequences
         kinds = self.kinds(name, settings, shape)
         sizes = [gpu_work_space_bytes(shape, dtype, batch, sequences)] if "cuda" in kinds else []
@@ -176,7 +179,7 @@ class Sizing:
         return max(sizes)
 
     def _parallel_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Returns why the model cannot be split over devices as its settings say, or ""."""
+        """Returns why the model cannot be split over devices as the setting `parallel` says; "" if it can, or is not split."""
         ranks = parallel.num_ranks(settings)
         if ranks == 1:
             return ""
@@ -184,7 +187,7 @@ class Sizing:
         return f'models."{name}".parallel: {why}' if why else ""
 
     def _encoder_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Returns why an encoder has no device, or "" if it has one."""
+        """Returns why the node has no device for a model that is an encoder; "" if it has one, or the model is no encoder."""
         if not shape.is_encoder or self._allowed(name, settings, shape):
             return ""
         if own := [device for device in self._devices if device.model == name]:
@@ -195,7 +198,7 @@ class Sizing:
         return f'models."{name}".devices: encoders are not built for cuda devices; give the node a cpu device for them'
 
     def _format_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Returns why the model cannot be held in the configured weight format, or ""."""
+        """Returns why the model cannot be held in the configured weight format, or that of its checkpoint; "" if it can."""
         if shape.stored_format:
             if self._allowed(name, settings, shape):
                 return ""
@@ -212,7 +215,7 @@ class Sizing:
         return ""
 
     def _kv_misfit(self, name: str, settings: ModelConfig, shape: ModelShape) -> str:
-        """Returns why KV cannot be kept in the configured type, or ""."""
+        """Returns why the model's KV cannot be kept in the configured type (kv_cache_dtype); "" if it can."""
         if not _has_fp8_kv(settings):
             return ""
         if shape.is_encoder:
@@ -233,7 +236,7 @@ class Sizing:
         kv_dtype: str,
         weights_bytes: int,
     ) -> int:
-        """Returns the configured length (at most the checkpoint's) or a default.
+        """Returns max_model_len, the most tokens of a sequence: the configured length (at most the checkpoint's) or a default.
 
         The default is the checkpoint's length, or what 25 % of the largest allowed device holds as KV if that is less (for a
         carve-out, 25 % of the whole device; for a split model, of the smallest among as many of the largest devices as it needs).
@@ -260,18 +263,18 @@ class Sizing:
 
 
 def division_of(settings: ModelConfig) -> Division:
-    """Returns how the model is divided among devices."""
+    """Returns how the settings divide the model among devices; Division(1) for one device. "auto" must have been replaced."""
     return division(settings.parallel) if isinstance(settings.parallel, ParallelConfig) else Division(1)
 
 
 def division(how: ParallelConfig) -> Division:
-    """Returns the Division for a value of the key `parallel`."""
+    """Returns how a value of the key `parallel` divides a model among devices."""
     return Division(how.num_devices, how.expert, how.pipeline)
 
 
 def _kinds(settings: ModelConfig, shape: ModelShape) -> set[str]:
-    """Returns the kinds of devices that can run a model. GPUs have no kernels for encoders and some checkpoint formats, CPUs none
-    for fp8 KV, and models are split only over CPUs."""
+    """Returns the kinds of devices ("cpu", "cuda") that can run the model. GPUs have no kernels for encoders and some checkpoint
+    formats, CPUs none for fp8 KV, and models are split only over cpu devices."""
     if shape.is_encoder or parallel.num_ranks(settings) > 1:
         return {"cpu"}
     kinds = {"cpu", "cuda"}
@@ -288,7 +291,7 @@ def _has_fp8_kv(settings: ModelConfig) -> bool:
 
 def _kv_reserved_bytes(config: NodeConfig, shape: ModelShape, kv_dtype: str, num_tokens: int) -> int:
     """Returns the KV bytes to reserve for a model with sliding windows or states (ModelFacts.kv_reserved_bytes), or 0 for any other
-    model."""
+    model. num_tokens: the tokens for which they must suffice."""
     if not kv_layout.has_several_groups(shape):
         return 0
     return kv_layout.kv_reserved_bytes(

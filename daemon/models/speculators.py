@@ -1,4 +1,4 @@
-"""Chooses how tokens are drafted for a model (the key `speculator`)."""
+"""Chooses for each model how tokens are drafted, that is, guessed ahead and then checked by the model (the key `speculator`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _PROVEN_KINDS = frozenset({"cpu"})  # kinds of devices on which predictors have 
 
 
 class MayPredict(Protocol):
-    """The facts about a checkpoint's own predictor; see loader.catalog.Checkpoint."""
+    """The facts about the predictor in a model's own checkpoint (see loader.catalog.Checkpoint). predicting: the model's shape with
+    that predictor, None if none can be used. predictor_error: why it cannot be used, or "" if nothing is wrong."""
 
     @property
     def predicting(self) -> ModelShape | None: ...
@@ -30,9 +31,9 @@ class MayPredict(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Speculator:
-    """The choice of how tokens are drafted for one model. name: as in LoadModel.speculator. shape: the shape that is loaded.
-    fingerprint: the fingerprint of its files. head: the EAGLE-3 head that drafts, or None. why_not: why a preferred predictor is
-    not used, "" if it is used or there is none."""
+    """The choice of how tokens are drafted for one model. name: the way of drafting, as in LoadModel.speculator. shape: the model's
+    shape, with the predictor that is loaded, if any. fingerprint: the fingerprint of all files that are loaded. head: the EAGLE-3
+    head that drafts, or None. why_not: why a predictor that would be preferred is not used, "" if it is used or there is none."""
 
     name: str
     shape: ModelShape
@@ -47,16 +48,16 @@ class Speculator:
 
 
 def prompt_lookup(shape: ModelShape, fingerprint: str, why: str = "") -> Speculator:
-    """Returns the choice of prompt lookup. shape, fingerprint: those of the model itself. why: the reason why no predictor is
-    loaded."""
+    """Returns the choice to draft by prompt lookup. shape, fingerprint: those of the model itself. why: why no predictor is used in
+    its place, or ""."""
     return Speculator(PROMPT_LOOKUP, shape, fingerprint, why_not=why)
 
 
 @dataclass(slots=True, frozen=True)
 class Choice:
-    """The possible speculators for one model of this shape. own: the facts about its own predictor. kinds: the kinds of devices
-    where it may live. checkpoint: the model's checkpoint; None: heads are not considered. heads: all heads in the models folder, by
-    name."""
+    """Chooses the speculator for one model. settings: the model's. own: the facts about its own predictor. shape: its shape without
+    one. kinds: the kinds of devices where it may live. checkpoint: the model's checkpoint; None: EAGLE-3 heads are not considered.
+    heads: all such heads in the models folder, by name."""
 
     settings: ModelConfig
     own: MayPredict
@@ -66,7 +67,8 @@ class Choice:
     heads: Mapping[str, Checkpoint] = field(default_factory=dict)
 
     def chosen(self) -> Speculator:
-        """Returns the speculator to use if there is enough memory for it. Called only if `why_not` returns ""."""
+        """Returns the speculator to use, without regard to the memory that it takes. Called only if the settings can be followed
+        (why_not() returns an empty text)."""
         asked, own, shape = self.settings.speculator, self.own, self.shape
         fingerprint = "" if self.checkpoint is None else self.checkpoint.fingerprint
         if asked == NONE or _why_no_drafts(shape):
@@ -92,12 +94,13 @@ class Choice:
         return prompt_lookup(shape, fingerprint, why)
 
     def misfit(self, name: str) -> str:
-        """Returns why the speculator in the settings of the model `name` cannot be used, or ""."""
+        """Returns the message with which the model `name` is refused because its setting `speculator` cannot be followed; "" if it
+        can."""
         why = self.why_not()
         return f'models."{name}".speculator: {self.settings.speculator}: {why}; leave it out' if why else ""
 
     def why_not(self) -> str:
-        """Returns why the speculator in the settings cannot be used, or ""."""
+        """Returns why the setting `speculator` cannot be followed for this model; "" if it can."""
         asked, own = self.settings.speculator, self.own
         if asked in (AUTO, NONE):
             return ""
@@ -113,7 +116,8 @@ class Choice:
         return _misfit_of(self.checkpoint, self.heads[asked])
 
     def _head_beside(self) -> Checkpoint | None:
-        """Returns a head in the model's folder, or else a head that names this model as its verifier; the first one by name."""
+        """Returns the EAGLE-3 head that "auto" uses: one in the model's folder, or else one whose files name this model as its
+        verifier; the first by name if there are several, None if there is none."""
         if self.checkpoint is None:
             return None
         name = self.checkpoint.name
@@ -135,7 +139,7 @@ def _misfit_of(checkpoint: Checkpoint, head: Checkpoint) -> str:
 
 
 def _why_no_drafts(shape: ModelShape) -> str:
-    """Returns why tokens cannot be drafted for a model, or ""."""
+    """Returns why tokens cannot be drafted for a model of this shape, however it is done; "" if they can."""
     if shape.pooling:
         return "encoders generate no text"
     return "" if shape.delta is None else "the states of its layers cannot go back behind a token that was guessed wrong"

@@ -3,7 +3,8 @@
 An object that declares `properties` and says nothing about others gets `additionalProperties: false`, at any depth, if it is the
 only schema of its value. If several schemas describe one value (allOf, anyOf beside properties, if, a definition that is also used
 below one of them), each would forbid the properties that the others declare, so these stay open. So do objects below oneOf, unless
-its branches exclude each other already: closed branches might, and then a value that fits two of the original branches would pass.
+its branches exclude each other already: otherwise a value that fits two branches, and so is invalid, could become valid because one
+of them is closed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A sink that renders an echoed prompt with its log-probabilities piece by piece before it passes tokens on to another sink.
 
-Rendering a long prompt takes a large part of a second, for which other streams on the event loop must not wait. It begins with the
-first token, because the log-probabilities of the prompt are complete only then; tokens that arrive meanwhile are held back.
+Rendering a long prompt takes a large part of a second, for which other streams on the event loop must not wait. The rendering
+begins when the first token arrives, because the log-probabilities of the prompt are complete only then; tokens that arrive
+meanwhile are held back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `usage` object of an answer."""
+"""Makes the `usage` object of an answer: the counts of its tokens."""
 
 from __future__ import annotations
 
