@@ -44,13 +44,14 @@ CONTROL = {
 
 
 def tables() -> list[FieldTable]:
-    """Returns the tables of body fields, each only once."""
+    """Returns the tables of body fields of all endpoints, in order, each only once."""
     bodies = [endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None]
     return list({table.type: table for body in bodies for table in body.tables}.values())
 
 
 def body_fields(body: type[Struct]) -> dict[str, str]:
-    """Returns the fields that a body type adds to Common, each with its type and range. Fields that are not served are left out."""
+    """Returns the fields that a body type declares itself, not those that it inherits: name -> type and range in words. Fields that
+    are not served are left out."""
     own = set(body.__annotations__) - set(neutral_values(body))
     info: Any = msgspec.inspect.type_info(body)
     return {field.name: _type(field.type) for field in info.fields if field.name in own}
