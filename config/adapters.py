@@ -1,4 +1,4 @@
-"""The settings that a LoRA adapter may have. For everything else, the settings of its base count."""
+"""The settings that a LoRA adapter may have in its table. Everything else follows the settings of its base model."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from config.load import CREDENTIAL, ConfigError
 
 def path_of(value: str, key: str) -> str:
     """Returns the path for a setting's value: the value itself, or for credential:NAME the file in the folder that systemd
-    provides. key: the setting's name, for the error. Raises ConfigError."""
+    provides. key: the setting's name, for the error. Raises ConfigError if NAME is not a plain file name, or if systemd has
+    provided no such folder."""
     if not value.startswith(CREDENTIAL):
         return value
     name, folder = value.removeprefix(CREDENTIAL), os.environ.get("CREDENTIALS_DIRECTORY", "")

@@ -20,9 +20,8 @@ CUDA_LEFT_BYTES = 3 << 29
 class GpuMemory:
     """A GPU, or a MIG slice of one, and its memory. index: the driver's number for the GPU, in the order of the bus. total_bytes:
     its memory without the part that the driver reserves. taken_bytes: the part of it that processes other than hearthd's engines
-    hold. unusable: why no engine can run on it; "": one can. is_slice: whether it is a slice, which only its UUID names, because
-    the number means the whole GPU.
-    """
+    hold. unusable: why no engine can run on it; "": one can. is_slice: whether it is a MIG slice; its index is that of the whole
+    GPU, so only the UUID identifies it."""
 
     index: int
     uuid: str
@@ -47,8 +46,9 @@ def device_budgets(
     gpus: Callable[[], Sequence[GpuMemory]] = no_driver,
 ) -> list[DeviceBudget]:
     """Returns the node's devices with their budgets. If none is configured, that is `cpu:0` with half of the machine's memory.
-    gpus: returns the machine's GPUs or raises NoGpus; called only if a cuda device is configured. Raises ConfigError for a device
-    that is named twice or does not exist, and for a budget that is below 8 chunks or above the device's memory."""
+    memory_bytes: the machine's memory. source: where the settings come from, for errors. gpus: returns the machine's GPUs or raises
+    NoGpus; called only if a cuda device is configured. Raises ConfigError for a device that is named twice or does not exist, for a
+    budget below 8 chunks or above the GPU's memory, and for cpu devices whose budgets together exceed the machine's memory."""
     try:
         return _device_budgets(config, memory_bytes, source, gpus)
     except ConfigError as error:
@@ -108,7 +108,8 @@ def _device_budgets(
 
 
 def _gpu(name: str, gpus: Sequence[GpuMemory]) -> GpuMemory:
-    """Returns the GPU with this number, or with a UUID that begins with `name`. Raises LookupError if none or several match."""
+    """Returns the GPU that `name` means: its number as decimal digits, or the beginning of its UUID. A slice of a GPU has only the
+    UUID. Raises LookupError if none or several match."""
     if name.isdigit():
         found = [gpu for gpu in gpus if gpu.index == int(name) and not gpu.is_slice]
     else:

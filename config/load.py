@@ -84,7 +84,8 @@ class ConfigError(Exception):
 
 
 def located(error: ConfigError) -> ConfigError:
-    """Returns the error with the line number of its key, found in the file that the error names."""
+    """Returns the error with the line number at which the file that it names sets its key; unchanged if the error has a line
+    already, names no key, or names no file."""
     if error.line or not error.key or not os.path.isfile(error.source):
         return error
     with open(error.source, encoding="utf-8") as file:
@@ -93,8 +94,9 @@ def located(error: ConfigError) -> ConfigError:
 
 
 def located_setting(error: ConfigError) -> ConfigError:
-    """Returns an error about a setting with the file and line that set its key. error.source: the settings file named on the
-    command line; the key may be set in a file of its conf.d, of which the last one counts."""
+    """Returns the error with the file and the line that set its key. error.source: the settings file named on the command line. If
+    files in conf.d beside it set the key too, the last of them is named, because its value is the one in use. The error is returned
+    unchanged if it has a line already, names no key, or names no file."""
     if error.line or not error.key or not os.path.isfile(error.source):
         return error
     source, deepest = error.source, 0
@@ -154,7 +156,8 @@ def _files(path: str) -> list[str]:
 
 
 def _table_of(path: str) -> dict[str, Any]:
-    """Returns the content of one settings file, which must be valid by itself, with absolute paths. Raises ConfigError."""
+    """Returns the content of one settings file as a table, with paths made absolute. The file must be valid by itself. Raises
+    ConfigError."""
     table = read_toml(path)
     try:
         config, traces = _node(path, table), _traces_values(path, table.get("traces", {}))
@@ -174,7 +177,8 @@ def _table_of(path: str) -> dict[str, Any]:
 
 
 def _merge(into: dict[str, Any], table: dict[str, Any]) -> None:
-    """Merges a table into another one, key by key. Nested tables are merged in the same way; lists are replaced."""
+    """Changes `into` by setting each key of `table` in it. Tables in both are merged in the same way; all other values, lists
+    included, are replaced."""
     for key, value in table.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)
@@ -183,8 +187,8 @@ def _merge(into: dict[str, Any], table: dict[str, Any]) -> None:
 
 
 def with_device_defaults(config: NodeConfig, devices: Iterable[str], given: Container[str]) -> NodeConfig:
-    """Returns the settings of a node with these devices, given by name. With a cuda device, some keys have other defaults. given:
-    the keys that have been set."""
+    """Returns the settings with the defaults for GPUs (CUDA_DEFAULTS) if one of the devices is a cuda device; otherwise unchanged.
+    devices: names such as `cuda:0`. given: the keys that were set by a file or a flag, whose values stay."""
     if not any(name.startswith("cuda") for name in devices):
         return config
     return msgspec.structs.replace(config, **{key: value for key, value in CUDA_DEFAULTS.items() if key not in given})
@@ -230,7 +234,8 @@ def _node(source: str, table: dict[str, Any]) -> NodeConfig:
 
 
 def _traces(source: str, table: Any, environment: Mapping[str, str]) -> TracesConfig:
-    """Returns the table `[traces]`. Environment variables fill the keys that it leaves out. Raises ConfigError."""
+    """Returns the settings from `table`, the content of `[traces]`. Environment variables of OpenTelemetry fill the keys that it
+    leaves out. Raises ConfigError."""
     values = _traces_values(source, table)
     try:
         given = {name: each for name, each in otel_environment.given(environment).items() if name not in values}
@@ -249,7 +254,8 @@ def _traces_values(source: str, table: Any) -> dict[str, Any]:
 
 
 def _names(source: str, table: Any) -> dict[str, list[str]]:
-    """Returns the table `[names]` with a list of models for each entry. Raises ConfigError."""
+    """Returns the content of the table `[names]`: for each name or pattern the list of models that it leads to, also where the file
+    gives a single model. Raises ConfigError."""
     if not isinstance(table, dict):
         raise ConfigError(source, "names", 'must be a table: [names], and below it lines such as "gpt-4*" = "org/name"')
     for name, value in table.items():
@@ -266,7 +272,7 @@ def _absolute(config: NodeConfig, folder: str) -> dict[str, str]:
 
 
 def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the flags' texts to the types of their fields. Raises ConfigError."""
+    """Returns the flags' values, converted from text to the types of the fields of NodeConfig, by key. Raises ConfigError."""
     types = key_types(NodeConfig)
     values: dict[str, Any] = {}
     for key, text in flags.items():
@@ -294,8 +300,9 @@ def key_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def fields_of(source: str, prefix: str, struct: type[msgspec.Struct], table: dict[str, Any]) -> dict[str, Any]:
-    """Returns the table's values, converted to the types of the struct's fields. prefix: the table's own path with a dot at its
-    end, for messages. Raises ConfigError, which names the key."""
+    """Returns the table's values, converted to the types of the struct's fields. source: the file, for messages. prefix: the
+    table's path with a dot at the end (`traces.`), for messages. Raises ConfigError, which names the key, for an unknown key or a
+    wrong value."""
     types = key_types(struct)
     values = {}
     for key, value in table.items():
@@ -395,7 +402,7 @@ def _size_or_zero(value: Any) -> None:
 
 
 def _bytes_or_zero(value: int | str) -> int:
-    """Returns a size in bytes; this kind of size may be 0."""
+    """Returns the number of bytes of a size such as "64MiB", which may also be 0 or "0". Raises ValueError."""
     return 0 if value in (0, "0") else units.parse_bytes(value)
 
 
@@ -452,8 +459,8 @@ def _not_empty(value: Any) -> None:
 
 
 def _device_specs(value: Any) -> None:
-    """Checks the form of the node's `device` entries (NAME=BUDGET). Whether the budgets fit into the machine's memory
-    is checked later."""
+    """Checks the form of the entries of the setting `device`: NAME=BUDGET, or a cuda device's name alone. Raises ValueError.
+    Whether the budgets fit into the memory is checked later."""
     for text in value:
         _, amount = units.parse_device(text)
         if amount:
@@ -530,8 +537,8 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 
 
 def _check_across(source: str, config: NodeConfig) -> None:
-    """Checks rules that involve several keys, such as aliases of different models that must differ. Raises ConfigError, which
-    names the keys. source: the configuration file, for messages."""
+    """Checks the rules that involve several keys, for example that no alias belongs to two models. Raises ConfigError, which names
+    the keys. source: the configuration file, for messages."""
     if config.tls_certificate and not config.tls_key:
         raise ConfigError(source, "tls_certificate", "needs tls_key beside it: the file with the certificate's private key")
     for key in ("tls_key", "tls_client_ca"):
@@ -568,8 +575,8 @@ def _check_across(source: str, config: NodeConfig) -> None:
 
 
 def _check_upstream(source: str, where: str, config: NodeConfig, model: ModelConfig) -> None:
-    """Checks that the settings of a model that another server answers suit such a model, and that other models have none of them.
-    where: the path of the model's table. Raises ConfigError."""
+    """Checks that a model with the setting `upstream`, which another server answers, has no settings that only local models use,
+    and that a model without it has none of the `upstream_` settings. where: the path of the model's table. Raises ConfigError."""
     if model.upstream is None:
         for key in ("upstream_model", "upstream_key_file"):
             if getattr(model, key) is not None:
@@ -587,7 +594,8 @@ def _check_upstream(source: str, where: str, config: NodeConfig, model: ModelCon
 
 
 def _check_base(source: str, where: str, name: str, model: ModelConfig) -> None:
-    """Checks the settings of a LoRA adapter. Raises ConfigError."""
+    """Checks a model with the setting `base`, that is, a LoRA adapter: its base must be another model, and it may have no settings
+    of its own but aliases. where: the path of the model's table. Raises ConfigError."""
     if model.base is None:
         return
     if model.base in ("", name):
@@ -598,8 +606,8 @@ def _check_base(source: str, where: str, name: str, model: ModelConfig) -> None:
 
 
 def _check_names(source: str, config: NodeConfig, owners: Mapping[str, str]) -> None:
-    """Checks that no entry of the table `[names]` hides a model or leads to another entry. owners: alias -> model. Raises
-    ConfigError."""
+    """Checks that no entry of the table `[names]` has the name or alias of a model, or leads to another entry of the table. owners:
+    maps each alias to its model. Raises ConfigError."""
     for name, targets in config.names.items():
         where = f'names."{name}"'
         if name in config.models:

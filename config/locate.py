@@ -32,8 +32,8 @@ def depth_of(text: str, key: str) -> int:
 
 
 def lines(text: str) -> dict[tuple[str, ...], int]:
-    """Returns the line (from 1) of each key that is set, as found by line_of, by the key's path from the outermost table inwards.
-    text: valid TOML."""
+    """Returns a map from each key that is set to the line (from 1) that `line_of` finds for it. A key is given as the tuple of its
+    parts, from the outermost table inwards. text: valid TOML."""
     statements = _statements(text)
     return {path: _line(statements, list(path)) for path in _paths(tomllib.loads(text))}
 
@@ -45,7 +45,7 @@ def line_of_syntax_error(message: str) -> int:
 
 
 def _wanted(key: str) -> list[str]:
-    """Returns the parts of a dotted path, or [] if it is not a valid TOML key."""
+    """Returns the parts of a dotted path, or [] if it is not a valid TOML key. An index at its end (`device[0]`) is ignored."""
     try:
         return _path(tomllib.loads(re.sub(r"\[\d+\]\Z", "", key) + " = 0"))  # a list's entry counts as the list
     except tomllib.TOMLDecodeError:
@@ -99,8 +99,8 @@ def _paths(table: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def _path(parsed: dict[str, Any]) -> list[str]:
-    """Returns the keys from the outermost table inwards, as long as each table has a single entry. It stops at an inline table with
-    several keys."""
+    """Returns the path that one statement sets, as the keys from the outermost table inwards. parsed: the TOML of a table header or
+    of one `key = value`. The path ends at a value, or at an inline table that has not exactly one key."""
     path = []
     value: Any = parsed
     while isinstance(value, list | dict) and len(value) == 1:

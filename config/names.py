@@ -13,7 +13,7 @@ def is_pattern(name: str) -> bool:
 
 
 def problem(name: str, value: Any) -> str:
-    """Returns the problem of an entry of the table, or "" if it can be used. value: the value as parsed from TOML."""
+    """Returns what is wrong with an entry `name = value` of the table, or "" if it can be used. value: as parsed from TOML."""
     if not name:
         return "a name needs at least one character"
     if isinstance(value, dict):

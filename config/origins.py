@@ -10,7 +10,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def parse_origin(text: str) -> str:
-    """Returns the origin in lower case and without its scheme's default port, which browsers leave out. Raises ValueError."""
+    """Returns a web origin (scheme://host[:port]) in lower case and without its scheme's default port, as browsers send it. Raises
+    ValueError if the text is no origin."""
     match = _ORIGIN.match(text.lower())
     port = int(match[3]) if match and match[3] else None
     if match is None or (port is not None and not 0 < port < 65536):

@@ -21,14 +21,14 @@ _RATIO_SAMPLER = "parentbased_traceidratio"
 
 
 class Given(NamedTuple):
-    """The value of a key. variable: the variable that sets it."""
+    """The value of a key of `[traces]`, set by an environment variable. variable: the variable's name."""
 
     value: Any
     variable: str
 
 
 class BadVariable(Exception):
-    """Raised for a variable that cannot be used."""
+    """Raised for an environment variable whose value cannot be used. variable: its name. message: what is wrong with the value."""
 
     def __init__(self, variable: str, message: str) -> None:
         super().__init__(f"{variable}: {message}")
@@ -36,8 +36,8 @@ class BadVariable(Exception):
 
 
 def given(environment: Mapping[str, str]) -> dict[str, Given]:
-    """Returns the keys of `[traces]` that the variables set; {} if they switch tracing off. An empty variable counts as unset.
-    Raises BadVariable."""
+    """Returns the values that the environment variables set, by key of `[traces]`; {} if they switch tracing off. An empty variable
+    counts as unset. Raises BadVariable."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return {}
     if environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() not in ("", "otlp"):
@@ -102,7 +102,8 @@ def _sample(environment: Mapping[str, str]) -> Given | None:
 
 
 def _pairs(found: Given) -> dict[str, str]:
-    """Returns the pairs of a value such as `a=1,b=x%20y`, with the percent-encoding decoded."""
+    """Returns the pairs of a value such as `a=1,b=x%20y` as a dict, with the percent-encoding decoded. Raises BadVariable for a
+    part that is no pair."""
     pairs = {}
     for part in found.value.split(","):
         name, equals, value = part.partition("=")

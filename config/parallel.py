@@ -15,25 +15,27 @@ SPECULATORS = ("auto", "none", "prompt-lookup")  # allowed for a split model, wh
 
 
 def num_ranks(settings: ModelConfig) -> int:
-    """Returns the number of devices over which the settings split the model. It is 1 for a whole model, and for "auto", which
-    `split_over` replaces by a number."""
+    """Returns the number of devices over which the settings split the model. It is 1 for a whole model, and for parallel = "auto",
+    in whose place `split_over` puts a division."""
     return how.num_devices if isinstance(how := settings.parallel, ParallelConfig) else 1
 
 
 def fit_for_shares(settings: ModelConfig, devices: Sequence[str]) -> list[str]:
-    """Returns the devices over which the model may be split. devices: names of the node's devices."""
+    """Returns the names of the devices over which the model may be split: those that its settings allow (all if they name none), as
+    far as they are cpu devices. devices: names of the node's devices."""
     return [name for name in settings.devices or devices if name.partition(":")[0] in KINDS]
 
 
 def split_over(settings: ModelConfig, devices: Sequence[str], how: ParallelConfig) -> ModelConfig:
-    """Returns a model's settings with `how` in place of parallel = "auto". Of the devices that they name, those over which no model
-    is split are left out. devices: names of the node's devices."""
+    """Returns a model's settings with `how` in place of parallel = "auto". Its `devices` keeps only devices of the kinds over which
+    models can be split (cpu). devices: names of the node's devices."""
     named = fit_for_shares(settings, devices) if settings.devices else []
     return replace(settings, parallel=how, devices=named)
 
 
 def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
-    """Returns why a model cannot be split as its settings ask, or "". devices: names of the node's devices."""
+    """Returns why a model cannot be split over devices as its settings ask, or "" if it can or is not split. devices: names of the
+    node's devices."""
     ranks = num_ranks(settings)
     if ranks == 1:
         return ""
@@ -55,12 +57,14 @@ def problem(settings: ModelConfig, devices: Sequence[str]) -> str:
 
 
 def _asked(settings: ModelConfig) -> str:
-    """Returns the division in the settings, in the words of the table."""
+    """Returns how the settings divide the model over devices, as text for messages: `tensor = 2, pipeline = 2`. settings.parallel
+    must be a ParallelConfig."""
     assert isinstance(settings.parallel, ParallelConfig)
     return told(settings.parallel)
 
 
 def told(how: ParallelConfig) -> str:
-    """Returns the keys of a table that divide a model, with their values."""
+    """Returns a division of a model over devices as text: `tensor = 2, pipeline = 2`. Kinds of division that are not used (1) are
+    left out."""
     kinds = (("tensor", how.tensor), ("expert", how.expert), ("pipeline", how.pipeline))
     return ", ".join(f"{name} = {number}" for name, number in kinds if number > 1)

@@ -28,7 +28,8 @@ def daemon_status_path(control: str) -> str:
 
 
 def client_control_path() -> str:
-    """Returns the control socket that `hearth` uses without `--control`: the service's if it exists, else the user's."""
+    """Returns the path of the control socket that `hearth` uses without `--control`: the service's if that exists, else the
+    user's."""
     return SERVICE_CONTROL if os.path.exists(SERVICE_CONTROL) else user_control_path()
 
 

@@ -32,11 +32,12 @@ class Setting(NamedTuple):
 
 
 class Sources:
-    """Tells where keys were set when the settings were read."""
+    """Tells for each key of the settings which flag, line of a file or environment variable has set it. The files are read once,
+    when the object is made."""
 
     def __init__(self, path: str | None, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
-        """path: the settings file that was just read, together with those of its conf.d; None if there is none. flags: values by
-        key. environment: as in config.load."""
+        """path: the settings file that was just read, together with those of its conf.d; None if there is none. flags: the values
+        given on the command line, by key. environment: the variables that may have set keys of `[traces]`."""
         self._flags = {key: flag_name(key) for key in flags}
         self._variables: dict[str, str] = {}  # key of [traces] -> variable
         with contextlib.suppress(otel_environment.BadVariable):  # if a variable is bad, the settings were refused
@@ -60,7 +61,8 @@ class Sources:
         return found
 
     def of(self, *key: str) -> str:
-        """Returns the source of a key, in the form of Setting.source. key: its parts from the outermost table inwards."""
+        """Returns where a key was set: "--flag", "FILE:LINE", "$VARIABLE", or "" for the default. key: its parts from the outermost
+        table inwards."""
         if len(key) == 1 and key[0] in self._flags:
             return self._flags[key[0]]
         line = self._lines.get(key, "")
@@ -71,8 +73,8 @@ class Sources:
 
 def settings(config: NodeConfig, sources: Sources, needs_restart: Collection[str] = ()) -> list[Setting]:
     """Returns all of the node's settings in the schema's order, then `[traces]`, the entries of `[names]` and the keys that are set
-    for models. Secret values are hidden. config: the settings in use. needs_restart: dotted keys whose value in the file differs
-    until a restart."""
+    for models. Secret values are hidden. config: the settings in use. needs_restart: dotted keys whose new value in the file takes
+    effect only after a restart."""
     found = _of_struct(config, (), sources, needs_restart, skip=("names", "traces", "models"))
     found += _of_struct(config.traces, ("traces",), sources, needs_restart)
     found += [Setting(f'names."{name}"', targets, sources.of("names", name), LIVE, False) for name, targets in config.names.items()]

@@ -32,7 +32,8 @@ without starting.
 
 
 def fields(struct: type[msgspec.Struct]) -> list[tuple[str, Any, str, str, str]]:
-    """Returns (key, default, unit, reload, description) of each field, in the schema's order."""
+    """Returns (key, default, unit, reload, description) of each field, in the schema's order. unit: "" if it has none. reload:
+    "live" if a reload applies the key, or "restart"."""
     hints = get_type_hints(struct, include_extras=True)
     rows = []
     for info in msgspec.structs.fields(struct):

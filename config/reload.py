@@ -16,8 +16,8 @@ _DEFAULT_MODEL = ModelConfig()
 
 @dataclass(slots=True)
 class ReloadPlan:
-    """The result of comparing settings. effective: the running settings, with the live keys of the new ones. applied: dotted live
-    keys that differ. needs_restart: the other dotted keys that differ."""
+    """What a reload of the settings changes. effective: the running settings, with the live keys of the new ones. applied: dotted
+    live keys that differ. needs_restart: the other dotted keys that differ."""
 
     effective: NodeConfig
     applied: list[str] = field(default_factory=list)
@@ -49,8 +49,9 @@ def _merge(
     skip: tuple[str, ...] = (),
     at_restart: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Returns the new values of the live keys that differ, and adds all differing keys to `result`. at_restart: live keys that need
-    a restart this time."""
+    """Returns the values in `new` of the live keys that differ between `old` and `new`. Adds each differing key, behind `prefix`,
+    to the list `applied` or `needs_restart` of `result`. struct: the type of `old` and `new`. skip: keys that are not compared.
+    at_restart: live keys that need a restart this time."""
     live = live_keys(struct).difference(at_restart)
     values = {}
     for key in struct.__struct_fields__:

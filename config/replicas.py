@@ -11,20 +11,20 @@ MOST = 64
 
 
 def check(value: Any) -> None:
-    """Raises ValueError for a value that makes no sense."""
+    """Raises ValueError unless the value is "auto" or a number from 1 to 64."""
     if value != AUTO and not 1 <= value <= MOST:
         raise ValueError(f"must be from 1 to {MOST}, or {AUTO!r}")
 
 
 def problem(settings: ModelConfig) -> str:
-    """Returns why a model cannot have the replicas for which its settings ask, or ""."""
+    """Returns why a model cannot have the number of replicas in its settings, or "" if it can."""
     if settings.replicas != 1 and settings.isolate:
         return "does not go with isolate = true: an isolated model has a part of one device"
     return ""
 
 
 def number(settings: ModelConfig, num_devices: int, num_ranks: int) -> int:
-    """Returns how many replicas the model may have, each on devices of its own. num_devices: the number of devices where it may
-    live. num_ranks: the number of devices over which each replica is split."""
+    """Returns the most replicas (whole copies) that the model may have, each on devices of its own; at least 1. num_devices: the
+    number of devices on which it may be. num_ranks: the number of devices over which each replica is split."""
     most = max(1, num_devices // num_ranks)
     return most if settings.replicas == AUTO else min(int(settings.replicas), most)

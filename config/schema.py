@@ -22,9 +22,9 @@ class DeviceBudget(msgspec.Struct, frozen=True):
     """A device with its memory budget (`--device NAME=BUDGET`), or the part of a device that is set aside for an isolated model.
     Each has its own memory accounting and its own engine.
 
-    name: `cpu:0`, or `cpu:0/org/name` for a model's part. budget_bytes: for weights, KV and work space together. uuid: the GPU of
-    a cuda device, "" for a cpu device. model: the only model of such a part, "" for a device. whole_bytes: the device's budget
-    before it was divided."""
+    name: `cpu:0`, or `cpu:0/org/name` for a model's part. budget_bytes: for weights, KV and work space together. uuid: the GPU of a
+    cuda device, "" for a cpu device. model: the only model of such a part, "" for a device. whole_bytes: the budget of the whole
+    device, where a part of it was set aside; 0 where it was not divided."""
 
     name: str
     budget_bytes: int
@@ -43,7 +43,8 @@ class DeviceBudget(msgspec.Struct, frozen=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model's sampling settings for requests without their own. They override the checkpoint's generation_config.json."""
+    """A model's sampling settings, for requests that name none. They override the checkpoint's generation_config.json, whose value
+    counts where a field is None."""
 
     temperature: float | None = None
     top_p: float | None = None

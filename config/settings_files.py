@@ -16,9 +16,9 @@ def folder_of(path: str) -> str:
 
 
 def settings_files(path: str) -> list[str]:
-    """Returns the files in the order in which they are read, so that the later ones win: `path`, then those of conf.d whose names
-    end in .toml, by name (by code points). Hidden files and editors' backups are left out. Raises OSError, with the file's name, if
-    the folder cannot be read, or an entry with such a name is not a regular file, because reading it could block."""
+    """Returns the settings files in the order in which they are read; a later one overrides the earlier ones. `path` is the first,
+    then come the files of conf.d whose names end in .toml, sorted by code points, without hidden ones. Raises OSError, with the
+    file's name, if conf.d cannot be read, or if such an entry has an unprintable name or is not a regular file."""
     folder = folder_of(path)
     try:
         names = sorted(os.listdir(folder))
@@ -40,7 +40,8 @@ def settings_files(path: str) -> list[str]:
 
 
 def present_files(path: str) -> list[str]:
-    """Returns the result of settings_files, or only the named file if that fails."""
+    """Returns the settings files, in the order in which they are read; only `path` itself if conf.d cannot be read. Never raises
+    OSError."""
     try:
         return settings_files(path)
     except OSError:

@@ -22,7 +22,8 @@ class TraceEndpoint(NamedTuple):
 
 
 def parse(text: str) -> TraceEndpoint:
-    """Parses the setting of the destination. /v1/traces is added to a URL without a path. Raises ValueError."""
+    """Returns the destination that a setting names: http://HOST:PORT, https://HOST:PORT or unix:/PATH. /v1/traces is added to a URL
+    without a path. Raises ValueError for any other text, and for a URL with a user name."""
     if text.startswith("unix:"):
         path = "/" + text.removeprefix("unix:").lstrip("/")
         if not text.removeprefix("unix:").startswith("/") or path == "/":
@@ -41,7 +42,7 @@ def parse(text: str) -> TraceEndpoint:
 
 
 def header_problem(name: str, value: str) -> str:
-    """Returns why a header cannot be sent, or "". The text does not contain the value, which may be secret."""
+    """Returns why a header cannot be sent, or "" if it can. The text does not contain the value, which may be secret."""
     if not _HEADER_NAME.match(name):
         return f"must be a table of headers; {name!r} can be no header's name"
     if name.lower() in _OWN_HEADERS:

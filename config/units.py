@@ -37,7 +37,8 @@ _LONGEST_S = 100 * 365 * 86400.0  # longer durations count as for ever, because 
 
 
 def parse_bytes(value: int | str) -> int:
-    """Returns a number of bytes: 512MiB -> 536870912, 1GB -> 10**9. Raises ValueError, whose message tells what is allowed."""
+    """Returns the number of bytes of a size: "512MiB" -> 536870912, "1GB" -> 10**9, 4096 -> 4096. Raises ValueError, whose message
+    tells what is allowed, for another form and for 0 or less."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"must be {SIZE_FORM}")
     if isinstance(value, int):
@@ -76,7 +77,7 @@ def parse_duration_s(value: float | str) -> float:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Returns the size as text: 536870912 -> '512.0 MiB'."""
+    """Returns a number of bytes as text, in B, KiB, MiB or GiB: 536870912 -> '512.0 MiB'."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024 or unit == "GiB":
@@ -86,7 +87,8 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def parse_budget(text: str, memory_bytes: int) -> int:
-    """Returns the number of bytes of a size or of a percentage of `memory_bytes`. Raises ValueError."""
+    """Returns the number of bytes of a device's budget: a size ("2GiB"), or a percentage of `memory_bytes` ("50%"). Raises
+    ValueError."""
     match = _PERCENT.match(text)
     if match is None:
         try:
@@ -100,8 +102,8 @@ def parse_budget(text: str, memory_bytes: int) -> int:
 
 
 def parse_size_or_share(value: int | str, memory_bytes: int) -> int:
-    """Returns a setting's number of bytes: "0" or 0, a size ("2GiB"), or a percentage of `memory_bytes` ("50%"). Raises
-    ValueError."""
+    """Returns the number of bytes of a setting that is 0 or "0", a size ("2GiB"), or a percentage of `memory_bytes` ("50%"). Raises
+    ValueError for another form."""
     return 0 if value in (0, "0") else parse_budget(str(value), memory_bytes)
 
 

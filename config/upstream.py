@@ -13,7 +13,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def check(url: str) -> None:
-    """Raises ValueError if the address cannot be used."""
+    """Raises ValueError unless the address is an http or https URL with a host, and without user, password, query and fragment."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -36,8 +36,8 @@ def host_of(url: str) -> str:
 
 
 def is_own_address(url: str, listen: str) -> bool:
-    """Returns whether the address is certainly that of the node that listens on `listen` (HOST:PORT). Other names of this machine
-    are detected only when a request comes back."""
+    """Returns whether an upstream's address is certainly this node's own, so that requests would go in a circle. listen: the
+    HOST:PORT on which the node listens. False does not rule it out, because the machine may have other names."""
     parts = urlsplit(url)
     host, port = parse_listen(listen)
     if not port or (parts.port or _PORTS[parts.scheme]) != port:

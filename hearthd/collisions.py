@@ -22,10 +22,11 @@ ELSEWHERE, REPLACED, MISSING, SHARED = "elsewhere", "replaced", "missing", "shar
 
 @dataclass(frozen=True, slots=True)
 class Collision:
-    """A package of hearthd's that another one replaces, hides or shares a name with. kind: "elsewhere": Python finds another
-    package first; "replaced": the `__init__.py` in hearthd's folder is another distribution's; "missing": hearthd's folder has
-    no `__init__.py`; "shared": Python finds hearthd's package, so that of `owner` cannot be found. path: the other file (kind
-    "missing": the missing one). owner: the other file's distribution and version, "" if no installed distribution has it."""
+    """A conflict of one of hearthd's packages with another distribution's package of the same name. package: the name. kind:
+    "elsewhere": Python finds another package first; "replaced": the `__init__.py` in hearthd's folder is another distribution's;
+    "missing": hearthd's folder has no `__init__.py`; "shared": Python finds hearthd's package, which hides that of `owner`. path:
+    the other file (kind "missing": the missing one). owner: the other file's distribution and version, "" if no installed
+    distribution has it."""
 
     package: str
     kind: str
@@ -48,7 +49,7 @@ class Collision:
 
     @property
     def change(self) -> str:
-        """Returns one sentence that says what to do."""
+        """Returns one phrase for the operator that says how to remove the collision, such as "install hearthd again"."""
         if self.kind == MISSING:
             return "install hearthd again"
         if not self.owner and self.kind == ELSEWHERE:
@@ -64,7 +65,8 @@ class Collision:
 
 
 def look_into(names: Sequence[str] = NAMES, home: str = HOME) -> list[Collision]:
-    """Returns the collisions of these packages, [] if there are none."""
+    """Returns the collisions of hearthd's packages with packages of other distributions, [] if there are none. names: the packages
+    to check. home: the folder that contains hearthd's packages."""
     installed, linked = _claims(names)
     found: list[Collision] = []
     for name in names:
@@ -82,17 +84,19 @@ def look_into(names: Sequence[str] = NAMES, home: str = HOME) -> list[Collision]
 
 
 def refusal(program: str, found: Sequence[Collision]) -> str:
-    """Returns the lines for stderr where hearthd cannot run."""
+    """Returns the lines for stderr if collisions keep hearthd from running. program: the command's name, hearthd or hearth."""
     return f"{program}: not started, for another package stands where one of hearthd's belongs:\n{_lines(found)}"
 
 
 def warning(program: str, found: Sequence[Collision]) -> str:
-    """Returns the lines for stderr where hearthd can run, but other software in this environment may not."""
+    """Returns the lines for stderr if hearthd can run in spite of the collisions, but other software in this environment may not.
+    program: the command's name, hearthd or hearth."""
     return f"{program}: warning: another distribution has packages of the same name:\n{_lines(found)}"
 
 
 def findings(found: Sequence[Collision], as_json: bool) -> str:
-    """Returns what `hearth doctor` prints where collisions prevent all its other checks."""
+    """Returns the text that `hearth doctor` prints if collisions prevent all its other checks: a line for each, or JSON if
+    as_json."""
     rows = [
         {"check": "installation", "level": "fail" if one.breaks else "warn", "found": str(one), "change": one.change}
         for one in found
@@ -132,7 +136,8 @@ def _claims(names: Sequence[str]) -> tuple[list[_Claim], list[_Claim]]:
 
 
 def _files(distribution: metadata.Distribution) -> list[str]:
-    """Returns a distribution's paths, relative to the folder it is installed in, as its installer recorded them."""
+    """Returns the paths of a distribution's files, relative to the folder in which it is installed, as its installer recorded them.
+    If it recorded only the packages' names, these are `NAME/__init__.py`."""
     if (record := distribution.read_text("RECORD")) is not None:
         return [line.partition(",")[0].strip('"') for line in record.splitlines()]
     if (installed := distribution.read_text("installed-files.txt")) is not None:  # the paths are relative to the .egg-info folder
@@ -150,7 +155,7 @@ def _editable(distribution: metadata.Distribution) -> str:
 
 
 def _owner(path: str, claims: Sequence[tuple[str, str]]) -> str:
-    """Returns the distribution that claims `path`, "" if none does."""
+    """Returns the distribution and version that own the file `path`, "" if none does. claims: pairs of a path and its owner."""
     return next((owner for claimed, owner in claims if _same(path, claimed)), "")
 
 

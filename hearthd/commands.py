@@ -39,7 +39,8 @@ def _hearth() -> int:
 
 
 def _tell_as_doctor() -> None:
-    """Prints the findings of `hearth doctor` and ends the process, if other packages keep the command itself from starting."""
+    """Does in place of `hearth doctor` what it cannot do itself: if packages of other distributions keep it from starting, prints
+    them as its findings and ends the process. Otherwise does nothing."""
     if not odd():
         return
     from hearthd import collisions
@@ -51,8 +52,8 @@ def _tell_as_doctor() -> None:
 
 
 def _run(program: str, main: Callable[[], int]) -> None:
-    """Runs `main` and ends the process with the exit code it returns. Where a package that hearthd needs is not installed, it
-    prints a message instead."""
+    """Runs `main` and ends the process with the exit code that `main` returns. If `main` fails because a required Python package is
+    not installed, prints how to install it and ends the process with exit code 1. program: the command's name, for the message."""
     try:
         code = main()
     except ModuleNotFoundError as error:
@@ -67,7 +68,8 @@ def _run(program: str, main: Callable[[], int]) -> None:
 
 
 def _not_installed() -> list[str]:
-    """Returns hearthd's requirements (without those of extras) that are not installed, in the form that pip takes."""
+    """Returns the Python packages that hearthd requires (without those of extras) and that are not installed, in the form that pip
+    takes: `name>=version`."""
     import re
     from importlib import metadata
 

@@ -19,8 +19,9 @@ HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def odd(home: str = HOME) -> list[str]:
-    """Returns the names of packages that Python finds outside `home`, that lack the mark, or that share their folder in `home`
-    with files hearthd did not install."""
+    """Returns the names of hearthd's packages that need a closer look: those that Python finds outside `home`, that do not say in
+    their docstring that they are hearthd's, or that share their folder in `home` with files that hearthd did not install. home: the
+    folder that contains hearthd's packages."""
     shared = _shared(home)
     return [name for name in NAMES if name in shared or not is_found(home, name) or not is_marked(home, name)]
 
@@ -41,7 +42,7 @@ def origin(name: str) -> str:
 
 
 def is_marked(home: str, name: str) -> bool:
-    """Returns whether the package in `home` says that it is part of hearthd."""
+    """Returns whether the package in `home` says in its docstring that it is part of hearthd; False if it cannot be read."""
     try:
         with open(os.path.join(home, name, "__init__.py"), "rb", buffering=0) as file:
             return MARK in file.read(4096)
@@ -50,8 +51,8 @@ def is_marked(home: str, name: str) -> bool:
 
 
 def _shared(home: str) -> set[str]:
-    """Returns the names of packages that share their folder or their name in `home` with a file that is not in the list of
-    hearthd's files. Returns an empty set where there is no such list."""
+    """Returns the names of hearthd's packages whose folder in `home` contains an entry that hearthd did not install, or beside
+    which a file `NAME.py` lies. Returns an empty set if there is no list of the files that hearthd's wheel installed."""
     try:
         entries = os.listdir(home)
         lists = [one for one in entries if one.startswith("hearthd-") and one.endswith(".dist-info")]
@@ -68,8 +69,8 @@ def _shared(home: str) -> set[str]:
 
 
 def _entries(record: str) -> set[str]:
-    """Returns the entries directly inside each package's folder, e.g. `config/load.py`. record: the list of all files that
-    hearthd's wheel installed."""
+    """Returns the files and folders directly inside the folder of each package, e.g. `config/load.py`. record: the text of RECORD,
+    the list of all files that hearthd's wheel installed."""
     found, folder = set(), "\0"
     for line in record.split("\n"):
         if line.startswith(folder):  # the list is sorted, so most lines belong to the previous line's folder

@@ -10,9 +10,9 @@ EXIT_OTHERS = 1
 
 
 def require(program: str, warns: bool = True) -> None:
-    """Ends the process with a message on stderr where Python would import another package instead of one of hearthd's. warns:
-    whether to print a warning where Python finds hearthd's own packages, but another distribution has files in the same
-    folder."""
+    """Ends the process with a message on stderr if Python would import another distribution's package in place of one of hearthd's.
+    program: the command's name, for messages. warns: whether to print a warning if Python finds hearthd's packages, but another
+    distribution has installed files of the same name."""
     names = odd()
     if not names:
         return
