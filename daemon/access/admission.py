@@ -47,7 +47,8 @@ class NoHosts:
 
 
 class Access:
-    """The access rules of one listener. keys: None if no key is required; a reload replaces it."""
+    """Decides for each request to one listener whether it may use the API. keys: the known keys; None if no key is required. A
+    reload replaces them."""
 
     def __init__(
         self,
@@ -58,9 +59,9 @@ class Access:
         cors: Cors | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """listen: the configured HOST:PORT; its host counts as a name of this server. count: called with the reason of each
-        refusal. cors: the rules for other sites' pages; None if they may not use the API. clock: returns Unix time, by which keys
-        expire."""
+        """settings: has `allowed_hosts`, further names of this server; None: there are none. listen: the configured HOST:PORT; its
+        host counts as a name of this server, too. count: called with the reason of each refusal. cors: the rules for other sites'
+        pages; None if they may not use the API. clock: returns Unix time, by which keys expire."""
         self.keys, self.cors = keys, cors
         self._settings: AccessSettings = settings or NoHosts()
         self._names = {socket.gethostname().lower()}
@@ -73,7 +74,8 @@ class Access:
     def admit(self, request: web.Request, endpoint: Guarded | None, per_model: bool = False) -> Key | None:
         """Returns the key of the request's sender (NO_KEY if none is required), or None for a request without a valid key to an
         endpoint that is open to everybody. endpoint: None for an unknown path. per_model: whether the path names a model. Raises
-        NoKey or NotAllowed, whose `details` identify the key for the audit log."""
+        NoKey for a missing, unknown or expired key, and NotAllowed for a key without the right to the endpoint or for a request
+        from another site's page; their `details` identify the key for the audit log."""
         if self.keys is None:
             self._refuse_other_sites(request, endpoint)
             if endpoint is not None and endpoint.operating and not _is_of_this_machine(request.remote):
@@ -150,7 +152,8 @@ class Access:
         raise NotAllowed("origin_not_allowed", f"Pages of {origin[:256]!r} may not use this server (allowed_origins).")
 
     def _is_ours(self, host_header: str) -> bool:
-        """Returns whether the Host header names this server. An IP address always does, because DNS rebinding needs a host name."""
+        """Returns whether a Host header (HOST or HOST:PORT) names this server. Every IP address counts as this server's, because
+        DNS rebinding needs a host name."""
         match = _HOST.match(host_header)
         if match is None:
             return False
@@ -160,8 +163,8 @@ class Access:
         return is_address(host) or host in [name.lower().rstrip(".") for name in self._settings.allowed_hosts]
 
     def _refused(self, reason: str, request: web.Request) -> None:
-        """Counts a refusal, and logs at most one line a minute for each reason, because strangers must not be able to fill the
-        log."""
+        """Counts a refused request, and logs at most one line a minute for each reason, because strangers must not be able to fill
+        the log."""
         self._count(reason.replace(" ", "_"))
         self._untold[reason] += 1
         now = time.monotonic()
@@ -178,7 +181,7 @@ def _known(key: Key) -> dict[str, object]:
 
 
 def _is_of_this_machine(remote: str | None) -> bool:
-    """Returns whether a connection comes from this machine. remote: the address of its other end; None for a Unix socket."""
+    """Returns whether a client is on this machine. remote: the client's address; None for a Unix socket, whose clients are."""
     if not remote:
         return True
     try:

@@ -34,8 +34,9 @@ class Cors:
         self._allowed: frozenset[str] = frozenset()
 
     def allows(self, request: web.Request, endpoint: Guarded | None) -> bool:
-        """Returns whether the request comes from a page of an allowed origin; False if it does not come from a page. The status
-        page and the metrics are for operators, so no other site's page may read them. endpoint: None for an unknown path."""
+        """Returns whether the request comes from a page of an allowed origin. False for a request without the header Origin, and
+        for endpoints for operators (status page, metrics), which no other site's page may read. endpoint: None for an unknown
+        path."""
         allowed = self._settings.allowed_origins
         if not allowed or (endpoint is not None and endpoint.for_operators):
             return False
@@ -45,7 +46,8 @@ class Cors:
         return origin is not None and (ANY in self._allowed or origin.lower() in self._allowed)
 
     def headers(self, request: web.Request, endpoint: Guarded | None) -> Mapping[str, str]:
-        """Returns the cross-origin headers of an answer; errors need them too."""
+        """Returns the cross-origin headers that the answer to a request needs, be it an error or not; {} if no origins are allowed.
+        endpoint: None for an unknown path."""
         if not self._settings.allowed_origins:
             return _NONE
         if not self.allows(request, endpoint):
@@ -75,8 +77,9 @@ class Cors:
 
 
 def expose(headers: dict[str, str], told: Iterable[str]) -> None:
-    """Lets pages of other sites read further headers of an answer. told: the names of these headers. Repeated calls with the same
-    names do nothing."""
+    """Lets pages of other sites read further headers of an answer. headers: the answer's headers, which are changed; without a
+    cross-origin header that lists readable headers they stay as they are. told: the names of the further headers. A name that is
+    listed already is not added again."""
     exposed = headers.get(_EXPOSE)
     if exposed is not None:
         headers[_EXPOSE] = ", ".join(dict.fromkeys([*exposed.split(", "), *told]))

@@ -28,10 +28,10 @@ log = logging.getLogger("hearthd.access")
 
 
 class Keys:
-    """The tenants from one reading of the keys file. A reload replaces the object as a whole; it never changes."""
+    """The tenants and their keys, from one reading of the keys file. The object never changes; a reload makes a new one."""
 
     def __init__(self, tenants: Mapping[str, Tenant], keys: Mapping[bytes, Key]) -> None:
-        """keys: SHA-256 of a key -> its Key."""
+        """tenants: by name. keys: SHA-256 digest of a key (32 bytes) -> its Key."""
         self.tenants, self._keys = tenants, keys
         # Hashes are looked up under a secret of this process, so that the time of a look-up tells nothing about the file's hashes.
         self._secret = secrets.token_bytes(32)
@@ -39,7 +39,8 @@ class Keys:
         self._has_admin = any(tenant.admin for tenant in tenants.values())
 
     def find(self, key: str) -> Key | None:
-        """Returns the Key of a key, expired or not, or None if it is unknown. Takes constant time."""
+        """Returns the entry of a key, expired or not, or None if the key is unknown. key: the text that the client sent. The time
+        that it takes tells nothing about the known keys."""
         digest = _digest(key)
         known, found = self._blinded.get(self._blind(digest), (bytes(32), None))
         return found if hmac.compare_digest(known, digest) else None
@@ -57,13 +58,14 @@ class Keys:
         return len(self._keys)
 
     def warn_if_empty(self, keys_file: str) -> None:
-        """Logs a warning if there is no key, so that every request is refused. This may or may not be intended."""
+        """Logs a warning if the file holds no key, because then every request is refused, whether that is intended or not.
+        keys_file: its path, for the message."""
         if not self._keys:
             log.warning("%s has no key: every request is refused with 401", keys_file)
 
     def changes_from(self, old: Keys) -> list[str]:
-        """Returns a line for each tenant that differs from an earlier reading: "ann added", "bob: weight, 2 keys added". [] if
-        there is no difference."""
+        """Returns a line for each tenant that differs from an earlier reading of the file: "ann added", "bob: weight, key 'laptop'
+        added". [] if there is no difference."""
         lines = [f"{name} removed" for name in old.tenants if name not in self.tenants]
         for name, tenant in self.tenants.items():
             before = old.tenants.get(name)
@@ -89,7 +91,8 @@ def _changed_keys(old: Mapping[bytes, Key], new: Mapping[bytes, Key]) -> list[st
 
 
 def load(keys_file: str) -> Keys:
-    """Reads the keys file. Raises ConfigError naming the file, the line, the tenant, the key and what is allowed."""
+    """Returns the content of the keys file. keys_file: its path, or credential:NAME. Raises ConfigError, which names the file, the
+    line, the tenant, the key and what is allowed."""
     path = credentials.path_of(keys_file, "keys_file")
     try:
         return _load(path)
@@ -125,7 +128,7 @@ def _load(path: str) -> Keys:
 
 
 def sum_start(key: str) -> str:
-    """Returns the first digits of the key's SHA-256, as in Key.sum_start."""
+    """Returns the first 8 hexadecimal digits of a key's SHA-256, by which people identify the key."""
     return _digest(key).hex()[:8]
 
 
@@ -134,7 +137,7 @@ def _digest(key: str) -> bytes:
 
 
 def hash_key(key: str) -> str:
-    """Returns the entry of the keys file for `key`."""
+    """Returns the text that stands for `key` in the keys file: "sha256:" and 64 hexadecimal digits."""
     return PREFIX + hashlib.sha256(key.encode()).hexdigest()
 
 

@@ -16,7 +16,8 @@ _OPENAI = {"requests_per_minute": "requests", "tokens_per_minute": "tokens", "to
 
 
 def openai(standing: Standing, unix_s: float) -> Mapping[str, str]:
-    """Returns x-ratelimit-limit-requests and the like; resets are durations such as 6m0s."""
+    """Returns OpenAI's headers for what is left of a tenant's limits: x-ratelimit-limit-requests and the like. Resets are durations
+    such as 6m0s. unix_s: not used; both functions take the same arguments."""
     found = {}
     for name, left in _there(standing):
         found[f"x-ratelimit-limit-{name}"] = str(left.limit)
@@ -26,7 +27,8 @@ def openai(standing: Standing, unix_s: float) -> Mapping[str, str]:
 
 
 def anthropic(standing: Standing, unix_s: float) -> Mapping[str, str]:
-    """Returns anthropic-ratelimit-requests-limit and the like; resets are times as in RFC 3339."""
+    """Returns Anthropic's headers for what is left of a tenant's limits: anthropic-ratelimit-requests-limit and the like. Resets
+    are times in the form of RFC 3339. unix_s: the time now."""
     found = {}
     for name, left in _there(standing):
         found[f"anthropic-ratelimit-{name}-limit"] = str(left.limit)

@@ -17,8 +17,8 @@ _MAY = {
 
 
 def error_of(over: OverLimit, tenant: str, field: str) -> HearthError:
-    """Returns the error: 429 with OpenAI's type for the exceeded limit (requests or tokens), or 400 for a request that can never
-    fit. field: the body's field that holds the prompt."""
+    """Returns the error for a request over a limit: 429 with OpenAI's type for that limit (requests or tokens), or 400 for a
+    request that can never fit. tenant: the tenant's name. field: the body's field that holds the prompt."""
     limit, left = over.left.limit, over.left.remaining
     may = f"The tenant {tenant!r} {_MAY[over.limit].format(limit)} ({over.limit})"
     if over.fits_in_s is None:

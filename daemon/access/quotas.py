@@ -1,4 +1,4 @@
-"""Holds tenants to their limits: token buckets for a minute's, a count for a day's (UTC).
+"""Enforces the tenants' limits: those per minute by token buckets, the one per day (UTC) by a count.
 
 A bucket holds at most a minute's worth and refills continuously, so a tenant that was silent may send a minute's worth at once.
 What a request takes:
@@ -27,8 +27,8 @@ _ROUNDING = 1e-6  # tokens; a tolerance, so that a wait computed in floating poi
 
 
 class Left(NamedTuple):
-    """The rest of one limit. remaining: requests or tokens, at least 0. full_in_s: seconds until the whole limit is available
-    again."""
+    """What is left of one limit of a tenant. limit: requests or tokens in a minute or a day. remaining: requests or tokens, at
+    least 0. full_in_s: seconds until the whole limit is available again."""
 
     limit: int
     remaining: int
@@ -36,7 +36,8 @@ class Left(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """The rests of a tenant's limits; None for a limit that it does not have. The fields are named as in Limits."""
+    """What is left of each of a tenant's limits; None for a limit that the tenant does not have. The fields have the names of the
+    limits in the keys file."""
 
     requests_per_minute: Left | None
     tokens_per_minute: Left | None
@@ -44,9 +45,9 @@ class Standing(NamedTuple):
 
 
 class OverLimit(NamedTuple):
-    """The reason why a request is not admitted. limit: the limit's name in the keys file. left: the rest of the limit. needed:
-    requests or tokens that the request needs. fits_in_s: seconds until they are available; None: never, because the request needs
-    more than the whole limit."""
+    """The reason why a request is not admitted. limit: the exceeded limit's name in the keys file. left: what is left of that
+    limit. needed: requests or tokens that the request needs. fits_in_s: seconds until they are available; None: never, because the
+    request needs more than the whole limit."""
 
     limit: str
     left: Left
@@ -55,7 +56,8 @@ class OverLimit(NamedTuple):
 
 
 class Charge:
-    """The use of a tenant's limits by one admitted request. num_made: returns the number of tokens that it has generated so far."""
+    """One admitted request, whose generated tokens are counted against its tenant's limits. num_made: returns the number of tokens
+    that the request has generated so far."""
 
     __slots__ = ("_num_counted", "num_made", "tenant")
 
@@ -64,15 +66,15 @@ class Charge:
         self._num_counted = 0
 
     def uncounted(self) -> int:
-        """Returns the number of tokens that were generated since the last call."""
+        """Returns the number of tokens that the request has generated since the last call."""
         num_made = self.num_made()
         num_new, self._num_counted = num_made - self._num_counted, num_made
         return num_new
 
 
 class _Bucket:
-    """A token bucket. It holds the amount that may be taken now, at most a minute's worth, and starts full. A level below 0 is a
-    debt."""
+    """A token bucket for one limit per minute. Its level is the amount that may be taken now, at most a minute's worth; it starts
+    full and refills continuously. A level below 0 is a debt. Times are monotonic seconds."""
 
     __slots__ = ("_at_s", "_level")
 
@@ -95,13 +97,15 @@ class _Bucket:
         return Left(per_minute, max(0, int(level + _ROUNDING)), (per_minute - level) * 60 / per_minute)
 
     def lacks(self, amount: int, per_minute: int, now_s: float) -> float:
-        """Returns the seconds until this amount may be taken, 0 if it may be taken now."""
+        """Returns the seconds until `amount` may be taken, 0 if it may be taken now. per_minute: the bucket's size and refill.
+        now_s: monotonic seconds."""
         missing = amount - self.level(per_minute, now_s)
         return missing * 60 / per_minute if missing > _ROUNDING else 0.0
 
 
 class _Account:
-    """One tenant's buckets, and its running requests."""
+    """One tenant's use of its limits: a bucket for requests a minute, one for tokens a minute, and the charges of its running
+    requests (`open`)."""
 
     __slots__ = ("open", "requests", "tokens")
 
@@ -111,7 +115,7 @@ class _Account:
 
 
 class Quotas:
-    """All tenants' use of their limits. It must be used on one thread."""
+    """Counts what all tenants use of their limits, and decides which requests are admitted. All calls must come from one thread."""
 
     def __init__(self, refused: Callable[[str, str], None] = lambda tenant, limit: None) -> None:
         """refused: called with a tenant's and a limit's name for each request that is not admitted."""
@@ -121,8 +125,9 @@ class Quotas:
         self._used: dict[str, int] = {}  # tenant -> tokens on that day
 
     def admit(self, tenant: Tenant, num_prompt_tokens: int, num_made: Callable[[], int], now: Moment) -> Charge | OverLimit:
-        """Takes what a request needs at its start, or returns why it may not start. num_made: returns the number of tokens that the
-        request has generated so far; it may be called until `end` is called."""
+        """Counts one request and the tokens of its prompt against its tenant's limits and returns a Charge for `end`, or returns
+        why the request is not admitted and counts nothing. num_made: returns the number of tokens that the request has generated so
+        far; it may be called until `end` is called."""
         account, limits = self._current_account(tenant, now), tenant.limits
         over = self._over(account, tenant, num_prompt_tokens, now)
         if over is not None:
@@ -135,18 +140,19 @@ class Quotas:
         return charge
 
     def is_over(self, tenant: Tenant, now: Moment) -> bool:
-        """Returns whether even the shortest request would be refused now. Takes nothing."""
+        """Returns whether even the shortest request of the tenant would be refused now for a limit. Counts nothing."""
         return self._over(self._current_account(tenant, now), tenant, 1, now) is not None
 
     def readmit(self, tenant: Tenant, num_made: Callable[[], int], now: Moment) -> Charge:
-        """Continues to count for a request that an earlier process has admitted. num_made: as in `admit`."""
+        """Returns a Charge for a request that an earlier process has admitted: its prompt is not counted again, the tokens that it
+        generates are. num_made: returns the number of tokens that it has generated so far."""
         charge = Charge(tenant, num_made)
         self._current_account(tenant, now).open.add(charge)
         return charge
 
     def end(self, charge: Charge, num_unused: int, now: Moment) -> None:
-        """Counts the tokens that the request has generated. It must be called once, at the request's end. num_unused: prompt tokens
-        that never reached an engine; they are given back."""
+        """Counts the tokens that a request has generated since they were last counted. It must be called once, at the request's
+        end. num_unused: prompt tokens that never reached an engine; they are given back."""
         account = self._current_account(charge.tenant, now)
         account.open.discard(charge)
         self._take(account, charge.tenant, charge.uncounted() - num_unused, now)
@@ -160,17 +166,17 @@ class Quotas:
         )
 
     def used_today(self, now: Moment) -> Mapping[str, int]:
-        """Returns the tokens that each tenant has used today. Those that running requests have generated are included only as far
-        as they were counted."""
+        """Returns the tokens that each tenant has used today (UTC), by the tenant's name. Tokens of a running request are included
+        only up to the last time its tenant's use was counted."""
         self._turn(now)
         return self._used
 
     def restore(self, day: int, used: Mapping[str, int]) -> None:
-        """Sets the counts that an earlier process saved. day: the day's number since 1970."""
+        """Sets the tokens used on a day, as an earlier process saved them. day: days since 1970 in UTC. used: tenant -> tokens."""
         self._day, self._used = day, dict(used)
 
     def day(self, now: Moment) -> int:
-        """Returns today's number since 1970."""
+        """Returns the number of days from 1970 to today, in UTC."""
         self._turn(now)
         return self._day
 
@@ -201,7 +207,8 @@ class Quotas:
         return Left(limit, max(0, limit - self._used.get(tenant.name, 0)), DAY_S - now.unix_s % DAY_S)
 
     def _over(self, account: _Account, tenant: Tenant, num_tokens: int, now: Moment) -> OverLimit | None:
-        """Returns the limit for which the request would have to wait longest, or None if it may start."""
+        """Returns the exceeded limit for which a request would have to wait longest, or None if it may start. num_tokens: those of
+        its prompt."""
         limits, found = tenant.limits, list[OverLimit]()
         for limit, bucket, per_minute, needed in (
             ("requests_per_minute", account.requests, limits.requests_per_minute, 1),

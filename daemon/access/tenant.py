@@ -1,4 +1,4 @@
-"""The sender of requests: the models it may use, its share and its limits."""
+"""Tenants, the senders of requests, and their keys: the models that a tenant may use, its share and its limits."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ NO_LIMITS = Limits()
 
 @dataclass(slots=True, frozen=True)
 class Tenant:
-    """The sender of a request. name: "" if no keys are set. weight: its share if several tenants want the same model. priority: the
-    priority of requests that name none. max_priority: the highest priority that a request may name; None: any."""
+    """The sender of a request, whom the API key identifies. name: "" if no keys are set. weight: the tenant's share, relative to
+    others, if several tenants want the same model. models: patterns of the names of models that it may use; None: all. admin:
+    whether it may see data of all tenants and change what the node serves. priority: the priority of requests that name none.
+    max_priority: the highest priority that a request may name; None: any."""
 
     name: str = ""
     weight: float = 1.0
@@ -48,7 +50,8 @@ class Tenant:
         return self._allowed is None or self._allowed.match(model) is not None
 
     def changed_fields(self, new: Tenant) -> list[str]:
-        """Returns the keys of the file whose values differ in `new`."""
+        """Returns the names of the settings (weight, models, limits, ...) that differ between this tenant and `new`, as in the keys
+        file."""
         names = [
             name for name in ("weight", "models", "admin", "priority", "max_priority") if getattr(self, name) != getattr(new, name)
         ]
@@ -74,7 +77,7 @@ class Key:
 
     @property
     def shown(self) -> str:
-        """The key in messages for operators: its name, or else sum_start."""
+        """Returns the text that means the key in messages for operators: its name, or else `sha256:` and sum_start."""
         return repr(self.name) if self.name else f"sha256:{self.sum_start}…"
 
 

@@ -28,15 +28,16 @@ _NAME_FORM = "1 to 64 letters, digits and . _ -"
 
 @dataclass(slots=True, frozen=True)
 class TenantTable:
-    """The content of a table. keys: SHA-256 -> Key, in the order of the file."""
+    """The content of one table [tenants.NAME] of the keys file. keys: pairs of a key's SHA-256 digest and the Key, in the file's
+    order."""
 
     tenant: Tenant
     keys: list[tuple[bytes, Key]]
 
 
 def read(path: str, name: str, entry: Any) -> TenantTable:
-    """Returns the content of a table. path: the file's path, for errors. entry: the table as parsed from TOML. Raises ConfigError
-    naming the key."""
+    """Returns the checked content of a tenant's table. path: the file's path, for errors. name: the tenant's name. entry: the table
+    as parsed from TOML. Raises ConfigError, which names the setting."""
     where = f"tenants.{quoted(name)}"
     if not _NAME.match(name) or name == OTHER:
         raise ConfigError(path, where, f"a name is {_NAME_FORM} (not the word {OTHER}, which metrics use)")
@@ -61,7 +62,7 @@ def read(path: str, name: str, entry: Any) -> TenantTable:
 
 
 def quoted(name: str) -> str:
-    """Returns the name as one part of a dotted TOML key."""
+    """Returns the name as one part of a dotted TOML key, in quotes if it needs them."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
@@ -79,7 +80,8 @@ def _limit(path: str, where: str, value: Any) -> int | None:
 
 
 def _priorities(path: str, where: str, entry: dict[str, Any]) -> tuple[int, int | None]:
-    """Returns the priority of requests that name none, and the highest priority that a request may name."""
+    """Returns the priority of requests that name none, and the highest priority that a request may name (None: any). Raises
+    ConfigError for a value that is no 32-bit integer, or a priority above the highest one."""
     for key in ("priority", "max_priority"):
         value = entry.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value not in _NUMBERS_OF_32_BITS:
@@ -92,7 +94,8 @@ def _priorities(path: str, where: str, entry: dict[str, Any]) -> tuple[int, int 
 
 
 def _expiry(path: str, where: str, value: Any, which: str = "") -> float | None:
-    """Returns the Unix time from which on a key is refused; None: never. which: words to put before the value in an error."""
+    """Returns the Unix time in seconds from which on a key is refused; None: never. value: a date or date-time as parsed from TOML,
+    or None. which: words to put before the value in an error. Raises ConfigError."""
     if value is None:
         return None
     if isinstance(value, datetime.datetime):
@@ -107,8 +110,8 @@ def _expiry(path: str, where: str, value: Any, which: str = "") -> float | None:
 
 
 def _keys(path: str, where: str, entry: dict[str, Any], tenant: Tenant, expires_unix_s: float | None) -> list[tuple[bytes, Key]]:
-    """Returns the tenant's keys. expires_unix_s: the tenant's own expiry; for each key, the earlier of it and the key's own expiry
-    counts."""
+    """Returns the tenant's keys as pairs of SHA-256 digest and Key. expires_unix_s: the expiry of all of the tenant's keys; None:
+    none. A key that has an expiry of its own is refused from the earlier of both on. Raises ConfigError."""
     if "keys" not in entry:
         raise ConfigError(path, where, f"missing; a list of {KEY_FORM}, which may be empty")
     values = entry["keys"]
@@ -148,12 +151,12 @@ def _hint(key: str, known: tuple[str, ...]) -> str:
 
 
 def _hidden(value: object) -> str:
-    """Returns a description of a wrong value among the keys that does not contain its text: it may be an unhashed key, and messages
-    go to the log and to everybody who asks for the status."""
+    """Returns a description, without its text, of a wrong value in the list of keys. The text may be an unhashed key, and error
+    messages go to the log and to everybody who asks for the status."""
     return f"a text of {len(value)} characters" if isinstance(value, str) else _shown(value)
 
 
 def _shown(value: object) -> str:
-    """Returns enough of the value to find it in the file."""
+    """Returns the beginning of a wrong value, at most 9 characters and "…", by which an operator finds it in the file."""
     text = repr(value)
     return text if len(text) <= 12 else f"{text[:9]}…"

@@ -37,15 +37,17 @@ TlsContext = Callable[[], ssl.SSLContext | None]
 
 @dataclass(slots=True, frozen=True)
 class Bounds:
-    """Descriptor numbers from which a listener's connections are limited. Connections with a number of refused_from or more are
-    answered 503. After each connection with a number of pause_from or more, accepting pauses."""
+    """The numbers of file descriptors from which a listener limits its connections, because few descriptors are left. A connection
+    whose descriptor is refused_from or more is answered 503. After one whose descriptor is pause_from or more, the listener pauses
+    accepting."""
 
     refused_from: int
     pause_from: int
 
 
 class Room:
-    """The shares of the `limit` file descriptors that each kind of listener may use."""
+    """The share of the process's file descriptors that each kind of listener may use. clients: the API. watchers: metrics and the
+    status socket. operators: the control socket, which may use all. limit: the most descriptors that the process may have open."""
 
     def __init__(self, limit: int) -> None:
         num_spare = min(64, limit // 4)  # kept for the daemon's own work
@@ -57,8 +59,8 @@ class Room:
 
 @dataclass(slots=True, frozen=True)
 class Crowd:
-    """Limits the connections of one client. addresses: counts each client's connections. refuse: makes the protocol that answers
-    a connection above the limit."""
+    """The limit on the connections that one client may have open. addresses: counts each client's connections. refuse: makes the
+    protocol that answers a connection above the limit."""
 
     addresses: ClientAddresses
     refuse: Protocols
@@ -76,8 +78,9 @@ class Acceptor:
         crowd: Crowd | None = None,
         tls: TlsContext = lambda: None,
     ) -> None:
-        """refuse: makes the protocol that answers a connection when descriptors are short. crowd: the limit on the connections of
-        one client, which count before their TLS handshake; None for no limit. tls: called for each connection."""
+        """serve: makes the protocol of a connection. refuse: makes the protocol that answers a connection when descriptors are
+        short. bounds: when they are short. crowd: the limit on the connections of one client, which count before their TLS
+        handshake; None for no limit. tls: called for each connection."""
         self._loop = asyncio.get_running_loop()
         self._listener, self._serve, self._refuse = listener, serve, refuse
         self._bounds, self._crowd, self._tls = bounds, crowd, tls
@@ -99,7 +102,8 @@ class Acceptor:
             self._listener.close()
 
     async def connected(self, timeout_s: float) -> None:
-        """Waits until each accepted connection has its protocol, at most timeout_s."""
+        """Waits until every accepted connection has been handed to its protocol, after its TLS handshake if it has one; at most
+        timeout_s."""
         if self._connecting:
             await asyncio.wait(self._connecting, timeout=timeout_s)
 
@@ -126,7 +130,8 @@ class Acceptor:
                 return
 
     def _on_refusal_closed(self) -> None:
-        """Ends a pause in accepting: the closed connection's descriptor is free, so the next client can be answered."""
+        """Ends the pause in accepting, if there is one, because a refused connection was closed: its descriptor is free for the
+        next client."""
         if self._timer is not None:
             self._timer.cancel()
             self._go_on()
@@ -173,11 +178,11 @@ class Acceptor:
 
 
 class Refusal(asyncio.Protocol):
-    """A connection that is refused. Its first bytes are answered with an error, and the rest is read and dropped until the client
-    closes it. If the server closed it first, a client that is still sending could lose the answer."""
+    """The protocol of a connection that is refused. The client's first bytes are answered with an error, and the rest is read and
+    dropped until the client closes it. If the server closed it first, a client that is still sending could lose the answer."""
 
     def __init__(self, answer: bytes, closed: Callable[[], None]) -> None:
-        """answer: a whole HTTP response."""
+        """answer: a whole HTTP response. closed: called when the connection is closed."""
         self._answer, self._closed = answer, closed
         self._transport: asyncio.Transport | None = None
         self._limit: asyncio.TimerHandle | None = None

@@ -17,7 +17,7 @@ _MAPPED = bytes(10) + b"\xff\xff"  # prefix of an IPv4 address as an IPv6 listen
 
 
 class ClientAddresses:
-    """Counts the connections to listeners that share one limit."""
+    """Counts the open connections of each client, to all listeners that share one limit for each client."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         """limit: returns the most connections that one client may have, or 0 for any number. It is called for each connection."""
@@ -27,7 +27,8 @@ class ClientAddresses:
         self._told_s = -TELL_EVERY_S
 
     def enter(self, address: str) -> Place:
-        """Counts a new connection. The caller must call `leave` on the returned Place when the connection is closed."""
+        """Counts a new connection and returns how to treat it. address: the client's IP address. The caller must call `leave` on
+        the returned Place when the connection is closed."""
         client = client_of(address)
         num_open = self._num_open[client] = self._num_open.get(client, 0) + 1
         limit = self._limit()
@@ -47,7 +48,8 @@ class ClientAddresses:
         return sum(self._num_open.values())
 
     def _note(self, address: str) -> None:
-        """Logs at most one line a minute: a client that opens many connections must not be able to fill the log as well."""
+        """Logs refused connections, in at most one line a minute, because a client that opens many must not be able to fill the
+        log. address: the client's."""
         self._num_untold += 1
         now = time.monotonic()
         if now - self._told_s < TELL_EVERY_S:
@@ -63,12 +65,13 @@ class ClientAddresses:
 
 
 class Place:
-    """One counted connection. outcome: how to treat it: SERVED, REFUSED or CLOSED."""
+    """One connection in the count of its client. outcome: how to treat it: SERVED, REFUSED (answered with an error) or CLOSED
+    (closed without an answer)."""
 
     __slots__ = ("_addresses", "_client", "outcome")
 
     def __init__(self, addresses: ClientAddresses | None, client: str, outcome: int) -> None:
-        """addresses: the counter of the connection; None if it is not counted."""
+        """addresses: the object that counts the connection; None if it is not counted. client: the result of `client_of`."""
         self._addresses, self._client, self.outcome = addresses, client, outcome
 
     def leave(self) -> None:

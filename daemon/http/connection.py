@@ -1,4 +1,5 @@
-"""The connection of an HTTP client. It is aiohttp's, except that malformed HTTP is answered like other refusals.
+"""The HTTP connection of a client: aiohttp's, except that malformed HTTP is answered with an error in the listener's own form, and
+that a connection can be handed over to the next daemon.
 
 aiohttp itself would answer in plain text, in HTTP/1.0 and with its own server name, and the daemon would not count the answer.
 """
@@ -36,8 +37,8 @@ _REWRITTEN = (b"content-length", b"transfer-encoding", b"expect", b"x-request-id
 
 
 class InProgress(Protocol):
-    """A request in progress, as its connection sees it. body: the part that was read so far; a bytearray while more is expected.
-    is_handed_over: whether the next daemon continues the request."""
+    """What a connection knows of its request in progress. body: the part of the body that was read so far; a bytearray while more
+    is expected. is_handed_over: whether the next daemon continues the request."""
 
     request_id: str
     body: bytes | bytearray
@@ -54,7 +55,9 @@ class InProgress(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Answering:
-    """How a listener answers requests and errors."""
+    """How a listener answers requests and errors. body: makes the JSON object of an error. counted: called with an endpoint's name
+    (always "" here) and the status when malformed bytes are answered. handle: handles all requests in place of the application's
+    router; None: the router does."""
 
     # makes the JSON object of an error
     body: Callable[[HearthError], Mapping[str, Any]]
@@ -68,7 +71,7 @@ ANSWERING = web.AppKey("answering", Answering)
 
 
 class Runner(web.AppRunner):
-    """Runs an application that has an ANSWERING entry, with a Connection for each client."""
+    """Runs an aiohttp application whose entry ANSWERING says how it answers. Each client has a Connection."""
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -76,10 +79,11 @@ class Runner(web.AppRunner):
 
 
 class ConnectionServer(web.Server):
-    """Makes a Connection for each client."""
+    """The server of an application: makes a Connection for each client that connects."""
 
     def __init__(self, answering: Answering, made: web.Server) -> None:
-        """made: the server that aiohttp made for the application."""
+        """answering: how requests and errors are answered. made: the server that aiohttp made for the application, whose options
+        are taken over."""
         super().__init__(
             answering.handle or made.request_handler,  # type: ignore[arg-type]
             request_factory=made.request_factory,
@@ -115,7 +119,8 @@ class Connection(web.RequestHandler):
     def __init__(
         self, server: ConnectionServer, closed: Callable[[], None], before: ConnectionSoFar | None = None, **options: Any
     ) -> None:
-        """closed, before: see ConnectionServer.connection."""
+        """closed: called when the connection is closed. before: the connection's state in an earlier daemon; None: the client has
+        just connected."""
         super().__init__(server, **options)
         self._server, self._answering, self._closed, self._before = server, server.answering, closed, before
         self.in_progress: InProgress | None = None  # set by the handler while the next daemon could continue its request
@@ -168,7 +173,8 @@ class Connection(web.RequestHandler):
             self._on_part_of_head(part)
 
     def _on_head(self, at: int) -> None:
-        """Handles the head of a request, or a parse error. at: its index in the queue of messages."""
+        """Remembers the body that belongs to a request's head, or stops reading after a parse error or for an HTTP version that is
+        not supported. at: the head's index in aiohttp's queue of messages."""
         message, body = self._messages[at]
         if isinstance(message, _ErrInfo):
             self._break_off(message.exc)
@@ -180,8 +186,8 @@ class Connection(web.RequestHandler):
             self._body, self._body_bytes = body, int(message.headers.get("Content-Length", 0))
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Handles the end of the client's data and returns whether the transport stays open. A client that stops in the middle of
-        its request may still read an answer; one that stops after a whole request counts as gone."""
+        """Handles the end of the client's data and returns whether the connection stays open for an answer. A client that stops in
+        the middle of its request may still read an answer; one that stops after a whole request counts as gone."""
         if self._lingering is not None:
             return False
         if not self._body.is_eof():
@@ -204,15 +210,16 @@ class Connection(web.RequestHandler):
         return self._server
 
     def request_bytes(self, is_last: bool) -> bytes:
-        """Returns the request that is being answered as bytes that can be read again; its body was read. is_last: whether the
-        connection that reads these bytes ends after the request."""
+        """Returns the request that is being answered, in the form in which a client would send it, so that another connection can
+        read it. Its body must have been read. is_last: whether that connection ends after the request."""
         request, progress = self._current_request, self.in_progress
         assert request is not None
         assert progress is not None
         return _again(request, progress, is_last)
 
     def take_before(self) -> RequestSoFar | None:
-        """Returns the state of the first request in an earlier daemon, or None; a second call returns None."""
+        """Returns the state in which an earlier daemon left this connection's first request, or None if it left none. A second call
+        returns None."""
         before, self._before = self._before, None
         return before.request if before is not None else None
 
@@ -224,8 +231,8 @@ class Connection(web.RequestHandler):
 
     @property
     def is_beginning(self) -> bool:
-        """Returns whether a request has arrived whose handler has not begun, so that in_progress is not set yet, or whether the
-        connection is just about to wait for the next request."""
+        """Returns whether the connection is between two states in which it can be handed over: a request has arrived but its
+        handler has not set in_progress yet, or the last request has ended and the connection does not wait for the next one yet."""
         request = self._current_request
         if self._is_ending:
             return False
@@ -310,15 +317,15 @@ class Connection(web.RequestHandler):
             self.force_close()
 
     def _give_up(self, error: HearthError) -> None:
-        """Queues an error as the answer to a request whose head is incomplete, and stops reading."""
+        """Queues an error as the answer to a request whose head is incomplete, and drops all further bytes."""
         self._broken = True
         self._messages.append((_ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _break_off(self, error: BaseException | None) -> None:
-        """Stops reading, and makes the reading of the request's body fail. error: why it cannot be read; None if the client ended
-        its data."""
+        """Drops all further bytes, and makes the handler's reading of the request's body fail. error: why the body cannot be read;
+        None if the client ended its data."""
         self._broken = True
         if not self._body.is_eof():  # aiohttp would leave the reader of the body waiting
             what = "it ended early" if error is None else f"its chunked encoding is broken: {_say(error)}"
@@ -346,8 +353,8 @@ class Connection(web.RequestHandler):
         return self._answer(ServerFault("internal_error", "the server failed on this request"))
 
     async def _refuse(self, error: HearthError) -> web.StreamResponse:
-        """Writes an error as the answer, then drops incoming bytes until the client closes. If the server closed first, a client
-        that is still sending could lose the answer."""
+        """Writes an error as the answer and returns it after dropping incoming bytes until the client closes, at most LINGER_S. If
+        the server closed first, a client that is still sending could lose the answer."""
         answer = self._answer(error)
         await answer.write_eof()
         if self.transport is not None and not self._close:
@@ -365,10 +372,10 @@ class Connection(web.RequestHandler):
 
 
 def _behind(data: bytes, body_bytes: int) -> bytes:
-    """Returns the bytes of `data` after the last whole request: a part of a head, which has no empty line. body_bytes: the length
-    of the request's body; 0 if it has none or ends with an empty line, as chunked bodies do. If the request's end is uncertain,
-    because its body has empty lines or its head began in earlier data, the result may be too short, but never contains a part of
-    the request."""
+    """Returns the bytes of `data` behind the last whole request in it, that is, the beginning of the next head. body_bytes: the
+    length of that request's body; 0 if it has none or ends with an empty line, as chunked bodies do. If the request's end is
+    uncertain, because its body has empty lines or its head began in earlier data, the result may be too short, but never contains a
+    part of the request."""
     at = data.rfind(b"\r\n\r\n", 0, max(0, len(data) - body_bytes))
     return data[at + 4 + body_bytes :] if at >= 0 else b""
 
@@ -421,7 +428,7 @@ class WholeAnswer(web.StreamResponse):
 
 
 def refused(error: BaseException) -> HearthError:
-    """Returns the error to answer with when the HTTP parser does not accept the bytes."""
+    """Returns the error with which to answer bytes that are not valid HTTP. error: what the HTTP parser raised."""
     if isinstance(error, HearthError):
         return error
     if isinstance(error, LineTooLong):
@@ -436,7 +443,7 @@ def refused(error: BaseException) -> HearthError:
 
 
 def _say(error: BaseException) -> str:
-    """Returns the parser's own message, without the bytes that it quotes, and of at most 200 characters."""
+    """Returns the message of an error of the HTTP parser, without the bytes that it quotes and cut to 200 characters."""
     if isinstance(error, InvalidURLError):
         return "its address is no URL"
     text = " ".join(str(getattr(error, "message", error)).partition("\n\n")[0].split())

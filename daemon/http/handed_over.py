@@ -27,14 +27,16 @@ FORMAT = Format(version=1, reads_from=1, readable_from=1)
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A connection in the account. listener: the listener that accepted it, "main" or "admin"."""
+    """A connection in the account for the next daemon. listener: the listener that accepted it, "main" or "admin". connection: its
+    state."""
 
     listener: str
     connection: ConnectionSoFar
 
 
 class Content(msgspec.Struct, frozen=True):
-    """The content of the account. connections: in the order of their sockets. readable_from: see Format."""
+    """The account that a daemon leaves for the next one. version: of its format. connections: in the order of their sockets.
+    readable_from: the oldest version of the format whose code can read it."""
 
     version: int
     connections: list[Listed]
@@ -46,7 +48,8 @@ _decoder = msgspec.msgpack.Decoder(Content)
 
 
 def keep(store: FdStore, sockets: Sequence[int], connections: Sequence[Listed]) -> None:
-    """Gives duplicates of the sockets to the store. Raises OSError if that is impossible."""
+    """Gives duplicates of the sockets to the store, with an account of their states. sockets: file descriptors. connections: their
+    states, in the same order. Raises OSError if that is impossible."""
     with contextlib.closing(Account.make(NAME)) as account:
         account.write(_encoder.encode(Content(FORMAT.version, list(connections), FORMAT.readable_from)))
         with queue_of([account.fd, *sockets]) as queue:
@@ -57,8 +60,8 @@ Left = list[tuple[socket.socket, Listed]]
 
 
 def take(store: FdStore) -> Left:
-    """Returns the connections in the store, and removes them from there, because a connection is continued only once. Failures are
-    logged."""
+    """Returns the connections that an earlier daemon has left in the store, as pairs of socket and state, and removes them from the
+    store. [] if there are none or they cannot be read, which is logged."""
     found = store.take(NAME)
     if found is None:
         return []

@@ -19,14 +19,14 @@ log = logging.getLogger("hearthd")
 
 @dataclass(slots=True)
 class Listeners:
-    """The bound and listening sockets. admin: empty if the main sockets serve everything."""
+    """The listening HTTP sockets. main: for the API. admin: for metrics and health; empty if the main sockets serve these, too."""
 
     main: list[socket.socket]
     admin: list[socket.socket]
 
     @property
     def admin_asks_key(self) -> bool:
-        """Returns whether the admin sockets require a key. They do not on addresses that only this machine can reach."""
+        """Returns whether requests to the admin sockets need a key: yes if other machines can reach one of their addresses."""
         return _first_open(_addresses(self.admin)) is not None
 
     def close(self) -> None:
@@ -35,7 +35,9 @@ class Listeners:
 
 
 def bind(config: NodeConfig, passed: Mapping[str, Sequence[socket.socket]], has_keys: bool) -> Listeners:
-    """Returns the sockets that systemd passed, or else new ones at the configured addresses. Raises SocketError."""
+    """Returns the sockets that systemd passed, or else new ones at the configured addresses. passed: sockets by their
+    FileDescriptorName=. has_keys: whether API keys are set. Raises SocketError if an address cannot be used, or if other machines
+    can reach it although neither keys nor `insecure` are set."""
     found = Listeners(list(passed.get(sockets.HTTP, ())), list(passed.get(sockets.ADMIN, ())))
     try:
         if not found.main:
@@ -61,8 +63,8 @@ def bind(config: NodeConfig, passed: Mapping[str, Sequence[socket.socket]], has_
 
 
 def check(config: NodeConfig, has_keys: bool, source: str) -> None:
-    """Applies the checks of `bind` to the configured addresses before anything is bound. source: the settings file, for errors.
-    Raises ConfigError."""
+    """Checks before anything is bound that no configured address can be reached from other machines, unless keys or `insecure` are
+    set. source: the settings file, for errors. Raises ConfigError."""
     for key, listen in (("listen", config.listen), ("admin_listen", config.admin_listen)):
         text = problem(_resolved(listen), has_keys or config.insecure) if listen else None
         if text is not None:
@@ -95,7 +97,8 @@ def _addresses(listening: Iterable[socket.socket]) -> list[str]:
 
 
 def _resolved(listen: str) -> list[str]:
-    """Returns the IP addresses of HOST:PORT, or [] for a name without an address, which binding reports."""
+    """Returns the IP addresses that the host in HOST:PORT stands for; [] if its name has none, which is reported when it is
+    bound."""
     host, port = parse_listen(listen)
     try:
         infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

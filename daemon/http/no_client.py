@@ -58,5 +58,5 @@ class NoClient(asyncio.Transport):
 
 
 def owner_of(transport: asyncio.BaseTransport | None) -> Any:
-    """Returns the owner if the transport is a NoClient; None if there is, or was, a client."""
+    """Returns the owner of the request if `transport` is a NoClient; None for a client's transport, and for None."""
     return transport.get_extra_info(_OWNER) if transport is not None else None

@@ -22,7 +22,9 @@ async def listen(
     crowd: Crowd | None = None,
     tls: TlsContext = lambda: None,
 ) -> list[Acceptor]:
-    """Starts to accept connections. refuse: the result of `refuse_request`. crowd, tls: as in Acceptor."""
+    """Starts to accept connections on the listeners, and returns an Acceptor for each. backlog: the most connections that wait in
+    the kernel. bounds: descriptor numbers from which connections are refused. refuse: the result of `refuse_request`. crowd: the
+    limit on one client's connections; None: no limit. tls: returns the TLS settings for a new connection, or None."""
     await runner.setup()
     server = runner.server
     assert isinstance(server, ConnectionServer)
@@ -33,8 +35,8 @@ async def listen(
 
 
 def refuse_request(answered: Callable[[str, int], None], error_of: Callable[[], HearthError] = overloaded) -> Protocols:
-    """Returns a function that makes protocols which refuse an API client, with an error in OpenAI's form. answered: as in
-    `make_app`. error_of: makes the error."""
+    """Returns a factory of protocols, each of which answers one connection with an error in OpenAI's form. answered: called with an
+    endpoint's name (always "") and the status, to count the answer. error_of: makes the error."""
 
     def refuse(closed: Callable[[], None]) -> Refusal:
         error = error_of()

@@ -21,9 +21,8 @@ class SocketError(Exception):
 
 
 def inherited(passed: Mapping[str, list[int]]) -> dict[str, list[socket.socket]]:
-    """Returns the listening sockets among the descriptors that systemd passed, by their FileDescriptorName=. passed: see
-    daemon/process/passed_descriptors.py; descriptors from the FD store are left out. Raises SocketError for a name or kind of
-    socket that is not supported."""
+    """Returns the listening sockets among the descriptors that systemd passed, by their FileDescriptorName=. passed: descriptors by
+    that name; those from the FD store are left out. Raises SocketError for a name or kind of socket that is not supported."""
     found: dict[str, list[socket.socket]] = {}
     for name, fd in ((name, fd) for name, fds in passed.items() for fd in fds):
         if fd_store.is_stored(name):
@@ -45,7 +44,8 @@ def inherited(passed: Mapping[str, list[int]]) -> dict[str, list[socket.socket]]
 
 
 def bind_http(listen: str) -> list[socket.socket]:
-    """Returns one socket per address of the host, or only the first one with port 0. Raises SocketError."""
+    """Returns listening TCP sockets, one for each address of the host; with port 0 only one. listen: HOST:PORT. Raises SocketError
+    if one cannot be bound. If the host has several addresses, those that this machine does not have are skipped."""
     host, port = parse_listen(listen)
     try:
         infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -89,8 +89,8 @@ def url_of(sock: socket.socket, scheme: str = "http") -> str:
 
 
 def bind_control(path: str, mode: int = 0o660) -> socket.socket:
-    """Returns a new listening Unix socket, which has `mode` from the beginning. A socket file without a listener is replaced; one
-    with a listener is an error. Raises SocketError."""
+    """Returns a new listening Unix socket, which has `mode` from the beginning. A socket file that nobody listens on is replaced.
+    Raises SocketError if another process listens there or the path cannot be used."""
     length = len(os.fsencode(path))
     if length > MAX_SOCKET_PATH_BYTES:
         raise SocketError(f"control {path}: {length} bytes is too long for a socket path, at most {MAX_SOCKET_PATH_BYTES}")

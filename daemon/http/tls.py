@@ -43,7 +43,7 @@ _SHORT = {
 @dataclass(slots=True, frozen=True)
 class Certificate:
     """The fields of a certificate. subject: in the form `CN=gpu1.example.org, O=Example`, "" if it has none. names: the host names
-    and addresses for which it was issued. from_unix_s, until_unix_s: the time in which it is valid."""
+    and addresses for which it was issued. from_unix_s, until_unix_s: Unix seconds between which it is valid."""
 
     subject: str
     names: tuple[str, ...]
@@ -55,11 +55,12 @@ class Certificate:
         return self.subject or ", ".join(self.names) or "without a name"
 
     def days_left(self, unix_s: float) -> int:
-        """Returns the whole days until the certificate expires, below 0 if it has expired."""
+        """Returns the whole days from unix_s until the certificate expires, below 0 if it has expired."""
         return int((self.until_unix_s - unix_s) // DAY_S)
 
     def warning(self, unix_s: float) -> str:
-        """Returns what is wrong with the certificate's dates or will be soon, or ""."""
+        """Returns a sentence if the certificate has expired, expires within SOON_DAYS or is not valid yet; else "". unix_s: the
+        time now."""
         if unix_s >= self.until_unix_s:
             return f"the TLS certificate {self.shown} has expired at {_utc(self.until_unix_s)}; clients refuse it"
         if unix_s < self.from_unix_s:
@@ -72,7 +73,9 @@ class Certificate:
 
 @dataclass(slots=True, frozen=True)
 class Tls:
-    """The certificate and key from one reading of the files. context: for new connections. digest: of all the files' contents."""
+    """The TLS settings from one reading of the certificate's and the key's files. context: for new connections. digest: SHA-256 of
+    the files' contents and min_version, to notice changes. min_version: "1.2" or "1.3". asks_clients: whether clients must show a
+    certificate."""
 
     context: ssl.SSLContext
     certificate: Certificate
@@ -81,7 +84,7 @@ class Tls:
     asks_clients: bool
 
     def row(self) -> dict[str, Any]:
-        """Returns the fields that `hearth status` shows."""
+        """Returns the certificate's fields for `hearth status`, with the days left and a warning ("": none)."""
         now, certificate = time.time(), self.certificate
         return {
             "subject": certificate.shown,
@@ -95,14 +98,14 @@ class Tls:
 
 
 def files(config: NodeConfig) -> list[str]:
-    """Returns the files that `load` reads. Raises ConfigError."""
+    """Returns the paths of the files that `load` reads. Raises ConfigError for a `credential:NAME` that cannot be resolved."""
     values = {key: str(getattr(config, key)) for key in ("tls_certificate", "tls_key", "tls_client_ca")}
     return [credentials.path_of(value, key) for key, value in values.items() if value]
 
 
 def load(config: NodeConfig, source: str) -> Tls | None:
-    """Returns the certificate and key that the settings name, or None without TLS. source: the settings file, for errors. Raises
-    ConfigError, which names the setting, the file and the problem. An expired certificate is no error."""
+    """Returns the tested certificate and key that the settings name, or None if they name none. source: the settings file, for
+    errors. Raises ConfigError, which names the setting, the file and the problem. An expired certificate is no error."""
     if not config.tls_certificate:
         return None
     try:
@@ -166,7 +169,7 @@ def _check_certificates(source: str, key: str, path: str, data: bytes) -> None:
 
 
 def _ascii(data: bytes) -> str:
-    """Returns PEM as text; comments between its blocks may be in any encoding."""
+    """Returns a PEM file's content as text, without bytes that are not ASCII, which may occur in comments between its blocks."""
     return data.decode("ascii", "ignore")
 
 
@@ -179,8 +182,8 @@ def _no_passphrase() -> str:
 
 
 def _tried(context: ssl.SSLContext, chain: bytes) -> Mapping[str, Any]:
-    """Does a handshake in memory with a client that trusts the certificate, and returns the certificate's fields as that client
-    sees them. Raises ssl.SSLError."""
+    """Does a TLS handshake in memory with a client that trusts the certificate, and returns the certificate's fields in the form of
+    SSLSocket.getpeercert. context: the server's. chain: its certificates in PEM. Raises ssl.SSLError if the handshake fails."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.load_verify_locations(cadata=_ascii(chain))
@@ -215,7 +218,7 @@ def _reason(error: OSError) -> str:
 
 
 def _say(error: OSError) -> str:
-    """Returns the meaning of OpenSSL's error, without the position in its source code."""
+    """Returns the words of an OpenSSL error for people, without the position in OpenSSL's source code."""
     verified = getattr(error, "verify_message", "")
     found = verified or _reason(error).replace("_", " ").lower() or re.sub(r" ?(\[\w+\] |\(_ssl\.c:\d+\))", "", str(error.args[-1]))
     return "its PEM cannot be decoded" if found == "PEM lib" else found

@@ -1,1 +1,1 @@
-"""Sends answers to clients: text from tokens, frames of streams, and clients that read slowly."""
+"""Sends answers to clients: makes text of tokens, writes it as frames of a stream, and waits for clients that read slowly."""

@@ -22,9 +22,10 @@ from engine.protocol import FINISH_STOP, PromptLogprobs
 
 @dataclass(slots=True)
 class TokenEntry:
-    """A token as clients see it. The joined texts of all entries are the choice's text. offset: the character in it at which this
-    token's text begins. A character made of several tokens belongs to the last of them. raw: the token's own bytes. logprob: None
-    for the first token of a prompt. top_ids, top: the alternatives' ids and log-probabilities."""
+    """A token as clients see it. text: the token's part of the choice's text, which is the joined texts of all entries. A character
+    made of several tokens belongs to the last of them. offset: the index of the character of the choice's text at which `text`
+    begins. raw: the token's own bytes. logprob: None for the first token of a prompt. top_ids, top: ids and log-probabilities of
+    the most likely tokens in its place."""
 
     token_id: int
     text: str
@@ -46,11 +47,12 @@ class Rendering(Protocol):
 
 
 class LogprobTrail:
-    """The tokens of one sequence with their log-probabilities, which are released together with their text. keep_end: whether the
+    """Holds back the tokens of one sequence, with their log-probabilities, until their text may be sent. keep_end: whether the
     token that ends the sequence is released, too, with an empty text."""
 
     def __init__(self, table: TokenTable, end_ids: frozenset[int], num_top: int, keep_end: bool) -> None:
-        """num_top: the number of alternatives that are wanted for each token."""
+        """table: the tokens' bytes. end_ids: tokens that end a sequence. num_top: the number of alternatives that are wanted for
+        each token."""
         self.table, self.num_top = table, num_top
         self.rendering: Rendering | None = None  # entries rendered ahead of the next frame; None: there are none
         self._end_ids, self._keep_end = end_ids, keep_end
@@ -67,11 +69,12 @@ class LogprobTrail:
     # ---- from the engine
 
     def feed(self, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
-        """Takes the next token's log-probability, and the ids and log-probabilities of its alternatives."""
+        """Takes the log-probability of the next generated token, and the ids and log-probabilities of the most likely tokens in its
+        place."""
         self.fed.append((chosen, top_ids, top))
 
     def feed_prompt(self, told: PromptLogprobs) -> None:
-        """Takes the log-probabilities of the prompt's tokens; see PromptTrail.feed."""
+        """Takes log-probabilities of the prompt's tokens from the engine; they may come in several parts."""
         self._prompt.feed(told)
 
     # ---- called as text is produced
@@ -89,7 +92,8 @@ class LogprobTrail:
         self._release_all(len(self._open))
 
     def begun(self, num_chars: int) -> None:
-        """Ends the prompt, whose whole text is num_chars characters."""
+        """Ends the prompt, after all its tokens were added, so that their entries may be sent. num_chars: the length of its
+        text."""
         self._open.clear()
         self._prompt = PromptTrail(self.num_top)  # frees its memory
         self._release_all(0)
@@ -120,7 +124,7 @@ class LogprobTrail:
             self._open.clear()
 
     def skip(self, num_tokens: int) -> None:
-        """Drops the log-probabilities of the next tokens, which the client did not ask for."""
+        """Drops the log-probabilities of the next `num_tokens` generated tokens, which the client does not want."""
         for _ in range(num_tokens):
             self._use()
 
@@ -130,8 +134,8 @@ class LogprobTrail:
         return told
 
     def release(self, num_chars: int, matched: bool) -> None:
-        """Allows num_chars more characters to be sent. matched: whether a stop string was found, so that the text after these
-        characters is dropped."""
+        """Allows the entries of the next num_chars characters of text to be sent. matched: whether a stop string was found, so that
+        the text after these characters is dropped."""
         self._sent += num_chars
         while len(self._queue) > len(self._open) and self._offset + len(self._queue[0].text) <= self._sent:
             entry = self._queue.popleft()
@@ -148,7 +152,7 @@ class LogprobTrail:
             self._open.clear()
 
     def take(self, but: int = 0) -> list[TokenEntry]:
-        """Returns the entries that may be sent and were not returned before, except the last `but` of them, which are kept."""
+        """Returns the entries that may be sent and were not returned before. The last `but` of them are kept for a later call."""
         end = max(0, len(self._out) - but)
         out, self._out = self._out[:end], self._out[end:]
         return out
@@ -173,8 +177,9 @@ class LogprobTrail:
 class AnnotatedText(Text):
     """The text of a sequence with log-probabilities, with an echo of its prompt, or with both.
 
-    trail: None without log-probabilities. echo: the prompt's tokens, and its text if it was given as text; None without echo.
-    drop_tokens: whether the client wants no completion (max_tokens 0); the engine generates one token even so."""
+    trail: takes the log-probabilities; None if the client wants none. echo: the prompt's tokens, and its text (None if the prompt
+    was given as tokens); None if the client wants no echo. drop_tokens: whether the client wants no completion (max_tokens 0); the
+    engine generates one token even so."""
 
     __slots__ = ("_drop_tokens", "_echo", "_shown", "_shown_tokens", "trail")
 
@@ -213,12 +218,12 @@ class AnnotatedText(Text):
 
     @property
     def has_prompt(self) -> bool:
-        """Returns whether the prompt still has to be shown."""
+        """Returns whether the echo of the prompt has not been returned by `add` yet."""
         return self._echo is not None
 
     def show_some(self, num_tokens: int) -> bool:
-        """Decodes the next num_tokens tokens of the prompt and returns whether they were the last ones. `add` decodes all remaining
-        ones at once."""
+        """Decodes the next num_tokens tokens of the echoed prompt, so that a long prompt is decoded in pieces, and returns whether
+        all are decoded. `add` decodes those that remain at once."""
         assert self._echo is not None
         prompt, _ = self._echo
         first = self._shown_tokens
@@ -229,7 +234,7 @@ class AnnotatedText(Text):
         return end == len(prompt)
 
     def _show_prompt(self) -> str:
-        """Returns the prompt's text. Stop strings are not searched for in it."""
+        """Returns the text of the prompt for the echo, in which stop strings are not searched for."""
         assert self._echo is not None
         prompt, written = self._echo
         if self._shown_tokens < len(prompt):

@@ -8,8 +8,8 @@ from engine.protocol import PromptLogprobs
 
 
 class PromptTrail:
-    """Log-probabilities of a prompt's tokens from the second token on. num_top: the number of alternatives that are wanted; the
-    engine may report more."""
+    """The log-probabilities of one prompt's tokens from the second token on, collected from the engine's reports. num_top: the
+    number of alternatives that are wanted for each token; the engine may report more."""
 
     def __init__(self, num_top: int) -> None:
         self.num_top = num_top
@@ -23,8 +23,8 @@ class PromptTrail:
         return len(self._chosen)
 
     def feed(self, told: PromptLogprobs) -> None:
-        """Adds log-probabilities from the engine. After a crash or a preemption the engine reports all of them again, and these
-        replace the earlier ones."""
+        """Adds the log-probabilities of some consecutive tokens. After a crash or a preemption the engine reports them again, and
+        the new ones replace the earlier ones. Raises RuntimeError if tokens before them are missing."""
         at = told.first - 1
         if at > len(self._chosen):
             raise RuntimeError(f"log-probabilities of prompt tokens from {len(self._chosen) + 1} to {told.first} are missing")
@@ -42,7 +42,8 @@ class PromptTrail:
         return self._chosen[at], self._top_ids[begin:end], self._top[begin:end]
 
     def tokens(self) -> Iterator[tuple[float, int, Sequence[int], Sequence[float]]]:
-        """Yields for each token the values that indexing returns, with the token's rank after its log-probability."""
+        """Yields for each token from the second on: its log-probability, its rank among all tokens, and the ids and
+        log-probabilities of the most likely tokens in its place."""
         for at, rank in enumerate(self._ranks):
             chosen, top_ids, top = self[at]
             yield chosen, rank, top_ids, top

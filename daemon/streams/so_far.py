@@ -8,8 +8,10 @@ from msgspec import Struct
 
 
 class SequenceSoFar(Struct, frozen=True):
-    """One sequence of a request. output: its tokens so far. outcome: why it has ended, as in Generation.outcome; "" if it has not.
-    logprobs: each token's log-probabilities, in the form of LogprobTrail.feed's arguments; [] unless the client wants them."""
+    """The state of one sequence of a request. output: ids of its tokens so far. outcome: why it has ended, as in
+    Generation.outcome; "" if it has not. num_cached: tokens of the prompt that came from the prefix cache. logprobs: for each token
+    its log-probability, and the ids and log-probabilities of the most likely tokens in its place; [] unless the client wants
+    them."""
 
     output: list[int]
     outcome: str = ""
@@ -18,7 +20,8 @@ class SequenceSoFar(Struct, frozen=True):
 
 
 class RequestSoFar(Struct, frozen=True):
-    """A request in progress. All its random values follow from the nonce, so the result is the same when the request is read again.
+    """The state of a request in progress. nonce: random bytes from which all its random values (ids, seeds) follow, so that reading
+    the request again gives the same result.
 
     created: Unix time in seconds. is_open: whether the client already has the beginning of the answer, which must not be sent
     again. is_charged: whether it was counted against its tenant's limits. model: name and fingerprint of the model that generates
@@ -35,8 +38,8 @@ class RequestSoFar(Struct, frozen=True):
 
 
 class ConnectionSoFar(Struct, frozen=True):
-    """A connection. received: the bytes of the request in progress, whose body may be incomplete, or the part of a head that has
-    arrived. is_used: whether it has served a request before. request: None if none is in progress."""
+    """The state of a connection. received: the bytes of the request in progress, whose body may be incomplete, or the part of a
+    head that has arrived. is_used: whether it has served a request before. request: None if none is in progress."""
 
     received: bytes
     is_used: bool

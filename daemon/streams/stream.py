@@ -28,8 +28,9 @@ REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 
 
 class Text:
-    """Detokenizes one sequence and finds stop strings, for streamed responses and for those in one piece. headers: for a reply in
-    Harmony, whose headers are not searched for stop strings; else None."""
+    """Detokenizes one sequence and finds stop strings, for streamed responses and for those in one piece. headers: finds the
+    headers of a reply in Harmony (gpt-oss's format), which are not searched for stop strings; None for other replies. num_tokens:
+    the tokens so far. matched: whether a stop string was found."""
 
     __slots__ = ("_detokenizer", "_end_ids", "_headers", "_min_tokens", "_stops", "matched", "num_tokens")
 
@@ -51,16 +52,19 @@ class Text:
 
     @property
     def stop_string(self) -> str:
-        """The stop string that ended the text; "" for none."""
+        """Returns the stop string that ended the text; "" if none did."""
         return self._stops.found if self._stops is not None else ""
 
     @property
     def as_in_table(self) -> bool:
-        """Returns whether the next token may be sent in the form in which the table renders it."""
+        """Returns whether the next token's text is the one in the token table: no stop string has to be looked for, and no
+        character is unfinished."""
         return self._stops is None and self._detokenizer.as_in_table
 
     def add(self, ids: Sequence[int], finish: int) -> str:
-        """Returns the text that may be sent now. Sets `matched` if a stop string was found; the text after it is dropped."""
+        """Adds tokens and returns the text that may be sent now, which may lag behind them: an unfinished character or a possible
+        stop string is held back. Sets `matched` if a stop string was found; the text from it on is dropped. finish: a FINISH_
+        value; not FINISH_NONE if these are the last tokens."""
         if self._stops is None:
             return self._add(ids, finish)
         parts = []
@@ -93,7 +97,7 @@ class Text:
 
 
 class Stream:
-    """The TokenSink of one streamed sequence."""
+    """Turns the tokens of one streamed sequence into frames and writes them to the client. It is the sequence's TokenSink."""
 
     __slots__ = (
         "_connection",
@@ -166,7 +170,7 @@ class Stream:
                 render(token_id)
 
     def flush(self) -> None:
-        """Writes pending text, if the client is ready for it."""
+        """Writes the text that was held back while the client read too slowly, if the client is ready for it."""
         group = self._group
         if self._ended or not group.may_write(bool(self._pending or self._reason)):
             self._fast = False
@@ -199,13 +203,13 @@ class Stream:
 
 
 class _Ready:
-    """Stands for a connection whose client reads fast enough."""
+    """A stand-in for a connection whose client is always ready for more."""
 
     writing_paused = False
 
 
 class _Discarding(asyncio.WriteTransport):
-    """Stands for the transport of a client that already has the bytes that are written."""
+    """A transport that drops what is written, for frames that the client already has."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         pass
@@ -224,8 +228,9 @@ class StreamGroup:
         connect: Callable[[], Channel | None],
         comment: bytes = SSE_COMMENT,
     ) -> None:
-        """connect: called once, when the response begins; returns None if the client is gone. comment: bytes to send while the
-        response is silent; empty: none are sent, so only a first token or an error opens the response."""
+        """end: renders the frames after the text. cancel: stops the sequence with this index. connect: called once, when the
+        response begins; returns None if the client is gone. comment: bytes to send while the response is silent; empty: none are
+        sent, so only a first token or an error opens the response."""
         self.end, self._clock, self._cancel, self._connect, self._comment = end, clock, cancel, connect, comment
         self.streams: list[Member] = []
         self.error: HearthError | None = None
@@ -254,7 +259,7 @@ class StreamGroup:
         return self._connection is not None and not self._head
 
     def write_all(self) -> None:
-        """Writes all pending text, even if the client is not ready for it."""
+        """Writes all text that was held back, even if the client does not read fast enough for it."""
         connection = self._connection
         if connection is None or self.done.done():
             return
@@ -264,7 +269,8 @@ class StreamGroup:
         self._connection = connection
 
     def replay(self, feed: Callable[[], None]) -> None:
-        """Calls `feed`, which gives the sequences tokens whose frames the client already has; nothing is written meanwhile."""
+        """Opens the response and calls `feed`, which gives the sequences the tokens whose frames the client already has from an
+        earlier daemon. What they write meanwhile is dropped."""
         self.open()
         transport, connection = self._transport, self._connection
         if transport is None or connection is None:
@@ -306,8 +312,8 @@ class StreamGroup:
         return True
 
     def write(self, data: bytes, after: bytes = b"") -> None:
-        """Writes data as one HTTP chunk if the response is chunked. after: bytes to send after that chunk; unused if the response
-        is not chunked."""
+        """Writes bytes of the body, and the head before the first ones. In a chunked response they become one HTTP chunk. after:
+        bytes to send behind that chunk; ignored if the response is not chunked."""
         assert self._transport is not None
         head, self._head = self._head, b""
         try:
@@ -340,7 +346,7 @@ class StreamGroup:
             self.write(self._comment)
 
     def poll(self) -> None:
-        """Writes pending text if a client that was too slow is ready again. Called by the clock."""
+        """Writes the text that was held back, if a client that read too slowly is ready again. The clock calls it."""
         if self._connection is None or self._connection.writing_paused:
             return
         self.behind_since_s = None
@@ -348,7 +354,7 @@ class StreamGroup:
             stream.flush()
 
     def stalled(self) -> None:
-        """Ends the response because the client has read nothing for request_timeout_s."""
+        """Ends the response and cancels its sequences, because the client has read nothing for too long. The clock calls it."""
         self.cancel_all()
         if self._transport is not None:
             self._transport.abort()
@@ -369,7 +375,7 @@ class StreamGroup:
             self._cancel(stream.index)
 
     def close(self) -> None:
-        """Ends all writing and forgets the connection."""
+        """Ends all writing to the client and resolves `done`."""
         self._clock.discard(self)
         for stream in self.streams:
             stream.close()
@@ -382,8 +388,9 @@ class StreamGroup:
 
 
 class Collector:
-    """The TokenSink of one sequence that is answered in one piece. parts: its text in parts. counts: for each part, the number of
-    tokens up to its end."""
+    """Collects the text of one sequence that is answered in one piece. It is the sequence's TokenSink. parts: the text in parts.
+    counts: for each part, the number of tokens from the sequence's beginning to the part's end. reason: the finish_reason, "" until
+    the sequence has ended."""
 
     __slots__ = ("_group", "_text", "counts", "index", "num_tokens", "parts", "reason")
 
@@ -415,7 +422,8 @@ class Collector:
             self._group.ended()
 
     def tokens_until(self, num_characters: int) -> int:
-        """Returns the number of tokens that produce the first `num_characters` of the text."""
+        """Returns the number of tokens after which the text has at least `num_characters` characters; that of all tokens if it is
+        shorter."""
         for part, count in zip(self.parts, self.counts, strict=True):
             num_characters -= len(part)
             if num_characters <= 0:
@@ -427,7 +435,8 @@ class Collector:
 
 
 class CollectorGroup:
-    """The sequences of one response that is not streamed."""
+    """The sequences of one response that is not streamed. `done` is resolved when all have ended, or when one has failed, whose
+    error is then in `error`. cancel: stops the sequence with this index."""
 
     def __init__(self, cancel: Callable[[int], None]) -> None:
         self.cancel = cancel

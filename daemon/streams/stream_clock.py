@@ -11,7 +11,7 @@ HOLD_STATUS_S = 2.0  # how long a response's status line waits for the first tok
 
 
 class Response(Protocol):
-    """A streamed response, as the clock uses it; implemented by StreamGroup."""
+    """What the clock uses of a streamed response; StreamGroup implements it."""
 
     behind_since_s: float | None  # since when the client has been reading too slowly; None: it is not
     num_seen: int  # number of tokens when the clock last looked
@@ -25,17 +25,18 @@ class Response(Protocol):
     def comment(self) -> None: ...
 
     def poll(self) -> None:
-        """Writes pending text if the client is ready again."""
+        """Writes the text that was held back, if the client is ready for it again."""
         ...
 
     def stalled(self) -> None:
-        """Gives up a client that has read nothing for too long."""
+        """Ends the response, because its client has read nothing for too long."""
         ...
 
 
 class StreamClock:
     """Opens responses that have waited long enough for their first token, sends comments on silent ones, and checks those whose
-    client reads too slowly. The timer runs only while there are responses."""
+    client reads too slowly. The timer runs only while there are responses. Both settings are functions that return seconds:
+    comment_every_s, the pause between comments, and stall_timeout_s, how long a client may read nothing."""
 
     def __init__(self, comment_every_s: Callable[[], float], stall_timeout_s: Callable[[], float]) -> None:
         self._comment_every_s, self._stall_timeout_s = comment_every_s, stall_timeout_s

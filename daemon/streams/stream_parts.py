@@ -14,7 +14,9 @@ SSE_COMMENT = b": waiting\n\n"
 
 @dataclass(slots=True, frozen=True)
 class Frames:
-    """The constant parts of one sequence's frames. daemon/api/generation/chunks.py renders those in OpenAI's form."""
+    """The constant parts of one sequence's frames. prefix, suffix: the bytes before and after the text of a frame. first: whole
+    frames before the first text, such as the role of a chat. usage: called with the number of tokens so far, returns the bytes to
+    put in place of `suffix`; None: `suffix` is used."""
 
     prefix: bytes  # before the text of a chunk
     suffix: bytes  # after the text of a chunk
@@ -26,18 +28,19 @@ class GroupEnd(Protocol):
     """Renders the parts of a response that follow the text of its sequences."""
 
     def finish(self, index: int, reason: str, num_tokens: int) -> bytes:
-        """Returns the chunk with a sequence's finish_reason."""
+        """Returns the frame with a sequence's finish_reason. index: the sequence's number in the response."""
         ...
 
     def tail(self, num_tokens: int) -> bytes:
-        """Returns the usage chunk, if it was asked for, and [DONE]."""
+        """Returns the last frames of the response: the usage, if it was asked for, and [DONE]. num_tokens: of all sequences."""
         ...
 
     def error(self, error: HearthError) -> bytes: ...
 
 
 class Connection(Protocol):
-    """The part of aiohttp's connection that streams need."""
+    """The part of aiohttp's connection that streams need. writing_paused: whether the client reads too slowly, so that the
+    transport's buffer is over its limit."""
 
     @property
     def writing_paused(self) -> bool: ...
@@ -55,20 +58,20 @@ class Channel:
 
 
 class Member(Protocol):
-    """One sequence of a StreamGroup."""
+    """One streamed sequence, as its StreamGroup uses it. index: its number in the response. num_tokens: its tokens so far."""
 
     index: int
     num_tokens: int
 
     def opened(self, connection: Connection, write: Callable[[bytes], None]) -> None:
-        """Called when the response has begun. `write` takes whole HTTP chunks, but only after a first one was written through the
-        group."""
+        """Tells the sequence that the response has begun. write: sends a whole HTTP chunk; it may be used only after the group has
+        written a first one, with the response's head."""
         ...
 
     def flush(self) -> None:
-        """Writes pending text, if the client is ready for it."""
+        """Writes the text that was held back, if the client is ready for it."""
         ...
 
     def close(self) -> None:
-        """Ends all writing."""
+        """Ends all writing of this sequence, and drops the text that was held back."""
         ...

@@ -19,7 +19,7 @@ _JOINED = frozenset({CONTENT, REASONING, ARGUMENTS})
 
 
 class PieceFrames(Protocol):
-    """Renders each piece of a reply as a whole frame."""
+    """Renders each piece of a reply as a whole frame. first: frames to send before the first piece."""
 
     first: bytes
 
@@ -27,7 +27,8 @@ class PieceFrames(Protocol):
 
 
 class ToolStream:
-    """The TokenSink of one streamed sequence with tools or reasoning, and a member of a StreamGroup.
+    """Parses the tokens of one streamed sequence with tools or reasoning, and writes each piece of the reply as a frame. It is the
+    sequence's TokenSink and a member of a StreamGroup.
 
     If the client reads too slowly, consecutive pieces of one kind are sent as one. plain: makes the Stream that takes over when the
     reasoning has ended and the rest of the text needs no parsing; None: there is no such Stream."""
@@ -116,12 +117,14 @@ class ToolStream:
 
 
 def finish_reason(reason: str, num_calls: int) -> str:
-    """Returns OpenAI's finish_reason of a reply. num_calls: the number of complete calls in it."""
+    """Returns OpenAI's finish_reason of a reply: "tool_calls" if it has ended with "stop" and has complete calls, else `reason`.
+    num_calls: the number of its complete tool calls."""
     return TOOL_CALLS if reason == "stop" and num_calls else reason
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Returns the pieces, with consecutive pieces of one kind joined."""
+    """Returns the pieces of a reply, with the texts of consecutive pieces joined if they are of one kind and belong to the same
+    call."""
     joined: list[Piece] = []
     texts: list[str] = []
     for piece in pieces:

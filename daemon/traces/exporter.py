@@ -40,8 +40,9 @@ class _Batch(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The result of one post to the collector. problem: "" if the collector accepted it. again: whether to try once more.
-    retry_after_s: the wait that the collector asks for, or None. num_rejected: spans that it did not accept."""
+    """The result of posting one batch to the collector. problem: why it was not accepted, "" if it was. again: whether to send the
+    batch again. retry_after_s: the wait that the collector asks for before that; None: none. num_rejected: spans that the collector
+    did not accept."""
 
     problem: str = ""
     again: bool = False
@@ -50,7 +51,7 @@ class _Answer(NamedTuple):
 
 
 class Exporter:
-    """Sends queued spans on the event loop while `run` runs. problem: why spans cannot be sent now, "" if they can."""
+    """Queues spans and sends them to the collector while `run` runs. problem: why spans cannot be sent now, "" if they can."""
 
     def __init__(
         self,
@@ -60,7 +61,8 @@ class Exporter:
         counts: SpanCounts,
         retry_for_s: float = RETRY_FOR_S,
     ) -> None:
-        """resource: the result of otlp.resource_json."""
+        """endpoint, headers: of the collector. resource: the attributes of this node, as encoded by otlp.resource_json. counts:
+        counts the spans that were sent and dropped. retry_for_s: how long a batch is tried again."""
         self._endpoint, self._resource, self._counts, self._retry_for_s = endpoint, resource, counts, retry_for_s
         self._headers = {
             **headers,
@@ -92,7 +94,7 @@ class Exporter:
             self._full.set()
 
     async def run(self) -> None:
-        """Sends queued spans until `close` is called."""
+        """Sends queued spans to the collector in batches until `close` is called."""
         while not self._is_closed:
             await _first_of(self._any, self._closing)
             if self._queue and not self._closing.is_set():
@@ -133,7 +135,8 @@ class Exporter:
         return _Batch(otlp.request(self._resource, self._scope, [each.spans for each in taken]), num)
 
     async def _deliver(self, batch: _Batch) -> None:
-        """Sends a batch, with retries where they may help, and counts the spans that were sent and those that were dropped."""
+        """Sends a batch of spans to the collector, again if that may help and for at most retry_for_s, and counts the spans that
+        were sent and those that were dropped."""
         give_up_s, pause_s = time.monotonic() + self._retry_for_s, FIRST_PAUSE_S
         while True:
             answer = await self._post(batch.spans)
@@ -203,14 +206,14 @@ class Exporter:
         return f"unix:{self._endpoint.socket}" if self._endpoint.socket else self._endpoint.url
 
     def problems(self) -> list[str]:
-        """Returns a sentence for `hearth status` while spans cannot be sent."""
+        """Returns the problems for `hearth status`: a sentence while spans cannot be sent, [] otherwise."""
         if not self.problem:
             return []
         return [f"traces cannot be sent to {self._where}: {self.problem}; {self._counts.num_dropped} spans were dropped"]
 
 
 async def _first_of(*events: asyncio.Event) -> None:
-    """Returns when one of the events is set."""
+    """Waits until at least one of the events is set."""
     if any(event.is_set() for event in events):
         return
     waiting = [asyncio.ensure_future(event.wait()) for event in events]
@@ -227,7 +230,7 @@ def _taken(answer: bytes) -> _Answer:
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """Returns the answer's body, cut after about ANSWER_BYTES."""
+    """Returns the body of the collector's response, of which at most ANSWER_BYTES are read."""
     answer = b""
     async for part in response.content.iter_any():
         answer += part

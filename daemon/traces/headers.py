@@ -13,8 +13,8 @@ MAX_BYTES = 64 << 10
 
 
 def load(config: TracesConfig) -> dict[str, str]:
-    """Returns the headers of `[traces]`; those of headers_file take precedence over those of `headers`. Raises ConfigError, which
-    names file and line and never a value."""
+    """Returns the headers for the trace collector: those of the setting `headers` and those in headers_file, which take precedence.
+    Raises ConfigError, which names file and line and never a value."""
     return {**config.headers, **(_read(path_of(config.headers_file, _KEY)) if config.headers_file else {})}
 
 

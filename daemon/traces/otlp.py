@@ -15,7 +15,7 @@ MAX_CHARACTERS = 1024  # the most in one text value
 
 
 class Event(NamedTuple):
-    """Something that happened at one moment of a span."""
+    """Something that happened at one moment of a span. unix_ns: Unix time in nanoseconds."""
 
     unix_ns: int
     name: str
@@ -23,8 +23,9 @@ class Event(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A finished span. trace_id, span_id, parent_id: in hexadecimal digits; parent_id is "" for a root span. error: why it failed,
-    None if it did not. state: the trace's tracestate. links: trace and span ids of related spans."""
+    """A finished span. kind: INTERNAL or SERVER. start_ns, end_ns: Unix time in nanoseconds. trace_id, span_id, parent_id: in
+    hexadecimal digits; parent_id is "" for a root span. error: why it failed, None if it did not. state: the value of the W3C
+    header tracestate, "" for none. links: trace and span ids of related spans."""
 
     name: str
     kind: int
@@ -44,13 +45,13 @@ _encoder = msgspec.json.Encoder()
 
 
 def encoded(spans: Sequence[Span]) -> bytes:
-    """Returns the spans as members of a JSON array."""
+    """Returns the spans as JSON objects separated by commas, without the brackets of an array."""
     return b",".join([_json(_span(span)) for span in spans])
 
 
 def request(resource: bytes, scope: bytes, spans: Sequence[bytes]) -> bytes:
     """Returns the body of an export request. resource, scope: results of `resource_json` and `scope_json`. spans: results of
-    `encoded`."""
+    `encoded`, one for each group of spans."""
     head = b'{"resourceSpans":[{"resource":%b,"scopeSpans":[{"scope":%b,"spans":[' % (resource, scope)
     return head + b",".join(spans) + b"]}]}]}"
 
@@ -64,8 +65,8 @@ def scope_json(name: str, version: str) -> bytes:
 
 
 def num_rejected(answer: bytes) -> tuple[int, str]:
-    """Returns how many spans of an accepted request the collector rejected, and why. An answer that cannot be read counts as no
-    rejection."""
+    """Returns how many spans of an accepted request the collector rejected, and why; (0, "") for an answer that cannot be read.
+    answer: the body of the collector's response."""
     try:
         told = msgspec.json.decode(answer)["partialSuccess"]
         return max(0, int(told.get("rejectedSpans", 0))), str(told.get("errorMessage", ""))

@@ -19,7 +19,8 @@ class Holder(Traced, Protocol):
 
 
 class Ended(NamedTuple):
-    """The facts about a request that has ended. error: why it failed, None if it did not."""
+    """What the span of a request that has ended says about it. name: the span's name. error: why the request failed, None if it did
+    not."""
 
     name: str
     attributes: Mapping[str, Value]
@@ -29,9 +30,9 @@ class Ended(NamedTuple):
 class RequestTrace:
     """The trace of one request. If it is not sampled, it has ids but makes no spans.
 
-    trace_id, span_id: in hexadecimal digits. parent_id: the caller's span, "" for none. state: the tracestate. is_sampled: whether
-    spans are made. began_ns: Unix time in nanoseconds, before an earlier daemon's restart if it began there. started_s: monotonic
-    seconds, in this daemon."""
+    trace_id, span_id: in hexadecimal digits. parent_id: the caller's span, "" for none. state: the value of the header tracestate.
+    is_sampled: whether spans are made. began_ns: Unix time in nanoseconds, before an earlier daemon's restart if it began there.
+    started_s: monotonic seconds, in this daemon."""
 
     __slots__ = (
         "_is_taken_over", "_num_left_out", "_offset_ns", "_sequences", "began_ns", "is_sampled", "parent_id", "span_id",
@@ -48,8 +49,9 @@ class RequestTrace:
         offset_ns: int,
         began_ns: int,
     ) -> None:
-        """offset_ns: what to add to monotonic nanoseconds to get Unix time; it stays the same for the whole request, even if the
-        clock is set meanwhile. began_ns: Unix time at which the request began in an earlier daemon; 0: it begins in this one."""
+        """parent: the caller's span; None: there is none. started_s: monotonic seconds. offset_ns: what to add to monotonic
+        nanoseconds to get Unix time; it stays the same for the whole request, even if the clock is set meanwhile. began_ns: Unix
+        time at which the request began in an earlier daemon; 0: it begins in this one."""
         self.trace_id, self.span_id, self.is_sampled = trace_id, span_id, is_sampled
         self.parent_id, self.state = (parent.span_id, parent.state) if parent is not None else ("", "")
         self.started_s, self._offset_ns = started_s, offset_ns
@@ -64,7 +66,8 @@ class RequestTrace:
         return trace_context.written(self.trace_id, self.span_id, self.is_sampled)
 
     def follow(self, sequence: Holder) -> None:
-        """Gives a sequence that is about to be submitted a trace of its own, as a part of this trace."""
+        """Sets `sequence.trace`, so that the phases of the sequence become spans of this trace. Does nothing if the trace is not
+        sampled; sequences beyond the first MAX_SEQUENCES are only counted."""
         if not self.is_sampled:
             return
         if len(self._sequences) == MAX_SEQUENCES:
@@ -75,11 +78,12 @@ class RequestTrace:
 
     @property
     def error(self) -> str:
-        """Returns the code of the error with which a sequence ended, or ""."""
+        """Returns the code of the error with which the first failed sequence ended, or "" if none failed."""
         return next((each.error for each in self._sequences if each.error), "")
 
     def ended(self, told: Ended, now: float) -> list[Span]:
-        """Returns all spans of the request, which has ended at `now`."""
+        """Returns all spans of a request that has ended: its own first, then those of its sequences' phases. now: monotonic
+        seconds."""
         end_ns = self._ns(last_end_s(self._sequences, now))
         attributes = dict(told.attributes)
         if self._num_left_out:
@@ -104,8 +108,8 @@ class RequestTrace:
         return [own, *self._children()]
 
     def handed_over(self) -> list[Span]:
-        """Returns the spans of the work that this daemon has done. The next daemon makes the request's own span, under the same
-        id."""
+        """Returns the spans of the phases in this daemon, when the next daemon continues the request. That one makes the request's
+        own span, under the same id."""
         return self._children()
 
     def _children(self) -> list[Span]:
@@ -124,8 +128,8 @@ class RequestTrace:
         return Span(phase.name, INTERNAL, *ids, start_ns, end_ns, attributes, (), phase.error, self.state, links)
 
     def _of(self, at: int, what: Phase | Happened) -> Mapping[str, Value]:
-        """Returns the attributes of a phase or an event, with the sequence's number if the request has several sequences. at: that
-        number."""
+        """Returns the attributes of a phase or an event, and with them the sequence's number if the request has several sequences.
+        at: the number, from 0."""
         return {**what.attributes, "hearth.sequence": at} if len(self._sequences) > 1 else what.attributes
 
     def _ns(self, monotonic_s: float) -> int:

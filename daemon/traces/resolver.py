@@ -12,13 +12,13 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 
 class DaemonThreadResolver(AbstractResolver):
-    """Looks up one name at a time; concurrent calls for the same name wait for the same answer."""
+    """Resolves host names for aiohttp, each look-up in a daemon thread. Concurrent calls for the same name wait for one look-up."""
 
     def __init__(self) -> None:
         self._asked: dict[tuple[str, int, int], asyncio.Future[list[ResolveResult]]] = {}
 
     async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC) -> list[ResolveResult]:
-        """Returns the addresses of a host. Raises OSError."""
+        """Returns the addresses of a host. Raises OSError if the name cannot be resolved."""
         key = host, port, family
         answer = self._asked.get(key)
         if answer is None:

@@ -29,8 +29,8 @@ class Traced(Protocol):
 
 
 class Phase(NamedTuple):
-    """A phase of a sequence, which becomes a span. Times are monotonic seconds. error: why it failed, None if it did not. link:
-    trace and span ids of the load's own span, if the phase is a load that is traced."""
+    """A phase of a sequence (queue, prefill, decode, ...), which becomes a span. Times are monotonic seconds. error: why it failed,
+    None if it did not. link: trace and span ids of the load's own span, if the phase is a load that is traced."""
 
     name: str
     start_s: float
@@ -41,7 +41,8 @@ class Phase(NamedTuple):
 
 
 class Happened(NamedTuple):
-    """An event in a sequence's life. at_s: monotonic seconds."""
+    """Something that happened to a sequence at one moment, which becomes an event of the request's span. at_s: monotonic
+    seconds."""
 
     at_s: float
     name: str
@@ -49,7 +50,8 @@ class Happened(NamedTuple):
 
 
 class FinishedLoad(NamedTuple):
-    """A load that has ended, for the sequences that waited for it. Times are monotonic seconds. link: as in Phase."""
+    """A load of a model that has ended, for the traces of the sequences that waited for it. Times are monotonic seconds. error: why
+    it failed, None if it did not. link: trace and span ids of the load's span, None if the load is not traced."""
 
     model: str
     started_s: float
@@ -60,9 +62,11 @@ class FinishedLoad(NamedTuple):
 
 
 class SequenceTrace:
-    """The trace of one sequence. `phases` and `happened` are complete once it has ended. Times are monotonic seconds.
+    """The trace of one sequence: its consecutive phases and the events in them, complete once it has ended. Times are monotonic
+    seconds.
 
-    arrived_s: 0.0 if it was never accepted. error: the code of the error with which it ended, "" if it had none."""
+    arrived_s: when the sequence was accepted; 0.0 if it was not. error: the code of the error with which it ended, "" if it had
+    none."""
 
     __slots__ = (
         "_attributes",
@@ -94,19 +98,21 @@ class SequenceTrace:
         return self._phase == QUEUE
 
     def waits_for(self, reason: str) -> None:
-        """Notes why the sequence does not run yet. reason: words for operators."""
+        """Notes why a queued sequence does not run yet; ignored in any other phase. reason: words for operators."""
         if self._phase == QUEUE:
             self._attributes["hearth.reason"] = reason
 
     def submitted(self, sequence: Traced, now: float) -> None:
-        """Begins the phase in which an engine computes the next token of the sequence, or its whole embedding or score."""
+        """Ends the phase before it and begins the one in which an engine computes the prompt up to the next token, or the whole
+        embedding or score. now: monotonic seconds."""
         self._end(now)
         self._num_told = max(self._num_told, sequence.num_resumed)
         self._restored, self._recomputed = sequence.restored_tokens, sequence.recomputed_tokens
         self._begin(sequence.task if sequence.task in WHOLE else PREFILL, now, {"hearth.device": sequence.submitted_device})
 
     def begins_to_decode(self, sequence: Traced, now: float) -> None:
-        """Ends the prefill when it has produced a token, and begins to decode."""
+        """Ends the phase of prefill and begins that of decoding, because the prefill has produced a token. Does nothing in any
+        other phase."""
         if self._phase != PREFILL:
             return
         self._tell_prefill(sequence)
@@ -118,8 +124,8 @@ class SequenceTrace:
         self._begin(PAUSED, now, {"hearth.cause": cause})
 
     def lost_engine(self, sequence: Traced, now: float, device: str, reason: str) -> None:
-        """Notes that the engine that ran the sequence has ended, so the sequence waits for another one. Does nothing if no engine
-        runs it."""
+        """Notes that the engine that ran the sequence has ended: an event, and a new phase of waiting for another engine. Does
+        nothing if no engine runs the sequence. device: the engine's device. reason: why it has ended."""
         if self._phase in (PREFILL, DECODE, *WHOLE):
             about: dict[str, Value] = {"hearth.device": device, "hearth.reason": reason}
             self.happened.append(Happened(now, "hearth.engine_restart", about))
@@ -127,13 +133,14 @@ class SequenceTrace:
             self._begin(QUEUE, now, {"hearth.reason": f"the engine of {device} is started again"})
 
     def loaded(self, load: FinishedLoad) -> None:
-        """Notes a load of the sequence's model, if the sequence waited for it."""
+        """Adds a load of the sequence's model that has ended as a phase, if the sequence waited for it."""
         if self._phase in (QUEUE, PREFILL, PAUSED, *WHOLE) and load.ended_s > self._since_s:
             start_s = max(load.started_s, self.arrived_s)
             self._add(Phase(LOAD, start_s, load.ended_s, load.attributes, load.error, load.link))
 
     def loaded_before(self, load: FinishedLoad) -> None:
-        """Notes a load that ended while the sequence's prompt was being tokenized."""
+        """Adds a load of the model as a phase, though it ended before the sequence was accepted, while the prompt was being
+        tokenized."""
         self._add(Phase(LOAD, load.started_s, load.ended_s, load.attributes, load.error, load.link))
 
     def failed(self, code: str) -> None:
@@ -179,5 +186,5 @@ class SequenceTrace:
 
 
 def last_end_s(traces: Sequence[SequenceTrace], otherwise: float) -> float:
-    """Returns the latest end of a phase in all traces, or `otherwise` if that is later."""
+    """Returns the latest end of a phase in all traces, or `otherwise` if that is later. All are monotonic seconds."""
     return max([otherwise, *(phase.end_s for trace in traces for phase in trace.phases)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class SpanCounts:
-    """The numbers of spans since the start. num_dropped: not taken by the collector."""
+    """The numbers of spans since the daemon's start. num_sent: accepted by the collector. num_dropped: lost, because the queue was
+    full or the collector did not accept them."""
 
     __slots__ = ("num_dropped", "num_sent")
 

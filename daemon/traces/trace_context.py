@@ -17,7 +17,8 @@ MAX_STATE_CHARACTERS = 1024  # each span repeats it; the specification asks for 
 
 
 class Parent(NamedTuple):
-    """The span of the caller. trace_id, span_id: in hexadecimal digits. state: the tracestate, "" for none."""
+    """The span of the caller, as its request's headers name it. trace_id, span_id: in hexadecimal digits. state: the tracestate, ""
+    for none."""
 
     trace_id: str
     span_id: str
@@ -45,8 +46,8 @@ def written(trace_id: str, span_id: str, is_sampled: bool) -> str:
 
 
 def _state(headers: Sequence[str]) -> str:
-    """Returns the list members of all tracestate headers, joined. Members at the end are left out if there are too many characters.
-    Returns "" if the headers are not valid."""
+    """Returns the members of all tracestate headers, joined with commas. Members at the end are left out beyond
+    MAX_STATE_CHARACTERS. Returns "" if a header is not valid or there are more than MAX_MEMBERS."""
     if not headers:
         return ""
     members = [stripped for member in ",".join(headers).split(",") if (stripped := member.strip(" \t"))]

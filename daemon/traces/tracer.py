@@ -32,8 +32,8 @@ class Load(Protocol):
 
 
 class _OpenLoad:
-    """A load in progress. devices: its device, or all devices that the model is split over. started_s: monotonic seconds. trace_id,
-    span_id: in hexadecimal digits."""
+    """A load of a model in progress, whose span is made at its end. devices: its device, or all devices that the model is split
+    over. started_s: monotonic seconds. trace_id, span_id: in hexadecimal digits."""
 
     __slots__ = ("attributes", "devices", "model", "span_id", "started_s", "trace_id")
 
@@ -53,7 +53,8 @@ class Tracer:
     """Makes the traces of requests and loads; each load is a trace of its own. Times are monotonic seconds."""
 
     def __init__(self, sample: float, export: Callable[[bytes, int], None]) -> None:
-        """sample: the share of traces without a parent that are sampled. export: takes encoded spans and their number."""
+        """sample: the share, from 0 to 1, of traces that are sampled; for a request whose caller has a trace, the caller's flag
+        decides. export: takes encoded spans and their number."""
         self._below = round(sample * (1 << 64))
         self._out = export
         self._loads: dict[int, _OpenLoad] = {}  # by placement id
@@ -65,16 +66,16 @@ class Tracer:
     def begin(
         self, traceparents: Sequence[str], tracestates: Sequence[str], drawn: bytes, started_s: float, began_ns: int = 0
     ) -> RequestTrace:
-        """Returns the trace of a request that has just arrived. traceparents, tracestates: the values of the headers with these
-        names. drawn: 24 or more random bytes, the same ones if the request began in an earlier daemon. began_ns: Unix time of that
-        beginning; 0: the request is new."""
+        """Returns the trace of a request that has just arrived, as a part of its caller's trace if the headers name one.
+        traceparents, tracestates: the values of the headers with these names. drawn: 24 or more random bytes, the same ones if the
+        request began in an earlier daemon. began_ns: Unix time of that beginning; 0: the request is new."""
         parent = trace_context.parent_of(traceparents, tracestates)
         trace_id = parent.trace_id if parent is not None else drawn[:16].hex()
         is_sampled = parent.is_sampled if parent is not None else self._is_sampled(trace_id)
         return RequestTrace(trace_id, drawn[16:24].hex(), parent, is_sampled, started_s, _offset_ns(), began_ns)
 
     def ended(self, trace: RequestTrace, told: Ended, now: float) -> None:
-        """Exports the spans of a request that has ended at `now`, if it is sampled."""
+        """Exports the spans of a sampled request that has ended. told: what its span says about it. now: monotonic seconds."""
         self._export(trace.ended(told, now))
 
     def handed_over(self, trace: RequestTrace) -> None:
@@ -94,12 +95,14 @@ class Tracer:
     def load_ended(
         self, placement_id: int, now: float, attributes: dict[str, Value] | None = None, error: str | None = None
     ) -> FinishedLoad | None:
-        """Ends a load, exports its span and returns it; None if its beginning was not seen. error: why the load failed."""
+        """Ends the trace of a load, exports its span if it is sampled, and returns the load; None if its beginning was not traced.
+        attributes: further ones for the span. error: why the load failed; None: it did not."""
         load = self._loads.pop(placement_id, None)
         return None if load is None else self._finish(load, now, attributes or {}, error)
 
     def loads_lost(self, device: str, now: float, reason: str) -> list[FinishedLoad]:
-        """Ends the loads in progress on a device whose engine has ended, and returns them."""
+        """Ends the loads in progress on a device whose engine has ended as failed, exports their spans and returns the loads.
+        reason: why they failed."""
         lost = [placement_id for placement_id, load in self._loads.items() if device in load.devices]
         return [self._finish(self._loads.pop(placement_id), now, {}, reason) for placement_id in lost]
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class Traces:
-    """Holds the tracer, if there is one. tracer: None while tracing is off. The methods are called on the event loop."""
+    """Switches tracing on and off as the settings say, and holds the tracer. tracer: None while tracing is off. The methods are
+    called on the event loop."""
 
     def __init__(self, tasks: LongTasks) -> None:
         self.tracer: Tracer | None = None
@@ -31,8 +32,8 @@ class Traces:
         self._used: tuple[TracesConfig, Mapping[str, str]] = TracesConfig(), {}
 
     def use(self, config: TracesConfig, headers: Mapping[str, str]) -> None:
-        """Applies settings. headers: the result of headers.load. Spans that are queued for an earlier collector are still sent to
-        that one."""
+        """Applies the settings of `[traces]`. headers: HTTP headers for the collector. Spans that are queued for an earlier
+        collector are still sent to that one."""
         if self._used == (config, headers):
             return
         if self._exporter is not None:
@@ -48,11 +49,11 @@ class Traces:
         self._tasks.start("sending traces", self._exporter.run)
 
     def problems(self) -> list[str]:
-        """Returns a sentence for `hearth status` while spans cannot be sent."""
+        """Returns the problems for `hearth status`: a sentence while spans cannot be sent, [] otherwise."""
         return self._exporter.problems() if self._exporter is not None else []
 
     async def close(self) -> None:
-        """Sends the queued spans, if the collector accepts them at once."""
+        """Switches tracing off and sends the queued spans, if the collector accepts them within about a second."""
         self.tracer = None
         if self._exporter is not None:
             await self._exporter.close()
