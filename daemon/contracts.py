@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ReportedUsage:
-    """The token counts of a request that another server answers: what that server reports, and until then an estimate."""
+    """The token counts of a request that another server answers: estimates until that server reports its own counts."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
 
 
 class TokenSink(Protocol):
-    """Receives the tokens of a request. Its methods are called on the event loop and never block."""
+    """Receives the tokens of one sequence, or the error that ends it. Its methods are called on the event loop and never block."""
 
     def tokens(self, ids: Sequence[int], finish: int) -> None:
-        """Takes new tokens. finish: one of protocol.FINISH_*. ids may be empty when only the end is reported."""
+        """Takes the next tokens of the sequence. ids: empty if only the end is reported. finish: FINISH_NONE if more will come,
+        else another of protocol.FINISH_*, which says why the sequence has ended."""
         ...
 
     def failed(self, error: HearthError) -> None: ...
@@ -42,8 +43,9 @@ class TokenSink(Protocol):
 
 @dataclass(slots=True)
 class Generation:
-    """One accepted sequence. A chat request with n = 1 is one sequence; a batch of prompts or n > 1 makes several. `output` grows
-    with every token that the sink was given: after a crash of the engine, prompt + output is submitted again."""
+    """One sequence of a client's request, with its prompt, state and counts. A chat request with n = 1 is one sequence; a batch of
+    prompts or n > 1 makes several. `output` grows with every token that the sink gets: after a crash of the engine, prompt and
+    output are submitted again."""
 
     model: ModelEntry
     prompt: list[int]
@@ -93,7 +95,7 @@ class Generation:
         return len(self.output) if self.reported is None else self.reported.output_tokens
 
     def resume(self, now: float) -> None:
-        """Ends the pause, if there is one, when the sequence is submitted again. now: time.monotonic()."""
+        """Ends the sequence's pause, if it is paused, because it is submitted to an engine again. now: time.monotonic()."""
         if self.paused_since_s:
             self.paused_s += now - self.paused_since_s
             self.paused_since_s = 0.0
@@ -105,36 +107,38 @@ class Generation:
 
 
 class Expectation(NamedTuple):
-    """A request whose prompt is being tokenized. request_id: the id for its first sequence, if one is submitted; 0: the next free
-    id. over: to be called when that sequence has been submitted, or will not be; a RequestScope calls it."""
+    """The announcement of a request whose prompt is still being tokenized, so that its model can begin to load. request_id: the id
+    that its first sequence must get; 0: any free id. over: must be called once that sequence has been submitted or will not be."""
 
     request_id: int
     over: Callable[[], None]
 
 
 class RequestPort(Protocol):
-    """The dispatcher as the API sees it."""
+    """The part of the dispatcher that the API uses: it submits and cancels requests."""
 
     def submit(self, generation: Generation) -> None:
-        """Accepts the sequence (queued or running) or raises HearthError at once. Later failures are reported to the sink."""
+        """Accepts a sequence, which then waits or runs, or raises HearthError at once if it is refused. Later failures are reported
+        to its sink."""
         ...
 
     def expect(self, model: ModelEntry, tenant: str = "") -> Expectation:
-        """Lets a model that is not in memory start to load, if that is possible at once, for a request whose prompt is not
-        tokenized yet."""
+        """Announces a request for a model while its prompt is tokenized. A model that is not on a device begins to load, if that is
+        possible at once. The caller must call `over` of the returned Expectation."""
         ...
 
     def cancel(self, generation: Generation) -> None:
-        """Cancels the sequence because its client is gone or a stop string matched. Further calls do nothing."""
+        """Ends a sequence because its client is gone or a stop string matched. Does nothing if it has ended already."""
         ...
 
     def forward(self, generation: Generation) -> None:
-        """Accepts a request that another server answers and that takes no part in this node's scheduling; see Generation.reported.
-        Its sink is told when the request times out. Raises HearthError while the node is drained."""
+        """Counts a request that another server answers as open. This node does not schedule it, but tells its sink when it times
+        out. The request must be ended with `forwarded`. Raises HearthError while the node is drained."""
         ...
 
     def forwarded(self, generation: Generation, outcome: str) -> None:
-        """Ends a request that was accepted by `forward`. outcome: as in Generation. Does nothing if the request has ended."""
+        """Ends a request that was accepted by `forward`. outcome: stop, length, cancelled, refused, failed or timeout. Does nothing
+        if the request has ended already."""
         ...
 
     def keep_alive(self, model: ModelEntry, seconds: float) -> None:
@@ -144,12 +148,12 @@ class RequestPort(Protocol):
 
 
 class SenderPort(Protocol):
-    """The tenant that sends a request, as the endpoints see it."""
+    """The tenant that has sent one request, as far as endpoints need it: its limits and priorities."""
 
     def charge(self, num_prompt_tokens: int, field: str) -> None:
-        """Counts the request and its prompt tokens against the tenant's limits; called once, before the first sequence is
-        submitted. What an earlier daemon has counted is not counted again. num_prompt_tokens: the tokens of all prompts together.
-        field: the body's field that holds the prompts. Raises HearthError: 429, or 400 if the request can never fit."""
+        """Counts the request and its prompt tokens against the tenant's limits. It is called once, before the first sequence is
+        submitted. A request that an earlier daemon has counted is not counted again. num_prompt_tokens: the tokens of all prompts
+        together. field: the body's field that holds the prompts. Raises HearthError: 429, or 400 if the request can never fit."""
         ...
 
     def priority(self, asked: int | None) -> int:
@@ -159,26 +163,27 @@ class SenderPort(Protocol):
 
 
 class ModelPort(Protocol):
-    """The registry as the API sees it. asker: the sender of the request; a model that it may not use is unknown to it."""
+    """The part of the registry of models that the API uses. asker: the sender of the request; models that the sender may not use
+    are treated as if they did not exist."""
 
     def resolve(self, name: str, asker: Asker = OPERATOR) -> ModelEntry:
-        """Returns the model with this name or alias; for any other name, the model that the table of names maps it to. Raises
-        HearthError: model_not_found (404), 503 for an incomplete model, 400 for one that cannot be served. If the table maps the
-        name to several models that are all refused, refusal_of() makes one error of their reasons."""
+        """Returns the model with this name or alias; for any other name, the model to which the table `[names]` leads. Raises
+        HearthError: model_not_found (404), 503 for an incomplete model, 400 for one that cannot be served. If the table leads to
+        several models that are all refused, one error tells the reason of each."""
         ...
 
     def canonical(self, name: str, asker: Asker = OPERATOR) -> str:
-        """Returns the model's name for a name or an alias, even of a model that resolve() refuses. The table of names does not
-        count. Raises HearthError (404) if it is unknown."""
+        """Returns the name of the model with this name or alias, even of a model that resolve() refuses. The table `[names]` is not
+        looked at. Raises HearthError (404) if there is no such model."""
         ...
 
     def knows(self, name: str, asker: Asker = OPERATOR) -> bool:
-        """Returns whether the text is a model's name, an alias, or an entry of the table of names that is not a pattern."""
+        """Returns whether `name` is a model's name, an alias, or an entry of the table `[names]` that is not a pattern."""
         ...
 
     def further_names(self, asker: Asker = OPERATOR) -> Mapping[str, Sequence[str]]:
-        """Returns the entries of the table of names that are not patterns, grouped by the first model of each entry that `asker`
-        may use."""
+        """Returns the entries of the table `[names]` that are not patterns, as model -> further names. An entry that leads to
+        several models is listed at the first one that `asker` may use."""
         ...
 
     def entries(self) -> Sequence[ModelEntry]:
@@ -187,7 +192,8 @@ class ModelPort(Protocol):
 
 
 class LoadedAdapter(NamedTuple):
-    """A LoRA adapter that was loaded or unloaded. not_saved: why the change would be lost at a restart; None if it is saved."""
+    """The result of loading or unloading a LoRA adapter. name: the adapter's. base: the model that it is for. not_saved: why the
+    change would be lost at a restart; None if it is saved."""
 
     name: str
     base: str
@@ -198,13 +204,14 @@ class AdapterPort(Protocol):
     """Loads and unloads LoRA adapters from folders of this machine, under names that operators choose."""
 
     async def load(self, name: str, path: str, in_place: bool) -> LoadedAdapter:
-        """Serves the adapter in a folder under this name, from now on and after a restart, and has it read into memory if its base
-        model is there. in_place: replaces an adapter that was loaded under the same name. Raises HearthError; nothing has changed
-        then."""
+        """Begins to serve the adapter in the folder `path` under this name, also after a restart, and reads it into memory if its
+        base model is there. in_place: whether it may replace an adapter that was loaded under the same name. Raises HearthError if
+        that is impossible; then nothing has changed."""
         ...
 
     async def unload(self, name: str) -> LoadedAdapter:
-        """Stops serving an adapter. Its running requests go on to their end, then its memory is freed. Raises HearthError."""
+        """Stops serving a loaded adapter. Its running requests go on to their end, then its memory is freed. Raises HearthError if
+        no such adapter was loaded."""
         ...
 
 
@@ -218,11 +225,12 @@ class Resident(NamedTuple):
 
 
 class HealthPort(Protocol):
-    """What the node reports about itself over HTTP. The methods are called on the event loop and never block it."""
+    """What the API asks of the node for /healthz, /readyz, /load, /metrics and the list of loaded models. The methods are called on
+    the event loop and never block it."""
 
     def health(self) -> tuple[bool, dict[str, object]]:
-        """Returns whether no roll-back is overdue, and the body of /healthz. The HTTP status is 503 if the first value is False.
-        Any answer shows that the event loop runs."""
+        """Returns whether the node is healthy, that is, no roll-back of a load is overdue, and the body of /healthz, which is
+        answered with 503 if it is not. That there is an answer shows that the event loop runs."""
         ...
 
     def ready(self) -> tuple[bool, dict[str, object]]:
@@ -230,8 +238,8 @@ class HealthPort(Protocol):
         ...
 
     async def probe(self, limit_s: float) -> tuple[bool, dict[str, object]]:
-        """Does the same as `ready`, but also asks each engine that is up to compute a token; at least one has to answer within
-        limit_s."""
+        """Returns the same as `ready`, after asking each engine that is up to compute a token. The first value is False if none
+        answers within limit_s seconds."""
         ...
 
     def num_open(self) -> int:
@@ -244,12 +252,12 @@ class HealthPort(Protocol):
         ...
 
     def metrics(self, model: str | None = None) -> bytes:
-        """Returns /metrics in Prometheus' text format. model: restricts the text to this model."""
+        """Returns /metrics in Prometheus' text format. model: the only model to include; None: everything."""
         ...
 
 
 class HttpSettings(Protocol):
-    """The part of NodeConfig that the API reads. It is read anew for each request, so a reload only has to replace the values."""
+    """The settings of NodeConfig that the API reads. It reads them anew for each request, so that a reload applies at once."""
 
     @property
     def max_body_bytes(self) -> int | str: ...
@@ -262,7 +270,9 @@ class HttpSettings(Protocol):
 
 
 class Guarded(Protocol):
-    """An endpoint as the rules of access see it; see daemon/api/endpoint.py."""
+    """What the rules of access need to know of an endpoint. methods: of HTTP. open: it needs no key. watching: it shows data of all
+    tenants. operating: it changes what the node serves. for_operators: it is for operators, such as the metrics; other sites' pages
+    may not read it, and the main listener does not serve it if operators have one of their own."""
 
     @property
     def methods(self) -> Sequence[str]: ...

@@ -23,7 +23,8 @@ EXIT_NOT_SAVED = 7  # the command took effect, but a restart would forget it
 class HearthError(Exception):
     """An error to report to a client or operator.
 
-    code: machine-readable. param: the offending field or None. status: of HTTP. type: OpenAI's error type."""
+    code: a machine-readable word. param: the request's offending field, or None. status: the HTTP status. type: OpenAI's error
+    type. retry_after_s: when to try again; None: not told. details: further facts for operators."""
 
     status = 500
     type = "server_error"
@@ -39,7 +40,7 @@ class HearthError(Exception):
         details: dict[str, object] | None = None,
         kind: str = "",
     ) -> None:
-        """kind: OpenAI's error type, if it differs from the class's type."""
+        """status: None for the class's own. kind: OpenAI's error type; "" for the class's own."""
         super().__init__(message)
         self.type = kind or type(self).type
         self.code, self.message, self.param = code, message, param
@@ -48,15 +49,15 @@ class HearthError(Exception):
         self.details = details or {}
 
     def renamed(self, names: Iterable[tuple[str, str]]) -> dict[str, str | None]:
-        """Returns `message` and `param` in the terms of another API. names: pairs of our name of a field and its name in the other
-        API."""
+        """Returns `message` and `param` with the names that another API has for the request's fields. names: pairs of a field's
+        name in OpenAI's API and in the other one."""
         message, param = self.message, self.param
         for ours, theirs in names:
             message, param = message.replace(ours, theirs), param and param.replace(ours, theirs)
         return {"message": message, "param": param}
 
     def body(self) -> dict[str, Any]:
-        """Returns OpenAI's error object."""
+        """Returns the error as the JSON object that OpenAI's API answers with."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property

@@ -73,8 +73,10 @@ TEAR_DOWN_S = 10.0  # how long the stop may take beyond drain_timeout_s
 
 
 class DaemonRun:
-    """One run of the daemon. flags: the values given on the command line, read again at each reload. files: the contents of the
-    files that the settings name, such as keys and certificates. forks: the fork server, if it was started ahead."""
+    """One run of the daemon, from its start to its stop. devices: the node's devices, with their budgets. config_path: the settings
+    file; None: there is none. flags: the values given on the command line, which also count at each reload. files: the contents of
+    the files that the settings name, such as keys and certificates. inventory: reports the GPUs. forks: the fork server of engines,
+    if it has been started already."""
 
     def __init__(
         self,
@@ -106,7 +108,8 @@ class DaemonRun:
         self._by_itself: tuple[float, list[str]] = (-JUST_NOW_S, [])  # time and keys of the last automatic reload
 
     async def run(self) -> int:
-        """Serves until told to stop. Raises sockets.SocketError or OSError if it cannot start."""
+        """Starts all parts, serves until a signal stops the daemon, and stops the parts. Returns the exit code 0. Raises
+        sockets.SocketError or OSError if the daemon cannot start."""
         loop = asyncio.get_running_loop()
         state = NodeState(self._config.state_dir)
         state.load()
@@ -237,8 +240,9 @@ class DaemonRun:
         ask: bool = True,
         cors: bool = True,
     ) -> Runner:
-        """Returns the HTTP application of one listener with its server settings. serves: tells whether it serves an endpoint. ask:
-        whether it requires keys, if any are set. cors: whether the CORS settings let pages of other sites use it."""
+        """Returns the runner of the HTTP application of one listener. listen: its HOST:PORT. serves: tells whether the listener
+        serves an endpoint. ask: whether it requires keys, if any are set. cors: whether pages of other sites may use it as far as
+        the settings allow."""
         rules = Cors(node.settings) if cors else None
         access = Access(self._keys if ask else None, node.settings, listen, node.metric.count_refused, rules)
         if access.keys is not None:
@@ -264,7 +268,8 @@ class DaemonRun:
         return make_runner(app, FLUSH_LIMIT_S)
 
     def _control_sockets(self, passed: Mapping[str, list[socket.socket]]) -> dict[str, list[socket.socket]]:
-        """Returns the control and status sockets by name. Sockets that systemd did not pass are made. Raises SocketError."""
+        """Returns the listening control and status sockets by name: those that systemd passed, or else new ones at the configured
+        paths. passed: sockets by their FileDescriptorName=. Raises SocketError."""
         found = {}
         for name, path, mode in (
             (sockets.CONTROL, self._config.control, 0o660),
@@ -282,8 +287,9 @@ class DaemonRun:
                 os.unlink(path)
 
     async def _checkpoints_to_isolate(self, scanner: ModelScanner) -> dict[str, Checkpoint]:
-        """Returns the content of the models folder if carve-outs need it, else {}. A folder that cannot be read counts as empty:
-        the registry's first scan reports it."""
+        """Returns the checkpoints in the models folder by name, if some model is isolated, because the part of the device's budget
+        for it is sized by its files; else {}. A folder that cannot be read counts as empty here; the first regular scan reports
+        it."""
         if isolated_models(self._config):
             with contextlib.suppress(OSError):
                 return await scanner.scan(self._config.models_dir, {})
@@ -292,17 +298,19 @@ class DaemonRun:
     # ---- reload
 
     def _files(self) -> list[str]:
-        """Returns the files that a reload reads."""
+        """Returns the paths of the files that a reload reads: settings, and the files that they name."""
         settings_files = present_files(self._config_path) if self._config_path else []
         return [*settings_files, *named_files.paths(self._config)]
 
     def _present(self) -> tuple[list[str], Signature]:
-        """Returns a value that changes when a reload may read something else."""
+        """Returns the files that a reload reads and their signature. The value differs from an earlier one if a file was added,
+        removed or changed."""
         files = self._files()
         return files, signature(files)
 
     def _follow_files(self) -> None:
-        """Watches the folders of the files that a reload reads, among them conf.d as soon as it exists."""
+        """Watches the folders of the files that a reload reads, among them conf.d once it exists, so that a changed file makes the
+        daemon reload. An earlier watch is replaced if the folders differ."""
         folders = folders_of(self._files())
         if self._config_path and os.path.isdir(folder := folder_of(self._config_path)):
             folders |= {os.path.abspath(folder), os.path.realpath(folder)}
@@ -323,8 +331,8 @@ class DaemonRun:
         return self._tls.context if self._tls is not None else None
 
     async def _look_at_certificate(self) -> None:
-        """Warns before the certificate expires, and checks whether files have changed, because on some network mounts the kernel
-        reports no changes."""
+        """Periodically warns if the TLS certificate expires soon, and reloads if a file has changed, because on some network mounts
+        the kernel reports no changes."""
         while True:
             self._certificate_log.tell(self._tls, time.time())
             await asyncio.sleep(tls.LOOK_EVERY_S)
@@ -339,8 +347,8 @@ class DaemonRun:
                 self._by_itself = time.monotonic(), applied
 
     async def reload_as_asked(self) -> dict[str, Any]:
-        """Reloads on an operator's request. If a changed file has just been applied automatically, returns what that reload
-        applied, because that is what the operator asked for."""
+        """Reloads on an operator's request, and returns the result of `reload`. If the daemon has reloaded by itself within the
+        last seconds and nothing is left to apply, the result lists what that reload has applied."""
         result = await self.reload()
         at, applied = self._by_itself
         if not result["applied"] and time.monotonic() - at < JUST_NOW_S:
@@ -348,8 +356,9 @@ class DaemonRun:
         return result
 
     async def reload(self) -> dict[str, Any]:
-        """Reads the settings and keys again. All of it is valid or nothing changes. Raises HearthError invalid_config naming file
-        and key."""
+        """Reads the settings and the files that they name again, and applies them. Returns the lists `applied` and `needs_restart`
+        of dotted keys, and `unknown_models`. Raises HearthError invalid_config, which names file and key, if anything is not valid;
+        then nothing has changed."""
         async with self._reload_lock:
             node = self._node
             if node.listening:
@@ -424,12 +433,14 @@ class DaemonRun:
             self._stop.set()
 
     async def _drain(self, node: NodeParts) -> None:
-        """Accepts no new requests and lets the open ones end within drain_timeout_s. The rest fail with server_restarting."""
+        """Accepts no new requests and waits for the open ones, at most drain_timeout_s seconds or until a second stop signal. Those
+        that have not ended then fail with server_restarting."""
         await self._let_end(node)
         self._fail_rest(node)
 
     async def _let_end(self, node: NodeParts) -> None:
-        """Accepts no new requests, and waits for the open ones at most drain_timeout_s or until a second signal."""
+        """Accepts no new requests, and waits until the open ones have ended, but at most drain_timeout_s seconds and not beyond a
+        second stop signal."""
         node.dispatcher.post(events.DrainRequested(now=time.monotonic(), cause="shutdown"))
         empty = node.dispatcher.open.when_empty()
         now = asyncio.ensure_future(self._stop_now.wait())
@@ -444,7 +455,8 @@ class DaemonRun:
             log.warning("%d requests did not end in time and were told server_restarting", num_cut)
 
     async def _tear_down(self, node: NodeParts, servers: Mapping[str, web.AppRunner]) -> None:
-        """Stops every part, HTTP first. If stopping one part fails, the others are still stopped."""
+        """Stops every part of the daemon, the HTTP server of the API first. If stopping one part fails or takes too long, the
+        others are stopped all the same. servers: by name, that of the API first."""
         node.engine_rounds.stop()
         for acceptor in self._acceptors:
             acceptor.stop()
@@ -490,8 +502,9 @@ def serve(
     inventory: Inventory | None = None,
     forks: ForkServer | None = None,
 ) -> int:
-    """Runs a node to its end. forks: the fork server, if it was started ahead. Returns the exit code: 0 if it stopped when told to,
-    1 if it could not start."""
+    """Runs the daemon until it is told to stop, and returns the exit code: 0 if it stopped when told to, 1 if it could not start.
+    config_path: the settings file; None: there is none. files: the contents of the files that the settings name. inventory: reports
+    the GPUs. forks: the fork server of engines, if it has been started already."""
     import uvloop
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)

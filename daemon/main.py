@@ -45,8 +45,8 @@ _METAVARS = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns a parser with one flag for every key of the node's settings. Values stay text until config.load has read the file,
-    too."""
+    """Returns the parser of the command line, with a flag for every key of the node's settings that is not a table. Values of flags
+    stay text; config.load converts them."""
     parser = ArgumentParser(prog="hearthd", description="Serves the models of one folder over the OpenAI API.")
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file; the files conf.d/*.toml beside it win over it, and flags over both"
@@ -69,7 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, inventory: Inventory | None = None) -> int:
-    """Runs `hearthd` with these arguments and returns the exit code. inventory: finds the GPUs; by default the driver does."""
+    """Runs `hearthd` with these command-line arguments (None: those of the process) and returns the exit code: 0 stopped when told
+    to, 1 could not start, 2 wrong flags or configuration. inventory: reports the GPUs; None: the driver does."""
     inventory = inventory or Driver()
     options: dict[str, Any] = vars(make_parser().parse_args(argv))
     path, check = options.pop("config"), options.pop("check_config")

@@ -34,7 +34,7 @@ FATAL_XIDS = {
 @dataclass(slots=True, frozen=True)
 class GpuProcess:
     """A process that uses a GPU. used_bytes: None if the driver does not report it. is_engine: whether it is an engine of this or
-    an earlier hearthd; None if the process is not visible, for example from inside a container."""
+    an earlier hearthd; None if that is unknown, because the process is not visible, for example from inside a container."""
 
     pid: int
     name: str
@@ -70,7 +70,8 @@ class Gpu:
 
     @property
     def taken_bytes(self) -> int:
-        """The bytes of its memory that are held by processes known not to be engines, as far as the driver reports them."""
+        """Returns the bytes of the GPU's memory that processes hold which are known not to be engines, as far as the driver reports
+        them."""
         return sum(one.used_bytes or 0 for one in self.processes if one.is_engine is False)
 
     @property
@@ -81,7 +82,8 @@ class Gpu:
 
 @dataclass(slots=True, frozen=True)
 class GpuFault:
-    """A fault (Xid) that the driver has reported. uuid: the GPU's UUID, "" if the driver does not name the GPU."""
+    """A fault of a GPU that the driver has reported. xid: its number (NVIDIA's Xid). uuid: the GPU's UUID, "" if the driver does
+    not name the GPU."""
 
     uuid: str
     xid: int
@@ -108,13 +110,13 @@ class Inventory(Protocol):
 
 
 def memories(inventory: Inventory) -> list[GpuMemory]:
-    """Returns the memory of all GPUs, for config.devices. Raises NoGpus."""
+    """Returns the memory of each GPU, in the form that config.devices needs to check budgets. Raises NoGpus."""
     return [gpu.memory for gpu in inventory.gpus()]
 
 
 def holders(gpu: Gpu, not_pids: Collection[int] = ()) -> str:
-    """Returns the names of the processes that hold a GPU's memory, the largest first; "" if none is known. not_pids: processes to
-    leave out."""
+    """Returns, as text, the processes that hold a GPU's memory with their pids and sizes, the largest first; "" if none is known.
+    not_pids: processes to leave out."""
     others = sorted((one for one in gpu.processes if one.pid not in not_pids), key=lambda one: -(one.used_bytes or 0))
     told = [f"pid {one.pid} {one.name} {'?' if one.used_bytes is None else format_bytes(one.used_bytes)}" for one in others]
     more = [f"{len(told) - HOLDERS_NAMED} more"] if len(told) > HOLDERS_NAMED else []
@@ -122,8 +124,8 @@ def holders(gpu: Gpu, not_pids: Collection[int] = ()) -> str:
 
 
 def remarks(inventory: Inventory, devices: Sequence[DeviceBudget]) -> list[str]:
-    """Returns remarks for operators at the start about the GPUs of the node's devices: other processes that hold their memory, and
-    notes."""
+    """Returns lines for operators about the GPUs of the node's devices, for the log at the start: other processes that hold memory
+    of a GPU, and unusual settings of the driver."""
     if not any(device.uuid for device in devices):
         return []
     try:
@@ -145,7 +147,8 @@ def remarks(inventory: Inventory, devices: Sequence[DeviceBudget]) -> list[str]:
 
 
 def why_no_memory(inventory: Inventory, device: DeviceBudget, error: str) -> str:
-    """Explains to the operator why a device's budget cannot be allocated. Blocks."""
+    """Returns a text for operators that explains why a device's budget cannot be allocated: how much is free and which processes
+    hold the rest. error: the driver's error. The call blocks."""
     text = f"the driver cannot give {format_bytes(device.budget_bytes)} ({error})"
     try:
         gpu = next((one for one in inventory.gpus() if one.uuid == device.uuid), None)
@@ -158,8 +161,9 @@ def why_no_memory(inventory: Inventory, device: DeviceBudget, error: str) -> str
 
 
 def rows_of(gpus: Sequence[Gpu], devices: Sequence[DeviceBudget], faults: dict[str, list[int]]) -> list[dict[str, Any]]:
-    """Returns the rows that `hearth gpus --json` prints, with these fields among others. device: the node's name for the GPU, "" if
-    the node does not use it; xids: the faults since the node's start."""
+    """Returns a row for each GPU, as `hearth gpus --json` prints it: the fields of Gpu, and three more. device: the node's name for
+    the GPU, "" if the node does not use it. budget_bytes: the node's budget there. xids: the faults since the node's start. faults:
+    the GPU's UUID -> Xids."""
     found = []
     for gpu in gpus:
         parts = [device for device in devices if device.uuid and device.uuid == gpu.uuid]  # the device and its carve-outs

@@ -1,4 +1,5 @@
-"""The inventory by NVIDIA's management library, which is loaded on first use, because nodes without GPUs do not need it.
+"""The inventory of the machine's GPUs from NVIDIA's management library (NVML). This module is imported on first use, because nodes
+without GPUs do not need it.
 
 Source: NVML API reference.
 """
@@ -23,7 +24,7 @@ VOLATILE, UNCORRECTED = pynvml.NVML_VOLATILE_ECC, pynvml.NVML_MEMORY_ERROR_TYPE_
 
 
 class Nvml:
-    """The inventory of the real driver."""
+    """The Inventory of the GPUs that NVIDIA's driver reports through NVML."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,7 +59,7 @@ class Nvml:
 
 
 def _start() -> None:
-    """Initializes the library; may be called again. Raises NoGpus."""
+    """Initializes NVML; further calls do no harm. Raises NoGpus if there is no driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -69,7 +70,7 @@ def _start() -> None:
 
 
 def _old_driver() -> str:
-    """Returns why the driver is too old, "" if it is new enough."""
+    """Returns why the driver is too old for hearthd, "" if it is new enough or does not tell its version."""
     cuda = _ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)
     if cuda is None or cuda >= MIN_CUDA:
         return ""
@@ -78,7 +79,7 @@ def _old_driver() -> str:
 
 
 def _watched() -> Any:
-    """Returns an event set that receives the Xids of all GPUs that report them. Raises NoGpus."""
+    """Returns an event set of NVML that receives the faults (Xids) of all GPUs that can report them. Raises NoGpus."""
     try:
         events = pynvml.nvmlEventSetCreate()
         for index in range(pynvml.nvmlDeviceGetCount()):
@@ -92,7 +93,8 @@ def _watched() -> Any:
 
 
 def _gpu_and_slices(index: int, old_driver: str) -> list[Gpu]:
-    """Returns a GPU, followed by its MIG slices if it is divided. If a GPU does not respond, its entry contains what is known."""
+    """Returns the state of a GPU, followed by those of its MIG slices if it is divided. If the GPU does not respond, its entry
+    contains what is known. index: the driver's number for the GPU. old_driver: why the driver is too old, "" if it is not."""
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     except pynvml.NVMLError as error:
@@ -114,7 +116,7 @@ def _gpu_and_slices(index: int, old_driver: str) -> list[Gpu]:
 
 
 def _slices(index: int, handle: Any) -> list[Gpu]:
-    """Returns the MIG slices of a GPU; slice numbers that are not in use are left out."""
+    """Returns the states of the MIG slices that a GPU is divided into. index, handle: the GPU's number and NVML's handle for it."""
     found = []
     for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
@@ -124,7 +126,8 @@ def _slices(index: int, handle: Any) -> list[Gpu]:
 
 
 def _too_old(handle: Any) -> str:
-    """Returns why kernels cannot run on a GPU of this generation, "" if they can."""
+    """Returns why hearthd's kernels cannot run on a GPU of this generation, "" if they can or its generation is unknown. handle:
+    NVML's for the GPU."""
     capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     if capability is None or tuple(capability) >= MIN_CAPABILITY:
         return ""
@@ -132,7 +135,8 @@ def _too_old(handle: Any) -> str:
 
 
 def _gpu(index: int, handle: Any) -> Gpu:
-    """Returns the state of a GPU or of a slice."""
+    """Returns the state of a GPU or of a MIG slice; one that does not respond has no UUID and a `problem`. index: the GPU's number.
+    handle: NVML's for the GPU or slice."""
     try:
         uuid, name = str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle))
         total_bytes, used_bytes = _memory(handle)
@@ -158,8 +162,8 @@ def _gpu(index: int, handle: Any) -> Gpu:
 
 
 def _memory(handle: Any) -> tuple[int, int]:
-    """Returns the (total, used) bytes of a GPU, both without the part that the driver reserves; older drivers count that part as
-    used."""
+    """Returns the (total, used) bytes of a GPU's memory, both without the part that the driver reserves; from older drivers both
+    include it. Raises pynvml.NVMLError."""
     with contextlib.suppress(pynvml.NVMLError):
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return int(memory.total) - int(memory.reserved), int(memory.used)
@@ -168,7 +172,7 @@ def _memory(handle: Any) -> tuple[int, int]:
 
 
 def _memory_problem(remapped: Any) -> str:
-    """Returns the problem of a GPU's memory, "" if there is none. remapped: numbers of rows (corrected, uncorrected, pending,
+    """Returns what is wrong with a GPU's memory, "" if nothing is. remapped: numbers of rows (corrected, uncorrected, pending,
     failed); None if not reported."""
     if remapped is None:
         return ""
@@ -183,8 +187,7 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...]:
 
 
 def _is_engine(pid: int) -> bool | None:
-    """Returns whether the process was started in the way that daemon/engines/workers.py starts engines; None if it is not
-    visible."""
+    """Returns whether a process is an engine of hearthd, to judge by its command line; None if the process is not visible."""
     try:
         return b"\0-m\0engine\0--channel-fd\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -199,7 +202,8 @@ def _name(pid: int) -> str:
 
 
 def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the driver's answer, None if the driver cannot answer for this GPU."""
+    """Returns the result of calling a function of NVML with the arguments; None if it raises an error, as for a reading that this
+    GPU does not have."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:

@@ -20,8 +20,9 @@ KEPT_XIDS = 32  # per GPU, the newest
 
 
 class GpuWatch:
-    """Watches for faults of the GPUs. xids: UUID -> the Xids since `start`, oldest first. on_fault: called for each device on a GPU
-    that has a fault. Without a cuda device, no thread is started and the driver is not asked."""
+    """Listens for faults of the GPUs that the node's devices use. xids: a GPU's UUID -> numbers of its faults (Xids) since `start`,
+    oldest first. on_fault: called on the event loop for each device on a GPU that has a fault. Without a cuda device, no thread is
+    started and the driver is not asked."""
 
     def __init__(
         self, inventory: Inventory, devices: Sequence[DeviceBudget], on_fault: Callable[[DeviceBudget, GpuFault], None]
@@ -34,7 +35,7 @@ class GpuWatch:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Starts listening. Must be called on the event loop."""
+        """Starts the thread that listens for faults. It must be called on the event loop."""
         if self._devices:
             loop = asyncio.get_running_loop()
             # a daemon thread ends with the process, even while the driver holds it for LISTEN_S
@@ -62,8 +63,8 @@ class GpuWatch:
                     loop.call_soon_threadsafe(self._tell, uuid, fault)
 
     def _lost(self) -> list[str]:
-        """Returns the UUIDs of the node's GPUs that the driver no longer lists and that were not reported yet. A fault without a
-        UUID is attributed to them."""
+        """Returns the UUIDs of the node's GPUs that the driver does not list any more and that earlier calls have not returned. A
+        fault that names no GPU is taken as theirs."""
         there = {gpu.uuid for gpu in self._inventory.gpus()}
         ours = dict.fromkeys(device.uuid for device in self._devices)  # each once: a device and its carve-outs share a GPU
         lost = [uuid for uuid in ours if uuid not in there | self._known_lost]

@@ -1,1 +1,1 @@
-"""The node's counters, and the page /metrics."""
+"""The node's counters, and their rendering as the page /metrics for Prometheus."""

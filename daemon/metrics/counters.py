@@ -31,8 +31,9 @@ def _histograms(edges_s: Sequence[float]) -> defaultdict[str, Histogram]:
 
 @dataclass(slots=True)
 class TenantCounts:
-    """Counters by tenant. The NUM_TENANTS largest tenants have labels of their own, all others share one label. A request counts
-    for the label that its tenant has when the request ends, so the count of a label never falls."""
+    """Counters by tenant, for /metrics. The NUM_TENANTS tenants with the most tokens have labels of their own in the metrics, all
+    others share one label. A request counts for the label that its tenant has when the request ends, so the count of a label never
+    falls."""
 
     requests: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (label, outcome)
     prompt_tokens: defaultdict[str, int] = field(default_factory=_counts)
@@ -50,7 +51,7 @@ class TenantCounts:
         return tenant
 
     def rank(self) -> None:
-        """Updates which tenants have labels of their own: those with the most tokens. Once per scrape is often enough."""
+        """Gives labels of their own to the tenants with the most tokens. It is called once for each scrape of /metrics."""
         if len(self._tokens) > NUM_TENANTS:
             self.named = set(sorted(self._tokens, key=lambda tenant: -self._tokens[tenant])[:NUM_TENANTS])
 
@@ -72,7 +73,9 @@ class TenantCounts:
 
 @dataclass(slots=True)
 class Metrics:
-    """The counters since the start. Each is keyed by model, (model, outcome), device or reason, as its name or comment says."""
+    """All counters since the daemon's start. A counter in a dict is counted by model, by (model, outcome), or by device, reason or
+    cause. queue, ttft, per_token, request_time: histograms of seconds, by model. tenants: counters by tenant. swaps: the costs of
+    swapping models."""
 
     requests: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)
     prompt_tokens: defaultdict[str, int] = field(default_factory=_counts)
@@ -110,11 +113,11 @@ class Metrics:
         self.access_refused[reason] += 1
 
     def submitted(self, generation: Generation) -> None:
-        """Counts a request that was submitted to an engine for the first time."""
+        """Counts the time that a request has waited until it was submitted to an engine for the first time."""
         self.queue[generation.model.name].add(generation.submitted_s - generation.arrived_s)
 
     def ended(self, generation: Generation) -> None:
-        """Counts a request that has ended and has its outcome."""
+        """Counts a request that has ended, with its outcome, tokens and times."""
         model, num_output = generation.model.name, generation.num_output_tokens
         self.requests[model, generation.outcome] += 1
         self.tenants.ended(generation)

@@ -12,7 +12,8 @@ NUM_TENANTS = 20  # that have a label of their own
 
 
 class Family(NamedTuple):
-    """One metric. name: as scraped (a counter's with _total, a histogram's without _bucket). unit: "" for plain numbers."""
+    """One metric of /metrics. name: with _total for a counter, without _bucket for a histogram. kind: COUNTER, GAUGE or HISTOGRAM.
+    unit: "" for plain numbers. labels: their names. meaning: the help text."""
 
     name: str
     kind: str

@@ -18,8 +18,9 @@ Key = str | tuple[str, ...]
 
 @dataclass(slots=True)
 class ModelNow:
-    """A model's current values. running: requests in the engine's batch. active: requests handed to the engine. kv_share: KV in use
-    as a share, from 0 to 1, of the KV that the model could have."""
+    """A model's current values for /metrics. queued: requests that wait. active: requests handed to the engine. running: those of
+    them in the engine's batch. kv_bytes: KV in use by running sequences. kv_cached_bytes: KV of cached prefixes. kv_share: kv_bytes
+    as a share, from 0 to 1, of the KV that the model could have. host_bytes: weights in the host tier."""
 
     state: str
     device: str = ""
@@ -53,7 +54,8 @@ class DeviceNow:
 
 @dataclass(slots=True)
 class UpstreamNow:
-    """Current values of a model name that another server answers. active: requests that run on that server."""
+    """Current values, for /metrics, of a model name that another server answers. up: whether that server can be used. active:
+    requests that run on it. queued: requests that wait on this node."""
 
     up: bool
     active: int
@@ -62,7 +64,8 @@ class UpstreamNow:
 
 @dataclass(slots=True)
 class Now:
-    """The node's current values, gathered on request."""
+    """The node's current values, gathered for one scrape of /metrics. models, devices, upstreams: by name. tenants_open: open
+    requests by tenant. loop_stall_s: the longest time that the event loop was held."""
 
     version: str
     models: dict[str, ModelNow]
@@ -85,8 +88,8 @@ class Now:
 
 
 def render(metrics: Metrics, now: Now, model: str | None = None) -> bytes:
-    """Returns the metrics as Prometheus text, version 0.0.4. model: restricts the text to families with a model label, and to this
-    model's rows."""
+    """Returns /metrics: the counters and current values in Prometheus' text format, version 0.0.4. model: the only model to
+    include, without metrics that have no label for a model; None: everything."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
@@ -196,7 +199,8 @@ def _all(metrics: Metrics, now: Now) -> Iterator[tuple[str, Rows]]:
 
 
 def _by_label(tenants: TenantCounts, numbers: Mapping[str, int]) -> Rows:
-    """Returns the tenants' current numbers, summed by label; 0 for a label whose tenants have none."""
+    """Returns the sum of the tenants' numbers for each label of the metrics; 0 for a label whose tenants have none. numbers: by
+    tenant."""
     found = dict.fromkeys(tenants.named, 0)
     for tenant, number in numbers.items():
         label = tenants.label(tenant)
@@ -233,7 +237,8 @@ def _values(key: Key) -> tuple[str, ...]:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Returns the (edge, count) of each bucket; the counts are cumulative, as Prometheus requires."""
+    """Returns (upper edge in seconds, count) of each bucket. A bucket's count includes those of all lower buckets, as Prometheus
+    requires; the last edge is "+Inf"."""
     total, buckets = 0, []
     for edge, count in zip((*histogram.edges_s, "+Inf"), histogram.counts, strict=True):
         total += count

@@ -29,8 +29,8 @@ def _seconds() -> defaultdict[str, float]:
 
 @dataclass(slots=True)
 class SwapCounts:
-    """Counters since the start. tier: where the weights came from, or remain after an eviction: disk, host, or device (memory that
-    an ended engine had left)."""
+    """The counters of loads and evictions since the daemon's start. Keys `tier` say where a load's weights came from, or where they
+    remain after an eviction: disk, host (memory), or device (memory that an ended engine has left). Keys `reason` say why."""
 
     ins: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason), completed loads
     outs: defaultdict[tuple[str, str], int] = field(default_factory=_pairs)  # (tier, reason)
@@ -85,8 +85,9 @@ class SwapCounts:
         self.kv_tokens[message.model, "saved"] += message.saved_kv_tokens
 
     def engine_down(self, device: str, killed_for_memory: bool) -> None:
-        """Forgets the device's placements, whose answers will never come, and counts an engine that the kernel killed for lack of
-        memory. A placement of a split model is kept until all of its devices are gone."""
+        """Forgets the loads and evictions in progress on a device whose engine has ended, because no answer to them will come.
+        Those of a model split over several devices are kept until the engines of all these devices have ended. killed_for_memory:
+        whether the kernel killed the engine for lack of memory, which is counted."""
         for open_ones in (self._load_reason, self._evict_sent_s):
             for placement, (devices, _) in list(open_ones.items()):
                 devices.discard(device)
@@ -102,7 +103,8 @@ def source_of(message: protocol.LoadDone) -> str:
 
 
 class KernelKills:
-    """Tells whether the kernel has killed processes for lack of memory since the last call of `look`."""
+    """Detects that the kernel has killed processes of this machine for lack of memory. `look` returns whether it has since the
+    previous call."""
 
     def __init__(self) -> None:
         self._seen = _oom_kills()

@@ -19,8 +19,8 @@ _PEER = struct.Struct("iII")  # struct ucred of unix(7): pid, uid, gid
 
 
 def _peer(request: web.Request) -> dict[str, int]:
-    """Returns uid and pid of the process at the other end of the Unix socket, {} if they are not known. Under systemd's
-    PrivateUsers, the uid of all users but hearthd's own and root is 65534."""
+    """Returns `uid` and `pid` of the client's process at the other end of the Unix socket, {} if they are not known. Under
+    systemd's PrivateUsers, the uid of all users but hearthd's own and root is 65534."""
     sock = request.get_extra_info("socket")
     if sock is None:
         return {}
@@ -32,7 +32,8 @@ def _peer(request: web.Request) -> dict[str, int]:
 
 
 def commands(audit: Callable[[], AuditLog]) -> Middleware:
-    """Returns a middleware that writes each POST to the audit log when it has ended."""
+    """Returns a middleware of aiohttp that writes each POST request, that is, each command, to the audit log when the command has
+    ended. audit: returns the current audit log."""
 
     @web.middleware
     async def write_command(request: web.Request, handler: Handler) -> web.StreamResponse:

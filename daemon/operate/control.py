@@ -47,8 +47,8 @@ _REMEMBERED = ("pin", "unpin", "enable", "disable")
 
 
 def make_control_app(node: NodeParts, read_only: bool = False) -> web.Application:
-    """Returns the application of the control socket. read_only: returns the application of the status socket, which every user of
-    the machine may open."""
+    """Returns the aiohttp application that answers on the control socket. read_only: returns that of the status socket instead,
+    which every user of the machine may open and which refuses commands."""
     api = ControlApi(node)
     app = web.Application(middlewares=[_errors, audited.commands(lambda: node.audit)])
     app[ANSWERING] = Answering(error_object)
@@ -78,8 +78,8 @@ def make_control_app(node: NodeParts, read_only: bool = False) -> web.Applicatio
 
 
 def make_control_runner(node: NodeParts, shutdown_timeout_s: float, read_only: bool = False) -> Runner:
-    """Returns the runner that serves the application. shutdown_timeout_s: how long open answers may take to be written when the
-    daemon stops."""
+    """Returns the runner that serves the application of `make_control_app`. shutdown_timeout_s: how long open answers may take to
+    be written when the daemon stops."""
     return Runner(
         make_control_app(node, read_only),
         access_log=None,
@@ -165,11 +165,13 @@ class ControlApi:
         return _json(operator_views.plan(self._node, request.match_info["name"]))
 
     async def room(self, request: web.Request) -> web.Response:
-        """Answers with the models that would leave each device to free `?bytes=N`. `&device=NAME`: only on that device."""
+        """Answers GET /room: which models would leave each device so that `?bytes=SIZE` become free there. `&device=NAME`: only on
+        that device."""
         return _json(operator_views.room(self._node, request.query.get("bytes", ""), request.query.get("device", "")))
 
     async def history(self, request: web.Request) -> web.Response:
-        """Answers with the last placements. `?model=NAME`: only those that concern this model."""
+        """Answers GET /history: the last placements (loads and evictions of models), oldest first. `?model=NAME`: only those of
+        this model."""
         return _json(operator_views.history(self._node, request.query.get("model", "")))
 
     async def top(self, request: web.Request) -> web.Response:
@@ -188,8 +190,8 @@ class ControlApi:
         return _json(self._node.settings.rows())
 
     async def event_lines(self, request: web.Request) -> web.StreamResponse:
-        """Answers with the event history as NDJSON, and with `?follow=1` then with new events until the client closes the
-        connection."""
+        """Answers with the node's recent events, one JSON object a line. With `?follow=1`, new events follow until the client
+        closes the connection. Raises NotNow if too many clients follow already."""
         if request.query.get("follow") not in ("1", "true"):
             response = await _start_lines(request)
             with contextlib.suppress(ConnectionError):  # the client closed the connection
@@ -214,10 +216,10 @@ class ControlApi:
         return response
 
     async def command(self, request: web.Request) -> web.StreamResponse:
-        """Runs load, unload, pin, unpin, enable or disable for a model. `?wait=0`: answers as soon as the scheduler has accepted
-        the command. `unload?to=warm`: keeps the copy of the weights in host memory. `load?adapter=DIR`: loads the LoRA adapter in
-        this folder under the given name; `&replace=1`: also if that replaces a loaded one. `unload` also unloads such an
-        adapter."""
+        """Runs a command on a model: load, unload, pin, unpin, enable or disable. Answers with progress lines and the result.
+        `?wait=0`: answers as soon as the scheduler has accepted the command. `unload?to=warm`: keeps the copy of the weights in
+        host memory. `load?adapter=DIR`: loads the LoRA adapter in this folder under the given name; `&replace=1`: also if that
+        replaces a loaded one. `unload` also unloads such an adapter."""
         command = request.match_info["command"]
         make = _COMMANDS.get(command)
         if make is None:
@@ -261,7 +263,7 @@ class ControlApi:
             stop()
 
     def _loaded_adapter(self, name: str) -> str:
-        """Returns the adapter that was loaded by a command and has this name or alias; "" if there is none."""
+        """Returns the name of the LoRA adapter that has this name or alias, if a command has loaded it; "" if there is none."""
         registry = self._node.registry
         if registry.was_loaded(name):
             return name
@@ -269,7 +271,8 @@ class ControlApi:
         return record.name if record is not None and registry.was_loaded(record.name) else ""
 
     async def _adapter(self, request: web.Request, work: Awaitable[LoadedAdapter], state: str) -> web.StreamResponse:
-        """Answers a command that loads or unloads an adapter. work: does it. state: the adapter's state afterwards."""
+        """Waits for the loading or unloading of a LoRA adapter and answers with the result. work: the loading or unloading. state:
+        the adapter's state after it, for the answer."""
         done = await work
         response = await _start_lines(request)
         result = {"event": "result", "ok": True, "model": done.name, "base": done.base, "state": state, **_saved(done.not_saved)}
@@ -279,7 +282,8 @@ class ControlApi:
     async def _pass_on(
         self, response: web.StreamResponse, queue: asyncio.Queue[dict[str, Any]], done: asyncio.Future[Refusal | None]
     ) -> None:
-        """Writes progress lines until the command is done."""
+        """Writes the events of a command's model to the client as lines until the command is done. queue: the events. done: the
+        result of the command."""
         getter: asyncio.Future[Any] | None = None
         try:
             while not done.done():
@@ -302,7 +306,8 @@ class ControlApi:
         return await self._gate(request, events.ResumeRequested)
 
     async def _gate(self, request: web.Request, make: Callable[..., events.Event]) -> web.Response:
-        """Drains or resumes the model of `?model=NAME`, or without it the whole node."""
+        """Drains or resumes the model `?model=NAME`, or the whole node if none is named. make: makes the scheduler's event. Raises
+        HearthError if the scheduler refuses."""
         name = request.query.get("model", "")
         model = self._node.registry.names.local(name) if name else ""
         refusal = await self._node.dispatcher.command(lambda now, cause: make(now=now, cause=cause, model=model))
@@ -317,7 +322,8 @@ class ControlApi:
 
 
 def _options(command: str, request: web.Request) -> dict[str, str]:
-    """Returns the fields of the command's event that the query sets."""
+    """Returns the further fields of a command's event that the query sets: `to` (cold or warm) for unload, {} otherwise. Raises
+    BadRequest for another value of `to`."""
     to = request.query.get("to")
     if command != "unload" or to is None:
         return {}
@@ -327,12 +333,13 @@ def _options(command: str, request: web.Request) -> dict[str, str]:
 
 
 def _saved(error: HearthError | None) -> dict[str, Any]:
-    """Returns the part of a command's result that says whether its effect survives a restart and, if not, why."""
+    """Returns the fields of a command's result that say whether its effect survives a restart. error: why it could not be saved;
+    None: it was saved."""
     return {"saved": True} if error is None else {"saved": False, "error": error_object(error), "status": error_status(error)}
 
 
 def _raise_refusal(done: asyncio.Future[Refusal | None]) -> None:
-    """Raises a HearthError if the finished command was refused."""
+    """Raises the refusal of a command as a HearthError, if it was refused. done: the command's result, which must be there."""
     refusal = done.result()
     if refusal is not None:
         raise from_refusal(refusal)
@@ -345,7 +352,7 @@ async def _start_lines(request: web.Request) -> web.StreamResponse:
 
 
 def _offer(queue: asyncio.Queue[dict[str, Any]], event: dict[str, Any]) -> None:
-    """Queues an event for a follower. If the queue is full the event is dropped: a follower that does not read must not fill the
-    memory."""
+    """Queues an event for a client that follows the events. If the queue is full the event is dropped, because a client that does
+    not read must not fill the memory."""
     with contextlib.suppress(asyncio.QueueFull):
         queue.put_nowait(event)

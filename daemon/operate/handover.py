@@ -29,8 +29,8 @@ LOOK_EVERY_S = 0.01
 
 
 async def hand_over(node: NodeParts, store: FdStore, servers: Mapping[str, Runner]) -> None:
-    """Gives all connections that the next daemon can continue to the store; the others stay here. servers: the HTTP servers by the
-    name of their listeners. Failures are logged."""
+    """Gives all client connections that the next daemon can continue to the store, with their state; the other connections stay in
+    this daemon. servers: the HTTP servers by the names of their listeners ("main", "admin"). Failures are logged."""
     node.engine_events.is_over = True
     node.background.hold()
     connections = [(name, each) for name, server in servers.items() for each in _connections(server)]
@@ -78,15 +78,15 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def _connections(runner: Runner) -> list[Connection]:
-    """Returns the server's connections that have a client."""
+    """Returns the server's connections that have a client; those of background responses have none."""
     server = runner.server
     found = [each for each in server.connections if isinstance(each, Connection)] if server is not None else []
     return [each for each in found if owner_of(each.transport) is None]
 
 
 async def go_on(node: NodeParts, left: Left, servers: Mapping[str, tuple[Runner, ClientAddresses | None]]) -> None:
-    """Continues the connections and the background responses that an earlier daemon has left. servers: by the name of their
-    listeners, the HTTP server and the counter of each client's connections."""
+    """Continues the connections and the background responses that an earlier daemon has left. left: the sockets and states.
+    servers: by the name of a listener, its HTTP server and the counter of each client's connections (None: not counted)."""
     main = servers["main"][0].server
     assert isinstance(main, ConnectionServer)
     if num_runs := node.background.go_on(main):

@@ -8,7 +8,7 @@ from daemon.operate import metrics_now
 
 
 class NodeHealth:
-    """Implements HealthPort for the API."""
+    """Tells the API how the node is: implements HealthPort (daemon/contracts.py)."""
 
     def __init__(self, node: NodeParts) -> None:
         self._node = node

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def rows(node: NodeParts) -> list[dict[str, Any]]:
-    """Returns a row for each tenant, in the order of the keys file: its limits, what is left of them, and when its next key expires
-    (Unix time). The entry of a limit that the tenant does not have is None."""
+    """Returns a row for each tenant, in the order of the keys file: numbers of its keys, when the next one expires (Unix seconds),
+    its limits with what is left of them (None for a limit that it does not have), and its tokens today. [] if no keys are set."""
     if node.keys is None:
         return []
     now = moment.now()

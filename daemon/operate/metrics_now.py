@@ -22,7 +22,8 @@ NO_STATS = (0, 0, 0, 0)  # used for models without an entry in protocol.Stats.mo
 
 
 def now(node: NodeParts, model: str | None = None) -> Now:
-    """Returns the node's current values. model: restricts them to this model; None: all models and devices."""
+    """Returns the node's current values for /metrics. model: the only model to include, without devices; None: all models and
+    devices."""
     wanted = [view] if model is not None and (view := node.scheduler.model(model)) is not None else []
     views: Iterable[ModelView] = wanted if model is not None else node.scheduler.snapshot()
     devices = {} if model is not None else _devices(node)
@@ -79,8 +80,8 @@ def _model(node: NodeParts, view: ModelView) -> ModelNow:
 
 
 def kv_share(node: NodeParts, view: ModelView, kv_bytes: int) -> float:
-    """Returns the model's KV in use as a share, from 0 to 1, of the KV that it could have: its reserved KV and, unless it is split
-    over devices, the part of the lease that other models do not use. kv_bytes: its KV in use on one device."""
+    """Returns the share, from 0 to 1, that a model's KV in use is of the most that it could use: its reserved KV and, unless it is
+    split over devices, the part of its device's lease that other models do not use. kv_bytes: its KV in use on one device."""
     if len(view.devices) > 1:
         return min(1.0, kv_bytes / max(view.kv_reserved_bytes, kv_bytes, 1))
     device = next((one for one in node.scheduler.devices() if one.name == view.device), None)
@@ -94,15 +95,15 @@ def kv_share(node: NodeParts, view: ModelView, kv_bytes: int) -> float:
 
 
 def chunks_by_state(view: DeviceView, kv_used: int) -> dict[str, int]:
-    """Returns the number of the device's chunks in each state. kv_used: chunks of KV in use, as the engine last reported them, so
-    they may be slightly out of date."""
+    """Returns the number of a device's chunks by use: work_space, weights, kv and free. kv_used: chunks of KV in use, as the engine
+    last reported them, so they may be slightly out of date."""
     used = {"work_space": view.work_space_chunks, "weights": view.weights_chunks}
     used["kv"] = min(kv_used, view.total_chunks - sum(used.values()))
     return used | {"free": view.total_chunks - sum(used.values())}
 
 
 def _resident_bytes(pid: int) -> int:
-    """Returns a process's resident memory, 0 if there is no such process."""
+    """Returns a process's resident memory in bytes, 0 if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:

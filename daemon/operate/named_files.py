@@ -21,8 +21,9 @@ from daemon.upstreams import keys as upstream_keys
 
 @dataclass(slots=True, frozen=True)
 class NamedFiles:
-    """The contents of these files. keys: None if no keys are required. tls: None without TLS. trace_headers: headers that are sent
-    with traces. upstream_keys: keys for other servers, by the model's name on this node."""
+    """The contents of the files that the settings name. keys: tenants and their API keys; None if no keys are required. tls: the
+    certificate; None without TLS. trace_headers: headers for the trace collector. upstream_keys: keys for other servers, by the
+    model's name on this node."""
 
     keys: Keys | None
     tls: Tls | None
@@ -31,8 +32,8 @@ class NamedFiles:
 
 
 def read(config: NodeConfig, path: str | None, flags: Container[str]) -> NamedFiles:
-    """Returns the contents of the files, and checks that the audit log's folder exists. path: the settings file, for errors; None:
-    there is none. flags: the settings that were given on the command line. Raises ConfigError."""
+    """Returns the contents of the files that the settings name, and checks that the audit log's folder exists. path: the settings
+    file, for errors; None: there is none. flags: the settings that were given on the command line. Raises ConfigError."""
     known = keys.load(config.keys_file) if config.keys_file else None
     keys_there = upstream_keys.load(config, path or "flags")
     audit_log.check(config.audit_log, _source_of("audit_log", path, flags))
@@ -40,12 +41,12 @@ def read(config: NodeConfig, path: str | None, flags: Container[str]) -> NamedFi
 
 
 def read_tls(config: NodeConfig, path: str | None, flags: Container[str]) -> Tls | None:
-    """Returns only the certificate, with the same arguments as `read`. Raises ConfigError."""
+    """Returns only the certificate and its key, or None without TLS. path, flags: as for `read`. Raises ConfigError."""
     return tls.load(config, _source_of("tls_certificate", path, flags))
 
 
 def paths(config: NodeConfig) -> list[str]:
-    """Returns the files that `read` reads. Raises ConfigError."""
+    """Returns the paths of the files that `read` reads. Raises ConfigError for a `credential:NAME` that cannot be resolved."""
     traces = config.traces
     keys_file = [credentials.path_of(config.keys_file, "keys_file")] if config.keys_file else []
     headers_file = [credentials.path_of(traces.headers_file, "traces.headers_file")] if traces.headers_file else []

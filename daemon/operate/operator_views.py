@@ -18,7 +18,8 @@ SWAPS_SHOWN = 64
 
 
 def plan(node: NodeParts, name: str) -> dict[str, Any]:
-    """Returns what loading the model would do now. Raises HearthError not_found."""
+    """Returns, as a JSON object, what loading the model would do now, for example which models would leave. name: the model's name
+    or alias. Raises HearthError if there is no such model."""
     model = node.registry.names.local(name)
     found = node.scheduler.plan_load(model, time.monotonic())
     if found is None:
@@ -27,8 +28,9 @@ def plan(node: NodeParts, name: str) -> dict[str, Any]:
 
 
 def room(node: NodeParts, text: str, device: str) -> list[dict[str, Any]]:
-    """Returns, for each device or only the given one, the models that would leave to free this number of bytes. text: the size,
-    such as 8GiB. device: "" for all devices. Raises HearthError for an invalid size or an unknown device."""
+    """Returns for each device, or only for `device`, the models that would leave so that a number of bytes becomes free. text: that
+    number, in the form 8GiB or 8589934592. device: "" for all devices. Raises HearthError for an invalid size or an unknown
+    device."""
     try:
         num_bytes = units.parse_bytes(int(text) if text.isascii() and text.isdigit() else text)
     except ValueError as error:
@@ -41,14 +43,15 @@ def room(node: NodeParts, text: str, device: str) -> list[dict[str, Any]]:
 
 
 def history(node: NodeParts, name: str) -> list[dict[str, Any]]:
-    """Returns the last placements, oldest first. name: restricts them to one model; "": all models. Raises HearthError
-    not_found."""
+    """Returns the last placements (loads and evictions of models) as rows, oldest first. name: the only model to include; "": all
+    models. Raises HearthError for an unknown name."""
     model = node.registry.names.local(name) if name else ""
     return [_placement(node, view) for view in node.scheduler.history(model)]
 
 
 def top(node: NodeParts) -> dict[str, Any]:
-    """Returns the status page's figures with each model's generated tokens and the last swaps."""
+    """Returns the figures that `hearth top` shows: the status page's snapshot, each model's generated tokens since the start, and
+    the last SWAPS_SHOWN placements."""
     return {
         "time": round(time.time(), 3),
         **snapshot(node),
@@ -58,7 +61,8 @@ def top(node: NodeParts) -> dict[str, Any]:
 
 
 def _placement(node: NodeParts, view: PlacementView) -> dict[str, Any]:
-    """Returns a placement as a row. Times are Unix seconds; the bytes that a victim frees are computed from its chunks."""
+    """Returns a placement as a row for JSON. Its times are Unix seconds, and the memory that each victim frees is in bytes instead
+    of chunks."""
     row = asdict(view)
     chunk_bytes = int(node.config.chunk_bytes)
     row["victims"] = [

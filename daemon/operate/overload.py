@@ -12,6 +12,7 @@ from daemon.process.shortage import overloaded
 
 
 def refuse_command(closed: Callable[[], None]) -> Refusal:
-    """Makes the protocol that refuses a connection, for Acceptor. closed: called when the answer was sent."""
+    """Returns the protocol of a connection above the limit, which answers it with an error (503) in the control API's form. closed:
+    called when the connection is closed."""
     error = overloaded()
     return Refusal(refusal(error, error_object(error), request_id(None)), closed)

@@ -15,7 +15,8 @@ NO_STATS = (0, 0, 0, 0)  # used for models without an entry in protocol.Stats.mo
 
 
 def snapshot(node: NodeParts) -> dict[str, Any]:
-    """Returns the node's state as values for JSON. Equal states give equal results: the snapshot contains no clock."""
+    """Returns the state of the node, its devices and models as values for JSON. The result contains no current time, so it changes
+    only if the state does."""
     rows = node.rows()
     cached = {name: counts[3] for stats in node.engine_events.stats.values() for name, counts in stats.models.items()}
     registered, resident = node.registry.num_adapters, node.adapters_in_memory()
@@ -62,8 +63,8 @@ def _devices(node: NodeParts, rows: dict[str, dict[str, Any]]) -> list[dict[str,
 
 
 def _kv_here(node: NodeParts, device: str, rows: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
-    """Returns protocol.Stats.models of a device, with split models included: their first device reports the figures, which hold for
-    each share."""
+    """Returns the figures of protocol.Stats.models for a device, by model. For models that are split over devices, these are the
+    figures that their first device reports, because they hold for the share on each device."""
     all_stats = node.engine_events.stats
     found = dict(all_stats[device].models) if device in all_stats else {}
     for name, row in rows.items():
@@ -74,9 +75,10 @@ def _kv_here(node: NodeParts, device: str, rows: dict[str, dict[str, Any]]) -> d
 
 
 def _parts(device: DeviceView, stats: dict[str, list[int]], rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the parts into which a device's budget is divided; their bytes add up to the budget. kinds: work (work space),
-    weights, kv (of running sequences), cache (cached prefixes), reserved (KV that a model has reserved and does not use), free
-    (what all models on the device may use)."""
+    """Returns the parts into which a device's budget is divided, each with its kind, model ("": none) and bytes, which add up to
+    the budget. stats: the figures of protocol.Stats.models. rows: the models' rows, by name. Kinds: work (work space), weights, kv
+    (of running sequences), cache (cached prefixes), reserved (KV that a model has reserved and does not use), free (what all models
+    on the device may use)."""
     parts: list[dict[str, Any]] = [{"kind": "work", "model": "", "bytes": device.work_space_chunks * device.chunk_bytes}]
     for model in sorted(device.held):
         held_bytes = device.held[model] * device.chunk_bytes

@@ -14,7 +14,7 @@ _STYLE, _SCRIPT = "/*{style}*/", "/*{script}*/"
 
 
 def _source(csp_text: str) -> str:
-    """Returns a CSP source that allows this inline text and no other."""
+    """Returns the source expression for a content security policy (CSP) that allows this inline script or style and no other."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(csp_text.encode()).digest()).decode() + "'"
 
 
@@ -23,8 +23,8 @@ def _read(name: str) -> str:
 
 
 def _assemble(style: str, script: str) -> bytes:
-    """Returns the document with its style and script. Raises ValueError if a part would end its own element or the document has no
-    place for it."""
+    """Returns the HTML document with style and script inserted. Raises ValueError if either contains the end tag of its element, or
+    if the document has not exactly one mark for it."""
     text = _read("index.html")
     for mark, part in ((_STYLE, style), (_SCRIPT, script)):
         if text.count(mark) != 1 or "</" + ("style" if mark == _STYLE else "script") in part.lower():

@@ -29,13 +29,14 @@ _json = msgspec.json.encode
 
 
 def frame(event: str, value: Any) -> bytes:
-    """Returns one server-sent event. Its JSON contains no line breaks."""
+    """Returns the bytes of one server-sent event. event: its type. value: its data, which is encoded as JSON without line
+    breaks."""
     return b"event: %b\ndata: %b\n\n" % (event.encode(), _json(value))
 
 
 class Viewer:
-    """The frames waiting to be written to one viewer; None marks the end. cut_off: ends the connection of a viewer that has too
-    many."""
+    """One open status page, with the frames that wait to be written to it; the frame None marks the end. cut_off: called to end its
+    connection when too many frames wait, because it does not read."""
 
     def __init__(self, cut_off: Callable[[], None]) -> None:
         self.frames: asyncio.Queue[bytes | None] = asyncio.Queue(BEHIND)
@@ -49,8 +50,9 @@ class Viewer:
 
 
 class PageFeed:
-    """Sends frames to viewers: `hello` {page, now, events, samples} once, then `snapshot` {time, the events since the last one, and
-    the fields of daemon/operate/page_snapshot.py}, and `bye` when the daemon stops."""
+    """Sends frames (server-sent events) to the viewers, that is, all open status pages: `hello` {page, now, events, samples} once,
+    then `snapshot` {time, the events since the last one, and the fields of daemon/operate/page_snapshot.py}, and `bye` when the
+    daemon stops."""
 
     def __init__(self, snapshot: Callable[[], dict[str, Any]], ring: EventRing) -> None:
         self._snapshot, self._ring = snapshot, ring
@@ -71,11 +73,12 @@ class PageFeed:
 
     @property
     def running(self) -> bool:
-        """Returns whether the feed has a timer or follows events now, which it does only for viewers."""
+        """Returns whether the feed is making snapshots now. It does so only while there is a viewer."""
         return self._timer is not None or self._unfollow is not None
 
     def join(self, cut_off: Callable[[], None]) -> Viewer:
-        """Adds a viewer. cut_off: ends the connection of a viewer that does not read. Raises NotNow."""
+        """Adds a viewer and returns it; its first frames are queued already. cut_off: ends its connection if it does not read.
+        Raises NotNow if the daemon is stopping or there are too many viewers."""
         if self._closed:
             raise NotNow("server_restarting", "The server is stopping.", retry_after_s=2.0)
         if len(self._viewers) >= NUM_VIEWERS:
@@ -97,7 +100,7 @@ class PageFeed:
             self._rest()
 
     def close(self) -> None:
-        """Tells all viewers that the daemon stops, and accepts no new ones."""
+        """Sends all viewers `bye` and ends their feeds, because the daemon stops. Further viewers are refused."""
         self._closed = True
         for viewer in list(self._viewers):
             viewer.offer(frame("bye", {}))

@@ -35,7 +35,8 @@ _NOTHING_EXPECTED = Expectation(0, lambda: None)
 
 
 class EnginePort(Protocol):
-    """The part of an engine's worker that the dispatcher uses."""
+    """The part of an engine's supervisor (daemon/engines/workers.py) that the dispatcher uses: it sends messages to the engine and
+    restarts it."""
 
     def send(self, message: protocol.Message) -> None: ...
 
@@ -43,7 +44,8 @@ class EnginePort(Protocol):
 
 
 class GroupsPort(Protocol):
-    """Loads and evicts models that are split over several devices (daemon/engines/groups.py)."""
+    """The part of daemon/engines/groups.py that the dispatcher uses: it loads and evicts models that are split over several
+    devices."""
 
     def knows(self, placement_id: int) -> bool: ...
 
@@ -53,7 +55,8 @@ class GroupsPort(Protocol):
 
 
 class SchedulerPort(Protocol):
-    """The part of scheduler.node.NodeScheduler that takes events and returns decisions."""
+    """The part of scheduler.node.NodeScheduler that the dispatcher uses. `handle` takes an event and returns the actions that it
+    leads to."""
 
     def handle(self, event: events.Event) -> list[actions.Action]: ...
 
@@ -68,21 +71,23 @@ class SchedulerPort(Protocol):
 
 
 class _Expected(NamedTuple):
-    """A request whose prompt is being tokenized. loads: the loads of its model that have ended meanwhile, if traces are made."""
+    """A request that has been announced to the scheduler while its prompt is tokenized. model: the model's name. loads: loads of
+    the model that have ended meanwhile; [] while tracing is off."""
 
     model: str
     loads: list[FinishedLoad]
 
 
 class _Failed(NamedTuple):
-    """A request that has ended with an error that neither its sender nor its sink has been told yet."""
+    """A request that has ended with an error of which neither its caller nor its sink has been told yet."""
 
     generation: Generation
     error: HearthError
 
 
 class Dispatcher:
-    """The RequestPort for the API. All its methods run on the event loop."""
+    """Takes requests from the API, gives the node scheduler events, and carries out the actions that it decides on: messages to
+    engines, ends of requests. It implements RequestPort (daemon/contracts.py). All calls must come from the event loop."""
 
     def __init__(
         self,
@@ -93,7 +98,8 @@ class Dispatcher:
         metrics: Metrics,
         watch: LoopWatch,
     ) -> None:
-        """source: returns the files and settings of a registered model, or None if its folder was removed."""
+        """source: returns the files and settings of a registered model, or None if its folder was removed. ring: keeps events for
+        operators. watch: measures how long the event loop is held."""
         self.scheduler, self.config, self.ring, self.metrics = scheduler, config, ring, metrics
         self.engines: dict[str, EnginePort] = {}
         self.groups: GroupsPort | None = None  # set by the node
@@ -208,8 +214,8 @@ class Dispatcher:
         return f"{kind}-{next(self._causes)}"
 
     def command(self, make: Callable[[float, str], events.Event], kind: str = "cli") -> asyncio.Future[actions.Refusal | None]:
-        """Posts the event `make(now, cause)`. The returned future becomes None when the command is done, or the reason why it was
-        refused."""
+        """Gives the scheduler the event of an operator's command. make: makes the event from the time (monotonic seconds) and a
+        cause. kind: the beginning of that cause. The returned future gets None when the command is done, or the refusal."""
         cause = self.next_cause(kind)
         future: asyncio.Future[actions.Refusal | None] = self._loop.create_future()
         self._waiting[cause] = future
@@ -228,13 +234,13 @@ class Dispatcher:
     # ---- events and actions
 
     def post(self, event: events.Event) -> None:
-        """Lets the scheduler handle an event, and carries out its actions in order. An event posted meanwhile (for example when a
-        sink cancels) is handled after that."""
+        """Lets the scheduler handle an event, and carries out the actions that it decides on, in order. An event that is posted
+        meanwhile, for example when a sink cancels its request, is handled after them."""
         self._run(event, None)
 
     def _run(self, event: events.Event, arriving: Generation | None) -> HearthError | None:
-        """Posts an event as post() does. arriving: the request that the event announces, or None; if it is refused, its sink is not
-        told. Returns why it was refused; None: it was accepted, or there is none."""
+        """Handles an event as post() does. arriving: the request that the event announces, or None. Returns the error if that
+        request is refused at once, in which case its sink is not told; None if it is accepted or there is none."""
         self._pending.append(event)
         if self._busy:
             return None
@@ -255,8 +261,8 @@ class Dispatcher:
         return refused
 
     def _handle(self, event: events.Event) -> Iterator[_Failed]:
-        """Lets the scheduler handle one event and carries out its actions. Yields each request that ends with an error because of
-        it."""
+        """Lets the scheduler handle one event and carries out the actions that it decides on. Yields each request that an action
+        ends with an error. A failure of the scheduler itself is logged, and ends the request or command of the event."""
         try:
             decided = self.scheduler.handle(event)
         except Exception:
@@ -440,7 +446,8 @@ class Dispatcher:
         self._aborts.setdefault(action.device, []).append(action.request_id)
 
     def hold_aborts(self) -> None:
-        """Collects aborts until release_aborts is called, so that all aborts of one step are sent in one message."""
+        """Holds back messages that abort requests in engines until release_aborts is called, so that the aborts of one step go to
+        an engine in one message."""
         self._hold_aborts = True
 
     def release_aborts(self) -> None:
@@ -449,7 +456,8 @@ class Dispatcher:
             self._flush_aborts()
 
     def forget_aborts(self, device: str) -> None:
-        """Drops the collected aborts for a device whose engine has ended, because nothing runs there any more."""
+        """Drops the aborts that are held back for a device whose engine has ended, because its requests do not run there any
+        more."""
         self._aborts.pop(device, None)
 
     def _flush_aborts(self) -> None:
@@ -487,11 +495,13 @@ class Dispatcher:
             future.set_result(action.refusal)
 
     def lease_of(self, device: str) -> int:
-        """Returns the lease that was last sent to the device's engine."""
+        """Returns the lease that was last sent to the device's engine: the chunks that it may use for KV beyond what is reserved
+        for models. 0 if none was sent."""
         return self._leases.get(device, 0)
 
     def send(self, device: str, message: protocol.Message) -> None:
-        """Passes a message to the device's engine."""
+        """Sends a message to the device's engine, and remembers the lease that it grants. Does nothing more if the device has no
+        engine."""
         if isinstance(message, protocol.LoadModel | protocol.EvictModel | protocol.SetLease):
             self._leases[device] = message.lease_chunks
         engine = self.engines.get(device)
@@ -499,8 +509,8 @@ class Dispatcher:
             engine.send(message)
 
     def tell_load(self, load: FinishedLoad | None) -> None:
-        """Adds a finished load to the traces of the requests that waited for it or whose prompts are being tokenized. load: None if
-        its beginning was not traced."""
+        """Adds a finished load to the traces of the requests that waited for it, including those whose prompts are being tokenized.
+        load: None, for a load whose beginning was not traced, does nothing."""
         if load is None:
             return
         for generation in self.open.by_id.values():
@@ -513,19 +523,22 @@ class Dispatcher:
     # ---- ends
 
     def fail(self, generation: Generation, error: HearthError, outcome: str) -> None:
-        """Ends a request with an error. The caller has to inform the scheduler, unless the scheduler already knows."""
+        """Ends a request with an error, of which its sink is told. outcome: "failed", "timeout" or another word of
+        Generation.outcome. The caller has to inform the scheduler, unless it knows already."""
         self._failed(generation, error, outcome)
         generation.sink.failed(error)
 
     def _failed(self, generation: Generation, error: HearthError, outcome: str) -> _Failed:
-        """Ends a request with an error. The caller has to tell the error to its sink, or to its sender."""
+        """Ends a request with an error, without telling its sink. outcome: a word of Generation.outcome. The caller has to tell the
+        request's sink or its sender."""
         if generation.trace is not None:
             generation.trace.failed(error.code)
         self.open.end(generation, outcome)
         return _Failed(generation, error)
 
     def sink_broke(self, generation: Generation) -> None:
-        """Ends one stream because its own code failed. It must be called from an `except` block."""
+        """Ends a request whose sink, the code that writes its stream, has raised an exception, and logs it. It must be called from
+        an `except` block."""
         about = fields(cause=f"req-{generation.request_id}", model=generation.model.name, device=generation.submitted_device)
         log.exception("the stream of a request failed", extra=about)
         open_still = generation.request_id in self.open.by_id
@@ -539,13 +552,15 @@ class Dispatcher:
             self._cancelled(generation.request_id)
 
     def _cached(self, generation: Generation) -> tuple[tuple[str, int], ...]:
-        """Returns the (replica, number of tokens) of each replica that has probably cached a prefix of the request's prompt."""
+        """Returns a pair (replica, number of tokens) for each replica of the model that has probably cached a prefix of the
+        request's prompt; () for a model that may have only one replica."""
         if not self.is_replicated(generation.model.name):
             return ()
         return self._prefixes.find(generation.model.name, _prefix_seed(generation), generation.prompt)
 
     def _note_prefix(self, generation: Generation) -> None:
-        """Records that a replica has cached the request's prompt and the output so far."""
+        """Records that the replica that runs the request has cached its prompt and the output so far, if the model may have several
+        replicas."""
         if self.is_replicated(generation.model.name):
             tokens = [*generation.prompt, *generation.output] if generation.output else generation.prompt
             self._prefixes.note(generation.model.name, _prefix_seed(generation), tokens, generation.replica)
@@ -567,7 +582,8 @@ class Dispatcher:
 
 
 def _prefix_seed(generation: Generation) -> tuple[str, ...]:
-    """Returns the values besides the tokens that must be equal for two requests to share a cached prefix."""
+    """Returns the values that, besides the tokens, must be equal for two requests to share a cached prefix: tenant, cache salt and
+    LoRA adapter ("": none)."""
     adapter = generation.model.adapter
     return generation.tenant, generation.cache_salt, "" if adapter is None else adapter.name
 

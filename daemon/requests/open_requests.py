@@ -14,8 +14,8 @@ PUBLIC_IDS = 4096
 
 
 class OpenRequests:
-    """The open requests. by_id: request id -> request, in the order of arrival. timeout_s: returns the current limit in seconds.
-    on_timeout: ends a request that has exceeded it."""
+    """Holds every request from its acceptance to its end. by_id: request id -> request, in the order of arrival. timeout_s: returns
+    how many seconds a request may take. on_timeout: called with a request that has taken longer and that limit, to end it."""
 
     def __init__(
         self, metrics: Metrics, watch: LoopWatch, timeout_s: Callable[[], float], on_timeout: Callable[[Generation, float], None]
@@ -36,7 +36,8 @@ class OpenRequests:
                 del self._public_ids[next(iter(self._public_ids))]
 
     def accepted(self, generation: Generation) -> None:
-        """Counts a request that was not refused at once, and starts the timeout and the loop watch if it is still open."""
+        """Counts the prompt of a request that was not refused at once, and starts the timeout's timer and the watch of the event
+        loop if the request is still open."""
         self._metrics.prompt_tokens[generation.model.name] += len(generation.prompt)
         if generation.request_id in self.by_id:
             self._watch.start()
@@ -44,7 +45,8 @@ class OpenRequests:
                 self._timer = self._loop.call_later(self._timeout_s(), self._check_timeouts)
 
     def end(self, generation: Generation, outcome: str) -> None:
-        """Removes a request that has ended. outcome: stop, length, cancelled, refused, failed or timeout."""
+        """Removes a request that has ended, counts it and ends its trace. outcome: stop, length, cancelled, refused, failed or
+        timeout."""
         self.by_id.pop(generation.request_id, None)
         generation.outcome = outcome
         if generation.trace is not None:
@@ -60,8 +62,8 @@ class OpenRequests:
                 self._empty.set_result(None)
 
     def request_id(self, public_id: str) -> int | None:
-        """Returns the id of the request with this X-Request-Id, even some time after it ended, for `hearth why`; None if it is
-        unknown."""
+        """Returns the id of the request with this X-Request-Id, also if it has ended, for `hearth why`. None if it is unknown or
+        not among the last PUBLIC_IDS requests."""
         return self._public_ids.get(public_id)
 
     def when_empty(self) -> asyncio.Future[None]:
@@ -73,8 +75,8 @@ class OpenRequests:
         return self._empty
 
     def _check_timeouts(self) -> None:
-        """Ends requests that are too old. The dict is in the order of arrival, so the loop stops at the first request that
-        arrived recently enough. Older requests remain only if they were paused, because pauses do not count."""
+        """Ends requests that have exceeded the timeout, and sets the timer for the next one. Time in which a request was paused
+        does not count."""
         self._timer = None
         limit_s = self._timeout_s()
         now = time.monotonic()

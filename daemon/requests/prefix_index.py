@@ -19,8 +19,9 @@ class PrefixIndex:
         self._bits: dict[str, dict[str, int]] = {}  # model -> replica -> its bit
 
     def find(self, model: str, seed: tuple[str, ...], prompt: Sequence[int]) -> tuple[tuple[str, int], ...]:
-        """Returns, for each replica that has computed a prefix of the prompt, the length in tokens of the longest such prefix.
-        seed: the values besides the tokens that must be equal for a prefix to be shared."""
+        """Returns a pair (replica, number of tokens) for each replica of the model that has computed a prefix of the prompt: the
+        length of the longest such prefix, in whole blocks. seed: the values that, besides the tokens, must be equal for a prefix to
+        be shared."""
         blocks = self._blocks.get(model)
         if blocks is None:
             return ()
@@ -36,7 +37,8 @@ class PrefixIndex:
         return tuple((replica, num_tokens) for replica, num_tokens in found.items() if num_tokens)
 
     def note(self, model: str, seed: tuple[str, ...], tokens: Sequence[int], replica: str) -> None:
-        """Records that the replica has computed these tokens."""
+        """Records that a replica of the model has computed these tokens, and so has probably cached their prefixes. seed: as in
+        `find`."""
         blocks, bits = self._blocks.setdefault(model, {}), self._bits.setdefault(model, {})
         bit = bits.setdefault(replica, 1 << len(bits))
         for key in _chain(seed, tokens):
@@ -45,7 +47,7 @@ class PrefixIndex:
             del blocks[next(iter(blocks))]
 
     def forget(self, replica: str) -> None:
-        """Forgets all prefixes of a replica that has left its device."""
+        """Forgets all prefixes that a replica has computed, because it has left its device."""
         model = next((model for model, bits in self._bits.items() if replica in bits), None)
         if model is None:
             return
@@ -58,7 +60,8 @@ class PrefixIndex:
 
 
 def _chain(seed: tuple[str, ...], tokens: Sequence[int]) -> Iterator[int]:
-    """Yields a hash for each prefix of whole blocks, the shortest first."""
+    """Yields a hash for each prefix of the tokens that consists of whole blocks of BLOCK_TOKENS, the shortest first. seed: included
+    in each hash."""
     key = hash(seed)
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         key = hash((key, *tokens[start : start + BLOCK_TOKENS]))

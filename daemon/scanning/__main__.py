@@ -37,7 +37,8 @@ def main() -> None:
 
 
 def _scan(connection: socket.socket, request: Scan) -> bool:
-    """Does one scan and sends the results. Returns whether this process is to end."""
+    """Does one scan of the models folder and sends the results over the connection. Returns whether this process is to end, because
+    the scan has left it large."""
     previous = {
         name: Checkpoint(name, path, complete=True, signature=signature) for name, (path, signature) in request.known.items()
     }
@@ -78,7 +79,7 @@ def _resident_bytes() -> int:
 
 
 class _Warnings(logging.Handler):
-    """Collects the warnings of a scan, for the daemon's log."""
+    """A log handler that collects the warnings of a scan as lines for the daemon's log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -89,8 +90,8 @@ class _Warnings(logging.Handler):
 
 
 def _plain(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint with only the parts that the daemon needs, and with texts that can be sent. An incomplete checkpoint
-    is sent without its shape, which may be of any size."""
+    """Returns a copy of the checkpoint for the message to the daemon: without its exception, with texts that are valid UTF-8, and,
+    if the checkpoint is incomplete, without its shape, which may be of any size."""
     return replace(
         checkpoint,
         failure=None,

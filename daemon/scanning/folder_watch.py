@@ -21,8 +21,8 @@ JOIN_S = 2.0
 
 
 class FolderWatch:
-    """Calls `changed` on the event loop about 0.3 s after something happened in one of the folders, while `run` runs. Must be made
-    on the event loop."""
+    """Calls `changed` on the event loop about 0.3 s after a file was added, changed or removed in one of the watched folders, while
+    `run` runs. `look_at` sets the folders. The object must be made on the event loop."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -33,8 +33,8 @@ class FolderWatch:
         self._polling = False
 
     async def run(self) -> None:
-        """Watches until `stop`. Raises OSError or RuntimeError if the folders can be neither watched nor polled. Calls `changed` at
-        the beginning, for changes before that."""
+        """Watches the folders until `stop` is called. Calls `changed` once at the beginning, because of changes before the watch.
+        Raises OSError or RuntimeError if the folders can be neither watched nor polled."""
         ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, args=(ended,), name="watch models", daemon=True)
         self._thread.start()
@@ -42,8 +42,8 @@ class FolderWatch:
         await ended
 
     def look_at(self, folders: Iterable[str]) -> None:
-        """Watches these folders instead of the earlier ones. Changes in a new folder before its watch begins cause no event, so
-        `changed` is called once for them."""
+        """Watches these folders instead of the earlier ones, and calls `changed` once if they differ, because changes before the
+        new watch begins are not reported."""
         found = frozenset(folders)
         if found == self._folders or self._stopped.is_set():
             return
@@ -58,11 +58,13 @@ class FolderWatch:
             self._thread.join(JOIN_S)
 
     def is_set(self) -> bool:
-        """Returns whether the current watch is to end. watchfiles calls this as if on an Event."""
+        """Returns whether the current watch is to end, because of `stop` or because the folders were replaced. The library
+        watchfiles gets this object as its stop event."""
         return self._stopped.is_set() or self._replaced.is_set()
 
     def _run(self, ended: asyncio.Future[None]) -> None:
-        """Watches in a thread, and tells the waiting task why the watch has ended."""
+        """Watches in a thread until `stop`. ended: a future of the event loop, which gets the exception that ended the watch, or
+        None."""
         problem: Exception | None = None
         try:
             self._watch_on()
@@ -77,7 +79,8 @@ class FolderWatch:
             self._loop.call_soon_threadsafe(tell)
 
     def _watch_on(self) -> None:
-        """Watches the folders of the last `look_at` until `stop`. Raises OSError, RuntimeError."""
+        """Watches the folders of the last `look_at` until `stop`; polls them if the kernel gives no watches. Raises OSError or
+        RuntimeError if polling fails, too."""
         while not self._stopped.is_set():
             self._replaced.clear()
             folders = [folder for folder in self._folders if os.path.isdir(folder)]
@@ -95,7 +98,8 @@ class FolderWatch:
                 log.warning("the models folder cannot be watched (%s); it is polled from now on", error)
 
     def _watch(self, folders: list[str]) -> None:
-        """Watches the folders until `is_set`. Raises OSError, RuntimeError."""
+        """Watches these folders, not those below them, until `is_set` returns True, and reports changes to the event loop. Raises
+        OSError or RuntimeError if they cannot be watched."""
         from watchfiles import watch
 
         options = {

@@ -10,8 +10,9 @@ from loader.catalog import Checkpoint
 
 
 class Scan(Message, frozen=True):
-    """Asks for a scan of models_dir (nothing if it is ""), and of adapters in other folders. known: name -> (path, signature) in
-    the last result. silent: path -> why it is to be skipped. named: name -> folder of an adapter."""
+    """Asks for a scan of models_dir (nothing if it is ""), and of adapters in other folders. known: name -> (path, signature of the
+    folder's files) of the models in the last result. silent: paths to skip, each with the reason. named: name -> folder of a LoRA
+    adapter outside models_dir."""
 
     models_dir: str
     known: dict[str, tuple[str, str]]
@@ -20,13 +21,14 @@ class Scan(Message, frozen=True):
 
 
 class Looking(Message, frozen=True):
-    """Names the path that is examined next."""
+    """Names the path that the scanning process examines next, so that the daemon knows the cause if the process hangs or dies."""
 
     path: str
 
 
 class Same(Message, frozen=True):
-    """Names a model whose folder has not changed since the last result."""
+    """Names a model whose folder has not changed since the last result. in_cache: whether it is in a Hugging Face cache. is_named:
+    whether it is one of the adapters in Scan.named."""
 
     name: str
     in_cache: bool
@@ -34,7 +36,8 @@ class Same(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Reports a model whose folder is new or has changed; its checkpoint is sent without `failure`."""
+    """Reports a model whose folder is new or has changed. checkpoint: what its files say, without the exception in `failure`.
+    in_cache: whether it is in a Hugging Face cache. is_named: whether it is one of the adapters in Scan.named."""
 
     checkpoint: Checkpoint
     in_cache: bool

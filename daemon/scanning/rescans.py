@@ -17,7 +17,8 @@ LOOK_AGAIN_S = (1.0, 3.0, 10.0)
 
 
 class Rescans:
-    """Calls `rescan` after a change, again some seconds later, and when a path that did not answer is due for another look."""
+    """Calls `rescan`, which scans the models folder, after each change in it and several times in the seconds after that, and when
+    a path that did not answer in an earlier scan is to be examined again."""
 
     def __init__(self, rescan: Callable[[], Awaitable[None]], scanner: ModelScanner) -> None:
         self._rescan, self._scanner = rescan, scanner

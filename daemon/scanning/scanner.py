@@ -32,8 +32,9 @@ LOOK_AGAIN_S, LOOK_AGAIN_AT_MOST_S = 60.0, 3600.0  # pauses before a path that d
 
 @dataclass(slots=True)
 class _Silent:
-    """A path that did not answer. why: completes a sentence about the path. until_s: when it may be examined again, on the
-    monotonic clock. pause_s: the length of that pause. process: the process that waited for the path, and may still do so."""
+    """A path in the models folder whose examination hung or killed the scanning process. why: words that complete a sentence about
+    the path. until_s: when it may be examined again, on the monotonic clock. pause_s: the length of that pause. process: the
+    process that waited for the path, and may still do so."""
 
     why: str
     until_s: float
@@ -42,8 +43,8 @@ class _Silent:
 
 
 class NoAnswer(Exception):
-    """Raised when the process gave no sign of life, or died. path: the path that it was examining. why: completes a sentence about
-    the path."""
+    """Raised when the scanning process gave no sign of life for too long, or died. path: the path that it was examining. why: words
+    that complete a sentence about the path."""
 
     def __init__(self, process: _Process, path: str, why: str) -> None:
         super().__init__(f"{path} {why}")
@@ -51,8 +52,8 @@ class NoAnswer(Exception):
 
 
 class ModelScanner:
-    """Scans in another process, with the same results as loader.catalog.scan. A model on a path that does not answer is reported as
-    incomplete, or as it was known before, and is examined again later."""
+    """Scans the models folder in another process, with the same results as loader.catalog.scan. If a path hangs that process or
+    makes it die, a model there is reported as incomplete, or as the last scan found it, and the path is examined again later."""
 
     def __init__(self, answer_limit_s: float = ANSWER_LIMIT_S, look_again_s: float = LOOK_AGAIN_S) -> None:
         self._answer_limit_s, self._look_again_s = answer_limit_s, look_again_s
@@ -65,7 +66,8 @@ class ModelScanner:
 
     @property
     def look_again_in_s(self) -> float | None:
-        """Returns the seconds until a path that did not answer is due for another look; None if all have answered."""
+        """Returns the seconds until a path that did not answer in an earlier scan is to be examined again; None if there is no such
+        path."""
         if not self._silent:
             return None
         return max(0.0, min(one.until_s for one in self._silent.values()) - time.monotonic())
@@ -73,9 +75,9 @@ class ModelScanner:
     async def scan(
         self, models_dir: str, previous: Mapping[str, Checkpoint], named: Mapping[str, str] | None = None
     ) -> dict[str, Checkpoint]:
-        """Returns the models by name, sorted; unchanged folders keep their object of `previous`. named: adapters in other folders,
-        by name. models_dir: if it is "", only those adapters are examined. Raises OSError if models_dir cannot be read or does not
-        answer."""
+        """Returns the models by name, sorted. models_dir: the models folder; "": only the adapters in `named` are examined.
+        previous: the last result, whose objects are returned again for unchanged folders. named: name -> folder of LoRA adapters
+        elsewhere. Raises OSError if models_dir cannot be read or does not answer."""
         named = named or {}
         async with self._lock:
             limit_s = self._answer_limit_s
@@ -105,8 +107,8 @@ class ModelScanner:
         await self._end()
 
     def _due(self) -> set[str]:
-        """Returns the silent paths that may be examined again. Paths for which an earlier process still waits are excluded, because
-        another process would have to wait, too."""
+        """Returns the paths that did not answer and may be examined again now. Paths on which an earlier process still hangs are
+        excluded, because another process would hang there, too."""
         now = time.monotonic()
         return {path for path, one in self._silent.items() if now >= one.until_s and not one.process.is_running}
 
@@ -163,8 +165,8 @@ def _stopping(models_dir: str) -> OSError:
 def _with_known(
     found: Iterable[Seen], silent: Mapping[str, str], previous: Mapping[str, Checkpoint], named: Mapping[str, str]
 ) -> Iterable[Seen]:
-    """Yields the models that were found, and known models on paths that do not answer, because those may be running or kept in
-    memory."""
+    """Yields the models that a scan has found, and those of the last result on paths that do not answer, because these models may
+    be running or kept in memory. silent: path -> why it was skipped. named: name -> folder of an adapter."""
     kept = [one for one in previous.values() if one.complete and any(_is_below(one.path, path) for path in silent)]
     for one in kept:
         yield Seen(one, is_named=named.get(one.name) == one.path)
@@ -179,7 +181,7 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 class _Process(asyncio.Protocol):
-    """One scanning process and the connection to it."""
+    """The daemon's connection to one scanning process: sends it scans, collects the answers, and ends it."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         loop = asyncio.get_running_loop()
@@ -198,7 +200,7 @@ class _Process(asyncio.Protocol):
 
     @classmethod
     async def start(cls) -> _Process:
-        """Starts a process and connects to it. Raises OSError if that fails."""
+        """Starts a scanning process and returns it, connected. Raises OSError if that fails."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
@@ -221,8 +223,9 @@ class _Process(asyncio.Protocol):
         return self.is_running and self._transport is not None and not self._transport.is_closing()
 
     async def scan(self, request: Scan, previous: Mapping[str, Checkpoint], limit_s: float) -> tuple[list[Seen], Finished]:
-        """Sends a request and returns the models found, and the message that ended the answer. previous: the last result. limit_s:
-        the longest time without a sign of life. Raises NoAnswer."""
+        """Sends a request, and returns the models that were found and the message that ended the answer. previous: the last result,
+        by name. limit_s: the longest time without a sign of life of the process. Raises NoAnswer if it takes longer or the process
+        dies."""
         loop = asyncio.get_running_loop()
         self._answer, self._previous, self._seen, self._path = loop.create_future(), previous, [], request.models_dir
         self._adapters = {one.adapter.digest: one.adapter for one in previous.values() if one.adapter is not None}
@@ -268,7 +271,8 @@ class _Process(asyncio.Protocol):
                 self._answer.set_result((self._seen, message))
 
     def _shared(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Lets adapters with equal contents share one object: separate objects for a thousand adapters take 200 MB."""
+        """Returns the checkpoint; if its adapter's content equals that of a known adapter, it gets that object, because separate
+        objects for a thousand adapters take 200 MB."""
         if checkpoint.adapter is not None:
             checkpoint.adapter = self._adapters.setdefault(checkpoint.adapter.digest, checkpoint.adapter)
         return checkpoint
@@ -304,9 +308,9 @@ class _Process(asyncio.Protocol):
 
 
 def _spawn(fd: int) -> subprocess.Popen[bytes]:
-    """Starts the process. Long headers and lists allocate and free blocks of megabytes. By default glibc soon allocates such blocks
-    on its heap, which cannot shrink while small blocks remain behind them; with a fixed threshold each returns to the kernel when
-    it is freed."""
+    """Starts the scanning process. fd: its socket to the daemon. Its malloc has a fixed mmap threshold, so that the blocks of
+    megabytes for long headers and lists return to the kernel when they are freed; by default glibc soon places such blocks on its
+    heap, which cannot shrink while small blocks remain behind them."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "daemon.scanning", str(fd)],
         cwd="/",

@@ -11,7 +11,8 @@ from scheduler.simulate.trace import TraceRequest
 
 
 def generate(shape: TraceShape) -> list[TraceRequest]:
-    """Returns the requests of a trace, in order of time. The same shape gives the same trace on every machine."""
+    """Returns the requests of a generated trace, in the order of time. The same shape, which includes the seed, gives the same
+    trace on every machine."""
     draw = random.Random(shape.seed)
     ranked = list(shape.models)
     draw.shuffle(ranked)
@@ -29,7 +30,8 @@ def generate(shape: TraceShape) -> list[TraceRequest]:
 
 
 def _phases(draw: random.Random, shape: TraceShape) -> list[tuple[float, float]]:
-    """Returns the (begin, end) in seconds of the phases in which a model is requested, at least one."""
+    """Returns the phases in which a model is requested, at least one, as (begin, end) in seconds from the trace's begin. Their
+    lengths and the pauses between them are exponentially distributed."""
     rest_s = shape.burst_s * (1 - shape.active_share) / shape.active_share
     phases: list[tuple[float, float]] = []
     while not phases:
@@ -45,7 +47,7 @@ def _phases(draw: random.Random, shape: TraceShape) -> list[tuple[float, float]]
 
 
 def _times(draw: random.Random, phases: list[tuple[float, float]], number: int) -> list[float]:
-    """Returns `number` moments, uniformly distributed over all phases together."""
+    """Returns `number` moments in seconds, unsorted, drawn uniformly from all phases together."""
     ends = list(accumulate(end - begin for begin, end in phases))
     times = []
     for _ in range(number):

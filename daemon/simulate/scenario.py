@@ -24,7 +24,8 @@ MAX_QUEUED = 1_000_000  # no limit in practice: a simulation shows how long requ
 
 
 class NodeCosts(msgspec.Struct, frozen=True):
-    """The table `[costs]`: the fields of scheduler.simulate.costs.Costs, and settings of the engine."""
+    """The table `[costs]` of a scenario file: how long loads, evictions and steps take on the simulated node (see
+    scheduler.simulate.costs.Costs), and three settings of its engines, None where the configuration's default counts."""
 
     disk_bytes_per_s: Annotated[float, key("reading weights from disk")] = _DEFAULTS.disk_bytes_per_s
     copy_bytes_per_s: Annotated[float, key("copying from host memory to the device")] = _DEFAULTS.copy_bytes_per_s
@@ -43,7 +44,8 @@ class NodeCosts(msgspec.Struct, frozen=True):
 
 
 class ScenarioModel(msgspec.Struct, frozen=True):
-    """A table `[models."org/name"]`: the model's size and limits, and measurements of its speed."""
+    """A table `[models."org/name"]` of a scenario file: a simulated model's size and limits, and measurements of its speed, which
+    are estimated where they are None."""
 
     weights_bytes: Annotated[int | str, key("its weights on the device")]
     kv_bytes_per_token: Annotated[int, key("KV of one token")] = 0
@@ -64,8 +66,8 @@ class ScenarioModel(msgspec.Struct, frozen=True):
 
 
 class TraceTable(msgspec.Struct, frozen=True):
-    """The table `[trace]`: the fields of TraceShape (daemon/simulate/trace_shape.py) except `models`, which are all models of
-    the file."""
+    """The table `[trace]` of a scenario file, from which a trace of requests is generated: the fields of TraceShape except
+    `models`, because the requests are for all models of the file."""
 
     requests_per_s: float = _SHAPE.requests_per_s
     duration_s: float = _SHAPE.duration_s
@@ -80,8 +82,9 @@ class TraceTable(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class Scenario:
-    """The content of a scenario file. source: the file's path, for errors. trace: None if the file has no such table. engine:
-    settings of the engines, by the configuration's keys."""
+    """The content of a scenario file. source: the file's path, for errors. devices: name -> budget in bytes. chunk_bytes: None if
+    the file does not set it. models: by name, including further replicas. trace: how to generate the requests; None if the file has
+    no table `[trace]`. engine: settings of the engines, by the configuration's keys."""
 
     source: str
     devices: dict[str, int]
@@ -93,7 +96,8 @@ class Scenario:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def node_config(self, devices: Iterable[str]) -> NodeConfig:
-        """Returns the configuration of a node with these devices, given by name."""
+        """Returns the configuration of the simulated node: the defaults of a node with these devices, and the file's settings of
+        the engines. devices: names such as `cuda:0`."""
         return msgspec.structs.replace(with_device_defaults(NodeConfig(), devices, self.engine), **self.engine)
 
 
@@ -103,12 +107,13 @@ _TABLES = ("devices", "chunk_bytes", "host_tier_bytes", "costs", "models", "trac
 
 
 def step_settings(config: NodeConfig) -> StepSettings:
-    """Returns the settings of a node's engines that limit their steps."""
+    """Returns those settings of a node that limit the steps of its engines, in the form that the simulator takes."""
     return StepSettings(config.turn_budget_ms / 1e3, config.max_step_stretch, config.max_num_batched_tokens)
 
 
 def read(path: str) -> Scenario:
-    """Reads a scenario file. Raises ConfigError naming file, key and line."""
+    """Returns the content of a scenario file, which is JSON if its name ends in .json, else TOML. Raises ConfigError, which names
+    the file, the key and, where it is known, the line."""
     try:
         return _scenario(path, _json(path) if path.endswith(".json") else read_toml(path))
     except ConfigError as error:

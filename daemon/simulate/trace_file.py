@@ -13,11 +13,13 @@ COLUMNS = ("time_s", "model", "input_tokens", "output_tokens")
 
 
 class TraceError(Exception):
-    """Raised for a trace that cannot be read; says what is wrong, with file, line and column."""
+    """Raised for a file that is no valid trace. The message names the file, and the line and column where they are known."""
 
 
 def read(file: TextIO, name: str) -> list[TraceRequest]:
-    """Reads a trace. Skips lines that are empty or begin with #. name: the file's name, for errors. Raises TraceError."""
+    """Returns the requests of a trace file. The first line names the columns, in any order; empty lines and those that begin with #
+    are skipped. name: the file's name, for errors. Raises TraceError for a malformed line, times that are not in order, or a file
+    without requests."""
     found: list[TraceRequest] = []
     header: list[str] | None = None
     before = 0.0

@@ -43,12 +43,12 @@ _choices_decoder = msgspec.json.Decoder(list[_Choice])
 
 
 class Answer:
-    """Rewrites one answer. outcome: how the request ended as far as is known, a word of Generation.outcome. has_text: whether the
-    answer is generated text, not an embedding."""
+    """Rewrites one answer of an upstream for the client. outcome: how the request ended as far as is known, "stop" or "length".
+    has_text: whether the answer is generated text, not an embedding."""
 
     def __init__(self, host: str, name: str, generation: Generation, shows_usage: bool) -> None:
-        """host: the upstream's host. name: the model's name on this node. generation: counts the tokens. shows_usage: whether the
-        client gets the event that holds only the usage."""
+        """host: the upstream's host. name: the model's name on this node. generation: the request, in which the tokens are counted.
+        shows_usage: whether the client gets the event of a stream that holds only the usage."""
         self.outcome, self.has_text = "stop", False
         self._host, self._shows_usage = host, shows_usage
         self._name = Raw(msgspec.json.encode(name))
@@ -58,7 +58,8 @@ class Answer:
         self._is_reported = False
 
     def whole(self, body: bytes) -> bytes:
-        """Returns the answer to send. Raises HearthError upstream_invalid if it is no JSON object."""
+        """Returns the answer to send to the client, with this node's name of the model, and counts its tokens. body: the upstream's
+        whole answer. Raises HearthError upstream_invalid if it is no JSON object or its choices are malformed."""
         fields = self._decode(body)
         if (choices := fields.get("choices")) is not None:
             try:
@@ -81,7 +82,8 @@ class Answer:
         return msgspec.json.encode(fields)
 
     def _count(self, fields: dict[str, Raw]) -> bool:
-        """Takes the token counts from the field `usage`. Returns whether there was one."""
+        """Takes the token counts from the field `usage` of an answer or event, and returns whether it has that field with
+        counts."""
         raw = fields.get("usage")
         if raw is None:
             return False
@@ -103,7 +105,7 @@ class Answer:
 
 class AnswerStream(Answer):
     """Rewrites a stream of server-sent events, which arrives in pieces of any size and leaves as whole events. is_over: whether the
-    last event has come. has_failed: whether an event was an error. broken: why no more events can be read."""
+    last event has come. has_failed: whether an event was an error. broken: why no more events can be read; None: they can."""
 
     def __init__(self, host: str, name: str, generation: Generation, shows_usage: bool) -> None:
         super().__init__(host, name, generation, shows_usage)
@@ -117,7 +119,8 @@ class AnswerStream(Answer):
         self.has_begun = False  # whether an event with an answer has come
 
     def feed(self, data: bytes) -> bytes:
-        """Returns the events that are whole now, as they are to be sent."""
+        """Takes the next bytes from the upstream, and returns the events that they complete, as they are to be sent to the client;
+        b"" if they complete none. Sets `broken` after an event that cannot be read."""
         self._held += self._with_plain_ends(data)
         end = self._held.rfind(b"\n\n", max(0, self._seen - 1))
         if end < 0:
@@ -138,8 +141,8 @@ class AnswerStream(Answer):
         return b"".join(out)
 
     def _with_plain_ends(self, data: bytes) -> bytes:
-        """Returns the piece with every line ending as a line feed. JSON texts contain no bare line endings, so each one separates
-        lines."""
+        """Returns the bytes with every line ending (CR, LF or CRLF, also one that is divided between two pieces) as a line feed.
+        JSON contains no bare line endings, so each of them separates lines."""
         if self._is_after_cr and data.startswith(b"\n"):
             data = data[1:]
             self._is_after_cr = False
@@ -151,7 +154,8 @@ class AnswerStream(Answer):
         return data
 
     def ended(self) -> bytes:
-        """Returns the bytes to send after the upstream has ended its answer in order."""
+        """Returns the bytes to send to the client when the upstream has ended its answer without an error of the connection: the
+        rest, and the final [DONE] if the upstream has left it out. Sets `broken` if the answer is not whole."""
         if self.is_over:
             return b""
         out = self.feed(b"\n\n") if self._held.strip() else b""
@@ -172,7 +176,8 @@ class AnswerStream(Answer):
         return self._data(b" ".join(data), b"".join(line + b"\n" for line in others))
 
     def _data(self, data: bytes, before: bytes) -> bytes:
-        """Returns an event as it is sent to the client. data: its JSON. before: its other lines."""
+        """Returns an event as it is sent to the client; b"" if the client does not get it. data: its JSON. before: its other
+        lines."""
         if data == _DONE:
             self.is_over = True
             return before + _END

@@ -24,17 +24,20 @@ def unavailable(host: str, reason: str) -> NotNow:
 
 
 def invalid(host: str, what: str) -> HearthError:
-    """Returns the error for a malformed answer. what: words that follow the server's name."""
+    """Returns the error (502) for a malformed answer of another server. host: the server. what: words that follow the server's name
+    in the message."""
     return ServerFault("upstream_invalid", f"The server {host}, which answers for this model, {what}.", status=502)
 
 
 def not_reached(host: str, error: Exception) -> HearthError:
-    """Returns the error for a server that could not be reached, or that broke the connection off."""
+    """Returns the error for the client when another server could not be reached or broke the connection off. error: what the HTTP
+    client raised."""
     return shortage.in_place_of(error) or unavailable(host, reason_of(error))
 
 
 def reason_of(error: Exception) -> str:
-    """Returns words for why a connection could not be made, or broke."""
+    """Returns words for people that say why a connection to another server could not be made, or broke. error: what the HTTP client
+    raised."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "its name is not known"
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
@@ -55,7 +58,8 @@ def reason_of(error: Exception) -> str:
 
 def passed_on(host: str, status: int, retry_after: str | None, body: bytes) -> HearthError:
     """Returns the error that another server answered with, in this API's form, with its status, message, code and param. For 401
-    and 407, which are about this node's own key, the client gets 502. status: 300 or more. body: the beginning of the answer."""
+    and 407, which are about this node's own key, the client gets 502. status: the other server's, 300 or more. retry_after: its
+    header of that name, or None. body: the beginning of its answer."""
     message, kind, code, param = _said(body)
     if status in (401, 407):
         text = f"The server {host}, which answers for this model, does not accept this node's key (upstream_key_file)"
@@ -76,8 +80,8 @@ def _kind(status: int) -> str:
 
 
 def _said(body: bytes) -> tuple[str, str, str, str | None]:
-    """Returns message, type, code and param of an error in OpenAI's form or a similar one; for other forms only the text that is
-    found."""
+    """Returns (message, type, code, param) of an error that another server has sent, in OpenAI's form or a similar one. What is
+    missing is "", or None for param. From other forms only the text is taken."""
     try:
         told: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -104,5 +108,6 @@ def _text(value: object) -> str:
 
 
 def _word(value: object) -> str:
-    """Returns a short string of the error, such as its code; "" for other values, such as the numbers that vLLM sends."""
+    """Returns a field of an error, such as its code, if it is a printable string of at most 64 characters; "" for other values,
+    such as the numbers that vLLM sends."""
     return value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else ""

@@ -14,7 +14,8 @@ MAX_BYTES = 16 << 10
 
 
 def paths(config: NodeConfig) -> list[str]:
-    """Returns the files that can be found; a reload reads them again."""
+    """Returns the paths of the key files that the settings name, each once. A `credential:NAME` that cannot be resolved is left
+    out."""
     found = []
     for model in config.models.values():
         if model.upstream is not None and model.upstream_key_file is not None:
@@ -24,8 +25,8 @@ def paths(config: NodeConfig) -> list[str]:
 
 
 def load(config: NodeConfig, source: str) -> dict[str, str]:
-    """Returns the key of each name that has one. source: the file that the settings come from. Raises ConfigError naming the file
-    and the setting, never a key."""
+    """Returns the keys for other servers, by the model's name on this node; models without a key file are left out. source: the
+    file that the settings come from, for errors. Raises ConfigError, which names the file and the setting and never a key."""
     return {
         name: _read(source, f'models."{name}".upstream_key_file', model.upstream_key_file)
         for name, model in config.models.items()

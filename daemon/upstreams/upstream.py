@@ -18,7 +18,8 @@ UNKNOWN, UP, DOWN = "unknown", "up", "down"
 
 @dataclass(slots=True, frozen=True)
 class Address:
-    """The address for requests to one name. url: without a "/" at its end. model: the model's name there. key: "" for none."""
+    """The destination of requests for one model name. url: of the other server, without a "/" at its end. host: its HOST:PORT, for
+    messages. model: the model's name on that server. key: the API key for it; "" for none."""
 
     url: str
     host: str
@@ -28,8 +29,8 @@ class Address:
 
 @dataclass(slots=True, frozen=True)
 class Bounds:
-    """Limits for requests to one upstream. max_active: requests that run at once. max_queued: requests that may wait for a place;
-    max_of_tenant: those of one tenant; max_wait_s: how long each may wait."""
+    """Limits for the requests to one upstream. max_active: how many run at once. max_queued: how many may wait to run.
+    max_of_tenant: how many of one tenant may wait. max_wait_s: how many seconds each may wait."""
 
     max_active: int
     max_queued: int
@@ -38,12 +39,13 @@ class Bounds:
 
 
 def bounds(max_active: int, max_queued: int, max_of_tenant: int, max_wait_s: float) -> Bounds:
-    """Returns the limits. max_of_tenant: 0 for half of max_queued, as for models of this node."""
+    """Returns the limits with these values. max_of_tenant: 0 stands for half of max_queued; it is never more than max_queued."""
     return Bounds(max_active, max_queued, min(max_queued, max_of_tenant or ceil(max_queued / 2)), max_wait_s)
 
 
 class Upstream:
-    """The state of one model name that an upstream answers. It must be used on the event loop."""
+    """One model name that another server answers: whether that server is up, and the name's running and waiting requests. All calls
+    must come from the event loop."""
 
     def __init__(self, name: str, address: Address, limits: Bounds) -> None:
         self.name, self.address, self.limits = name, address, limits
@@ -66,14 +68,16 @@ class Upstream:
     # ---- health
 
     def set_state(self, state: str, reason: str) -> bool:
-        """Sets the state and its reason. Returns whether the state has changed."""
+        """Sets whether the server is up, and returns whether that has changed. state: UNKNOWN, UP or DOWN. reason: words for
+        operators."""
         changed, self.reason = state != self.state, reason
         if changed:
             self.state, self.since_s = state, time.time()
         return changed
 
     def refusal(self, tenant: str) -> HearthError | None:
-        """Returns why a request of the tenant would be refused now, as far as is known, or None."""
+        """Returns the error with which a request of the tenant would be refused now, because the server is down or the queue is
+        full, as far as is known; None: it would be accepted."""
         if self.state == DOWN:
             return failure.unavailable(self.address.host, self.reason)
         return self._queue_full(tenant) if self.num_active >= self.limits.max_active else None
@@ -81,7 +85,8 @@ class Upstream:
     # ---- places
 
     async def enter(self, tenant: str) -> None:
-        """Waits for a place; `leave` must be called afterwards. Raises HearthError: queue_full (429), wait_exceeded (503)."""
+        """Waits until a request of the tenant may run; the caller must call `leave` when it has ended. Raises HearthError
+        queue_full (429) if too many wait, and wait_exceeded (503) after the longest wait."""
         self.last_used_s = time.time()
         if self.num_active < self.limits.max_active and not self._waiting:
             self._active[tenant] += 1
@@ -104,7 +109,8 @@ class Upstream:
             raise
 
     def leave(self, tenant: str) -> None:
-        """Ends a request, and gives its place to the first waiting request of the tenant that has the fewest running."""
+        """Tells that a running request of the tenant has ended. Then the first waiting request of the tenant with the fewest
+        running requests may run."""
         self._active[tenant] -= 1
         if not self._active[tenant]:
             del self._active[tenant]
@@ -136,7 +142,7 @@ class Upstream:
     # ---- for operators
 
     def row(self) -> dict[str, Any]:
-        """Returns the row of `hearth models`, with the fields that models of this node have."""
+        """Returns the row of `hearth models` for this name, with the same fields as the rows of models on this node."""
         return {
             "name": self.name,
             "kind": "upstream",
@@ -157,7 +163,8 @@ class Upstream:
         }
 
     def lines(self) -> list[str]:
-        """Returns the lines for `hearth why`."""
+        """Returns the lines with which `hearth why` explains the name: who answers it, the server's state, and how many requests
+        run and wait."""
         ago_s = max(0.0, time.time() - self.since_s)
         there = "" if self.address.model == self.name else f" as {self.address.model!r}"
         lines = [f"{self.name} is answered by {self.address.url}{there} (upstream); nothing of it is on this node"]

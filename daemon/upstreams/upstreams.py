@@ -29,7 +29,7 @@ MAX_LIST_BYTES = 4 << 20
 
 
 class _Listed(msgspec.Struct):
-    """A model in another server's list."""
+    """A model in another server's answer to GET /models. max_model_len: its longest context in tokens; None: not told."""
 
     id: str = ""
     max_model_len: int | None = None
@@ -49,18 +49,19 @@ class _Refused(msgspec.Struct):
 
 
 class Upstreams:
-    """The upstreams of all names, with one pool of connections. Each name has its own limit of requests."""
+    """All model names that other servers answer, each with its own limit of requests, and one pool of connections to the
+    servers."""
 
     def __init__(self, changed: Callable[[Upstream], None] = lambda upstream: None) -> None:
-        """changed: called when a server's state has changed."""
+        """changed: called with an upstream whose server has become reachable or unreachable."""
         self.by_name: dict[str, Upstream] = {}
         self._changed = changed
         self._session: aiohttp.ClientSession | None = None
         self._look = asyncio.Event()
 
     def use(self, config: NodeConfig, known_keys: Mapping[str, str]) -> None:
-        """Applies settings. Names whose server stays the same keep their state and their requests. known_keys: the result of
-        keys.load()."""
+        """Applies the settings of all models that have an `upstream`. Names whose server stays the same keep their state and their
+        requests. known_keys: API keys for the servers, by the model's name on this node."""
         found: dict[str, Upstream] = {}
         for name, model in config.models.items():
             if model.upstream is None:
@@ -81,7 +82,7 @@ class Upstreams:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """The HTTP session with the pool of connections. It is made on first use."""
+        """Returns the HTTP session for requests to the servers, with the pool of connections. It is made on first use."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),  # each name has a limit of its own
@@ -98,11 +99,11 @@ class Upstreams:
     # ---- health
 
     def answered(self, upstream: Upstream) -> None:
-        """Notes that an upstream has answered a request."""
+        """Records that an upstream is up, because it has answered a request."""
         self._set(upstream, UP, "it answers")
 
     def failed(self, upstream: Upstream, reason: str) -> None:
-        """Notes that an upstream could not be reached for a request."""
+        """Records that an upstream is down, because it could not be reached for a request. reason: why not, for operators."""
         self._set(upstream, DOWN, reason)
 
     def _set(self, upstream: Upstream, state: str, reason: str) -> None:
@@ -112,7 +113,8 @@ class Upstreams:
             self._changed(upstream)
 
     async def watch(self) -> None:
-        """Probes all servers periodically, and at once after the settings have changed."""
+        """Asks all servers every PROBE_EVERY_S, and at once after the settings have changed, whether they are up. It runs until it
+        is cancelled."""
         while True:
             self._look.clear()
             if self.by_name:
@@ -164,7 +166,8 @@ class Upstreams:
     # ---- for the node
 
     def refusal(self, name: str, tenant: str) -> HearthError | None:
-        """Returns why a request for the name would be refused now, as far as is known, or None."""
+        """Returns the error with which a request of the tenant for the name would be refused now, as far as is known; None if it
+        would be accepted or no other server answers the name."""
         upstream = self.by_name.get(name)
         return None if upstream is None else upstream.refusal(tenant)
 

@@ -13,8 +13,9 @@ OWN = f"1.1 hearthd-{secrets.token_hex(8)}"  # identifies this process
 
 
 def onward(received: Sequence[str]) -> str:
-    """Returns the header for a request that is passed on. received: the values of the header as it came in. Raises HearthError
-    upstream_loop (508) if this node has passed the request on before, or too many servers have."""
+    """Returns the value of the header Via for a request that is passed on to another server. received: the values of the header in
+    the request as it came in. Raises HearthError upstream_loop (508) if this node has passed the request on before, or too many
+    servers have."""
     hops = [hop for value in received for each in value.split(",") if (hop := each.strip())]
     if OWN in hops:
         raise _loop("The request has come back to this node")
